@@ -26,12 +26,19 @@ from bigtrain.engine.deepspeed_patches.step import skip_redundant_work
 from bigtrain.engine.layer_options import speed_up
 from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker
 from bigtrain.engine.optimizers.parameter_groups import parameter_groups
-from bigtrain.engine.partitioning import build_dtype, copy_of, partitioning_of, run_dtype
+from bigtrain.engine.partitioning import (
+    build_dtype,
+    copy_of,
+    lend_parameters,
+    partitioning_of,
+    run_dtype,
+)
 from bigtrain.engine.pipeline.build import build_pipeline_engine
 from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.build import build_model
 from bigtrain.models.equivalence.model_plan import ModelPlan, require_model_plan
+from bigtrain.models.layers.adapters import has_adapters
 from bigtrain.models.parallel.sequence import GroupExchange, SequenceParallel
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
@@ -111,6 +118,8 @@ def _initialize(
             config=copy_of(engine_config.deepspeed),
             mpu=mpu,
         )
+    if engine_config.zero_stage == 3 and has_adapters(model):
+        lend_parameters(model)
     if mesh.topology.expert_size > 1:
         gather_in_one_order(engine.optimizer)
     undo_trial_update(engine)

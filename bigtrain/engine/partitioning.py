@@ -19,6 +19,7 @@ from bigtrain.engine.deepspeed_patches.experts import (
 from bigtrain.engine.deepspeed_patches.partitions import PartitioningInit, partition_parameters
 from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
 from bigtrain.models.build import WHOLE, Partitioning
+from bigtrain.models.layers.adapters import borrowed_parameters
 from bigtrain.models.parallel.collectives import GroupRows
 from bigtrain.models.parallel.experts import check_experts_of_plan, shard_experts
 from bigtrain.models.parallel.sharding import cut_parameter, is_expert
@@ -118,6 +119,17 @@ def _divide_experts(model: Any, mesh: Mesh, plan: Plan | None) -> None:
     for parameter in model.parameters():
         if is_expert(parameter):
             mark_expert(parameter, name_of_experts(mesh.topology.expert_size))
+
+
+def lend_parameters(model: nn.Module) -> None:
+    """Let ZeRO 3 gather what layers of peft's read of other modules for those layers as well.
+
+    DeepSpeed gathers parameters for the module that holds them alone, but for the external ones of
+    a module that it was told of.
+    """
+    for layer, parameters in borrowed_parameters(model):
+        for parameter in parameters:
+            deepspeed.zero.register_external_parameter(layer, parameter)
 
 
 def _partitioner(mesh: Mesh, zero3: dict[str, Any]) -> Any:

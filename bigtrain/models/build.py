@@ -23,7 +23,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from bigtrain.errors import ModelError
-from bigtrain.models.layers.adapters import add_adapters, find_parameters
+from bigtrain.models.layers.adapters import add_adapters
 from bigtrain.models.layers.parameters import freeze, seed_of
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.parallel.sharding import full_shape
@@ -51,11 +51,6 @@ class Partitioning:
     gather: Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
     writes_weights: bool
     prepare: Callable[[PreTrainedModel], None] | None = None
-
-    @property
-    def divides_weights(self) -> bool:
-        """Whether a rank keeps parts of weights. A pipeline's stage keeps some weights whole."""
-        return self.gather is not WHOLE.gather
 
 
 WHOLE = Partitioning(construct=nullcontext, gather=lambda _: nullcontext(), writes_weights=True)
@@ -87,8 +82,6 @@ def build_model(
     # zero/partition_parameters.py) loses its decorators' constructor afterwards.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     # A copy: what is set below, and by transformers, must not change the caller's configuration.
-    if adapters is not None and partitioning.divides_weights:
-        _check_undivided(hf_config, adapters)
     model = _construct(copy.deepcopy(hf_config), section, seed, dtype, partitioning)
     # Counts layers, so it comes before any are removed.
     _set_gradient_checkpointing(model, section)
@@ -118,16 +111,6 @@ def _adapt(
             fill_with_zeros(model)
     add_adapters(model, section, lambda name: seed_of(seed, name))
     finish_layers(model, section)
-
-
-def _check_undivided(hf_config: PreTrainedConfig, adapters: AdaptersSection) -> None:
-    """The settings refuse it where they know the model, which a hub name hides from them."""
-    stacks, _ = find_parameters(empty_model(hf_config), adapters)
-    if stacks:
-        raise ModelError(
-            f"adapters: {stacks[0]} is a stacked weight, and adapters of those are not divided "
-            "among ranks -> ZeRO 2 and parallel.tensor=1, or adapters.targets=attention"
-        )
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel, masking_utils
+from transformers.distributed.parallel_utils import _get_parameter_plan
 from transformers.integrations import moe
 from transformers.utils import output_capturing
 
@@ -81,6 +82,13 @@ def expanded_plan(model: PreTrainedModel, plan: dict[str, str]) -> dict[str, str
     """
     expanded: dict[str, str] = model._expand_parallel_plan(plan)
     return expanded
+
+
+def style_of(plan: dict[str, str], name: str, *, is_parameter: bool) -> str | None:
+    """What `plan`, with its patterns, says of a module or parameter that the model may not have by
+    this name; None for nothing (`_get_parameter_plan`, distributed/parallel_utils.py:49)."""
+    style: str | None = _get_parameter_plan(name, plan, is_weight=is_parameter)
+    return style
 
 
 def modules_of_experts(model: nn.Module) -> Iterator[nn.Module]:

@@ -179,7 +179,8 @@ def _layer_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: E
             * layout.sequence_length
             / (t * layout.sequence_size)
         )
-    return engine.saved * per_token * layout.tokens_per_micro_batch
+    summed = layer.others.summed / t * model.element_bytes
+    return engine.saved * per_token * layout.tokens_per_micro_batch + summed
 
 
 def _activations_and_loss(
@@ -250,7 +251,7 @@ def _loss(model: ModelCosts, layout: Layout, engine: Engine) -> tuple[float, flo
     tokens, head = layout.tokens_per_micro_batch, 0.0
     if layout.loss_chunk_tokens is not None:
         tokens = min(tokens, layout.loss_chunk_tokens)
-        if not model.is_frozen or model.num_trained_outside:
+        if not model.is_frozen or model.others_outside.trained(1):
             # Gradients of the head are added up over the chunks.
             head = 8.0 * model.vocabulary_size * model.hidden_size / layout.tensor_size
     logits = tokens * model.vocabulary_size

@@ -81,6 +81,21 @@ class Packed:
 
 
 @dataclass(frozen=True)
+class Others:
+    """What adapters have beside their products: trained elements (copies of modules, DoRA's
+    magnitudes) that every tensor-parallel rank has, and that ranks divide; and elements of the sums
+    of stacked weights and adapters, which ranks divide and autograd saves of every pass."""
+
+    whole: int = 0
+    cut: int = 0
+    summed: int = 0
+
+    def trained(self, tensor_size: int) -> float:
+        """Elements on each of `tensor_size` ranks."""
+        return self.whole + self.cut / tensor_size
+
+
+@dataclass(frozen=True)
 class LayerCosts:
     """One decoder layer; bytes are per token.
 
@@ -88,8 +103,8 @@ class LayerCosts:
     operations other than products and attention. `score_bytes`: saved per head and attended token
     where attention is not fused. `num_kernels`: launched in the forward pass.
     `num_parameters_expert` are not counted in the two before. `adapters`: products with trained
-    weights beside the layer's own, which are then frozen; `num_trained_other`: further trained
-    elements. `packed`: those of the parameters that are in 4 bits.
+    weights beside the layer's own, which are then frozen; `others`: what else is trained or kept of
+    adapters. `packed`: those of the parameters that are in 4 bits.
     """
 
     num_parameters_whole: int
@@ -105,7 +120,7 @@ class LayerCosts:
     score_bytes: float = 0.0
     num_kernels: int = 40
     adapters: tuple[Matmul, ...] = ()
-    num_trained_other: int = 0
+    others: Others = Others()
     packed: Packed = Packed()
 
     def __hash__(self) -> int:
@@ -121,7 +136,7 @@ class LayerCosts:
             a.in_size * a.out_size * a.count * a.num_groups / (tensor_size if a.cut else 1)
             for a in self.adapters
         )
-        return self.num_trained_other + sum(sizes)
+        return self.others.trained(tensor_size) + sum(sizes)
 
     @functools.cached_property
     def num_parameters(self) -> int:
@@ -143,8 +158,8 @@ class ModelCosts:
     `head_parameters`: 0 where the head shares the embedding's weight (`tied`).
     `num_other_parameters`: final norm, position embeddings. `source`: traced or closed form.
     `saved_bytes_outside`: saved per token outside of the layers (final norm, head). `is_frozen`:
-    only adapters are trained; `num_trained_outside`: elements of trained copies of modules outside
-    of the layers (modules_to_save).
+    only adapters are trained; `others_outside`: trained copies of modules outside of the layers
+    (modules_to_save).
     """
 
     hidden_size: int
@@ -159,7 +174,7 @@ class ModelCosts:
     element_bytes: int = 2
     saved_bytes_outside: float = 0.0
     is_frozen: bool = False
-    num_trained_outside: int = 0
+    others_outside: Others = Others()
 
     def __hash__(self) -> int:
         """Worked out once: searches look models up in caches tens of thousands of times."""
@@ -204,20 +219,21 @@ class ModelCosts:
                 for name in ("matmuls", "adapters")
             }
             attention = kind["attention"] and Attention(**kind["attention"])
-            others = {"attention": attention, "packed": Packed(**kind["packed"])}
-            kinds.append(LayerCosts(**{**kind, **products, **others}))
-        return ModelCosts(**{**tree, "kinds": tuple(kinds), "layers": tuple(tree["layers"])})
+            parts = {"packed": Packed(**kind["packed"]), "others": Others(**kind["others"])}
+            kinds.append(LayerCosts(**{**kind, **products, **parts, "attention": attention}))
+        outside = Others(**tree["others_outside"])
+        own = {"kinds": tuple(kinds), "layers": tuple(tree["layers"]), "others_outside": outside}
+        return ModelCosts(**{**tree, **own})
 
 
 @dataclass(frozen=True)
 class AdapterCosts:
-    """products: of the adapters, in each layer. others: further trained elements in each layer
-    (copies of modules, DoRA's magnitudes); outside: those outside of the layers. packed: weights of
-    each layer that are in 4 bits; none where it is empty."""
+    """products: of the adapters, in each layer. others: in each layer; outside: of the layers.
+    packed: weights of each layer that are in 4 bits; none where it is empty."""
 
     products: tuple[tuple[Matmul, ...], ...]
-    others: tuple[int, ...]
-    outside: int = 0
+    others: tuple[Others, ...]
+    outside: Others = Others()
     packed: tuple[Packed, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -229,7 +245,8 @@ class AdapterCosts:
         """What `to_json` wrote. Raises KeyError or TypeError where it is something else."""
         products = tuple(tuple(Matmul(**m) for m in layer) for layer in tree["products"])
         packed = tuple(Packed(**layer) for layer in tree["packed"])
-        return AdapterCosts(products, tuple(tree["others"]), tree["outside"], packed)
+        others = tuple(Others(**layer) for layer in tree["others"])
+        return AdapterCosts(products, others, Others(**tree["outside"]), packed)
 
 
 def adapter_of(product: Matmul, rank: int) -> tuple[Matmul, Matmul]:
@@ -252,7 +269,7 @@ def of_all_linear(model: ModelCosts, rank: int, double: bool | None = None) -> A
     if double is not None:
         of_kinds = [Packed.of(_dense_sizes(kind), double=double) for kind in model.kinds]
         packed = tuple(of_kinds[kind] for kind in model.layers)
-    return AdapterCosts(products, (0,) * len(products), packed=packed)
+    return AdapterCosts(products, (Others(),) * len(products), packed=packed)
 
 
 def _dense_sizes(kind: LayerCosts) -> list[int]:
@@ -268,7 +285,7 @@ def with_adapters(model: ModelCosts, costs: AdapterCosts) -> ModelCosts:
     for index, products, other, own in zip(
         model.layers, costs.products, costs.others, packed, strict=True
     ):
-        kind = replace(model.kinds[index], adapters=products, num_trained_other=other, packed=own)
+        kind = replace(model.kinds[index], adapters=products, others=other, packed=own)
         if kind not in kinds:
             kinds.append(kind)
         order.append(kinds.index(kind))
@@ -277,7 +294,7 @@ def with_adapters(model: ModelCosts, costs: AdapterCosts) -> ModelCosts:
         kinds=tuple(kinds),
         layers=tuple(order),
         is_frozen=True,
-        num_trained_outside=costs.outside,
+        others_outside=costs.outside,
     )
 
 

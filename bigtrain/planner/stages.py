@@ -226,7 +226,7 @@ def _sizes(stage: Stage, model: ModelCosts, tensor_size: int, expert_parts: int)
     )
     # Copies outside of the layers are counted on the last stage, where heads are. Adapters are no
     # experts' parts.
-    trained += model.num_trained_outside if stage.is_last else 0
+    trained += model.others_outside.trained(tensor_size) if stage.is_last else 0
     each = [(model.kinds[index].packed, count) for index, count in stage.counts]
     packed = sum(count * own.num_weights for own, count in each)
     num_bytes = sum(count * own.num_bytes for own, count in each)

@@ -149,13 +149,8 @@ def facts_of(
         attention=config.model.attention,
         isolates=config.data.isolates,
         adapters=None if adapters is None else adapters.type,
-        dora=adapters is not None and adapters.dora,
         adapted_stacks=() if adapters is None else adapters.target_parameters,
-        adapts_experts=adapters is not None
-        and "mlp" in adapters.presets
-        and bool(model.num_experts),
         quantization="none" if adapters is None else adapters.quantization,
-        saved_modules=() if adapters is None else adapters.modules_to_save,
         num_sites=0 if config.sites is None else config.sites.count,
         site_fragments=1 if config.sites is None else config.sites.fragments,
         stops_early=config.evaluation.early_stopping is not None,
@@ -164,6 +159,7 @@ def facts_of(
         kernels=config.model.kernels,
         compiles=config.model.compile,
         activation_offload=config.model.activation_offload,
+        freezes=adapters is not None or bool(config.model.frozen),
         auxiliary_loss=config.moe.auxiliary_loss,
         z_loss=config.moe.z_loss_coefficient,
         bias_updates=config.moe.bias_update_rate > 0,
@@ -205,12 +201,18 @@ def _json_facts(raw: Mapping[str, Any]) -> dict[str, Any]:
         "pipeline_block": "pipeline" in raw,
         "pipeline_settings": _pipeline_settings(raw.get("pipeline")),
         "flops_profiler": value_at(raw, "flops_profiler.enabled") is True,
+        "leaf_modules": _leaf_modules(_block(zero, "leaf_module")),
     }
 
 
 def _block(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     block = raw.get(key)
     return block if isinstance(block, Mapping) else {}
+
+
+def _leaf_modules(block: Mapping[str, Any]) -> tuple[str, ...]:
+    named = [block.get(key) for key in ("classes", "names", "name_suffixes")]
+    return tuple(str(name) for names in named if isinstance(names, list) for name in names)
 
 
 def _check_profile(config: RunConfig, world_size: int) -> list[Problem]:

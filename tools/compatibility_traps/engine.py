@@ -128,6 +128,19 @@ ENGINE: tuple[Trap, ...] = (
     ),
     Trap(
         "ZeRO",
+        "blocks of several mixtures of experts are leaf modules, whose parameters go before their "
+        "gradients come where weights are frozen",
+        "there are none unless the JSON names some; beside frozen weights those are refused",
+        (
+            "tests/unit/settings/deepspeed/test_engine_config.py"
+            "::test_zero_3_has_the_leaf_modules_that_the_json_names_alone",
+            "tests/parity/test_adapters.py::test_equals_plain_peft",
+            RULES,
+        ),
+        rules=("leaf modules beside frozen weights",),
+    ),
+    Trap(
+        "ZeRO",
         "quantized communication and secondary partitions are of ZeRO 3, quantizers of CUDA",
         "refused",
         (RULES,),

@@ -24,7 +24,8 @@ from bigtrain.engine.deepspeed_patches.optimizers import (
 )
 from bigtrain.engine.deepspeed_patches.partitions import MasterRange, frozen_range, zero3_range
 from bigtrain.errors import CheckpointError
-from bigtrain.models.parallel.sharding import Shard, local_shape, shard_of
+from bigtrain.models.layers.parameters import local_shape
+from bigtrain.models.parallel.sharding import Shard, shard_of
 from bigtrain.models.weights.quantized import is_packed
 
 

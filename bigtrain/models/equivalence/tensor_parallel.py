@@ -28,7 +28,7 @@ from bigtrain.models.equivalence.proxy_model import (
     set_heads,
 )
 from bigtrain.models.equivalence.thresholds import TOKENS
-from bigtrain.models.layers.adapters import add_adapters, find_targets
+from bigtrain.models.layers.adapters import add_adapters, find_parameters, find_targets
 from bigtrain.models.parallel.collectives import Group
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.parallel.sharding import cut_parameter, full_shape, shard_of
@@ -116,9 +116,10 @@ def check_tensor_plan(
 @torch.no_grad()
 def _adapt(proxy: PreTrainedModel, hf_config: PreTrainedConfig, section: AdaptersSection) -> None:
     """Add random adapters to the layers of `proxy` of the kinds that the run adapts."""
-    names, _ = find_targets(empty_model(hf_config), section)
-    kinds = tuple(sorted({name.rpartition(".")[2] for name in names}))
-    changes = {"rank": 4, "targets": kinds, "dropout": 0.0}
+    whole = empty_model(hf_config)
+    changes: dict[str, Any] = {"rank": 4, "dropout": 0.0}
+    for key, find in (("targets", find_targets), ("target_parameters", find_parameters)):
+        changes[key] = tuple(sorted({n.rpartition(".")[2] for n in find(whole, section)[0]}))
     generator = torch.Generator().manual_seed(2)
     add_adapters(proxy, section.model_copy(update=changes), lambda _: 0)
     for name, parameter in proxy.named_parameters():

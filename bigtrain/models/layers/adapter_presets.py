@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from bigtrain.models.layers.decoder_layers import decoder_layers
+from bigtrain.models.layers.parameters import local_shape
 from bigtrain.models.transformers_patches import attention_classes, modules_of_experts
 from bigtrain.settings.sections.adapters import Preset
 
@@ -33,7 +34,8 @@ def stacks_of(model: PreTrainedModel, preset: Preset) -> list[str]:
     """Names of the stacked weights of experts of a kind: all are of `mlp`."""
     if preset != "mlp":
         return []
-    stacks = {id(p) for m in modules_of_experts(model) for p in m.parameters(False) if p.ndim == 3}
+    own = [p for module in modules_of_experts(model) for p in module.parameters(False)]
+    stacks = {id(parameter) for parameter in own if len(local_shape(parameter)) == 3}
     return [name for name, parameter in model.named_parameters() if id(parameter) in stacks]
 
 
@@ -46,7 +48,7 @@ def _kinds(model: PreTrainedModel) -> dict[str, Preset]:
             name for name, module in _modules(layer) if _is_attention(module, classes, layer)
         }
         mixers = {name for name, module in layer.named_children() if _has(module, _CONVOLUTIONS)}
-        routed = {p.shape[0] for m in modules_of_experts(layer) for p in m.parameters(False)}
+        routed = {local_shape(p)[0] for m in modules_of_experts(layer) for p in m.parameters(False)}
         for name, module in _modules(layer):
             if not isinstance(module, LINEAR):
                 continue

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,8 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from bigtrain.errors import Problem
 from bigtrain.models.layers.adapter_presets import LINEAR, layers_of, stacks_of
-from bigtrain.models.layers.parameters import names_of
+from bigtrain.models.layers.parameters import local_shape, names_of
+from bigtrain.models.torch_patches import shadowed
 from bigtrain.models.transformers_patches import kept_in_float32, mark_initialized
 from bigtrain.settings.sections.adapters import PRESETS, AdaptersSection
 
@@ -100,7 +101,7 @@ def find_parameters(
     model: PreTrainedModel, section: AdaptersSection
 ) -> tuple[list[str], list[str]]:
     """(names of the stacked weights that get adapters, patterns that match none)."""
-    stacked = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
+    stacked = [name for name, p in model.named_parameters() if len(local_shape(p)) == 3]
     patterns = section.target_parameters
     missing = [p for p in patterns if not any(_matches(name, p) for name in stacked)]
     chosen = {name for preset in section.presets for name in stacks_of(model, preset)}
@@ -119,6 +120,26 @@ def parameter_layers(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def borrowed_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    """Layers that read parameters which are not their own while they compute, each with those: of
+    peft's the one that adds an adapter to a stacked weight, and DoRA's; and the layer with that
+    weight, from which peft takes it until it has computed."""
+    from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+
+    for module in model.modules():
+        layer: Any = module
+        if isinstance(module, ParamWrapper):
+            yield layer, [layer.get_param(), *_matrices(layer)]
+            yield layer.get_base_layer(), [layer.get_param()]
+        elif isinstance(module, LoraLayer) and ADAPTER in layer.lora_magnitude_vector:
+            own = layer.base_layer.parameters(recurse=False)
+            yield layer.lora_magnitude_vector[ADAPTER], [*own, *_matrices(layer)]
+
+
+def _matrices(layer: Any) -> list[nn.Parameter]:
+    return [layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
+
+
 def find_saved(model: PreTrainedModel, section: AdaptersSection) -> tuple[list[str], list[str]]:
     """(names of the modules in ``modules_to_save``, patterns that match none)."""
     own = [name for name, m in model.named_modules() if any(True for _ in m.parameters(False))]
@@ -131,6 +152,16 @@ def trained_copy(module: Any) -> Any:
     """The trained copy of `module` (`modules_to_save`), which computes in its place, or itself."""
     copies = getattr(module, "modules_to_save", None)
     return copies[ADAPTER] if isinstance(copies, nn.ModuleDict) else module
+
+
+def computing_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """All modules by the names they have in the model without copies (`modules_to_save`); of one
+    that has a trained copy, that."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if ".original_module." not in f"{name}.":
+            found[f"{name}.".replace(COPY, ".").rstrip(".")] = module
+    return found
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -153,7 +184,7 @@ def check_adapters(model: PreTrainedModel, section: AdaptersSection) -> list[Pro
     names, missing = find_targets(model, section)
     if packed := _check_quantized(model, section):
         return packed
-    if saved := _check_saved(model, section, set(names)):
+    if saved := _check_saved(model, section, names):
         return saved
     linear, _ = find_targets(model, AdaptersSection())
     ends = sorted({name.rpartition(".")[2] for name in linear})
@@ -193,7 +224,7 @@ def quantized_layers(model: PreTrainedModel) -> list[str]:
 
 
 def _check_saved(
-    model: PreTrainedModel, section: AdaptersSection, targets: set[str]
+    model: PreTrainedModel, section: AdaptersSection, targets: list[str]
 ) -> list[Problem]:
     names, missing = find_saved(model, section)
     remedy = "patterns of modules with weights of their own, such as [lm_head] or [norm]"
@@ -201,8 +232,8 @@ def _check_saved(
     problems = [Problem(SAVED_KEY, pattern, rule, remedy) for pattern in missing]
     shared = names_of(model.named_parameters(remove_duplicate=False))
     for name in names:
-        if name in targets:
-            rule, remedy = f"{name} has an adapter as well", "leave it out of one of the two"
+        if adapted := [t for t in targets if f"{t}.".startswith(f"{name}.")]:
+            rule, remedy = f"{adapted[0]} has an adapter as well", "leave it out of one of the two"
             problems.append(Problem(SAVED_KEY, list(section.modules_to_save), rule, remedy))
         for parameter in model.get_submodule(name).parameters():
             if len(tied := shared[id(parameter)]) > 1:
@@ -262,12 +293,28 @@ def add_adapters(
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), quiet_bitsandbytes():
         # About layers that peft supports in several ways, and Conv1D.
         warnings.simplefilter("ignore")
-        inject_adapter_in_model(lora_config(model, section), model)
+        config = lora_config(model, section)
+        targets = map(model.get_submodule, config.target_modules or ())
+        with _zeros_for_weights(targets if section.dora else ()):
+            inject_adapter_in_model(config, model)
         for name, module in model.named_modules():
             if isinstance(module, LoraLayer):
                 torch.manual_seed(seed_of(name))
                 own = [p for n, p in module.named_parameters() if not n.startswith("base_layer.")]
                 _initialize(module, own)
+
+
+@contextmanager
+def _zeros_for_weights(layers: Iterable[Any]) -> Iterator[None]:
+    """Inside, `layers` show zeros for weights. peft makes DoRA's magnitudes of these, which get
+    their values later; the weights may not be read yet, or be partitioned."""
+    with ExitStack() as stack:
+        for layer in layers:
+            weight = layer.weight
+            if type(weight) is nn.Parameter:  # not one in 4 bits
+                zeros = weight.new_zeros(()).expand(local_shape(weight))
+                stack.enter_context(shadowed(layer, {"weight": zeros}))
+        yield
 
 
 def _initialize(layer: Any, parameters: list[nn.Parameter]) -> None:

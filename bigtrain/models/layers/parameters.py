@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -52,6 +53,11 @@ def names_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[int, list[s
     for name, parameter in parameters:
         found.setdefault(id(parameter), []).append(name)
     return found
+
+
+def local_shape(parameter: Any) -> tuple[int, ...]:
+    """Shape of what tensor or expert parallelism left to this rank, before ZeRO partitions it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def seed_of(seed: int, name: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -15,7 +17,7 @@ from bigtrain.models.layers.adapters import (
 )
 from bigtrain.models.layers.decoder_layers import listed_layers
 from bigtrain.models.parallel.tensor import Plan, tensor_plan
-from bigtrain.planner.model_costs import AdapterCosts, Matmul, Packed, adapter_of
+from bigtrain.planner.model_costs import AdapterCosts, Matmul, Others, Packed, adapter_of
 from bigtrain.settings.sections.adapters import AdaptersSection
 
 
@@ -29,30 +31,55 @@ def adapter_costs(model: PreTrainedModel, section: AdaptersSection) -> AdapterCo
     count = getattr(text, "num_hidden_layers", None)
     prefixes = [f"{name}." for name, _ in listed_layers(model, count)]
     products: list[list[Matmul]] = [[] for _ in prefixes]
-    others = [0] * len(prefixes)
-    outside = 0
+    # Of each layer, and outside of all: trained by every rank, divided, and sums that are saved.
+    others = [[0, 0, 0] for _ in (*prefixes, None)]
 
-    def add(name: str, own: list[Matmul], more: int) -> None:
-        nonlocal outside
-        index = next((i for i, prefix in enumerate(prefixes) if name.startswith(prefix)), None)
-        if index is None:
-            outside += more + sum(m.in_size * m.out_size for m in own)
-            return
-        products[index] += own
-        others[index] += more
+    def add(name: str, own: list[Matmul], more: int = 0, *, cut: bool = False) -> list[int]:
+        index = next((i for i, prefix in enumerate(prefixes) if name.startswith(prefix)), -1)
+        others[index][cut] += more
+        if index >= 0:
+            products[index] += own
+        else:
+            others[index][0] += sum(m.in_size * m.out_size * m.num_groups for m in own)
+        return others[index]
 
     for name in find_targets(model, section)[0]:
         product = _product(model, name, plan)
-        add(name, list(adapter_of(product, section.rank)), product.out_size * section.dora)
+        lengths = product.out_size * section.dora
+        is_cut = product.cut == "out" and not _is_gathered(plan.get(name, ""))
+        add(name, list(adapter_of(product, section.rank)), lengths, cut=is_cut)
     share = float(getattr(text, "num_experts_per_tok", None) or 1)
     for name in find_parameters(model, section)[0]:
         groups, one, other = model.get_parameter(name).shape
-        stack = Matmul(one, other, num_groups=groups, share=share)
-        add(name, list(adapter_of(stack, section.rank)), 0)
+        side = _side_of_stack(plan.get(name, ""))
+        stack = Matmul(one, other, side, num_groups=groups, share=share)
+        own = list(adapter_of(stack, section.rank))
+        add(name, own)[2] += groups * one * other
     for name in find_saved(model, section)[0]:
-        add(name, [], sum(p.numel() for p in model.get_submodule(name).parameters()))
+        for leaf, parameter in model.get_submodule(name).named_parameters():
+            full = f"{name}.{leaf}"
+            add(full, [], parameter.numel(), cut=_is_cut(full, plan))
     packed = _packed(model, section, prefixes) if section.is_quantized else ()
-    return AdapterCosts(tuple(map(tuple, products)), tuple(others), outside, packed)
+    *inside, outside = (Others(*parts) for parts in others)
+    return AdapterCosts(tuple(map(tuple, products)), tuple(inside), outside, packed)
+
+
+def _is_gathered(style: str) -> bool:
+    return style in ("colwise_gather_output", "colwise_rep")
+
+
+def _side_of_stack(style: str) -> Literal["in", "out"] | None:
+    """Of a stack [experts, in, out], if its first matrix dimension counts as that of inputs."""
+    if "colwise" in style:
+        return "in"
+    return "out" if "rowwise" in style else None
+
+
+def _is_cut(name: str, plan: Plan) -> bool:
+    """Whether ranks divide a parameter: one cut by inputs has a whole bias."""
+    style = plan.get(name, "")
+    is_bias = name.endswith("bias") and "rowwise" in style
+    return "embedding" in style or (any(s in style for s in ("colwise", "rowwise")) and not is_bias)
 
 
 def _packed(

@@ -3,7 +3,9 @@
 On a column-parallel layer ``lora_A`` is replicated and ``lora_B`` is cut as the layer is; on a
 row-parallel one ``lora_A`` is cut as the layer is and ``lora_B`` is replicated. The matrix that is
 cut is called as a layer of the same style: ranks exchange the low-rank tensor between the two, and
-the gradients of the replicated matrix are complete on every rank.
+the gradients of the replicated matrix are complete on every rank. The two matrices of a stacked
+weight are not called but multiplied with each other: there ranks have their parts of the replicated
+one's gradient, which are summed.
 """
 
 from __future__ import annotations
@@ -13,11 +15,15 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from bigtrain.models.layers.adapters import ADAPTER
+from bigtrain.errors import ModelError
+from bigtrain.models.layers.adapter_presets import LINEAR
+from bigtrain.models.layers.adapters import ADAPTER, parameter_layers
+from bigtrain.models.parallel.collectives import Group, gather_last, summed
 from bigtrain.models.parallel.sharding import Shard, shard_of, tag_shard
 from bigtrain.models.torch_patches import shadow
 
@@ -25,25 +31,101 @@ Side = Literal["outputs", "inputs"]
 
 
 def adapted_names(model: nn.Module) -> list[str]:
-    """Names of the layers of `model` that have adapters."""
-    end = ".base_layer"
-    return [n.removesuffix(end) for n, _ in model.named_modules() if n.endswith(end)]
+    """Names of the linear layers of `model` that have adapters."""
+    layers = ((name, getattr(module, "base_layer", None)) for name, module in model.named_modules())
+    return [name for name, layer in layers if isinstance(layer, LINEAR)]
 
 
-def cut_adapter(layer: Any, side: Side, is_first: bool) -> Any:
+def cut_adapter(
+    layer: Any, side: Side, group: Group, *, is_gathered: bool
+) -> tuple[Any, list[nn.Parameter]]:
     """Tag the adapter of `layer`, whose own weight was cut by `side`; no weights move.
 
-    is_first: whether this is the first rank of the group. Returns the matrix that is cut, whose
-    forward must be wrapped as that of the layer's own weight.
+    is_gathered: whether the layer gathers its outputs. Returns the matrix that is cut, whose
+    forward must be wrapped as that of the layer's own weight, and all parameters that are cut.
     """
     down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
     base = shard_of(layer.base_layer.weight)
     assert base is not None
     assert base.dim == _dimension(layer.base_layer, side)
     cut, whole, dim = (up, down, 0) if side == "outputs" else (down, up, 1)
-    tag_shard(whole.weight, Shard(tuple(whole.weight.shape), primary=is_first))
-    tag_shard(cut.weight, replace(base, shape=tuple(cut.weight.shape), dim=dim))
-    return cut
+    _tag_whole(whole.weight, group)
+    _tag_cut(cut.weight, base, dim)
+    parameters = [cut.weight]
+    if ADAPTER in layer.lora_magnitude_vector:
+        dora = layer.lora_magnitude_vector[ADAPTER]
+        if side == "outputs" and not is_gathered:
+            _tag_cut(dora.weight, base, 0)
+            parameters.append(dora.weight)
+        else:
+            _tag_whole(dora.weight, group)
+        _measure_whole_rows(dora, side, group, base if is_gathered else None)
+    return cut, parameters
+
+
+def _tag_whole(parameter: nn.Parameter, group: Group) -> None:
+    tag_shard(parameter, Shard(tuple(parameter.shape), primary=dist.get_rank(group) == 0))
+
+
+def _tag_cut(parameter: nn.Parameter, base: Shard, dim: int) -> None:
+    tag_shard(parameter, replace(base, shape=tuple(parameter.shape), dim=dim))
+
+
+def _measure_whole_rows(dora: Any, side: Side, group: Group, gathered: Shard | None) -> None:
+    """Have a layer of DoRA divide by the lengths of whole rows of weights, of which this rank may
+    have a part of each row, or the rows of which all ranks' outputs are gathered (`gathered`).
+
+    peft takes no gradient of these lengths. With dropout it multiplies by the layer's weight
+    itself, instead of calling the layer, which exchanges what is partial.
+    """
+    forward, own_norm = dora.forward, dora.get_weight_norm
+
+    def run(x: torch.Tensor, *, base_layer: Any, base_result: Any = None, **more: Any) -> Any:
+        result = base_layer(x) if base_result is None else base_result
+        return forward(x, base_layer=base_layer, base_result=result, **more)
+
+    def product(lora_A: Any, lora_B: Any, adapter_name: str | None = None) -> torch.Tensor:
+        """Of this rank's part; peft calls both with an identity matrix, which would exchange."""
+        found: torch.Tensor = lora_B.weight @ lora_A.weight
+        return found
+
+    def norm(weight: Any, lora_weight: Any, scaling: float, adapter_name: str | None = None) -> Any:
+        if gathered is not None:
+            assert gathered.dim is not None
+            own = own_norm(weight, lora_weight, scaling, adapter_name=adapter_name)
+            return gather_last(own.detach(), gathered.shape[gathered.dim], group)
+        rows = (weight.T if dora.fan_in_fan_out else weight) + scaling * lora_weight
+        lengths = torch.linalg.vector_norm(rows.detach(), dim=1, dtype=torch.float32)
+        return summed(lengths.square(), group).sqrt().to(weight.dtype)
+
+    shadow(dora, "forward", run)
+    shadow(dora, "get_lora_weight", product)
+    if side == "inputs" or gathered is not None:
+        shadow(dora, "get_weight_norm", norm)
+
+
+def cut_stacked_adapters(model: nn.Module, group: Group) -> None:
+    """Tag the adapters of stacked weights [experts, ...], which were tagged; no weights move.
+
+    Raises ModelError for a stack of which ranks have whole experts.
+    """
+    for name, (_, layer) in parameter_layers(model).items():
+        base = shard_of(layer.get_param())
+        if base is None or base.dim is None:
+            continue
+        if base.dim == 0:
+            raise ModelError(
+                f"adapters.target_parameters: {name}: adapters are not known beside a stack of "
+                "which ranks have whole experts -> leave it out, or parallel.tensor=1"
+            )
+        # As peft reads the order of a stack's dimensions.
+        is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)
+        cuts_outputs = (base.dim == 1) != is_transposed
+        down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+        cut, whole, dim = (up, down, 0) if cuts_outputs else (down, up, 1)
+        _tag_cut(cut, base, dim)
+        _tag_whole(whole, group)
+        whole.register_hook(lambda gradient: summed(gradient, group))
 
 
 def _dimension(layer: nn.Module, side: Side) -> int:

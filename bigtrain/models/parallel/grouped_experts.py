@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from bigtrain.models.parallel.sharding import local_shape
+from bigtrain.models.layers.parameters import local_shape
 from bigtrain.models.transformers_patches import (
     Product,
     grouped_experts,

@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from bigtrain.models.layers.parameters import local_shape
+
 _ATTRIBUTE = "bigtrain_shard"
 
 
@@ -119,11 +121,6 @@ def full_shape(parameter: Any) -> tuple[int, ...]:
     """Shape of the full parameter, whatever part of it this rank holds."""
     shard = shard_of(parameter)
     return shard.shape if shard is not None else local_shape(parameter)
-
-
-def local_shape(parameter: Any) -> tuple[int, ...]:
-    """Shape of what tensor or expert parallelism left to this rank, before ZeRO partitions it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def even_ranges(size: int, parts: int, rank: int) -> tuple[int, int]:

@@ -20,8 +20,14 @@ from transformers import PreTrainedModel
 
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import text_config
-from bigtrain.models.layers.adapters import base_name
-from bigtrain.models.parallel.adapters import adapted_names, cut_adapter, draw_whole_masks
+from bigtrain.models.layers.adapters import base_name, computing_modules, has_adapters
+from bigtrain.models.parallel.adapters import (
+    Side,
+    adapted_names,
+    cut_adapter,
+    cut_stacked_adapters,
+    draw_whole_masks,
+)
 from bigtrain.models.parallel.collectives import (
     Group,
     gather_last,
@@ -40,7 +46,7 @@ from bigtrain.models.parallel.sharding import (
     tag_shard,
 )
 from bigtrain.models.torch_patches import shadow
-from bigtrain.models.transformers_patches import expanded_plan
+from bigtrain.models.transformers_patches import expanded_plan, style_of
 
 Plan = dict[str, str]
 
@@ -69,11 +75,9 @@ def tensor_plan(model: PreTrainedModel) -> Plan:
     Call it before a pipeline stage removes layers. Raises ModelError for an architecture without a
     plan.
     """
-    plan = expanded_plan(model, dict(model.tp_plan or {}))
+    rules = dict(model.tp_plan or {})
+    plan = {**_inside_wrappers(model, rules), **expanded_plan(model, rules)}
     plan = _with_tied(model, plan)
-    for name in adapted_names(model):
-        if name in plan:  # peft's wrapper of a layer, which has the weight inside
-            plan = {f"{name}.weight": plan[name], f"{name}.bias": plan[name], **plan}
     heads = {name for name in _names_of(model, model.get_output_embeddings())}
     inputs = {name for name in _names_of(model, model.get_input_embeddings())}
     if not {name.rpartition(".")[0] for name in plan} - heads - inputs - {""}:
@@ -83,6 +87,16 @@ def tensor_plan(model: PreTrainedModel) -> Plan:
             "one device"
         )
     return plan
+
+
+def _inside_wrappers(model: PreTrainedModel, rules: Plan) -> Plan:
+    """The style of what peft has wrapped, by the names in the model without adapters."""
+    if not has_adapters(model):
+        return {}
+    names = [base_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
+    found = {name: style_of(rules, name, is_parameter=True) for name in names}
+    found |= {n: style_of(rules, n, is_parameter=False) for n in computing_modules(model)}
+    return {name: style for name, style in found.items() if style is not None}
 
 
 def _with_tied(model: PreTrainedModel, plan: Plan) -> Plan:
@@ -116,7 +130,7 @@ def shard_model(model: PreTrainedModel, plan: Plan, group: Group) -> None:
     Raises ModelError for a plan that cannot be carried out.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = computing_modules(model)
     adapted = set(adapted_names(model))
     for name, style, parameter in _styled_parameters(model, plan):
         if is_expert(parameter):
@@ -132,6 +146,8 @@ def shard_model(model: PreTrainedModel, plan: Plan, group: Group) -> None:
             parameter.register_hook(lambda gradient: summed(gradient, group))
         if parameter.requires_grad and _is_shared_key_value(model, name, style, size):
             parameter.register_hook(_sum_of_holders(shard, group))
+    if has_adapters(model):
+        cut_stacked_adapters(model, group)
     for name, style in plan.items():
         if name not in modules or getattr(modules[name], "is_placeholder", False):
             continue
@@ -302,10 +318,11 @@ def _cut_adapted(model: Any, name: str, layer: Any, style: str, group: Group) ->
         _wrap(model, name, layer, style, group)
         return
     _wrap(model, name, layer.base_layer, style, group)
-    is_first = dist.get_rank(group) == 0
-    cut = cut_adapter(layer, "outputs" if style in _COLWISE else "inputs", is_first)
+    side: Side = "outputs" if style in _COLWISE else "inputs"
+    cut, parameters = cut_adapter(layer, side, group, is_gathered=style in _GATHERED)
     if _is_shared_key_value(model, f"{name}.weight", style, dist.get_world_size(group)):
-        cut.weight.register_hook(_sum_of_holders(_shard(cut.weight), group))
+        for parameter in parameters:
+            parameter.register_hook(_sum_of_holders(_shard(parameter), group))
     if style in _ROWWISE - _SPLIT_INPUT:
         draw_whole_masks(layer)
     _wrap(model, name, cut, style, group)

@@ -269,7 +269,8 @@ def head_work(
         else:
             work.tensor += groups.tensor.all_reduce(device, 12 * tokens)
     moved = engine.loss_bytes * tokens * columns
-    if layout.loss_chunk_tokens is not None and (not model.is_frozen or model.num_trained_outside):
+    trains_outside = not model.is_frozen or model.others_outside.trained(1) > 0
+    if layout.loss_chunk_tokens is not None and trains_outside:
         # After each chunk its gradients of the head are read and added to a sum in float32 (writing
         # them is a part of their product).
         chunks = math.ceil(tokens / layout.loss_chunk_tokens)

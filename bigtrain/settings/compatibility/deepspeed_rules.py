@@ -249,4 +249,21 @@ _COMMUNICATION_RULES = (
     ),
 )
 
-ENGINE_RULES: tuple[Rule, ...] = (*_OFFLOAD_RULES, *_PRECISION_RULES, *_COMMUNICATION_RULES)
+_GATHER_RULES = (
+    rule(  # zero/stage3.py:1538: the hook comes before the gradients where no input needs one
+        "leaf modules beside frozen weights",
+        lambda f: bool(f.leaf_modules) and f.zero_stage == 3 and f.freezes,
+        ("ds:zero_optimization.leaf_module", lambda f: list(f.leaf_modules)),
+        "with frozen weights, DeepSpeed frees a leaf's parameters before their gradients exist",
+        "leave it out: bigtrain's default has no leaf modules",
+        lambda f: replace(f, leaf_modules=()),
+        Facts(zero_stage=3, leaf_modules=("MixtralSparseMoeBlock",), freezes=True),
+    ),
+)
+
+ENGINE_RULES: tuple[Rule, ...] = (
+    *_OFFLOAD_RULES,
+    *_PRECISION_RULES,
+    *_COMMUNICATION_RULES,
+    *_GATHER_RULES,
+)

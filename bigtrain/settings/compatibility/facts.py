@@ -19,17 +19,17 @@ class Facts:
     None means unknown, and rules about an unknown fact pass: ``device`` and ``async_io`` (whether
     libaio is installed) are unknown on a login node. ``gradient_dtype``: None where the run leaves
     it to the engine. ``pipeline_settings``: keys of the JSON's pipeline block that differ from its
-    defaults. ``source`` names the DeepSpeed JSON in problems. ``accelerate``: the engine is
-    configured by the answers to accelerate, without a JSON.
+    defaults. ``leaf_modules``: what the JSON calls so, under ZeRO 3. ``source`` names the DeepSpeed
+    JSON in problems. ``accelerate``: the engine is configured by the answers to accelerate, without
+    a JSON.
 
     Of the run YAML: ``attention``, ``loss``, ``kernels``, ``compiles`` (model.compile) and
-    ``activation_offload`` of section model; ``isolates``: whether documents are isolated;
-    ``auxiliary_loss``, ``z_loss`` (its coefficient) and ``bias_updates`` (whether the rate is
-    positive) of section moe; ``optimizer`` and ``state_dtype`` of section optimizer; ``adapters``:
-    their type, None without, with ``dora``, ``saved_modules`` (modules_to_save) and
-    ``adapted_stacks`` (target_parameters), ``adapts_experts`` (targets name mlp, and the model has
-    experts) and ``quantization`` of their base; ``num_sites``: 0 without section sites;
-    ``site_fragments``: in which they exchange the model.
+    ``activation_offload`` of section model; ``freezes``: whether some weights are not trained;
+    ``isolates``: whether documents are isolated; ``auxiliary_loss``, ``z_loss`` (its coefficient)
+    and ``bias_updates`` (whether the rate is positive) of section moe; ``optimizer`` and
+    ``state_dtype`` of section optimizer; ``adapters``: their type, None without, with
+    ``adapted_stacks`` (target_parameters) and ``quantization`` of their base; ``num_sites``: 0
+    without section sites; ``site_fragments``: in which they exchange the model.
 
     Of the model, once its configuration was read: ``attention_heads``; ``cut_heads`` and
     ``cut_key_heads``, the heads that its tensor-parallel plan divides among ranks; ``num_layers``
@@ -67,20 +67,19 @@ class Facts:
     pipeline_block: bool = False
     pipeline_settings: tuple[str, ...] = ()
     flops_profiler: bool = False
+    leaf_modules: tuple[str, ...] = ()
     attention: str = "auto"
     isolates: bool = False
     loss: str = "auto"
     kernels: str = "none"
     compiles: str = "off"
     activation_offload: bool = False
+    freezes: bool = False
     auxiliary_loss: str = "micro_batch"
     z_loss: float = 0.0
     bias_updates: bool = False
     adapters: str | None = None
-    dora: bool = False
-    saved_modules: tuple[str, ...] = ()
     adapted_stacks: tuple[str, ...] = ()
-    adapts_experts: bool = False
     quantization: str = "none"
     num_sites: int = 0
     site_fragments: int = 1
@@ -170,6 +169,55 @@ def rules_of(applies: Callable[[Facts], bool], example: dict[str, Any]) -> Calla
         )
 
     return make
+
+
+def unproven_engines(refused: Callable[..., Rule], method: str, unproven: str) -> tuple[Rule, ...]:
+    """Rules of a method that has not been compared with plain training where DeepSpeed scales the
+    loss or keeps parameters in other ways than most.
+
+    Args:
+        refused: what `rules_of` made.
+        method: its name in the names of the rules.
+        unproven: the first words of their reasons.
+    """
+    return (
+        refused(
+            f"{method} in float16",
+            lambda f: f.dtype == "float16",
+            ("precision.dtype", lambda f: f.dtype),
+            f"{unproven} with a loss scale",
+            "precision.dtype=bfloat16",
+            {"dtype": "bfloat16"},
+            Facts(dtype="float16"),
+        ),
+        refused(
+            f"{method} with parameters on NVMe",
+            lambda f: f.offload_param == "nvme",
+            ("ds:zero_optimization.offload_param.device", lambda f: f.offload_param),
+            f"{unproven} where parameters lie in files",
+            'device "cpu" (ds_configs/zero3_offload.json)',
+            {"offload_param": "cpu"},
+            Facts(zero_stage=3, offload_param="nvme", offload_param_nvme_path="/local-disk"),
+        ),
+        refused(
+            f"{method} with SuperOffload",
+            lambda f: f.super_offload,
+            ("ds:zero_optimization.offload_optimizer.super_offload", lambda f: True),
+            f"{unproven} under SuperOffload",
+            "leave super_offload out",
+            {"super_offload": False, "torch_adam": True},
+            Facts(zero_stage=3, offload_optimizer="cpu", super_offload=True, torch_adam=False),
+        ),
+        refused(
+            f"{method} over quantized or secondary partitions",
+            lambda f: f.quantized_weights or f.quantized_gradients or f.partition_size > 1,
+            ("ds:zero_optimization.zero_hpz_partition_size", lambda f: f.partition_size),
+            f"{unproven} under ZeRO++",
+            "ds_configs/zero3.json",
+            {"quantized_weights": False, "quantized_gradients": False, "partition_size": 1},
+            Facts(zero_stage=3, partition_size=2, world_size=4),
+        ),
+    )
 
 
 def _text(text: str | Callable[[Facts], str]) -> Callable[[Facts], str]:

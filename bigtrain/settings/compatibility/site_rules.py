@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bigtrain.settings.compatibility.facts import Facts, Rule, rule, rules_of
+from bigtrain.settings.compatibility.facts import Facts, Rule, rule, rules_of, unproven_engines
 
 _UNPROVEN = "the outer step of sites has not been compared with a plain loop"
 
@@ -49,15 +49,6 @@ SITE_RULES: tuple[Rule, ...] = (
         Facts(stops_early=True),
     ),
     _refused(
-        "sites in float16",
-        lambda f: f.dtype == "float16",
-        ("precision.dtype", lambda f: f.dtype),
-        f"{_UNPROVEN} with a loss scale",
-        "precision.dtype=bfloat16",
-        {"dtype": "bfloat16"},
-        Facts(dtype="float16"),
-    ),
-    _refused(
         "sites with an optimizer on NVMe",
         lambda f: f.offload_optimizer == "nvme",
         ("ds:zero_optimization.offload_optimizer.device", lambda f: f.offload_optimizer),
@@ -66,33 +57,7 @@ SITE_RULES: tuple[Rule, ...] = (
         {"offload_optimizer": "cpu"},
         Facts(zero_stage=3, offload_optimizer="nvme", offload_optimizer_nvme_path="/local-disk"),
     ),
-    _refused(
-        "sites with parameters on NVMe",
-        lambda f: f.offload_param == "nvme",
-        ("ds:zero_optimization.offload_param.device", lambda f: f.offload_param),
-        f"{_UNPROVEN} where parameters lie in files",
-        'device "cpu" (ds_configs/zero3_offload.json)',
-        {"offload_param": "cpu"},
-        Facts(zero_stage=3, offload_param="nvme", offload_param_nvme_path="/local-disk"),
-    ),
-    _refused(
-        "sites with SuperOffload",
-        lambda f: f.super_offload,
-        ("ds:zero_optimization.offload_optimizer.super_offload", lambda f: True),
-        f"{_UNPROVEN} under SuperOffload",
-        "leave super_offload out",
-        {"super_offload": False, "torch_adam": True},
-        Facts(zero_stage=3, offload_optimizer="cpu", super_offload=True, torch_adam=False),
-    ),
-    _refused(
-        "sites over quantized or secondary partitions",
-        lambda f: f.quantized_weights or f.quantized_gradients or f.partition_size > 1,
-        ("ds:zero_optimization.zero_hpz_partition_size", lambda f: f.partition_size),
-        f"{_UNPROVEN} under ZeRO++",
-        "ds_configs/zero3.json",
-        {"quantized_weights": False, "quantized_gradients": False, "partition_size": 1},
-        Facts(zero_stage=3, partition_size=2, world_size=4),
-    ),
+    *unproven_engines(_refused, "sites", _UNPROVEN),
     _refused(
         "sites under accelerate's own settings",
         lambda f: f.accelerate,

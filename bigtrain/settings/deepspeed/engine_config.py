@@ -242,6 +242,11 @@ def _assemble(
     bf16, fp16 = tree.pop("bf16", {}), tree.pop("fp16", {})
     optimizer, data_types = tree.pop("optimizer", {}), tree.pop("data_types", {})
     zero = {**tree.pop("zero_optimization", {}), "stage": stage}
+    if stage == 3:
+        # DeepSpeed's default names the blocks of several mixtures of experts; the hook that ends a
+        # leaf's backward comes before its gradients where no input needs one (beside frozen
+        # weights). Experts here are stacks, which every rank reads in the same order.
+        zero.setdefault("leaf_module", {"classes": []})
     if config.parallel.pipeline > 1:
         # DeepSpeed's defaults are true, and 2 GB for a buffer that it allocates at every step.
         tree["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}

@@ -21,6 +21,7 @@ from transformers import (
     modeling_layers,
     modeling_utils,
 )
+from transformers.distributed import parallel_utils
 from transformers.integrations import moe
 from transformers.utils import output_capturing
 
@@ -60,6 +61,13 @@ def expands() -> bool:
     plan = patches.expanded_plan(empty(LlamaConfig(**SMALL)), {"model.layers.*.mlp.up_proj": "x"})
     name = "model.layers.0.mlp.up_proj"
     return list(plan.items()) == [(f"{name}.weight", "x"), (name, "x")]
+
+
+def styles() -> bool:
+    plan, name = {"layers.*.up": "x", "layers.*.up.bias": "y"}, "layers.3.up"
+    found = [patches.style_of(plan, f"{name}.{leaf}", is_parameter=True) for leaf in ("w", "bias")]
+    whole = [patches.style_of(plan, name, is_parameter=of) for of in (False, True)]
+    return [*found, *whole] == ["x", "y", "x", "x"]
 
 
 def finds_experts() -> bool:
@@ -143,6 +151,18 @@ CONTRACTS = [
         patches.expanded_plan,
         "_expand_parallel_plan does not name parameters before their module any more",
         expands,
+    ),
+    takes(
+        patches.style_of,
+        lambda: parallel_utils._get_parameter_plan,
+        "parameter_name",
+        "plan",
+        "is_weight",
+    ),
+    Contract(
+        patches.style_of,
+        "_get_parameter_plan does not give parameters the style of their module any more",
+        styles,
     ),
     Contract(
         patches.modules_of_experts,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bigtrain.models.build import build_model, empty_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.parallel.adapter_costs import adapter_costs
+from bigtrain.models.parallel.sharding import shard_of
+from bigtrain.models.parallel.tensor import shard_model, tensor_plan
 from bigtrain.models.tracing.meta_trace import trace_model
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.memory import peak_memory
@@ -56,8 +60,50 @@ def traced(model: str, section: AdaptersSection) -> tuple[ModelCosts, AdapterCos
 def test_as_much_is_counted_as_is_trained(model: str, options: dict[str, Any]) -> None:
     found, _, trained = traced(model, AdaptersSection(rank=4, **options))
     inner = sum(found.kinds[kind].num_adapter_parameters(1) for kind in found.layers)
-    assert inner + found.num_trained_outside == trained
+    assert inner + found.others_outside.trained(1) == trained
     assert ModelCosts.from_json(found.to_json()).kinds == found.kinds
+
+
+COPIES = ("lm_head", "embed_tokens", "norm", "o_proj")
+OF_TWO_RANKS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"dora": True, "modules_to_save": COPIES, "targets": ("q_proj", "down_proj")}),
+    ("qwen3_moe", {"target_parameters": ("gate_up_proj", "down_proj")}),
+]
+
+
+@pytest.mark.parametrize(("model", "options"), OF_TWO_RANKS)
+def test_a_rank_has_its_part_of_what_is_cut(
+    model: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = AdaptersSection(rank=4, **options)
+    even = MODELS[model] | {"vocab_size": 98}
+    monkeypatch.setitem(MODELS, model, even)
+    found, _, _ = traced(model, section)
+    own = ModelSection(config=even)
+    built = build_model(own, load_hf_config(own), seed=0, adapters=section)
+    monkeypatch.setattr(dist, "get_rank", lambda _group: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda _group: 2)
+    group: Any = None  # nothing is sent
+    shard_model(built, tensor_plan(built), group)
+    shards = [shard_of(p) for p in built.parameters() if p.requires_grad]
+    held = sum(math.prod(shard.local_shape) for shard in shards if shard is not None)
+    inner = sum(found.kinds[kind].num_adapter_parameters(2) for kind in found.layers)
+    assert inner + found.others_outside.trained(2) == held
+
+
+def test_sums_of_stacks_and_adapters_are_saved() -> None:
+    _, costs, _ = traced("qwen3_moe", AdaptersSection(rank=4, targets="mlp"))
+    config = MODELS["qwen3_moe"]
+    matrices = 3 * config["hidden_size"] * config["moe_intermediate_size"]
+    assert [layer.summed for layer in costs.others] == [config["num_experts"] * matrices] * 2
+    found, _, _ = traced("qwen3_moe", AdaptersSection(rank=4, targets="attention"))
+    layout = Layout(data_size=2, zero_stage=2, loss_chunk_tokens=8)
+    summed = replace(
+        found, kinds=tuple(replace(kind, others=costs.others[0]) for kind in found.kinds)
+    )
+    engine = engine_named("deepspeed")
+    uses = [peak_memory(model, layout, engine).activations for model in (summed, found)]
+    assert uses[0] - uses[1] == 4 * sum(layer.summed for layer in costs.others)
 
 
 def test_all_linear_is_known_without_the_model() -> None:

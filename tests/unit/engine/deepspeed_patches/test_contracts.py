@@ -558,7 +558,7 @@ CONTRACTS = [
         "p.tensor_model_parallel",
     ),
     sets(
-        "bigtrain.models.parallel.sharding.local_shape",
+        "bigtrain.models.layers.parameters.local_shape",
         lambda: Init._convert_to_deepspeed_param,
         "ds_shape",
     ),

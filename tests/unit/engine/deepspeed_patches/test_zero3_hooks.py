@@ -13,6 +13,7 @@ import torch
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from bigtrain.engine.deepspeed_patches import zero3_hooks
@@ -185,6 +186,43 @@ class Joining(Stack):
         return first + second
 
 
+class Parametrized(Recomputed):
+    """A layer adds a matrix of its child's to the weight of another while that computes, as peft's
+    does to stacked weights."""
+
+    class Sum(nn.Module):
+        def __init__(self, added: torch.Tensor) -> None:
+            super().__init__()
+            self.added = [added]
+
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight + self.added[0]
+
+    class Around(nn.Module):
+        def __init__(self, inner: nn.Linear) -> None:
+            super().__init__()
+            self.inner, self.more = inner, nn.Linear(8, WIDTH, bias=False)
+            inner.weight.requires_grad_(False)
+            for parameter in (inner.weight, self.more.weight):
+                deepspeed.zero.register_external_parameter(self, parameter)
+            deepspeed.zero.register_external_parameter(inner, inner.weight)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            added = Parametrized.Sum(self.more.weight.view(WIDTH, 8))
+            parametrize.register_parametrization(self.inner, "weight", added)
+            self.inner.parametrizations.weight.original.requires_grad_(False)
+            try:
+                result: torch.Tensor = self.inner(x)
+                return result
+            finally:
+                parametrize.remove_parametrizations(self.inner, "weight", leave_parametrized=False)
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.down = self.Around(block.down)
+
+
 @dataclass
 class Found:
     """What a training did: the calls to and from the coordinator, and the numbers."""
@@ -308,6 +346,7 @@ def watch(patched: pytest.MonkeyPatch, engine: Any, calls: list[tuple[str, Any]]
 
 
 MODELS = [Stack, Recomputed, Reentrant, Frozen, Borrowing, Shared, Changing, ByName, Joining]
+MODELS += [Parametrized]
 CASES = [
     *((make, "gathered") for make in MODELS),
     *((make, "none ahead") for make in (Recomputed, Reentrant, Borrowing, Changing)),

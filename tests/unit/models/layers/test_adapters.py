@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from peft import get_peft_model_state_dict
 
-from bigtrain.errors import ModelError
-from bigtrain.models.build import WHOLE, build_model, empty_model
+from bigtrain.models.build import build_model, empty_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export.adapters import merged_weights
 from bigtrain.models.layers.adapters import (
@@ -100,6 +97,15 @@ def test_copies_of_tied_weights_are_refused() -> None:
     tied = empty_model(load_hf_config(ModelSection(config=llama())))
     (problem,) = check_adapters(tied, AdaptersSection(modules_to_save=("lm_head",)))
     assert "model.embed_tokens.weight and lm_head.weight are tied" in problem.rule
+
+
+def test_copies_around_adapters_are_refused() -> None:
+    """Attention of gpt-oss has weights itself, its sinks."""
+    config = {"model_type": "gpt_oss", "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1}
+    model = empty_model(load_hf_config(ModelSection(config=config)))
+    section = AdaptersSection(targets=("q_proj",), modules_to_save=("self_attn",))
+    (problem,) = check_adapters(model, section)
+    assert problem.rule == "model.layers.0.self_attn.q_proj has an adapter as well"
 
 
 MOE = ARCHITECTURES["qwen3_moe"]
@@ -292,16 +298,3 @@ def test_peft_takes_experts_alone() -> None:
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trained
     assert all(".mlp.experts." in name and ".lora_" in name for name in trained)
-
-
-def test_experts_of_a_model_known_late_are_not_divided() -> None:
-    """The settings do not know what a hub name stands for."""
-    divided = replace(WHOLE, gather=lambda _: nullcontext())
-    stage = replace(WHOLE, prepare=lambda _: None)  # some of the weights, each whole
-    config = load_hf_config(ModelSection(config=MOE))
-    for section in (AdaptersSection(targets="mlp"), STACKS):
-        build_model(ModelSection(config=MOE), config, seed=1, adapters=section, partitioning=stage)
-        with pytest.raises(ModelError, match=r"experts\.gate_up_proj is a stacked weight"):
-            build_model(
-                ModelSection(config=MOE), config, seed=1, adapters=section, partitioning=divided
-            )

@@ -330,6 +330,16 @@ def test_empty_json_is_zero_0_with_everything_the_run_owns() -> None:
     }
 
 
+def test_zero_3_has_the_leaf_modules_that_the_json_names_alone() -> None:
+    """DeepSpeed's default are the blocks of several mixtures of experts."""
+    assert rendered({"zero_optimization": {"stage": 3}})["zero_optimization"] == {
+        "stage": 3,
+        "leaf_module": {"classes": []},
+    }
+    named = {"stage": 3, "leaf_module": {"names": ["mlp"]}}
+    assert rendered({"zero_optimization": named})["zero_optimization"] == named
+
+
 def test_clipping_switched_off_is_written_since_deepspeeds_default_is_on() -> None:
     assert rendered({}, optimizer={"clip_norm": 0.0})["gradient_clipping"] == 0.0
 
@@ -388,6 +398,7 @@ def test_automatic_sizes_are_resolved_and_whole_floats_become_integers() -> None
         "stage": 3,
         "reduce_bucket_size": 50_000_000,
         "stage3_max_live_parameters": 1_000_000_000,
+        "leaf_module": {"classes": []},
     }
     assert type(zero["stage3_max_live_parameters"]) is int
 

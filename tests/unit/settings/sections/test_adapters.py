@@ -30,43 +30,6 @@ def resolve(engine: str, tensor: int, adapters: dict[str, Any], base: str = "som
     resolve_run(RunConfig.model_validate(config), 2, engine, "cpu")
 
 
-@pytest.mark.parametrize(
-    ("engine", "tensor", "adapters", "words"),
-    [
-        ("zero3", 1, {"dora": True}, "adapters.dora = True: its layers look at the weights"),
-        ("zero1", 2, {"dora": True}, "adapters.dora = True: the length of an output's weights"),
-        ("zero3", 1, STACKS, "adapters.target_parameters = ['gate_up_proj']: peft computes"),
-        ("zero1", 2, STACKS, "adapters.target_parameters = ['gate_up_proj']: adapters have not"),
-        ("zero1", 2, {"modules_to_save": ["lm_head"]}, "adapters.modules_to_save = ['lm_head']: "),
-    ],
-)
-def test_what_is_not_divided(
-    engine: str, tensor: int, adapters: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ConfigError) as raised:
-        resolve(engine, tensor, adapters)
-    assert words in str(raised.value)
-    assert " -> " in str(raised.value)
-    resolve("zero2", 1, adapters)
-
-
-@pytest.mark.parametrize(("engine", "tensor"), [("zero3", 1), ("zero1", 2)])
-@pytest.mark.parametrize("targets", ["mlp", ["attention", "mlp"]])
-def test_a_kind_with_experts_is_not_divided(
-    engine: str, tensor: int, targets: Any, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MOE))
-    base = str(tmp_path)
-    with pytest.raises(ConfigError) as raised:
-        resolve(engine, tensor, {"targets": targets}, base)
-    assert "adapters.targets = 'mlp': the experts' weights are stacked" in str(raised.value)
-    assert "adapters.targets=attention" in str(raised.value)
-    resolve("zero2", 1, {"targets": targets}, base)
-    resolve(engine, tensor, {"targets": "attention"}, base)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    resolve(engine, tensor, {"targets": targets}, base)
-
-
 QLORA = {"quantization": "nf4"}
 
 
