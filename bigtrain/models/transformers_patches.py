@@ -1,4 +1,5 @@
-"""Every private part of transformers that models need, each with why. Read in transformers 5.23.
+"""Every private part of transformers that models need, each with why, and what peft does for it.
+Read in transformers 5.23 and peft 0.21.
 
 `tests/unit/models/test_transformers_patches.py` has a contract test for each, which says in one
 sentence what an upgrade has moved. Those that tokenizers need are in
@@ -7,7 +8,7 @@ sentence what an upgrade has moved. Those that tokenizers need are in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -18,6 +19,8 @@ from transformers import PreTrainedModel, masking_utils
 from transformers.distributed.parallel_utils import _get_parameter_plan
 from transformers.integrations import moe
 from transformers.utils import output_capturing
+
+from bigtrain.models.torch_patches import shadowed
 
 Checkpoint = Callable[..., Any]
 Product = Callable[..., torch.Tensor]
@@ -194,3 +197,39 @@ def packed_sequences_found_by(
         yield
     finally:
         masking_utils.find_packed_sequence_indices = own
+
+
+# --- peft's conversion of targets for transformers 5 ---
+
+
+def taken_for_experts(model: PreTrainedModel, ends: Iterable[str]) -> set[str]:
+    """Those of the last parts of module names, `ends`, that peft takes for layers of experts.
+
+    Where transformers 5 has stacked an architecture's experts, peft 0.21 reads the names that their
+    linear layers had (``gate_proj`` of DeepSeek-V3) in a configuration's targets as those stacks,
+    and leaves all other layers of that name without an adapter
+    (utils/transformers_weight_conversion.py, `convert_peft_config_for_transformers`). Imports peft.
+    """
+    from peft import LoraConfig
+    from peft.utils import transformers_weight_conversion as conversion
+
+    taken = set()
+    for end in ends:
+        config = LoraConfig(target_modules=[end])
+        try:
+            conversion.convert_peft_config_for_transformers(config, model=model, conversions=None)
+        except ValueError:  # one of two names that stand for one stack
+            taken.add(end)
+        if end not in (config.target_modules or ()):
+            taken.add(end)
+    return taken
+
+
+@contextmanager
+def targets_as_named() -> Iterator[None]:
+    """Inside, peft gives adapters to the layers that are named (`taken_for_experts`)."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    name = "convert_peft_config_for_transformers"
+    with shadowed(conversion, {name: lambda *_, **__: None}):
+        yield

@@ -149,6 +149,7 @@ def train(
     frozen: str = "nothing",
     exact_masters: bool = False,
     halves: bool = False,
+    halves_seed: int | None = None,
     watch: Callable[[Any], object] = bool,
     adapt: Callable[[Any], Any] | None = None,
     optimizer_of: Callable[[dict[str, torch.Tensor], dict[str, Any]], Any] | None = None,
@@ -165,13 +166,13 @@ def train(
     added up. aux_coefficient: what the mean of the micro-batches' auxiliary losses counts for.
     frozen: a regular expression of the names of parameters that are not trained. exact_masters:
     they begin with what the files hold, and not with that in `dtype`. halves: matrix products in
-    two parts (`compute_in_halves`). watch: called with the model before it is trained. adapt: makes
-    of it the one that is trained. optimizer_of: what updates the masters, from them by name and the
-    run's `optimizer`; AdamW. experts: how transformers computes them, if there are
-    any. added: to the loss of a micro-batch, of its number in the step and of what the model
-    returned. skipped: steps without an update.
-    after_update: called with the model after each update; after_step: after each step, then.
-    quantization: what `from_pretrained` is told of it.
+    two parts (`compute_in_halves`, which is given halves_seed). watch: called with the model before
+    it is trained. adapt: makes of it the one that is trained. optimizer_of: what updates the
+    masters, from them by name and the run's `optimizer`; AdamW. experts: how transformers computes
+    them, if there are any. added: to the loss of a micro-batch, of its number in the step and of
+    what the model returned. skipped: steps without an update. after_update: called with the model
+    after each update; after_step: after each step, then. quantization: what `from_pretrained` is
+    told of it.
     The loss that is reported is the cross-entropy, in nats, as the mean over the targets of a step.
     """
     options = {} if quantization is None else {"quantization_config": quantization}
@@ -182,7 +183,7 @@ def train(
     if adapt is not None:
         model = adapt(model).train()
     if halves:
-        compute_in_halves(model)
+        compute_in_halves(model, halves_seed)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(re.match(frozen, name) is None)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -232,28 +233,36 @@ def train(
     return found
 
 
-def compute_in_halves(model: Any) -> None:
+def compute_in_halves(model: Any, seed: int | None = None) -> None:
     """Round the matrix products of a Llama where Megatron's division in two rounds them.
 
     Of the projections back to the hidden size each half of the inner dimension gives a sum that is
     rounded before the two are added; of all others that goes for the gradient of the input. Of an
-    adapter, the one of its two matrices that peft's rule leaves whole stays whole.
+    adapter, the one of its two matrices that peft's rule leaves whole stays whole. seed: of which
+    elements are a half; without one it is the first and the second, as for two ranks.
     """
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
             layer, _, matrix = name.partition(".lora_")
             inner = layer.removesuffix(".base_layer").endswith(("o_proj", "down_proj"))
             if matrix and inner != matrix.startswith("A"):
                 continue
-            module.forward = partial(_product_of_halves, module.weight, inner)
+            size = module.weight.shape[1 if inner else 0]
+            order = torch.arange(size)
+            if generator is not None:
+                order = torch.randperm(size, generator=generator)
+            module.forward = partial(_product_of_halves, module.weight, inner, order)
 
 
-def _product_of_halves(weight: torch.Tensor, inner: bool, inputs: torch.Tensor) -> torch.Tensor:
+def _product_of_halves(
+    weight: torch.Tensor, inner: bool, order: torch.Tensor, inputs: torch.Tensor
+) -> torch.Tensor:
     if inner:
-        parts = zip(inputs.chunk(2, -1), weight.chunk(2, 1), strict=True)
-        first, second = (F.linear(half, columns) for half, columns in parts)
+        first, second = (F.linear(inputs[..., h], weight[:, h]) for h in order.chunk(2))
         return first + second
-    return torch.cat([F.linear(inputs, rows) for rows in weight.chunk(2, 0)], -1)
+    outputs = torch.cat([F.linear(inputs, weight[h]) for h in order.chunk(2)], -1)
+    return outputs[..., order.argsort()]
 
 
 def adamw(masters: list[torch.Tensor], section: dict[str, Any]) -> torch.optim.Optimizer:

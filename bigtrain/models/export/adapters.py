@@ -31,10 +31,10 @@ from bigtrain.models.layers.adapters import (
     COPY,
     MAGNITUDE,
     add_adapters,
+    file_config,
     find_parameters,
     find_saved,
     find_targets,
-    lora_config,
     parameter_layers,
     peft_name,
 )
@@ -186,7 +186,7 @@ def _merged_stacks(
 def _write_config(
     directory: Path, section: AdaptersSection, base: str, hf_config: PreTrainedConfig
 ) -> None:
-    config: Any = lora_config(empty_model(hf_config), section)
+    config: Any = file_config(empty_model(hf_config), section)
     config.base_model_name_or_path = base
     config.inference_mode = True
     config.save_pretrained(directory)

@@ -27,7 +27,12 @@ from bigtrain.errors import Problem
 from bigtrain.models.layers.adapter_presets import LINEAR, layers_of, stacks_of
 from bigtrain.models.layers.parameters import local_shape, names_of
 from bigtrain.models.torch_patches import shadowed
-from bigtrain.models.transformers_patches import kept_in_float32, mark_initialized
+from bigtrain.models.transformers_patches import (
+    kept_in_float32,
+    mark_initialized,
+    taken_for_experts,
+    targets_as_named,
+)
 from bigtrain.settings.sections.adapters import PRESETS, AdaptersSection
 
 if TYPE_CHECKING:
@@ -182,6 +187,11 @@ def check_adapters(model: PreTrainedModel, section: AdaptersSection) -> list[Pro
         rule = f"are the stacked weights of experts here, and peft has no {name} for those"
         return [Problem(KEY, "mlp", rule, f"adapters.{name}={off}, or targets without mlp")]
     names, missing = find_targets(model, section)
+    if section.dora and (taken := _taken_for_experts(model, names)):
+        ends = sorted({name.rpartition(".")[2] for name in taken})
+        rule = f"peft takes {' and '.join(ends)} of this architecture for experts', and has no dora"
+        remedy = "adapters.dora=false, or targets without those"
+        return [Problem("adapters.dora", True, rule, remedy)]
     if packed := _check_quantized(model, section):
         return packed
     if saved := _check_saved(model, section, names):
@@ -262,6 +272,30 @@ def lora_config(model: PreTrainedModel, section: AdaptersSection) -> LoraConfig:
     )
 
 
+def file_config(model: PreTrainedModel, section: AdaptersSection) -> LoraConfig:
+    """As `lora_config`, for peft's files: what reads them converts the names of targets.
+
+    A layer whose name peft takes for an expert's is written as its weight (``target_parameters``):
+    to the same product of the same two matrices, but without dropout, which peft has none for then.
+    """
+    config: Any = lora_config(model, section)
+    if taken := _taken_for_experts(model, config.target_modules):
+        config.target_modules = [n for n in config.target_modules if n not in taken]
+        config.target_parameters = [
+            *(config.target_parameters or ()),
+            *(f"{name}.weight" for name in taken),
+        ]
+        config.lora_dropout = 0.0
+    found: LoraConfig = config
+    return found
+
+
+def _taken_for_experts(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    names = list(names)
+    ends = taken_for_experts(model, {name.rpartition(".")[2] for name in names})
+    return [name for name in names if name.rpartition(".")[2] in ends]
+
+
 @contextmanager
 def quiet_bitsandbytes() -> Iterator[None]:
     """Inside, bitsandbytes is imported without its remark that a kernel could be downloaded for
@@ -294,14 +328,26 @@ def add_adapters(
         # About layers that peft supports in several ways, and Conv1D.
         warnings.simplefilter("ignore")
         config = lora_config(model, section)
+        names = {*(config.target_modules or ()), *(config.target_parameters or ())}
         targets = map(model.get_submodule, config.target_modules or ())
-        with _zeros_for_weights(targets if section.dora else ()):
+        with _zeros_for_weights(targets if section.dora else ()), targets_as_named():
             inject_adapter_in_model(config, model)
+        assert _adapted_names(model) == names, "peft took other layers than it was told"
         for name, module in model.named_modules():
             if isinstance(module, LoraLayer):
                 torch.manual_seed(seed_of(name))
                 own = [p for n, p in module.named_parameters() if not n.startswith("base_layer.")]
                 _initialize(module, own)
+
+
+def _adapted_names(model: nn.Module) -> set[str]:
+    """Names of the linear layers and of the stacked weights that have adapters."""
+    from peft.tuners.lora import LoraLayer
+
+    stacks = parameter_layers(model)
+    own = {name for name, _ in stacks.values()}
+    layers = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    return layers - own | stacks.keys()
 
 
 @contextmanager

@@ -7,8 +7,10 @@ import inspect
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     FalconConfig,
     GPT2Config,
     LlamaConfig,
@@ -73,6 +75,26 @@ def styles() -> bool:
 def finds_experts() -> bool:
     found = list(patches.modules_of_experts(empty(MixtralConfig(**SMALL, num_local_experts=2))))
     return len(found) == 1 and not list(patches.modules_of_experts(empty(LlamaConfig(**SMALL))))
+
+
+def takes_names_for_experts() -> bool:
+    shared = DeepseekV3Config(**SMALL, n_routed_experts=2, first_k_dense_replace=1)
+    ends = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    found = patches.taken_for_experts(empty(shared), ends)
+    return found == set(ends[1:]) and not patches.taken_for_experts(
+        empty(LlamaConfig(**SMALL)), ends
+    )
+
+
+def gives_adapters_where_it_is_told() -> bool:
+    model = AutoModelForCausalLM.from_config(
+        DeepseekV3Config(**SMALL, n_routed_experts=2, first_k_dense_replace=1)
+    )
+    config = LoraConfig(target_modules=["gate_proj", "up_proj", "down_proj"])
+    with patches.targets_as_named():
+        inject_adapter_in_model(config, model)
+    adapted = [name for name, _ in model.named_modules() if name.endswith(".lora_A")]
+    return len(adapted) == 3 and not any(".experts." in name for name in adapted)
 
 
 def names_attention() -> bool:
@@ -226,6 +248,16 @@ CONTRACTS = [
             ]
             == [["LlamaAttention"], ["GPT2Attention"], []]
         ),
+    ),
+    Contract(
+        patches.taken_for_experts,
+        "peft takes other names for those of experts, or none any more",
+        takes_names_for_experts,
+    ),
+    Contract(
+        patches.targets_as_named,
+        "peft does not call convert_peft_config_for_transformers by name any more",
+        gives_adapters_where_it_is_told,
     ),
     # Not private by name, and documented nowhere.
     Contract(
