@@ -199,7 +199,23 @@ def packed_sequences_found_by(
         masking_utils.find_packed_sequence_indices = own
 
 
-# --- peft's conversion of targets for transformers 5 ---
+# --- which targets peft takes ---
+
+
+def refused_by_peft(model: PreTrainedModel, ends: Iterable[str]) -> set[str]:
+    """Those of the last parts of module names, `ends`, that peft refuses in this architecture:
+    Mamba's kernels read the weights of such layers beside its adapters
+    (tuners/tuners_utils.py:145, `_check_lora_target_modules_mamba`). Imports peft."""
+    from peft import LoraConfig
+    from peft.tuners import tuners_utils
+
+    refused = set()
+    for end in ends:
+        try:
+            tuners_utils._check_lora_target_modules_mamba(LoraConfig(), model, end)
+        except ValueError:
+            refused.add(end)
+    return refused
 
 
 def taken_for_experts(model: PreTrainedModel, ends: Iterable[str]) -> set[str]:

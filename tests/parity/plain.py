@@ -177,7 +177,7 @@ def train(
     """
     options = {} if quantization is None else {"quantization_config": quantization}
     model: Any = AutoModelForCausalLM.from_pretrained(hf_directory, dtype=dtype, **options).train()
-    if hasattr(model.config, "num_experts_per_tok"):
+    if model._can_set_experts_implementation():
         model.set_experts_implementation(experts)
     watch(model)
     if adapt is not None:

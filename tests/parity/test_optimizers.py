@@ -57,6 +57,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "max_position_embeddings": 64,
     },
+    # Experts that transformers has not marked as such.
+    "llama4_text": {
+        **{k: v for k, v in llama().items() if k != "tie_word_embeddings"},
+        "model_type": "llama4_text",
+        "intermediate_size_mlp": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "head_dim": 8,
+        "pad_token_id": None,
+    },
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": {"type": "muon", "eps": 1e-6, "muon": {"ns_dtype": "float32"}},
@@ -147,6 +158,10 @@ CASES = [
             (4, "llama", 1, {"sequence": 2, "tensor": 2}),
             (4, "qwen3_moe", 2, {"expert": 4}),
         )
+    ),
+    *(
+        Case(2, engine, model="llama4_text", degrees=degrees, slow=True)
+        for engine, degrees in (("zero1", {}), ("zero3", {}), ("zero1", {"tensor": 2}))
     ),
     *(
         Case(4, engine, "muon original", model, 4, {"pipeline": 2, **degrees}, slow=True)

@@ -11,17 +11,40 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from bigtrain.models.layers.decoder_layers import decoder_layers
+from bigtrain.models.layers.decoder_layers import decoder_layers, expert_stacks
 from bigtrain.models.layers.parameters import local_shape
-from bigtrain.models.transformers_patches import attention_classes, modules_of_experts
+from bigtrain.models.transformers_patches import attention_classes
 from bigtrain.settings.sections.adapters import Preset
 
 LINEAR = (nn.Linear, Conv1D)
+"""Kinds of layers that peft gives adapters to; see `is_product`."""
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
+
+
+def is_product(module: nn.Module) -> bool:
+    """Whether `module` is a linear layer to which a product of two matrices can be added.
+
+    Of subclasses with a forward pass of their own some are not: routers that return their choice
+    (Llama 4's), products of groups (DeepSeek-V4's). One is called without data.
+    """
+    if not isinstance(module, LINEAR):
+        return False
+    if type(module) in LINEAR or not type(module).__module__.startswith("transformers."):
+        return True
+    own = module.named_parameters(recurse=False)
+    weights = {name: torch.empty(local_shape(p), device="meta") for name, p in own}
+    inputs = torch.empty(3, module.in_features, device="meta")
+    try:
+        outputs = functional_call(module, weights, (inputs,))
+    except (IndexError, RuntimeError, TypeError, ValueError):
+        return False
+    return isinstance(outputs, torch.Tensor) and outputs.shape == (3, module.out_features)
 
 
 def layers_of(model: PreTrainedModel, preset: Preset) -> list[str]:
@@ -34,7 +57,7 @@ def stacks_of(model: PreTrainedModel, preset: Preset) -> list[str]:
     """Names of the stacked weights of experts of a kind: all are of `mlp`."""
     if preset != "mlp":
         return []
-    own = [p for module in modules_of_experts(model) for p in module.parameters(False)]
+    own = [p for module in expert_stacks(model) for p in module.parameters(False)]
     stacks = {id(parameter) for parameter in own if len(local_shape(parameter)) == 3}
     return [name for name, parameter in model.named_parameters() if id(parameter) in stacks]
 
@@ -48,9 +71,9 @@ def _kinds(model: PreTrainedModel) -> dict[str, Preset]:
             name for name, module in _modules(layer) if _is_attention(module, classes, layer)
         }
         mixers = {name for name, module in layer.named_children() if _has(module, _CONVOLUTIONS)}
-        routed = {local_shape(p)[0] for m in modules_of_experts(layer) for p in m.parameters(False)}
+        routed = {local_shape(p)[0] for m in expert_stacks(layer) for p in m.parameters(False)}
         for name, module in _modules(layer):
-            if not isinstance(module, LINEAR):
+            if not is_product(module):
                 continue
             if _is_in(name, attention):
                 found[f"{layer_name}.{name}"] = "attention"

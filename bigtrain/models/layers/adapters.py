@@ -24,12 +24,13 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from bigtrain.errors import Problem
-from bigtrain.models.layers.adapter_presets import LINEAR, layers_of, stacks_of
+from bigtrain.models.layers.adapter_presets import is_product, layers_of, stacks_of
 from bigtrain.models.layers.parameters import local_shape, names_of
 from bigtrain.models.torch_patches import shadowed
 from bigtrain.models.transformers_patches import (
     kept_in_float32,
     mark_initialized,
+    refused_by_peft,
     taken_for_experts,
     targets_as_named,
 )
@@ -85,9 +86,7 @@ def find_targets(model: PreTrainedModel, section: AdaptersSection) -> tuple[list
     """
     head = model.get_output_embeddings()
     linear = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, LINEAR) and module is not head
+        name for name, module in model.named_modules() if is_product(module) and module is not head
     ]
     if section.targets == "all-linear":
         return linear, []
@@ -187,6 +186,8 @@ def check_adapters(model: PreTrainedModel, section: AdaptersSection) -> list[Pro
         rule = f"are the stacked weights of experts here, and peft has no {name} for those"
         return [Problem(KEY, "mlp", rule, f"adapters.{name}={off}, or targets without mlp")]
     names, missing = find_targets(model, section)
+    if refused := _refused(model, names):
+        return [refused]
     if section.dora and (taken := _taken_for_experts(model, names)):
         ends = sorted({name.rpartition(".")[2] for name in taken})
         rule = f"peft takes {' and '.join(ends)} of this architecture for experts', and has no dora"
@@ -205,6 +206,19 @@ def check_adapters(model: PreTrainedModel, section: AdaptersSection) -> list[Pro
     rule = "matches no linear layer beside the head; only those can have adapters"
     kind = "is a kind of layers of which nothing is known in this architecture"
     return [Problem(KEY, name, kind if name in PRESETS else rule, remedy) for name in missing]
+
+
+def _refused(model: PreTrainedModel, names: list[str]) -> Problem | None:
+    """Of layers that peft refuses: it looks for Mamba's, which are beside convolutions."""
+    if not any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        return None
+    ends = {name.rpartition(".")[2] for name in names}
+    refused = refused_by_peft(model, ends)
+    if not refused:
+        return None
+    others = ", ".join(sorted(ends - refused))
+    rule = "peft refuses adapters there beside Mamba, whose kernels read these weights alone"
+    return Problem(KEY, ", ".join(sorted(refused)), rule, f"some of: {others}")
 
 
 def _check_quantized(model: PreTrainedModel, section: AdaptersSection) -> list[Problem]:

@@ -1,10 +1,13 @@
-"""A model's decoder layers: the members of its outermost module lists."""
+"""A model's decoder layers, the members of its outermost module lists, and experts in them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from torch import nn
+
+from bigtrain.models.layers.parameters import local_shape
+from bigtrain.models.transformers_patches import modules_of_experts
 
 
 def decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -23,3 +26,17 @@ def listed_layers(model: nn.Module, count: int | None) -> list[tuple[str, nn.Mod
     for name, module in layers:
         lists.setdefault(name.rpartition(".")[0], []).append((name, module))
     return next((found for found in lists.values() if len(found) == count), layers)
+
+
+def expert_stacks(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules that hold the weights of experts as stacks [experts, ...].
+
+    Those of which transformers computes the products, and others whose class it calls so (Llama
+    4's and LongCat's).
+    """
+    known = set(modules_of_experts(model))
+    for module in model.modules():
+        is_called_so = type(module).__name__.endswith("Experts")
+        shapes = [local_shape(parameter) for parameter in module.parameters(recurse=False)]
+        if module in known or (is_called_so and any(len(shape) == 3 for shape in shapes)):
+            yield module

@@ -11,9 +11,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from bigtrain.errors import ConfigError, Problem
-from bigtrain.models.layers.decoder_layers import decoder_layers
+from bigtrain.models.layers.decoder_layers import decoder_layers, expert_stacks
 from bigtrain.models.parallel.sharding import full_shape
-from bigtrain.models.transformers_patches import modules_of_experts
 from bigtrain.settings.sections.optimizer import OptimizerSection, SplitSection
 
 KEY = "optimizer.muon.split"
@@ -44,8 +43,8 @@ def hidden_matrices(model: nn.Module) -> dict[str, HiddenMatrix]:
     }
     found: dict[str, HiddenMatrix] = {}
     for layer_name, layer in decoder_layers(model):
-        stacks = {id(module) for module in modules_of_experts(layer)}
-        routed = {_num_experts(module) for module in modules_of_experts(layer)}
+        stacks = {id(module) for module in expert_stacks(layer)}
+        routed = {_num_experts(module) for module in expert_stacks(layer)}
         for module_name, module in layer.named_modules(prefix=layer_name):
             for name, parameter, output_dim in _weights(module, id(module) in stacks):
                 shape = full_shape(parameter)
@@ -60,12 +59,23 @@ def hidden_matrices(model: nn.Module) -> dict[str, HiddenMatrix]:
 
 def _weights(module: Any, is_stack: bool) -> Iterator[tuple[str, nn.Parameter, int]]:
     if is_stack:
-        for name, parameter in module.named_parameters(recurse=False):
-            if len(full_shape(parameter)) == 3:
-                yield name, parameter, 2 if getattr(module, "is_transposed", False) else 1
+        own = module.named_parameters(recurse=False)
+        stacks = [(name, p) for name, p in own if len(full_shape(p)) == 3]
+        output_dim = 2 if _is_transposed(module, [full_shape(p) for _, p in stacks]) else 1
+        yield from ((name, parameter, output_dim) for name, parameter in stacks)
     elif isinstance(module, (nn.Linear, Conv1D)):
         weight: Any = module.weight
         yield "weight", weight, 0 if isinstance(module, nn.Linear) else 1
+
+
+def _is_transposed(module: Any, shapes: list[tuple[int, ...]]) -> bool:
+    """Whether stacks are [experts, in, out]. Where transformers has not marked them, the widths of
+    two say it that follow each other with a gate: the second takes half of what the first gives."""
+    marked = getattr(module, "is_transposed", None)
+    if marked is not None or len(shapes) != 2:
+        return bool(marked)
+    (_, *first), (_, *second) = shapes
+    return first[0] == second[1] and first[1] == 2 * second[0]
 
 
 def _num_experts(module: Any) -> int:

@@ -14,6 +14,7 @@ from transformers import (
     FalconConfig,
     GPT2Config,
     LlamaConfig,
+    Mamba2Config,
     MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -84,6 +85,16 @@ def takes_names_for_experts() -> bool:
     return found == set(ends[1:]) and not patches.taken_for_experts(
         empty(LlamaConfig(**SMALL)), ends
     )
+
+
+def refuses_beside_mamba() -> bool:
+    mamba = empty(Mamba2Config(num_hidden_layers=1))
+    ends = ["in_proj", "out_proj"]
+    found = (
+        patches.refused_by_peft(mamba, ends),
+        patches.refused_by_peft(empty(LlamaConfig(**SMALL)), ends),
+    )
+    return found == ({"out_proj"}, set())
 
 
 def gives_adapters_where_it_is_told() -> bool:
@@ -253,6 +264,11 @@ CONTRACTS = [
         patches.taken_for_experts,
         "peft takes other names for those of experts, or none any more",
         takes_names_for_experts,
+    ),
+    Contract(
+        patches.refused_by_peft,
+        "peft refuses other layers beside Mamba, or has no _check_lora_target_modules_mamba",
+        refuses_beside_mamba,
     ),
     Contract(
         patches.targets_as_named,

@@ -22,6 +22,7 @@ from bigtrain.models.layers.adapters import (
 from bigtrain.models.weights.import_hf import Weights
 from bigtrain.settings.run_config import AdaptersSection, ModelSection
 from tests.parity.conftest import ARCHITECTURES, llama
+from tools.tiny_models import tiny_config
 
 LLAMA = load_hf_config(ModelSection(config=llama(tie_word_embeddings=False)))
 
@@ -66,11 +67,31 @@ def test_targets() -> None:
     assert missing == ["lm_head", "embed_tokens"]
 
 
+@pytest.mark.parametrize(
+    ("model_type", "left_out"),
+    [("llama4_text", {"router"}), ("deepseek_v4", {"o_a_proj"}), ("falcon", set())],
+)
+def test_layers_that_give_no_product_are_no_targets(model_type: str, left_out: set[str]) -> None:
+    """Subclasses of a linear layer: a router that returns its choice, a product of groups."""
+    model = empty_model(tiny_config(model_type))
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    names, _ = find_targets(model, AdaptersSection())
+    assert {name.rpartition(".")[2] for name in linear - {*names, "lm_head"}} == left_out
+
+
 def test_targets_that_are_no_linear_layers_are_refused() -> None:
     section = AdaptersSection(targets=("q_proj", "lm_head"))
     (problem,) = check_adapters(empty_model(LLAMA), section)
     assert (problem.key, problem.value) == ("adapters.targets", "lm_head")
     assert "q_proj" in problem.remedy
+
+
+def test_layers_that_peft_refuses_beside_mamba_are_refused() -> None:
+    model = empty_model(tiny_config("mamba2"))
+    (problem,) = check_adapters(model, AdaptersSection())
+    assert (problem.key, problem.value) == ("adapters.targets", "out_proj")
+    assert problem.remedy == "some of: in_proj"
+    assert check_adapters(model, AdaptersSection(targets=("in_proj",))) == []
 
 
 @pytest.mark.parametrize("kind", [{"dropout": 0.1}, {"dora": True}])

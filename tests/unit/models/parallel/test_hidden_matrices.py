@@ -52,6 +52,19 @@ def test_experts_and_no_router(model_type: str, more: dict[str, Any]) -> None:
     assert found["model.layers.0.mlp.experts.down_proj"].output_dim == (2 if is_transposed else 1)
 
 
+@pytest.mark.parametrize("width", [8, 16, 32])
+def test_experts_that_transformers_has_not_marked(width: int) -> None:
+    """Llama 4's are [experts, in, out], also where widths are alike, and its router is linear."""
+    more = {"intermediate_size": width, "num_local_experts": 4, "head_dim": 8}
+    found = hidden_matrices(model_of(model_type="llama4_text", **more))
+    experts = "model.layers.0.feed_forward.experts."
+    stacks = {f"{experts}{name}" for name in ("gate_up_proj", "down_proj")}
+    shared = {n for n in found if ".shared_expert." in n}
+    assert found.keys() == ATTENTION | stacks | shared
+    assert len(shared) == 3
+    assert {found[name].output_dim for name in stacks} == {2}
+
+
 def test_a_router_that_is_a_linear_layer_and_a_gate_of_one_row() -> None:
     more = {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
     found = hidden_matrices(model_of(model_type="qwen2_moe", **more))
