@@ -22,6 +22,8 @@ def test_a_run_resumes_from_its_copy(
     for name, value in S3_VARIABLES.items():
         monkeypatch.setenv(name, value)
     command = [TRAIN, "--config", inputs.run_yaml, f"output.copy_to={ADDRESS}"]
+    # One is copied and one waits, however slow the line is: with a third one would be left out.
+    command += ["checkpoint.every_steps=8"]
     with s3_server(tmp_path / "server") as port, BreakingLine(port, (200, 900)).running() as way:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{way}")
         # As a run that was stopped at step 8: what it wrote later is not looked at.
