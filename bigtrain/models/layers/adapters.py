@@ -213,7 +213,8 @@ def _refused(model: PreTrainedModel, names: list[str]) -> Problem | None:
     if not any(isinstance(module, nn.Conv1d) for module in model.modules()):
         return None
     ends = {name.rpartition(".")[2] for name in names}
-    refused = refused_by_peft(model, ends)
+    with quiet_bitsandbytes():
+        refused = refused_by_peft(model, ends)
     if not refused:
         return None
     others = ", ".join(sorted(ends - refused))
@@ -306,7 +307,8 @@ def file_config(model: PreTrainedModel, section: AdaptersSection) -> LoraConfig:
 
 def _taken_for_experts(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     names = list(names)
-    ends = taken_for_experts(model, {name.rpartition(".")[2] for name in names})
+    with quiet_bitsandbytes():
+        ends = taken_for_experts(model, {name.rpartition(".")[2] for name in names})
     return [name for name in names if name.rpartition(".")[2] in ends]
 
 
