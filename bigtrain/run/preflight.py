@@ -16,6 +16,7 @@ from bigtrain.data.shards.dataset import Level, TokenDataset
 from bigtrain.data.tokenizers.added_tokens import check_added_tokens
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
+from bigtrain.models.equivalence.expert_gathering import check_expert_gathering
 from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.equivalence.once import choose_once
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
@@ -80,6 +81,8 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
     problems += check_tensor_size(hf_config, config.parallel.tensor, config.adapters)
     problems += check_kernels(hf_config, config.model.kernels)
     problems += check_quantization(config.adapters)
+    num_replicas = run.topology.data_size * run.topology.sequence_size
+    problems += check_expert_gathering(hf_config, run.engine.zero_stage, num_replicas)
     model_plan = None
     if not problems:
         model_plan, problems = choose_once(config, hf_config, run.plan)
