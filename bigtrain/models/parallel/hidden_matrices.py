@@ -45,7 +45,11 @@ def hidden_matrices(model: nn.Module) -> dict[str, HiddenMatrix]:
     for layer_name, layer in decoder_layers(model):
         stacks = {id(module) for module in expert_stacks(layer)}
         routed = {_num_experts(module) for module in expert_stacks(layer)}
-        for module_name, module in layer.named_modules(prefix=layer_name):
+        modules = dict(layer.named_modules(prefix=layer_name))
+        routers = [f"{n}." for n, m in modules.items() if type(m).__name__.endswith("Router")]
+        for module_name, module in modules.items():
+            if f"{module_name}.".startswith(tuple(routers)):
+                continue
             for name, parameter, output_dim in _weights(module, id(module) in stacks):
                 shape = full_shape(parameter)
                 is_router = id(module) not in stacks and shape[output_dim] in routed

@@ -11,6 +11,7 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.parallel.hidden_matrices import check_matrices, hidden_matrices
 from bigtrain.settings.run_config import ModelSection, OptimizerSection
 from bigtrain.settings.sections.optimizer import MuonSection
+from tools.tiny_models import tiny_config
 
 SMALL = {
     "vocab_size": 48,
@@ -63,6 +64,15 @@ def test_experts_that_transformers_has_not_marked(width: int) -> None:
     assert found.keys() == ATTENTION | stacks | shared
     assert len(shared) == 3
     assert {found[name].output_dim for name in stacks} == {2}
+
+
+def test_a_router_around_a_linear_layer() -> None:
+    """DBRX's experts lie in one matrix, and are no stacks."""
+    found = hidden_matrices(empty_model(tiny_config("dbrx")))
+    assert {name.partition("norm_attn_norm.")[2] for name in found} == {
+        "attn.Wqkv.weight",
+        "attn.out_proj.weight",
+    }
 
 
 def test_a_router_that_is_a_linear_layer_and_a_gate_of_one_row() -> None:
