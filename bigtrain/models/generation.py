@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.errors import ModelError
 from bigtrain.models.export.chat_ending import end_of_turn_ids
+from bigtrain.models.layers.adapters import quiet_bitsandbytes
 from bigtrain.models.weights.import_hf import refuse_pickles
 from bigtrain.system.storage.copies import at_hand
 
@@ -129,7 +130,8 @@ def _load_network(model: str) -> Any:
 def _load(factory: Any, model: str, **options: Any) -> Any:
     disable_progress_bar()
     try:
-        return factory.from_pretrained(at_hand(model), trust_remote_code=False, **options)
+        with quiet_bitsandbytes():  # adapters: transformers loads them by peft
+            return factory.from_pretrained(at_hand(model), trust_remote_code=False, **options)
     except (OSError, ValueError, SafetensorError) as error:
         what = _not_found(model)
         if Path(model).is_dir():

@@ -270,7 +270,8 @@ def _check_saved(
 
 def lora_config(model: PreTrainedModel, section: AdaptersSection) -> LoraConfig:
     """peft's configuration of these adapters of `model`, without the base's name."""
-    from peft import LoraConfig
+    with quiet_bitsandbytes():
+        from peft import LoraConfig
 
     names, _ = find_targets(model, section)
     return LoraConfig(
