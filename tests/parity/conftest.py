@@ -64,6 +64,19 @@ def llama(**changes: Any) -> dict[str, Any]:
     }
 
 
+# A dense layer, and a shared expert beside each stack.
+SHARED_MOE: dict[str, Any] = {
+    **{name: value for name, value in llama().items() if name != "tie_word_embeddings"},
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 16,
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "pad_token_id": None,
+}
+
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": llama(),
     "gpt2": {

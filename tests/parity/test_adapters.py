@@ -30,6 +30,7 @@ from bigtrain.settings.topology import Coordinates
 from tests.parity.conftest import (
     ARCHITECTURES,
     SEED,
+    SHARED_MOE,
     STEPS,
     grid,
     llama,
@@ -126,18 +127,7 @@ MODELS: dict[str, dict[str, Any]] = {
     # Parts of 16 and of 8 elements.
     "odd_moe": ARCHITECTURES["qwen3_moe"] | {"moe_intermediate_size": 24},
     "attention": llama(),
-    # A dense layer, and a shared expert beside each stack.
-    "shared_moe": {
-        **{k: v for k, v in llama().items() if k != "tie_word_embeddings"},
-        "model_type": "glm4_moe",
-        "moe_intermediate_size": 16,
-        "head_dim": 8,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "pad_token_id": None,
-    },
+    "shared_moe": SHARED_MOE,
 }
 """Beside those of `hf_directories`."""
 

@@ -24,8 +24,8 @@ from bigtrain.models.equivalence.proxy_model import (
     fewer_experts,
 )
 from bigtrain.models.equivalence.thresholds import TOKENS
+from bigtrain.models.layers.decoder_layers import unmarked_experts
 from bigtrain.models.torch_patches import OperatorMode
-from bigtrain.models.transformers_patches import modules_of_experts
 
 
 def check_expert_gathering(
@@ -38,13 +38,13 @@ def check_expert_gathering(
     """
     if zero_stage < 3 or num_replicas == 1 or "expert" not in hf_config.to_json_string():
         return []
-    if not _looping(empty_model(hf_config)):
+    if not unmarked_experts(empty_model(hf_config)):
         return []
     try:
         model = build_proxy_model(hf_config, "eager", [fewer_experts])
         vocabulary = min(VOCABULARY, int(text_config(model.config).vocab_size))
         ids = torch.randint(3, vocabulary, (2, TOKENS), generator=torch.Generator().manual_seed(0))
-        with _Reads(_looping(model)) as reads, torch.no_grad():
+        with _Reads(unmarked_experts(model)) as reads, torch.no_grad():
             model(input_ids=ids, use_cache=False)
     except MODEL_FAILURES:
         return []  # what cannot be tried is left to the run
@@ -55,16 +55,6 @@ def check_expert_gathering(
         "with ZeRO 3 ranks would wait for each other's"
     )
     return [Problem("zero_optimization.stage", 3, rule, "ds_configs/zero2.json")]
-
-
-def _looping(model: nn.Module) -> list[nn.Module]:
-    """Modules of experts, by the name of their class, that transformers has not marked."""
-    marked = set(modules_of_experts(model))
-    return [
-        module
-        for module in model.modules()
-        if type(module).__name__.endswith("Experts") and module not in marked
-    ]
 
 
 class _Reads(OperatorMode):

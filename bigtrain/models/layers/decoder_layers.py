@@ -34,9 +34,15 @@ def expert_stacks(model: nn.Module) -> Iterator[nn.Module]:
     Those of which transformers computes the products, and others whose class it calls so (Llama
     4's and LongCat's).
     """
-    known = set(modules_of_experts(model))
-    for module in model.modules():
-        is_called_so = type(module).__name__.endswith("Experts")
-        shapes = [local_shape(parameter) for parameter in module.parameters(recurse=False)]
-        if module in known or (is_called_so and any(len(shape) == 3 for shape in shapes)):
+    yield from modules_of_experts(model)
+    for module in unmarked_experts(model):
+        if any(len(local_shape(parameter)) == 3 for parameter in module.parameters(recurse=False)):
             yield module
+
+
+def unmarked_experts(model: nn.Module) -> list[nn.Module]:
+    """Modules whose class is called experts, and of which transformers does not compute the
+    products."""
+    marked = set(modules_of_experts(model))
+    called_so = (m for m in model.modules() if type(m).__name__.endswith("Experts"))
+    return [module for module in called_so if module not in marked]

@@ -16,25 +16,10 @@ from bigtrain.models.export.adapters import export_adapter
 from bigtrain.models.export.verified import Probe
 from bigtrain.models.layers.adapters import base_name, check_adapters, lora_config
 from bigtrain.settings.run_config import AdaptersSection, ModelSection
+from tests.parity.conftest import SHARED_MOE
 from tests.support.chats import save_chat_tokenizer
 
-# One dense layer, and one with stacked experts beside a shared one.
-SHARED = {
-    "model_type": "glm4_moe",
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "pad_token_id": None,
-}
+SHARED = SHARED_MOE | {"num_hidden_layers": 2}
 
 
 @torch.no_grad()
