@@ -22,6 +22,7 @@ from bigtrain.models.equivalence.once import choose_once
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.models.layers.kernels import check_kernels
 from bigtrain.models.lm_eval_tasks import check_tasks
+from bigtrain.models.weights.checksums import changed_files
 from bigtrain.models.weights.quantized import check_quantization
 from bigtrain.models.weights.vocabulary import Growth, grown_configuration
 from bigtrain.run.reporting.metrics import check_trackers
@@ -65,6 +66,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
         *_check_output(Path(config.output.directory)),
         *check_trackers(config.logging.trackers),
         *_check_positions(config.batch.sequence_length, hf_config),
+        *_check_base_files(config),
         *not_opened,
     ]
     growth = None
@@ -122,6 +124,16 @@ def _check_output(directory: Path) -> Sequence[Problem]:
     else:
         return []
     return [Problem("output.directory", str(directory), rule, "choose another one")]
+
+
+def _check_base_files(config: RunConfig) -> Sequence[Problem]:
+    """Compare the small files of a base on this host with the checksums that were recorded."""
+    path = config.model.path
+    if path is None or not Path(path).is_dir():
+        return []
+    remedy = "restore them; if the change is meant, remove the list and start a new run"
+    found = changed_files(Path(path), Path(config.output.directory))
+    return [Problem("model.path", path, text, remedy) for text in found]
 
 
 def _check_positions(sequence_length: int, hf_config: Any) -> Sequence[Problem]:

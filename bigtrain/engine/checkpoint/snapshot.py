@@ -149,7 +149,7 @@ def read_weights(engine: TrainEngine, weights: Weights) -> None:
                 weights.fill(name, offsets, view)
         for name, buffer in _buffers(engine).items():
             if (name := base_name(name)) in weights.tensors:
-                weights.fill(name, (0,) * buffer.ndim, buffer)
+                weights.fill(name, (0,) * buffer.ndim, buffer, is_buffer=True)
 
     on_all_ranks(read)
     refresh_parameters(engine.engine)

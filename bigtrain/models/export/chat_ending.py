@@ -33,10 +33,10 @@ def end_of_turn_ids(tokenizer: Any) -> list[int]:
     return []
 
 
-def stop_at_end_of_turn(directory: Path) -> None:
+def stop_at_end_of_turn(directory: Path) -> list[str]:
     """Make generation from a Hugging Face directory also stop at the end of an answer.
 
-    End tokens that the settings already name stay, and come first.
+    End tokens that the settings already name stay, and come first. Returns a note if any is added.
     """
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     endings = end_of_turn_ids(tokenizer)
@@ -48,3 +48,5 @@ def stop_at_end_of_turn(directory: Path) -> None:
     if missing:
         settings["eos_token_id"] = [*listed, *missing]
         path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        return [f"{GENERATION_CONFIG}: eos_token_id also {missing}, which ends an answer in a chat"]
+    return []

@@ -1,0 +1,64 @@
+"""Tiny pretrained models of different families, as directories that transformers 5 writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 256,
+    "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": (
+        "llama",
+        {"rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 5e4, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+        }},
+    ),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "gemma3": ("gemma3_text", _MIXED),
+    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 4, **_EXPERTS}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2,
+            "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4, **_EXPERTS,
+        },
+    ),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, **_MIXED}),
+    "mamba": ("mamba", {"state_size": 8}),
+}  # fmt: skip
+
+
+def config_of(name: str) -> PreTrainedConfig:
+    """The configuration of one of `BASES`."""
+    model_type, values = _FAMILIES[name]
+    sizes = {"vocab_size": 512, **values} if model_type == "gpt2" else {**_SIZES, **values}
+    config: PreTrainedConfig = AutoConfig.for_model(model_type, **sizes)
+    return config
+
+
+def make_base(name: str, directory: Path) -> None:
+    """Write the model with random weights; every second family in bfloat16."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(name))
+    if list(_FAMILIES).index(name) % 2:
+        model = model.to(torch.bfloat16)
+    model.save_pretrained(directory)
+
+
+BASES: dict[str, Callable[[Path], None]] = {name: partial(make_base, name) for name in _FAMILIES}
