@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+
+from bigtrain.models.build import build_model
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.export.base_record import BaseRecord, record_base
+from bigtrain.models.export.verified import Probe, export_model
+from bigtrain.models.weights.import_hf import find_weights
+from bigtrain.settings.run_config import ModelSection
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -62,3 +70,68 @@ def make_base(name: str, directory: Path) -> None:
 
 
 BASES: dict[str, Callable[[Path], None]] = {name: partial(make_base, name) for name in _FAMILIES}
+
+
+def exported_again(
+    base: Path, dtype: str | None = None, *, tokenizer: Path, place: Path, **overrides: Any
+) -> tuple[Path, list[str]]:
+    """Import a base, change nothing, export into ``place/hf``; returns that and its notes.
+
+    `tokenizer`: of the run's data, where the base has none.
+    """
+    if (base / "tokenizer.json").is_file():  # as `bigtrain tokenize` stores it
+        tokenizer = place / "data"
+        AutoTokenizer.from_pretrained(base).save_pretrained(tokenizer)
+    section = ModelSection(path=str(base), overrides=overrides)
+    hf_config = load_hf_config(section)
+    weights = find_weights(str(base), hf_config)
+    record_base(str(base), weights, place / "record")
+    model = build_model(section, hf_config, seed=0).eval()
+    ids = Probe.make_input(64, 24)
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits.float()
+    masters = {name: parameter.detach().float() for name, parameter in model.named_parameters()}
+    kept = model.state_dict()
+    masters |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    notes = export_model(
+        masters,
+        hf_config,
+        tokenizer,
+        place / "hf",
+        dtype=dtype,
+        probe=Probe(ids, logits, "float32"),
+        base=BaseRecord(place / "record"),
+        card="A card.\n",
+    )
+    return place / "hf", notes
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in directory.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    paths = [path for path in directory.rglob("*") if path.is_file()]
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in paths
+        if not path.name.endswith((".safetensors", ".safetensors.index.json"))
+    }
+
+
+def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    return (
+        tensor.dtype,
+        tensor.shape,
+        tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes(),
+    )
+
+
+def assert_same_tensors(base: Path, output: Path) -> None:
+    before, after = tensors_of(base), tensors_of(output)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert bits(tensor) == bits(after[name]), name

@@ -192,8 +192,8 @@ class BaseRecord:
         notes = []
         if unused:
             notes.append(
-                f"{len(unused)} tensors that transformers does not load are those of the base, "
-                f"not trained: {shortened(unused)}"
+                f"tensors that transformers does not load are copied from the base, not trained: "
+                f"{shortened(unused)}"
             )
         if new:
             notes.append(f"tensors that the base does not have: {shortened(new)}")

@@ -165,6 +165,8 @@ def rewrite_tokenizer_config(directory: Path) -> None:
     if isinstance(values.get("extra_special_tokens"), list):  # transformers 4 takes an object only
         tokens = values.pop("extra_special_tokens")
         values.setdefault("additional_special_tokens", tokens)
+    # transformers 4 adds token_type_ids by default, which few causal language models take.
+    values.setdefault("model_input_names", ["input_ids", "attention_mask"])
     for key in ("backend", "is_local", "local_files_only"):  # how it was loaded here
         values.pop(key, None)
     write_json(path, values)

@@ -85,8 +85,8 @@ class WeightsSource:
             session.base_weights = weights
             if unused := weights.unused():
                 session.say(
-                    f"{weights.setting}: {len(unused)} tensors there are not part of the model "
-                    f"that transformers builds, and are not trained: {shortened(unused)}"
+                    f"{weights.setting}: these tensors are not part of the model that transformers "
+                    f"builds, and are not trained: {shortened(unused)}"
                 )
             read_weights(engine, _grown(session, weights))
         checkpoint = self.checkpoint
