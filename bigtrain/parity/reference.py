@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.models.equivalence.rounding import SumsInParts
 from bigtrain.models.layers.decoder_layers import decoder_layers
+from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.parity.optimizers import plain_optimizer
 from bigtrain.parity.proxy import RATES, STEPS, micro_batches
 from bigtrain.settings.batch_plan import BatchPlan
@@ -106,6 +107,7 @@ def _train(
     model: Any = AutoModelForCausalLM.from_pretrained(
         section.path, dtype=dtype, attn_implementation=attention
     )
+    fit_experts(model)  # grouped products do not take every width
     parameters = _trained(model, section.frozen)
     # Masters are what the files hold, rounded nowhere.
     full = AutoModelForCausalLM.from_pretrained(section.path, dtype=torch.float32)

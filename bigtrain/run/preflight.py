@@ -14,6 +14,7 @@ from bigtrain.data.samples.identity import SourceIdentity, data_hash, identify_s
 from bigtrain.data.samples.packed_samples import PackingReport, packing_reports
 from bigtrain.data.shards.dataset import Level, TokenDataset
 from bigtrain.data.tokenizers.added_tokens import check_added_tokens
+from bigtrain.data.tokenizers.edge_cases import tokenizer_edge_cases
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
 from bigtrain.models.equivalence.expert_gathering import check_expert_gathering
@@ -23,6 +24,7 @@ from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.models.layers.kernels import check_kernels
 from bigtrain.models.lm_eval_tasks import check_tasks
 from bigtrain.models.weights.checksums import changed_files
+from bigtrain.models.weights.export_hf import TOKENIZER_REMEDY, class_beside
 from bigtrain.models.weights.quantized import check_quantization
 from bigtrain.models.weights.vocabulary import Growth, grown_configuration
 from bigtrain.run.reporting.metrics import check_trackers
@@ -76,6 +78,8 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
     if datasets:
         problems += check_datasets(config, datasets, vocabulary_size(hf_config))
         problems += _check_tokenizer(config, datasets[0])
+        if config.output.export and check != "listed":
+            problems += _check_export(hf_config, datasets[0])
         tokens = datasets[0].table.tokenizer.vocab_size
         hf_config, growth = grown_configuration(config.model, hf_config, tokens)
         held_out_sets, of_sets = open_held_out_datasets(config, datasets, check)
@@ -112,6 +116,21 @@ def _check_tokenizer(config: RunConfig, dataset: TokenDataset) -> Sequence[Probl
         return []
     directory = str(dataset.tokenizer_path)
     return check_added_tokens(config.tokenizer, base, dataset.table.tokenizer, directory)
+
+
+def _check_export(hf_config: Any, dataset: TokenDataset) -> Sequence[Problem]:
+    """Whether transformers will read the data's tokenizer next to the exported model."""
+    file = dataset.tokenizer_path / "tokenizer.json"
+    texts = tokenizer_edge_cases(file.read_text(encoding="utf-8")) if file.is_file() else []
+    name = class_beside(hf_config.model_type, dataset.tokenizer_path, texts)
+    if name is None:
+        return []
+    rule = (
+        f"next to a {hf_config.model_type}, transformers reads its tokenizer as a {name}, which "
+        "gives other tokens, so the export could not be read"
+    )
+    remedy = f"{TOKENIZER_REMEDY}; without an export: output.export=false"
+    return [Problem("data.path", str(dataset.path), rule, remedy)]
 
 
 def _check_output(directory: Path) -> Sequence[Problem]:

@@ -95,3 +95,20 @@ def test_an_export_with_a_changed_configuration_starts_no_run(
     assert "config.json has" in done.output
     assert "checksums.json lists" in done.output
     assert not run.exists()
+
+
+def test_a_tokenizer_that_no_export_could_hold_is_refused_before_the_run(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers takes Qwen2's own class next to a Qwen2, which splits text in another way."""
+    tree = {"model_type": "qwen2", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64,
+            "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    words = ["--config", str(inputs.run_yaml), f"model.config={json.dumps(tree)}"]
+    words.append(f"output.directory={tmp_path / 'run'}")
+    assert bigtrain(["check", "--inputs", *words]) == 2
+    refused = capsys.readouterr().err
+    assert "reads its tokenizer as a Qwen2Tokenizer, which gives other tokens" in refused
+    done = train(*words)
+    assert done.code == 2
+    assert "Qwen2Tokenizer" in done.output
+    assert bigtrain(["check", "--inputs", *words, "output.export=false"]) == 0

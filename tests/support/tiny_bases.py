@@ -36,6 +36,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "gemma3": ("gemma3_text", _MIXED),
+    "gemma3-vision": ("gemma3", _MIXED),
     "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 4, **_EXPERTS}),
@@ -55,6 +56,21 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def config_of(name: str) -> PreTrainedConfig:
     """The configuration of one of `BASES`."""
     model_type, values = _FAMILIES[name]
+    if model_type == "gemma3":
+        text = AutoConfig.for_model("gemma3_text", **{**_SIZES, **values})
+        vision = {
+            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 28,
+            "num_attention_heads": 2, "patch_size": 14, "model_type": "siglip_vision_model",
+        }  # fmt: skip
+        tokens = {"image_token_index": 500, "boi_token_index": 501, "eoi_token_index": 502}
+        composite: PreTrainedConfig = AutoConfig.for_model(
+            model_type,
+            text_config=text.to_dict(),
+            vision_config=vision,
+            mm_tokens_per_image=4,
+            **tokens,
+        )
+        return composite
     sizes = {"vocab_size": 512, **values} if model_type == "gpt2" else {**_SIZES, **values}
     config: PreTrainedConfig = AutoConfig.for_model(model_type, **sizes)
     return config

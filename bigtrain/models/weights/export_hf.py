@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from bigtrain.errors import ModelError, first_line
@@ -31,6 +33,10 @@ LikeBase = Callable[
 """`bigtrain.models.export.base_record.BaseRecord.like_base`, or None for a model without a base."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+TOKENIZER_REMEDY = (
+    "train with the model's own tokenizer, or a model_type that takes any, such as llama or qwen3"
+)
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -179,10 +185,32 @@ def write_tokenizer(
     if again(_TEXT).input_ids != tokenizer(_TEXT).input_ids:
         raise ModelError(
             f"{output}: not written: transformers reads the run's tokenizer ({source}) as a "
-            f"{type(again).__name__} beside this model, which gives other tokens -> train with a "
-            "byte-level BPE (`bigtrain tokenizer`) or with the model's own tokenizer"
+            f"{type(again).__name__} next to this model, which gives other tokens -> "
+            f"{TOKENIZER_REMEDY}"
         )
     return notes
+
+
+def class_beside(model_type: str, source: Path, texts: Sequence[str]) -> str | None:
+    """The class as which transformers reads the tokenizer in `source` next to a model of this type,
+    if it then gives other tokens for one of `texts`; None if an export with it can be read.
+
+    For some types transformers takes a class of its own whatever the tokenizer's files name.
+    """
+    own = TOKENIZER_MAPPING_NAMES.get(model_type)
+    if own is None or own == "TokenizersBackend":
+        return None
+    with TemporaryDirectory() as name:
+        place = Path(name)
+        for file in TOKENIZER_FILES:
+            if (source / file).is_file():
+                shutil.copyfile(source / file, place / file)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        (place / CONFIG_NAME).write_text(json.dumps({"model_type": model_type}))
+        again = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    compared = [_TEXT, *texts]
+    same = again(compared).input_ids == tokenizer(compared).input_ids
+    return None if same else type(again).__name__
 
 
 def _tokenizer_difference(tokenizer: Any, base_files: Path | None) -> str | None:

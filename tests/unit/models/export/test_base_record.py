@@ -11,14 +11,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.errors import ModelError
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.export.verified import Probe, export_model
+from bigtrain.models.generation import Sampling, generate
 from bigtrain.models.weights.checksums import CHECKSUMS, corrupt_weights
+from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.models.weights.older_readers import legacy_rope
+from bigtrain.settings.hf_config_keys import inspect_configuration
 from bigtrain.settings.run_config import ModelSection
 from tests.support.tiny_bases import (
     BASES,
@@ -45,6 +49,17 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def round_trip(tokenizer: Path, tmp_path: Path) -> RoundTrip:
     """Import a base, change nothing, export; returns the export and its notes."""
     return partial(exported_again, tokenizer=tokenizer, place=tmp_path)
+
+
+def added_keys(written: dict[str, Any], config: dict[str, Any], prefix: str = "") -> set[str]:
+    """Keys that only `written` has, nested ones too; all others are equal."""
+    added = {prefix + key for key in written.keys() - config.keys()}
+    for key, value in config.items():
+        if isinstance(value, dict) and "model_type" in value:
+            added |= added_keys(written[key], value, f"{prefix}{key}.")
+        else:
+            assert written[key] == value, prefix + key
+    return added
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -75,8 +90,7 @@ def test_every_tensor_file_and_key_comes_out_as_it_went_in(
     assert changed == listed
     assert changed <= {"config.json"}
     written = json.loads(after["config.json"])
-    assert written.items() >= config.items()
-    added = written.keys() - config.keys()
+    added = added_keys(written, config)
     assert all(any(key in note for note in notes) for key in added)
     assert all(note in after["README.md"].decode() for note in notes)
     # Both loaded by transformers: the same logits, to the bit.
@@ -259,3 +273,60 @@ def test_numbers_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None
 )  # fmt: skip
 def test_rotary_keys_of_transformers_4(values: dict[str, Any], expected: object) -> None:
     assert legacy_rope(values) == expected
+
+
+def test_expert_widths_that_grouped_products_do_not_take_are_exported(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    """Plain transformers multiplies them as groups of 16 bytes, and fails."""
+    section = ModelSection(
+        config={
+            "model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 32, "head_dim": 8,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 13,
+        }
+    )  # fmt: skip
+    hf_config = load_hf_config(section)
+    model = build_model(section, hf_config, seed=0).eval()
+    ids = Probe.make_input(512, 16)
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    export_model(
+        weights, hf_config, tokenizer, tmp_path / "hf",
+        dtype="float32", probe=Probe(ids, logits, "float32"),
+    )  # fmt: skip
+    sampling = Sampling(temperature=0, top_p=1.0, seed=0)
+    text = generate(str(tmp_path / "hf"), "def", max_new_tokens=2, sampling=sampling)
+    assert text.startswith("def")
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "llava", "t5"])
+def test_models_without_a_causal_class_are_refused_in_one_sentence(
+    model_type: str, tmp_path: Path
+) -> None:
+    """By the settings alone, as `check` does, and where the configuration is loaded."""
+    CONFIG_MAPPING[model_type]().save_pretrained(tmp_path)
+    section = ModelSection(path=str(tmp_path))
+    (problem,) = inspect_configuration(section)[1]
+    assert problem.key == "model.path"
+    assert f"model_type {model_type!r}" in problem.rule
+    assert "AutoModelForCausalLM has no class for it" in problem.rule
+    with pytest.raises(ModelError, match="has no class for it"):
+        load_hf_config(section)
+
+
+def test_weights_that_are_quantized_are_refused_with_the_method(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    BASES["llama"](base)
+    stored = load_file(base / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    stored[name] = stored[name].to(torch.float8_e4m3fn)
+    save_file(stored, base / "model.safetensors", {"format": "pt"})
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (base / "config.json").write_text(json.dumps(config))
+    hf_config = load_hf_config(ModelSection(path=str(base)))
+    with pytest.raises(ModelError, match=r"quant_method = 'fp8': quantized weights are not"):
+        find_weights(str(base), hf_config)
