@@ -29,6 +29,7 @@ from bigtrain.models.weights.quantized import check_quantization
 from bigtrain.models.weights.vocabulary import Growth, grown_configuration
 from bigtrain.run.reporting.metrics import check_trackers
 from bigtrain.settings.compatibility.check import Facts, check_model
+from bigtrain.settings.hf_config_keys import check_layer_drop
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.settings.run_config import RunConfig
 
@@ -69,6 +70,8 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
         *check_trackers(config.logging.trackers),
         *_check_positions(config.batch.sequence_length, hf_config),
         *_check_base_files(config),
+        # Also the defaults of its class.
+        *check_layer_drop(text_config(hf_config).to_dict(), "model.config"),
         *not_opened,
     ]
     growth = None

@@ -38,6 +38,8 @@ _JSON_TYPES: dict[str, type] = {
 _FIGURES = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _AT_LEAST_ONE = (*_FIGURES, "vocab_size", "hidden_size")
+_LAYER_DROP = re.compile(r"layer_?drop(?!out)", re.IGNORECASE)
+_NO_OVERRIDES: Mapping[str, Any] = {}
 _NAME_A_MODEL = "name a directory of a Hugging Face model, or a model of the hub"
 
 
@@ -88,6 +90,7 @@ def inspect_configuration(section: ModelSection) -> tuple[ModelFigures, list[Pro
     if where == "model.config":
         problems += _check_values(written, where, model_type, known)
     problems += _check_values(section.overrides, "model.overrides", model_type, known)
+    problems += check_layer_drop({**written, **section.overrides}, where, section.overrides)
     if problems or not written:
         return ModelFigures(), problems
     return _figures({**written, **section.overrides}, where, known)
@@ -166,6 +169,32 @@ def check_causal(written: Mapping[str, Any], key: str, source: str) -> list[Prob
         what, remedy = "is not a type of causal language model", _NAME_A_MODEL
     rule = f"model_type {model_type!r} {what}, and AutoModelForCausalLM has no class for it"
     return [Problem(key, source, rule, remedy)]
+
+
+def check_layer_drop(
+    values: Mapping[str, Any], where: str, overrides: Mapping[str, Any] = _NO_OVERRIDES
+) -> list[Problem]:
+    """Problems of a configuration by which layers are skipped at random.
+
+    Each rank draws for itself: a rank that skips a layer has no gradients of it, and does not join
+    the collectives of those that compute it. values: the configuration; where: how it is named;
+    overrides: the part of `values` that the run gives. Names: `layerdrop`, `decoder_layerdrop` and
+    their like, of the language model's part.
+    """
+    text = values.get("text_config")
+    is_nested = isinstance(text, Mapping)
+    part: Mapping[str, Any] = text if isinstance(text, Mapping) else values
+    problems = []
+    for name, value in part.items():
+        if not _LAYER_DROP.search(str(name)) or value in (0, None):
+            continue
+        key = f"{where}.text_config.{name}" if is_nested else f"{where}.{name}"
+        remedy = "write 0.0 there" if is_nested else f"model.overrides.{name}=0.0"
+        if name in overrides and not is_nested:
+            key, remedy = f"model.overrides.{name}", "0.0"
+        rule = "each rank would skip other layers at random, and wait for the others' gradients"
+        problems.append(Problem(key, value, rule, remedy))
+    return problems
 
 
 def _check_values(

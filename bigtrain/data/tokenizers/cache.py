@@ -80,10 +80,10 @@ def fingerprint(directory: Path, name: str) -> str | None:
     """The cache key of loading `directory` by `name`; None if its files cannot be read.
 
     Covers its files except weights, the name (transformers knows some models by it), the versions
-    of the libraries and this module.
+    of the libraries and the modules that load tokenizers.
     """
     try:
-        parts: list[str | bytes] = [name, builds(*LIBRARIES), source_of(__file__)]
+        parts: list[str | bytes] = [name, builds(*LIBRARIES), _own_source()]
         for path in _files(directory):
             if path.stat().st_size > MAX_FILE_BYTES:
                 return None
@@ -91,6 +91,10 @@ def fingerprint(directory: Path, name: str) -> str | None:
     except (OSError, LookupError):
         return None
     return key_of(parts)
+
+
+def _own_source() -> bytes:
+    return source_of(*map(str, sorted(Path(__file__).parent.glob("*.py"))))
 
 
 def get_cached_tokenizer(directory: Path, key: str) -> CachedTokenizer | None:
