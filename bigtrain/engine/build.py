@@ -76,6 +76,7 @@ def build_engine(
         weights="left",
         adapters=config.adapters,
         run_dtype=run_dtype(config),
+        untrained=model_plan.parameters.untrained,
     )
     model_plan.isolation.install(model)
     sequence = None
@@ -83,7 +84,10 @@ def build_engine(
         sequence = SequenceParallel(model, GroupExchange(mesh.sequence))
     computes_loss = model_plan.loss.install(model) is not None
     compiled = speed_up(model, config, engine_config, device)
-    engine = _initialize(model, config, engine_config, device, mesh)
+    groups = parameter_groups(
+        model, config.optimizer, mesh.topology.expert_size, model_plan.parameters.untrained
+    )
+    engine = _initialize(model, groups, config, engine_config, device, mesh)
     host_time = HostTime()
     skip_redundant_work(engine, mesh.replicas, host_time)
     time_reductions(engine, host_time)
@@ -102,10 +106,14 @@ def build_engine(
 
 
 def _initialize(
-    model: Any, config: RunConfig, engine_config: EngineConfig, device: torch.device, mesh: Mesh
+    model: Any,
+    groups: list[dict[str, Any]],
+    config: RunConfig,
+    engine_config: EngineConfig,
+    device: torch.device,
+    mesh: Mesh,
 ) -> Any:
     """DeepSpeed's engine over `model`, with its optimizer. Collective over all ranks."""
-    groups = parameter_groups(model, config.optimizer, mesh.topology.expert_size)
     mpu = ModelParallelUnit(mesh) if dist.get_world_size(mesh.model) > 1 else None
     set_mpu(mpu)
     set_expert_groups(mesh.expert, mesh.expert_replicas)

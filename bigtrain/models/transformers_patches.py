@@ -150,13 +150,21 @@ def attention_name(model: PreTrainedModel) -> str:
 
 def attention_classes(model: PreTrainedModel) -> tuple[type, ...]:
     """The classes of the modules whose attention weights can be asked for; none if the
-    architecture declares none.
+    architecture declares none."""
+    return _recorded(model.base_model, "attentions")
 
-    `_can_record_outputs` of the base model's class, a class or an `OutputRecorder` by the name of
-    an output (utils/output_capturing.py:58).
-    """
-    declared: Any = getattr(model.base_model, "_can_record_outputs", None) or {}
-    found = declared.get("attentions", ())
+
+def recorded_classes(model: nn.Module, output: str) -> tuple[type, ...]:
+    """The classes whose outputs any model in `model` records as `output`, such as router_logits."""
+    models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    return tuple({kind for found in models for kind in _recorded(found, output)})
+
+
+def _recorded(model: Any, output: str) -> tuple[type, ...]:
+    """By `_can_record_outputs` of a model's class: a class or an `OutputRecorder`, or several, by
+    the name of an output (utils/output_capturing.py:58)."""
+    declared: Any = getattr(model, "_can_record_outputs", None) or {}
+    found = declared.get(output, ())
     recorded: list[Any] = list(found) if isinstance(found, list | tuple) else [found]
     return tuple(getattr(item, "target_class", item) for item in recorded)
 

@@ -56,7 +56,9 @@ def build_pipeline_engine(
     module = StageModule(stage, device, model_plan.isolation, computes_loss=computes_loss)
     pipeline = _stages_module(module, mesh)
     expert_size = mesh.topology.expert_size
-    decay_groups = parameter_groups(stage.model, config.optimizer, expert_size)
+    decay_groups = parameter_groups(
+        stage.model, config.optimizer, expert_size, model_plan.parameters.untrained
+    )
     set_expert_groups(mesh.expert, mesh.expert_replicas)
     _fill_groups(pipeline, decay_groups, mesh, device)
     _mark_copies(stage)
@@ -101,6 +103,7 @@ def _build_stage(config: RunConfig, hf_config: Any, mesh: Mesh, model_plan: Mode
         weights="left",
         adapters=config.adapters,
         run_dtype=run_dtype(config),
+        untrained=model_plan.parameters.untrained,
     )
     (stage,) = built
     return stage

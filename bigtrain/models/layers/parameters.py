@@ -47,6 +47,14 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             model.get_parameter(names[0]).requires_grad_(False)
 
 
+def freeze_named(model: nn.Module, names: Iterable[str]) -> None:
+    """Freeze the parameters `names`, whose modules may have been given adapters."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in names:
+        if name in parameters:
+            parameters[name].requires_grad_(False)
+
+
 def names_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[int, list[str]]:
     """All names of every parameter, by its id; tied ones have several, the first counts."""
     found: dict[int, list[str]] = {}

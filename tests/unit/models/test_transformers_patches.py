@@ -261,6 +261,17 @@ CONTRACTS = [
         ),
     ),
     Contract(
+        patches.recorded_classes,
+        "_can_record_outputs names no classes of routers any more, or not as it did",
+        lambda: (
+            {
+                kind.__name__
+                for kind in patches.recorded_classes(empty(MixtralConfig(**SMALL)), "router_logits")
+            }
+            == {"MixtralTopKRouter"}
+        ),
+    ),
+    Contract(
         patches.taken_for_experts,
         "peft takes other names for those of experts, or none any more",
         takes_names_for_experts,
