@@ -71,7 +71,7 @@ _STATE = re.compile(r"^(A_log|D|time_\w+|recurrent_param)$")
 _POSITION = re.compile(r"(^|_)(pos|position|positions|positional|wpe)(_|$)")
 _WEIGHT = re.compile(r"((^|_)(weight|proj|kernel|fn)|^[qkvor]|^[wv]\d)$")
 _ADAPTER, _MAGNITUDE = "lora_", "lora_magnitude_vector"
-_ROUTER = re.compile(r"(Router|Gating|TopKGate|Top2Gate|MoEV\dGate)$")
+_ROUTER = re.compile(r"(Router|Gating|TopKGate|Top2Gate)$")
 _ROUTER_LOGITS = "router_logits"
 
 
@@ -113,7 +113,7 @@ def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
 def routers(model: nn.Module) -> list[str]:
     """Names of the modules that choose experts for tokens: of the classes whose outputs
     transformers records as router logits, of classes that are called so, and linear layers that a
-    block calls its router."""
+    block of experts calls its router."""
     return _Classifier(model).routers
 
 
@@ -129,13 +129,23 @@ class _Classifier:
             if module in marked or type(module).__name__.endswith("Experts")
         ]
         declared = recorded_classes(model, _ROUTER_LOGITS)
-        self.routers = [
+        # Some return router logits as a block of experts, and not as its router.
+        blocks = {name for name, m in modules.items() if isinstance(m, declared)}
+        blocks |= {name.rpartition(".")[0] for name in self.experts}
+        named = [
             name
             for name, module in modules.items()
-            if _is_router(name, module, declared) and not _holds(name, self.experts)
+            if isinstance(module, LINEAR)
+            and "router" in name.rpartition(".")[2]
+            and name.rpartition(".")[0] in blocks
         ]
-        head = getattr(model, "get_output_embeddings", lambda: None)()
-        self._head = head
+        self.routers = named + [
+            name
+            for name, module in modules.items()
+            if (isinstance(module, declared) or _ROUTER.search(type(module).__name__))
+            and not _holds(name, [*self.experts, *named])
+        ]
+        self._head = getattr(model, "get_output_embeddings", lambda: None)()
 
     def role(self, prefix: str, module: nn.Module, leaf: str, parameter: nn.Parameter) -> Role:
         """The role of `parameter`, which `module` holds as `leaf`."""
@@ -148,7 +158,10 @@ class _Classifier:
             return Role.BIAS
         kind = type(module).__name__
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            return Role.POSITION if _is_position(kind, attribute) else Role.EMBEDDING
+            if "bias" in attribute:
+                return Role.BIAS
+            is_position = _is_position(kind, *prefix.split(".")[-2:])
+            return Role.POSITION if is_position else Role.EMBEDDING
         if _is_norm(module, leaf):
             return Role.NORM
         is_weight = isinstance(module, (*LINEAR, nn.MultiheadAttention)) or bool(
@@ -177,12 +190,6 @@ def _role_of_own(module: nn.Module, leaf: str, *, is_weight: bool) -> Role:
     return Role.MATRIX if is_weight else Role.OTHER
 
 
-def _is_router(name: str, module: nn.Module, declared: tuple[type, ...]) -> bool:
-    if isinstance(module, declared) or _ROUTER.search(type(module).__name__):
-        return True
-    return isinstance(module, LINEAR) and "router" in name.rpartition(".")[2]
-
-
 def _is_norm(module: nn.Module, leaf: str) -> bool:
     """Whether `module` normalizes and scales its input by `leaf`."""
     if isinstance(module, LINEAR):
@@ -193,8 +200,8 @@ def _is_norm(module: nn.Module, leaf: str) -> bool:
     return is_bare and leaf in ("weight", "scale") and any(hasattr(module, n) for n in _EPSILON)
 
 
-def _is_position(kind: str, name: str) -> bool:
-    return "Position" in kind or bool(_POSITION.search(name))
+def _is_position(kind: str, *names: str) -> bool:
+    return "Position" in kind or any(_POSITION.search(name) for name in names)
 
 
 def _is_vector(parameter: nn.Parameter) -> bool:
