@@ -23,6 +23,7 @@ from bigtrain.engine.deepspeed_patches.host_time import HostTime, time_reduction
 from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
 from bigtrain.engine.deepspeed_patches.startup import set_mpu
 from bigtrain.engine.deepspeed_patches.step import skip_redundant_work
+from bigtrain.engine.exact_parameters import ExactParameters
 from bigtrain.engine.layer_options import speed_up
 from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker
 from bigtrain.engine.optimizers.parameter_groups import parameter_groups
@@ -83,6 +84,7 @@ def build_engine(
     if mesh.topology.sequence_size > 1:
         sequence = SequenceParallel(model, GroupExchange(mesh.sequence))
     computes_loss = model_plan.loss.install(model) is not None
+    exact = ExactParameters(model, model_plan.parameters.kept, device)
     compiled = speed_up(model, config, engine_config, device)
     groups = parameter_groups(
         model, config.optimizer, mesh.topology.expert_size, model_plan.parameters.untrained
@@ -102,6 +104,7 @@ def build_engine(
         is_compiled=compiled,
         host_time=host_time,
         moe=config.moe,
+        exact=exact,
     )
 
 

@@ -27,7 +27,11 @@ from bigtrain.models.layers.adapters import add_adapters
 from bigtrain.models.layers.parameters import freeze, freeze_named, seed_of
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.torch_patches import has_buffers_alone
-from bigtrain.models.transformers_patches import initialize_module, mark_initialized
+from bigtrain.models.transformers_patches import (
+    computed_in_float32,
+    initialize_module,
+    mark_initialized,
+)
 from bigtrain.models.weights.import_hf import Weights, find_weights
 from bigtrain.models.weights.lazy_tensors import room
 from bigtrain.models.weights.quantized import fill_with_zeros, finish_layers, quantize_layers
@@ -83,6 +87,10 @@ def build_model(
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     # A copy: what is set below, and by transformers, must not change the caller's configuration.
     model = _construct(copy.deepcopy(hf_config), section, seed, dtype, partitioning)
+    if partitioning is WHOLE:
+        for name in computed_in_float32(model, dtype):
+            parameter = model.get_parameter(name)
+            parameter.data = parameter.data.float()
     # Counts layers, so it comes before any are removed.
     _set_gradient_checkpointing(model, section)
     freeze(model, section.frozen)
@@ -161,10 +169,14 @@ def read_in_turn(model: PreTrainedModel, weights: Weights) -> None:
             weights.fill(name, (0,) * buffer.ndim, buffer)
 
 
-def empty_model(hf_config: PreTrainedConfig) -> PreTrainedModel:
-    """The model on the meta device: names and shapes, nothing allocated."""
+def empty_model(hf_config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The model on the meta device, constructed in `dtype` (default: the configuration's): names
+    and shapes, nothing allocated."""
+    options = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(hf_config), **options
+        )
     return model
 
 

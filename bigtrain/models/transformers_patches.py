@@ -8,6 +8,7 @@ sentence what an upgrade has moved. Those that tokenizers need are in
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
@@ -57,6 +58,23 @@ def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, torch
     """
     plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
     return plan
+
+
+def computed_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
+    """Names of the parameters of `model`, constructed in `dtype`, that its architecture keeps in
+    float32 in a model of `dtype`: by `dtype_plan`, matched as `build_glob_alternation` does it
+    (core_model_loading.py), and those that a constructor makes in float32 whatever the default is,
+    which `from_pretrained` leaves so."""
+    patterns = [pattern.replace("*", ".*") for pattern in dtype_plan(model, dtype)]
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if dtype != torch.float32
+        and (
+            parameter.dtype == torch.float32
+            or any(re.search(pattern, name) for pattern in patterns)
+        )
+    ]
 
 
 def kept_in_float32(model: PreTrainedModel) -> list[str]:

@@ -95,13 +95,28 @@ MODELS: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
     },
 }
+# A router and a bias that stay in float32 in a model of 16 bit.
+MODELS["ernie4_5_moe"] = {
+    **TEXT,
+    "model_type": "ernie4_5_moe",
+    "moe_intermediate_size": 16,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_num_shared_experts": 1,
+    "moe_layer_start_index": 1,
+    "pad_token_id": 0,
+}
 NOT_DECAYED = {
     "gpt_oss": r"norm|bias|sinks",
     "mamba": r"norm|bias|\.A_log$|\.D$",
     "gemma3": r"norm",
     "qwen3_next": r"norm|bias|A_log",
+    "ernie4_5_moe": r"norm|bias",
 }
-UNTOUCHED = {"gemma3": r"model\.(vision_tower|multi_modal_projector)\."}
+UNTOUCHED = {
+    "gemma3": r"model\.(vision_tower|multi_modal_projector)\.",
+    "ernie4_5_moe": r".*e_score_correction_bias",
+}
 """Names of parameters that text gives no gradient."""
 BY_MUON = {
     "qwen3_next": r".*layers\.\d+\.((self_attn\.[qkvo]_proj|linear_attn\.(in_proj_\w+|out_proj)"
@@ -123,7 +138,10 @@ class Case:
     @property
     def name(self) -> str:
         degrees = "-".join(f"{axis}{size}" for axis, size in self.degrees.items())
-        return f"{self.model}-{self.engine}-{self.optimizer}-{degrees or 'data'}"
+        return (
+            f"{self.model}-{self.engine}-{self.optimizer}-{degrees or 'data'}"
+            f"-accumulation{self.accumulation}"
+        )
 
     @property
     def micro_batch_size(self) -> int:
@@ -187,6 +205,9 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         with torch.no_grad():  # what is zero or one would hide a decay
             for parameter in model.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+            for key, parameter in model.named_parameters():
+                if key.endswith("e_score_correction_bias"):
+                    parameter.add_(10)
         model.save_pretrained(found[name])
     return found
 
@@ -215,7 +236,9 @@ def slow_trained(
     return train(dataset, directories, tmp_path_factory.mktemp("roles_slow"), slow=True)
 
 
-def expected_of(case: Case, dataset: Path, directories: dict[str, Path]) -> Training:
+def expected_of(
+    case: Case, dataset: Path, directories: dict[str, Path], **options: Any
+) -> Training:
     """Of plain PyTorch, with the groups that are named above."""
 
     def optimizer_of(masters: dict[str, torch.Tensor], section: dict[str, Any]) -> Any:
@@ -232,6 +255,7 @@ def expected_of(case: Case, dataset: Path, directories: dict[str, Path]) -> Trai
         config_of(case, dataset, directories),
         chunks=divided(case.micro_batch_size),
         optimizer_of=optimizer_of,
+        **options,
     )
 
 
@@ -251,7 +275,7 @@ def compare(
             assert torch.equal(weights[name], stored), name
             untouched += 1
         torch.testing.assert_close(weights[name], tensor, atol=WEIGHTS, rtol=WEIGHTS, msg=name)
-    assert untouched == (34 if case.model == "gemma3" else 0)
+    assert untouched == {"gemma3": 34, "ernie4_5_moe": 2}.get(case.model, 0)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c.slow], ids=lambda case: case.name)
@@ -267,3 +291,81 @@ def test_equals_plain_training_everywhere(
     case: Case, dataset: Path, directories: dict[str, Path], slow_trained: dict[str, Any]
 ) -> None:
     compare(case, dataset, directories, slow_trained)
+
+
+# --- bfloat16 ---
+
+IN_16_BIT = [
+    Case("ernie4_5_moe", "zero3", slow=False),
+    Case("ernie4_5_moe", "zero1", slow=False),
+    *(
+        Case("ernie4_5_moe", engine, accumulation=accumulation)
+        for engine in ("zero0", "zero2", "zero2_offload", "zero3_offload")
+        for accumulation in (1, 2)
+    ),
+    Case("ernie4_5_moe", "zero3", degrees={"expert": 2}),
+    Case("ernie4_5_moe", "zero1", degrees={"tensor": 2}),
+    Case("ernie4_5_moe", "pipeline_zero1", accumulation=2, degrees={"pipeline": 2}),
+]
+BFLOAT16 = {"precision": {"dtype": "bfloat16"}}
+LOSS_16, NORM_16, WEIGHTS_16 = 2e-3, 1e-2, 5e-3
+
+
+def train_in_16_bit(
+    dataset: Path, directories: dict[str, Path], directory: Path, *, slow: bool
+) -> dict[str, Any]:
+    return train_and_save(
+        [case for case in IN_16_BIT if case.slow == slow],
+        lambda case: config_of(case, dataset, directories) | BFLOAT16,
+        directory,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained_in_16_bit(
+    dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("roles16")
+    return train_in_16_bit(dataset, directories, directory, slow=False)
+
+
+@pytest.fixture(scope="module")
+def slow_trained_in_16_bit(
+    dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("roles16_slow")
+    return train_in_16_bit(dataset, directories, directory, slow=True)
+
+
+def compare_in_16_bit(
+    case: Case, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
+) -> None:
+    """With plain transformers in bfloat16, which keeps the router in float32."""
+    expected = expected_of(case, dataset, directories, dtype=torch.bfloat16, exact_masters=True)
+    result = trained["results"][case.name]
+    weights = read_full_masters(trained["directory"] / case.name / "tensors")
+    assert result["losses"] == pytest.approx(expected.losses, abs=LOSS_16)
+    assert result["norms"] == pytest.approx(expected.norms, rel=NORM_16)
+    for name, tensor in expected.weights.items():
+        if re.match(UNTOUCHED[case.model], name):
+            assert torch.equal(weights[name], tensor), name
+        apart = float((weights[name] - tensor).square().mean().sqrt())
+        assert apart < WEIGHTS_16, name
+
+
+@pytest.mark.parametrize("case", [c for c in IN_16_BIT if not c.slow], ids=lambda case: case.name)
+def test_what_is_kept_in_float32_equals_plain_training(
+    case: Case, dataset: Path, directories: dict[str, Path], trained_in_16_bit: dict[str, Any]
+) -> None:
+    compare_in_16_bit(case, dataset, directories, trained_in_16_bit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [c for c in IN_16_BIT if c.slow], ids=lambda case: case.name)
+def test_what_is_kept_in_float32_equals_plain_training_everywhere(
+    case: Case,
+    dataset: Path,
+    directories: dict[str, Path],
+    slow_trained_in_16_bit: dict[str, Any],
+) -> None:
+    compare_in_16_bit(case, dataset, directories, slow_trained_in_16_bit)

@@ -9,6 +9,7 @@ from torch import nn
 
 from bigtrain.engine.deepspeed_patches.experts import as_expert_group, name_of_experts
 from bigtrain.models.layers.parameter_roles import split_by_decay
+from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.hidden_matrices import hidden_matrices
 from bigtrain.models.parallel.sharding import is_expert
 from bigtrain.settings.run_config import OptimizerSection
@@ -47,7 +48,7 @@ def _take_matrices(
     model: nn.Module, section: OptimizerSection, groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """The group of hidden matrices; its parameters are removed from the other `groups`."""
-    chosen = {id(model.get_parameter(name)) for name in hidden_matrices(model)}
+    chosen = {id(parameter_of(model, name)) for name in hidden_matrices(model)}
     matrices = [p for group in groups for p in group["params"] if id(p) in chosen]
     for group in groups:
         group["params"] = [p for p in group["params"] if id(p) not in chosen]

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -18,6 +19,7 @@ from bigtrain.models.equivalence.gradient_reach import parameters_without_gradie
 from bigtrain.models.layers.parameter_roles import collapsed, parameter_roles
 from bigtrain.models.layers.parameters import freeze, freeze_named
 from bigtrain.models.parallel.hidden_matrices import hidden_matrices
+from bigtrain.models.transformers_patches import computed_in_float32
 from bigtrain.settings.run_config import RunConfig
 
 _SHOWN = 5
@@ -27,13 +29,17 @@ _SHOWN = 5
 class ParameterPlan:
     """Names of parameters by what a run does with them.
 
-    untrained: get no gradient from text, and are frozen. The others are of trained parameters, with
-    ``*`` in place of indices. decaying: with ``optimizer.decay_embeddings``. decayed_before: do not
-    decay, but did in releases that went by the number of dimensions. matrices: are updated by an
-    optimizer of hidden matrices. reason: a line for the log; empty if all are trained.
+    untrained: get no gradient from text, and are frozen. frozen: these, and those that
+    ``model.frozen`` names. kept: are float32 where the model computes in 16 bit. The others are of
+    trained parameters, with ``*`` in place of indices. decaying: with
+    ``optimizer.decay_embeddings``. decayed_before: do not decay, but did in releases that went by
+    the number of dimensions. matrices: are updated by an optimizer of hidden matrices. reason: a
+    line for the log; empty if all are trained in the run's dtype.
     """
 
     untrained: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     decaying: tuple[str, ...] = ()
     decayed_before: tuple[str, ...] = ()
     matrices: tuple[str, ...] = ()
@@ -42,37 +48,54 @@ class ParameterPlan:
     def record(self) -> dict[str, Any]:
         """What a checkpoint holds of it (JSON types)."""
         kept = asdict(self)
-        return {name: list(kept[name]) for name in ("decaying", "matrices")}
+        return {name: list(kept[name]) for name in ("decaying", "matrices", "frozen")}
 
 
 def plan_parameters(config: RunConfig, hf_config: PreTrainedConfig) -> ParameterPlan:
-    """The plan for a run's model; of a run with adapters only what gets no gradient."""
+    """The plan for a run's model; of a run with adapters no groups of its optimizer."""
+    kept = _kept(config, hf_config)
+    reasons = [_listed("kept in float32 by its architecture", kept, kept)] if kept else []
     found = parameters_without_gradient(hf_config, config.model.attention)
     if found is None:
-        return ParameterPlan(
-            reason="parameters without a gradient: not known, since no model of this kind could be "
-            "run before the training; all are trained"
+        reasons.append(
+            "parameters without a gradient: not known, since no model of this kind could be run "
+            "before the training; all are trained"
         )
     model = empty_model(hf_config)
-    names = {name for name, _ in model.named_parameters()}
-    untrained = tuple(name for name in found if name in names)
+    names = [name for name, _ in model.named_parameters()]
+    untrained = tuple(name for name in found or () if name in names)
     if config.adapters is not None:
-        return ParameterPlan(untrained)
+        return ParameterPlan(untrained, kept=kept, reason="; ".join(reasons))
     freeze(model, config.model.frozen)
     also = [name for name in untrained if model.get_parameter(name).requires_grad]
     freeze_named(model, untrained)
+    if also:
+        title = "not trained, since they get no gradient from text"
+        reasons.append(_listed(title, also, names))
     decaying, before = _decays(model, also)
     own = config.optimizer.facts.beside is not None
-    matrices = collapsed(hidden_matrices(model)) if own else []
-    reason = ""
-    if also:
-        shown = summarized(also, names)
-        rest = "" if len(shown) <= _SHOWN else f" and {len(shown) - _SHOWN} more"
-        reason = (
-            f"not trained, since they get no gradient from text: {len(also)} parameters "
-            f"({', '.join(shown[:_SHOWN])}{rest})"
-        )
-    return ParameterPlan(untrained, tuple(decaying), tuple(before), tuple(matrices), reason)
+    return ParameterPlan(
+        untrained,
+        tuple(name for name, p in model.named_parameters() if not p.requires_grad),
+        kept,
+        tuple(decaying),
+        tuple(before),
+        tuple(collapsed(hidden_matrices(model))) if own else (),
+        "; ".join(reasons),
+    )
+
+
+def _kept(config: RunConfig, hf_config: PreTrainedConfig) -> tuple[str, ...]:
+    dtype = getattr(torch, config.precision.dtype)
+    if dtype == torch.float32:
+        return ()
+    return tuple(computed_in_float32(empty_model(hf_config, dtype), dtype))
+
+
+def _listed(title: str, names: Collection[str], every: Collection[str]) -> str:
+    shown = summarized(names, every) if names is not every else collapsed(names)
+    rest = "" if len(shown) <= _SHOWN else f" and {len(shown) - _SHOWN} more"
+    return f"{title}: {len(names)} parameters ({', '.join(shown[:_SHOWN])}{rest})"
 
 
 def _decays(model: nn.Module, also: Iterable[str]) -> tuple[list[str], list[str]]:

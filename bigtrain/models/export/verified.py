@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,13 +75,15 @@ def export_model(
     card: str = "",
     replace: bool = False,
     max_shard_size: str = MAX_SHARD_SIZE,
+    as_stored: Collection[str] = (),
 ) -> None:
     """Write `weights` as a Hugging Face directory whose logits for `probe` are the trained model's.
 
     Parameters: `weights`, full tensors by Hugging Face name, tied ones once; `dtype`, name of the
     dtype they are stored in; `generation_config`, a file to copy if it exists (otherwise
     transformers makes one from `hf_config`), with the end of an answer added if the tokenizer has a
-    chat template; `card`, the text of its README.md; `max_shard_size`, of a file, such as 5GB.
+    chat template; `card`, the text of its README.md; `max_shard_size`, of a file, such as 5GB;
+    `as_stored`, names of weights that are not cast to `dtype`.
     One process. Of `LazyTensor`s it holds one file's at a time, and one layer's when verifying.
     The directory appears under its name only after it has been reloaded with plain transformers and
     its logits agree. Raises ModelError otherwise, or if `output` exists and may not be replaced;
@@ -89,7 +91,7 @@ def export_model(
     """
     with writing_directory(output, replace=replace) as temporary:
         hf_config.use_cache = True  # for generation, whatever the base's says
-        is_sharded = write_model(weights, hf_config, temporary, dtype, max_shard_size)
+        is_sharded = write_model(weights, hf_config, temporary, dtype, max_shard_size, as_stored)
         if generation_config is not None and generation_config.is_file():
             shutil.copyfile(generation_config, temporary / GENERATION_CONFIG)
         write_tokenizer(tokenizer_directory, temporary, output)

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from bigtrain.models.layers.decoder_layers import decoder_layers
 from bigtrain.models.layers.parameter_roles import Role, parameter_roles
-from bigtrain.models.layers.parameters import local_shape
+from bigtrain.models.layers.parameters import local_shape, parameter_of
 from bigtrain.models.transformers_patches import attention_classes
 from bigtrain.settings.sections.adapters import Preset
 
@@ -65,7 +65,7 @@ def stacked_weights(model: nn.Module) -> list[str]:
     return [
         name
         for name, entry in parameter_roles(model).items()
-        if entry.role is Role.EXPERTS and len(local_shape(model.get_parameter(name))) == 3
+        if entry.role is Role.EXPERTS and len(local_shape(parameter_of(model, name))) == 3
     ]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from bigtrain.models.layers.parameters import local_shape
+from bigtrain.models.layers.parameters import local_shape, parameter_of
 from bigtrain.models.transformers_patches import modules_of_experts, recorded_classes
 
 
@@ -234,7 +234,7 @@ def split_by_decay(
     """
     groups = ParameterGroups([], [])
     for name, entry in parameter_roles(model).items():
-        parameter = model.get_parameter(name)
+        parameter = parameter_of(model, name)
         if not parameter.requires_grad:
             continue
         decays = entry.role.decays(decay_embeddings=decay_embeddings)

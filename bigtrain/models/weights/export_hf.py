@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,11 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from bigtrain.errors import ModelError
 from bigtrain.models.layers.parameters import names_of
-from bigtrain.models.transformers_patches import dtype_plan, names_not_saved
+from bigtrain.models.transformers_patches import (
+    computed_in_float32,
+    dtype_plan,
+    names_not_saved,
+)
 from bigtrain.models.weights.lazy_tensors import LazyTensor, forget_computed
 
 MAX_SHARD_SIZE = "5GB"
@@ -36,15 +40,19 @@ def write_model(
     output: Path,
     dtype: str,
     max_shard_size: str,
+    as_stored: Collection[str] = (),
 ) -> bool:
     """Write configuration and weights as `save_pretrained` does; returns whether in several files.
 
     That method holds all weights at once; this one holds a file's. Names and conversions of tensors
-    are transformers' here as well.
+    are transformers' here as well. Weights are written in `dtype`, but for those that the
+    architecture keeps in float32, and those named `as_stored`, which keep the dtype that they have.
     """
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=DTYPES[dtype])
-    stored = revert_weight_conversion(model, _state(weights, model, DTYPES[dtype], output))
+    stored = revert_weight_conversion(
+        model, _state(weights, model, DTYPES[dtype], output, as_stored)
+    )
     model.save_pretrained(output, state_dict={})  # configurations, and no weights
     sizes = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -73,11 +81,15 @@ def write_model(
 
 
 def _state(
-    weights: Mapping[str, torch.Tensor], model: Any, dtype: torch.dtype, output: Path
+    weights: Mapping[str, torch.Tensor],
+    model: Any,
+    dtype: torch.dtype,
+    output: Path,
+    as_stored: Collection[str],
 ) -> dict[str, torch.Tensor]:
     """`weights` by the names and in the order of the model's state dict, tied ones once.
 
-    In `dtype`, except for those that the architecture keeps in float32.
+    In the dtypes that `write_model` describes.
     """
     names = names_of(model.named_parameters(remove_duplicate=False)).values()
     alias = {name: group[0] for group in names for name in group}
@@ -93,6 +105,8 @@ def _state(
         )
     skipped = set(model.all_tied_weights_keys) | names_not_saved(model)
     exact = [pattern.replace("*", ".*") for pattern in dtype_plan(model, dtype)]
+    exact += [f"^{re.escape(name)}$" for name in computed_in_float32(model, dtype)]
+    unchanged = {alias.get(name, name) for name in as_stored}
     found = {}
     for name, like in model.state_dict().items():
         tensor = kept.get(alias.get(name, name))
@@ -100,7 +114,7 @@ def _state(
             continue
         if tensor.ndim > like.ndim:
             tensor = tensor[0]  # checkpoints hold scalars as vectors
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and alias.get(name, name) not in unchanged:
             in_float32 = any(re.search(pattern, name) for pattern in exact)
             tensor = tensor.detach().to(torch.float32 if in_float32 else dtype)
         found[name] = tensor
