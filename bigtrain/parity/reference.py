@@ -164,7 +164,7 @@ def _backward(
 ) -> float:
     """Give `masters` the gradient of the mean loss over a step's targets; returns the loss."""
     num_targets = int((batch.labels != _IGNORED).sum())
-    sums = {name: torch.zeros_like(p, dtype=sum_dtype) for name, p in parameters.items()}
+    sums: dict[str, torch.Tensor] = {}
     total = 0.0
     for rows in chunks:
         part = MicroBatch(
@@ -180,10 +180,11 @@ def _backward(
         total += float(loss.detach())
         for name, parameter in parameters.items():
             if parameter.grad is not None:
-                sums[name] += parameter.grad.to(sum_dtype)
+                own = sums.setdefault(name, torch.zeros_like(parameter, dtype=sum_dtype))
+                own += parameter.grad.to(sum_dtype)
             parameter.grad = None
     for name, master in masters.items():
-        master.grad = sums[name].float()
+        master.grad = sums[name].float() if name in sums else None
     return total / num_targets
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -81,6 +81,7 @@ def export_model(
     replace: bool = False,
     max_shard_size: str = MAX_SHARD_SIZE,
     base: BaseRecord | None = None,
+    as_stored: Collection[str] = (),
 ) -> list[str]:
     """Write `weights` as a Hugging Face directory whose logits for `probe` are the trained model's.
 
@@ -89,7 +90,8 @@ def export_model(
     if it exists (otherwise transformers makes one from `hf_config`), with the end of an answer
     added if the tokenizer has a chat template; `card`, the text of its README.md; `max_shard_size`,
     of a file, such as 5GB; `base`, the record of the model that the weights were trained from, with
-    which the directory equals that model's in all that was not trained.
+    which the directory equals that model's in all that was not trained; `as_stored`, names of
+    weights that are not cast to `dtype`.
     Returns a note for each thing that was changed or added, which the card lists as well.
     One process. Of `LazyTensor`s it holds one file's at a time, and one layer's when verifying.
     The directory appears under its name only after it has been reloaded with plain transformers and
@@ -102,7 +104,7 @@ def export_model(
         if base is not None:
             like_base = partial(base.like_base, keep_dtypes=dtype is None)
         is_sharded, notes = write_model(
-            weights, hf_config, temporary, dtype, max_shard_size, like_base
+            weights, hf_config, temporary, dtype, max_shard_size, like_base, as_stored
         )
         if generation_config is not None and generation_config.is_file():
             shutil.copyfile(generation_config, temporary / GENERATION_CONFIG)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,7 +20,11 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from bigtrain.errors import ModelError, first_line
 from bigtrain.models.layers.parameters import names_of
-from bigtrain.models.transformers_patches import dtype_plan, names_not_saved
+from bigtrain.models.transformers_patches import (
+    computed_in_float32,
+    dtype_plan,
+    names_not_saved,
+)
 from bigtrain.models.weights.lazy_tensors import LazyTensor, forget_computed
 from bigtrain.models.weights.older_readers import rewrite_tokenizer_config
 
@@ -57,19 +61,21 @@ def write_model(
     dtype: str | None,
     max_shard_size: str,
     like_base: LikeBase | None = None,
+    as_stored: Collection[str] = (),
 ) -> tuple[bool, list[str]]:
     """Write configuration and weights as `save_pretrained` does; returns whether in several files,
     and notes on tensors that differ from those of a base.
 
     That method holds all weights at once; this one holds a file's. Names and conversions of tensors
-    are transformers' here as well. `dtype`: None for the dtypes of the base. `like_base`: gives the
-    tensors the names and dtypes of the base's files.
+    are transformers' here as well. Weights are written in `dtype` (None: that of the base), but for
+    those that the architecture keeps in float32, and those named `as_stored`, which keep the dtype
+    that they have. `like_base`: gives the tensors the names and dtypes of the base's files.
     """
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(
             hf_config, dtype=None if dtype is None else DTYPES[dtype]
         )
-    state = _state(weights, model, None if dtype is None else DTYPES[dtype], output)
+    state = _state(weights, model, None if dtype is None else DTYPES[dtype], output, as_stored)
     stored = revert_weight_conversion(model, dict(state))
     notes: list[str] = []
     if like_base is not None:
@@ -112,11 +118,15 @@ def _separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _state(
-    weights: Mapping[str, torch.Tensor], model: Any, dtype: torch.dtype | None, output: Path
+    weights: Mapping[str, torch.Tensor],
+    model: Any,
+    dtype: torch.dtype | None,
+    output: Path,
+    as_stored: Collection[str],
 ) -> dict[str, torch.Tensor]:
     """`weights` by the names and in the order of the model's state dict, tied ones once.
 
-    In `dtype` (None: each in its own), except for those that the architecture keeps in float32.
+    In the dtypes that `write_model` describes.
     """
     names = names_of(model.named_parameters(remove_duplicate=False)).values()
     alias = {name: group[0] for group in names for name in group}
@@ -131,8 +141,11 @@ def _state(
             f"{', '.join(wrong[:5])}"
         )
     skipped = set(model.all_tied_weights_keys) | names_not_saved(model)
-    plan = () if dtype is None else dtype_plan(model, dtype)
-    exact = [pattern.replace("*", ".*") for pattern in plan]
+    exact: list[str] = []
+    if dtype is not None:
+        exact += [pattern.replace("*", ".*") for pattern in dtype_plan(model, dtype)]
+        exact += [f"^{re.escape(name)}$" for name in computed_in_float32(model, dtype)]
+    unchanged = {alias.get(name, name) for name in as_stored}
     found = {}
     for name, like in model.state_dict().items():
         tensor = kept.get(alias.get(name, name))
@@ -142,7 +155,7 @@ def _state(
             tensor = tensor[0]  # checkpoints hold scalars as vectors
         if dtype is None:
             tensor = tensor.detach()
-        elif tensor.is_floating_point():
+        elif tensor.is_floating_point() and alias.get(name, name) not in unchanged:
             in_float32 = any(re.search(pattern, name) for pattern in exact)
             tensor = tensor.detach().to(torch.float32 if in_float32 else dtype)
         found[name] = tensor

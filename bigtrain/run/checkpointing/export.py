@@ -37,12 +37,13 @@ def export_run(
     """Export the checkpoint of `step` (default: the newest valid one); returns its step.
 
     One process, no process group, one file's weights in memory. The weights are the fp32 masters
-    rounded to `dtype` (default: the dtype the run computed in), checked against logits that the
-    training engine itself stored. A run with adapters exports those in peft's format (default
-    dtype: float32, for they are small), or with `merge` its base with the adapters merged; a base
-    that was trained beside in 4 bits is merged as its files are, and the result is compared with
-    plain peft's, which needs all of it in memory. `warn` is called with how far the two bases are
-    apart, and for each newer checkpoint that is corrupt and passed over.
+    rounded to `dtype` (default: the dtype the run computed in), frozen ones as the base's files had
+    them, checked against logits that the training engine itself stored. A run with adapters exports
+    those in peft's format (default dtype: float32, for they are small), or with `merge` its base
+    with the adapters merged; a base that was trained beside in 4 bits is merged as its files are,
+    and the result is compared with plain peft's, which needs all of it in memory. `warn` is called
+    with how far the two bases are apart, and for each newer checkpoint that is corrupt and passed
+    over.
     Raises CheckpointError or ModelError; `output` then stays as it was.
     """
     directory = checkpoints.find(run_directory, step, warn=warn)
@@ -94,10 +95,18 @@ def export_run(
         replace=replace,
         max_shard_size=max_shard_size,
         base=record,
+        as_stored=() if merge else _frozen(config, state),
     )
     for note in notes:
         warn(f"{output}: {note}")
     return int(state["step"])
+
+
+def _frozen(config: RunConfig, state: dict[str, Any]) -> list[str]:
+    """Names of the parameters that leave as the base's files had them."""
+    if config.model.path is None and config.checkpoint.initialize_from is None:
+        return []
+    return list(state.get("parameters", {}).get("frozen", ()))
 
 
 def _merged(

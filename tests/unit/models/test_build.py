@@ -19,7 +19,7 @@ from bigtrain.cli import main as bigtrain
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.errors import ModelError
 from bigtrain.models import build as huggingface
-from bigtrain.models.build import Partitioning, build_model, empty_model, split_by_decay
+from bigtrain.models.build import Partitioning, build_model, empty_model
 from bigtrain.models.configuration import (
     load_hf_config,
     save_configuration,
@@ -28,6 +28,7 @@ from bigtrain.models.configuration import (
 )
 from bigtrain.models.export.verified import Probe, export_model, relative_difference
 from bigtrain.models.generation import Sampling, generate
+from bigtrain.models.layers.parameter_roles import split_by_decay
 from bigtrain.models.layers.parameters import check_frozen
 from bigtrain.settings.run_config import ModelSection
 
