@@ -17,6 +17,13 @@ from bigtrain.data.shards.statistics import LengthHistogram, length_histogram
 from bigtrain.errors import DataError
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+KINDS = {
+    "content": "contents of messages that the chat template does not write",
+    "tool_calls": "tool calls that the chat template does not write",
+    "tools": "tool definitions that the chat template does not write",
+    "reasoning": "reasoning that the chat template does not write",
+    "stripped_reasoning": "reasoning of earlier turns, which the chat template drops by design",
+}
 LONE = "all"
 """The split of a shard that belongs to no dataset."""
 
@@ -54,7 +61,8 @@ def inspect_shards(path: Path) -> Inspected:
     """
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     if not path.is_dir() and prefix.with_name(prefix.name + ".idx").is_file():
-        return Inspected(prefix, None, {LONE: (Shard(prefix),)})
+        masked = prefix.with_name(prefix.name + ".mask").is_file()
+        return Inspected(prefix, None, {LONE: (Shard(prefix, masked=masked),)})
     if not path.exists():
         raise DataError(
             f"{path}: no directory of a dataset, and no {prefix.name}.idx of a shard -> make one "
@@ -177,4 +185,8 @@ def summary(output: Path, manifest: Manifest) -> str:
     if manifest.skipped_documents:
         count = f"{manifest.skipped_documents:,}"
         lines.append(f"  skipped:  {count} unreadable documents, listed in errors.jsonl")
+    lines += [
+        f"  dropped:  {KINDS.get(kind, kind)}: {count:,}"
+        for kind, count in (manifest.unrendered or {}).items()
+    ]
     return "\n".join(lines)
