@@ -82,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
         held_out=args.held_out,
         shard_bytes=args.shard_size,
         max_bad_fraction=args.max_bad_fraction,
+        max_unrendered=args.max_unrendered,
         workers=args.workers,
         rank=args.rank,
         world_size=args.world_size,

@@ -88,6 +88,11 @@ class TokenizerRecord(Record):
         default=None,
         description="of conversations: `bigtrain.data.tokenizers.chat_template.ChatTemplate.hash`",
     )
+    answer_end_ids: tuple[Count, ...] | None = Field(
+        default=None,
+        strict=False,
+        description="of conversations: the tokens that end learned answers, and so generation",
+    )
 
     @model_validator(mode="after")
     def _id_in_vocabulary(self) -> Self:
@@ -162,6 +167,9 @@ class OptionsRecord(Record):
     )
     dataset_config: str | None = None
     dataset_split: str = "train"
+    max_unrendered: Count = Field(
+        default=0, description="parts of conversations that the chat template may drop"
+    )
 
 
 class ShardRecord(Record):
@@ -212,6 +220,10 @@ class Manifest(Record):
     sources: tuple[SourceRecord, ...] = Field(strict=False)
     options: OptionsRecord
     skipped_documents: Count = 0
+    unrendered: dict[str, Count] | None = Field(
+        default=None,
+        description="parts of conversations that the chat template dropped, by kind",
+    )
     splits: dict[Split, tuple[ShardRecord, ...]]
 
     @model_validator(mode="after")

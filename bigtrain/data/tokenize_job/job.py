@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigtrain.data.chat.encoder import ChatEncoder, TextEnds
+from bigtrain.data.chat.encoder import ChatEncoder, ChatRules, TextEnds
 from bigtrain.data.shards.format import token_dtype
 from bigtrain.data.shards.manifest import Manifest
 from bigtrain.data.sources.discovery import Source, find_sources
@@ -124,6 +124,7 @@ class _Build:
                 identity.append(chosen)
             if options.roles:
                 identity.append(options.roles)
+            identity.append("complete answers")  # earlier versions learned some without an end
             if not request.needs_template:
                 identity.append("plain text")  # earlier versions rendered it as messages
         self.units = plan_units(self.sources, self.reading, options.shard_bytes, identity)
@@ -214,7 +215,17 @@ class _Build:
                 self.template,
                 trusted=self.request.options.parse_special_tokens,
                 plain_ends=TextEnds(prefix, self.tokenizer.end_of_document_id, end_text),
+                rules=ChatRules(
+                    tuple(self.tokenizer.generation_ends().values()),
+                    self.request.options.max_unrendered > 0,
+                ),
             )
+            if chat.answer_ends is not None and chat.answer_ends.by_next_role:
+                logger.warning(
+                    "the chat template ends answers by the token of the next role (%s): it is "
+                    "learned, and is added behind the last answer of each conversation",
+                    chat.answer_ends.usual,
+                )
         job = Job(
             encoders.current,
             encoders.reference,

@@ -96,6 +96,30 @@ class Tokenizer:
         begin = next((n for n in places if found[n : n + len(alone)] == alone), 0)
         return tuple(found[:begin]), str(backend.id_to_token(self.end_of_document_id))
 
+    def ids_of(self, names: Iterable[str]) -> list[int]:
+        """The ids of tokens, by their texts."""
+        from tokenizers import Tokenizer as Backend
+
+        backend = Backend.from_str(self.backend_json)
+        found = [backend.token_to_id(name) for name in names]
+        return [number for number in found if number is not None]
+
+    def generation_ends(self) -> dict[int, str]:
+        """The tokens that end generation, and their texts: the end-of-sequence token, and those of
+        the ``generation_config.json`` in its directory, if there is one."""
+        from tokenizers import Tokenizer as Backend
+
+        ids = [self.end_of_document_id]
+        try:
+            tree = json.loads((Path(self.place) / "generation_config.json").read_bytes())
+            listed = tree.get("eos_token_id")
+            ids += listed if isinstance(listed, list) else [listed]
+        except (OSError, ValueError, AttributeError):
+            pass  # none, or not one of transformers
+        backend = Backend.from_str(self.backend_json)
+        known = {n: backend.id_to_token(n) for n in ids if isinstance(n, int) and n >= 0}
+        return {number: name for number, name in known.items() if name}
+
     def chat_template(self, file: Path | None = None) -> ChatTemplate:
         """The tokenizer's chat template, or the one in `file`.
 
