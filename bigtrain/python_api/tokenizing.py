@@ -54,6 +54,8 @@ class TokenizeOptions(ReadingOptions, total=False):
     world_size: int | None
     encoder: Encoder
     parse_special_tokens: bool
+    beginning_of_text: Literal["auto", "always", "never"]
+    end_of_document: str | None
     say: Callable[[str], None] | None
 
 
@@ -99,6 +101,9 @@ def build_tokens(
     workers: processes (default: by cores, memory and input). rank, world_size: of this call among
         several with one `output` on different nodes.
     encoder, parse_special_tokens: as the options of the command.
+    beginning_of_text: what documents of plain text begin with; ``auto`` (default): what the
+        tokenizer itself adds, ``always`` its beginning-of-text token, ``never`` nothing.
+    end_of_document: token that ends documents (default: the tokenizer's end-of-sequence token).
     say: gets a line on what was detected (default: print to standard error).
     """
     from bigtrain.data.tokenize_job.job import build_dataset
@@ -153,6 +158,8 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
         dataset_config=reading.selection.dataset_config,
         dataset_split=reading.selection.dataset_split,
         max_unrendered=options.get("max_unrendered", 0),
+        beginning_of_text=options.get("beginning_of_text", "auto"),
+        end_of_document=options.get("end_of_document"),
     )
 
 

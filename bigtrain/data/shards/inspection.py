@@ -161,6 +161,17 @@ def decoder_of(inspected: Inspected, tokenizer: Path | None) -> Decoder | None:
     return Decoder(own) if (own / "tokenizer.json").is_file() else None
 
 
+def _ends(manifest: Manifest) -> str:
+    """How documents of plain text begin and end."""
+    tokenizer = manifest.tokenizer
+    begin = ", ".join(map(str, tokenizer.beginning_ids or ()))
+    return (
+        (f"begin with token {begin}" if begin else "begin with no token of their own")
+        + f" (--beginning-of-text {manifest.options.beginning_of_text or 'not set'}), "
+        f"end with token {tokenizer.end_of_document_id}"
+    )
+
+
 def summary(output: Path, manifest: Manifest) -> str:
     """The dataset in a few human-readable lines."""
     lines = [
@@ -179,6 +190,7 @@ def summary(output: Path, manifest: Manifest) -> str:
             + (f", {targets / max(1, tokens):.1%} of the tokens to learn" if masked else "")
         )
     engine, reason = manifest.tokenizer.engine, manifest.tokenizer.engine_reason
+    lines.append(f"  texts:    {_ends(manifest)}")
     lines.append(f"  encoder:  {engine}" + (f" ({reason})" if reason else ""))
     if manifest.options.held_out and not manifest.num_documents("held_out"):
         lines.append("  held_out: no document fell into it; with few documents that may happen")

@@ -53,6 +53,7 @@ class Commit:
     tokenizer: Tokenizer
     options: OptionsRecord
     chat_template: ChatTemplate | None = None
+    beginning_ids: tuple[int, ...] = ()
 
     def run(self, records: dict[str, UnitRecord]) -> Manifest:
         """Make the dataset of the units' `records`. Raises DataError where they hold too little.
@@ -102,6 +103,7 @@ class Commit:
                 engine_reason="; ".join(sorted({record.engine_reason for record in done} - {""})),
                 files_xxh3=fingerprint(tokenizer.place),
                 chat_template=None if self.chat_template is None else self.chat_template.hash,
+                beginning_ids=self.beginning_ids,
                 answer_end_ids=self._answer_end_ids(done),
             ),
             token_dtype=token_dtype(tokenizer.vocab_size),

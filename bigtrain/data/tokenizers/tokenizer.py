@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from bigtrain.data.shards.manifest import BeginningOfText
 from bigtrain.data.tokenizers.cache import (
     CachedTokenizer,
     fingerprint,
@@ -58,6 +59,8 @@ class Tokenizer:
     cached: CachedTokenizer | None = None
     directory: str = ""
     """Where it was copied to from the address `name`."""
+    eos_id: int | None = None
+    """Its end-of-sequence token, where another one ends documents (`with_end_of_document`)."""
 
     @property
     def place(self) -> str:
@@ -69,13 +72,45 @@ class Tokenizer:
         """What ``AutoTokenizer`` makes of it; imports transformers."""
         return _load_with_transformers(self.place) if self.loaded is None else self.loaded
 
-    def encoder(self, parse_special_tokens: bool = False, ends: bool = True) -> ReferenceEncoder:
+    def encoder(
+        self,
+        parse_special_tokens: bool = False,
+        ends: bool = True,
+        beginning_ids: tuple[int, ...] = (),
+    ) -> ReferenceEncoder:
         """The reference encoder; `bigtrain.data.tokenizers.selection` finds a faster one.
 
-        `ends`: each document gets the end-of-document token.
+        `ends`: each document gets the end-of-document token; `beginning_ids`: it begins with these.
         """
         end = self.end_of_document_id if ends else None
-        return ReferenceEncoder(self.backend_json, end, parse_special_tokens)
+        return ReferenceEncoder(self.backend_json, end, parse_special_tokens, beginning_ids)
+
+    def beginning(self, policy: BeginningOfText) -> tuple[int, ...]:
+        """The tokens that begin a text; auto: those that the tokenizer itself adds. Raises
+        DataError if there always is to be one and the tokenizer has no token for it."""
+        own = () if policy == "never" else self.text_ends()[0]
+        if own or policy != "always":
+            return own
+        found = self.huggingface.bos_token_id
+        if found is None:
+            raise DataError(
+                f"--beginning-of-text always: tokenizer {self.name} has no beginning-of-text token "
+                "-> set bos_token in its tokenizer_config.json, or auto"
+            )
+        return (int(found),)
+
+    def with_end_of_document(self, token: str | None) -> Tokenizer:
+        """The same with `token` as the one that ends documents. Raises DataError if it is none."""
+        if token is None:
+            return self
+        ids = self.ids_of([token])
+        if not ids:
+            ends = " or ".join(self.generation_ends().values())
+            raise DataError(
+                f"--end-of-document {token}: is not a token of {self.name} -> one of its tokens, "
+                f"such as {ends}"
+            )
+        return replace(self, end_of_document_id=ids[0], eos_id=self.end_of_document_id)
 
     @property
     def backend_json(self) -> str:
@@ -109,7 +144,7 @@ class Tokenizer:
         the ``generation_config.json`` in its directory, if there is one."""
         from tokenizers import Tokenizer as Backend
 
-        ids = [self.end_of_document_id]
+        ids = [self.end_of_document_id if self.eos_id is None else self.eos_id]
         try:
             tree = json.loads((Path(self.place) / "generation_config.json").read_bytes())
             listed = tree.get("eos_token_id")

@@ -20,6 +20,7 @@ from bigtrain.errors import ModelError
 from bigtrain.models.layers.parameters import names_of
 from bigtrain.models.transformers_patches import dtype_plan, names_not_saved
 from bigtrain.models.weights.lazy_tensors import LazyTensor, forget_computed
+from bigtrain.system.text_record import RECORD_NAME
 
 MAX_SHARD_SIZE = "5GB"
 
@@ -123,6 +124,8 @@ def write_tokenizer(source: Path, directory: Path, output: Path) -> None:
         what = "no such directory" if not source.is_dir() else " ".join(str(error).split())
         raise ModelError(f"tokenizer {source}: cannot be loaded: {what}") from error
     tokenizer.save_pretrained(directory)
+    if (source / RECORD_NAME).is_file():
+        shutil.copyfile(source / RECORD_NAME, directory / RECORD_NAME)
     # Beside a config.json, transformers may take the model type's own tokenizer class instead.
     again = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     if again(_TEXT).input_ids != tokenizer(_TEXT).input_ids:
