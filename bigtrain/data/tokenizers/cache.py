@@ -21,6 +21,7 @@ from typing import Any
 
 import orjson
 
+from bigtrain.data.tokenizers import own_file
 from bigtrain.system.user_cache import builds, cache_get, cache_put, key_of, source_of
 
 KIND = "tokenizers"
@@ -44,6 +45,7 @@ class CachedTokenizer:
     """What ``AutoTokenizer`` made of a directory: `content` is its ``tokenizer.json``.
 
     `changes` are the parts that loading changed, `files` what `save_pretrained` writes besides.
+    `remark`: what loading had to say, for the log.
     """
 
     hash: str
@@ -53,6 +55,7 @@ class CachedTokenizer:
     changes: dict[str, Any]
     files: dict[str, str]
     content: bytes
+    remark: str = ""
 
     @cached_property
     def backend_json(self) -> str:
@@ -83,7 +86,11 @@ def fingerprint(directory: Path, name: str) -> str | None:
     of the libraries and this module.
     """
     try:
-        parts: list[str | bytes] = [name, builds(*LIBRARIES), source_of(__file__)]
+        parts: list[str | bytes] = [
+            name,
+            builds(*LIBRARIES),
+            source_of(__file__, own_file.__file__),
+        ]
         for path in _files(directory):
             if path.stat().st_size > MAX_FILE_BYTES:
                 return None

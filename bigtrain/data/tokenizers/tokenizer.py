@@ -27,6 +27,8 @@ from bigtrain.data.tokenizers.cache import (
 )
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.encoders import ReferenceEncoder
+from bigtrain.data.tokenizers.own_file import FILE as OWN_FILE
+from bigtrain.data.tokenizers.own_file import as_in_file, without_class
 from bigtrain.data.tokenizers.transformers_patches import decodes_plainly, template_syntax_tree
 from bigtrain.errors import DataError, first_line
 from bigtrain.system.storage.addresses import is_address, without_secrets
@@ -70,7 +72,7 @@ class Tokenizer:
     @cached_property
     def huggingface(self) -> Any:
         """What ``AutoTokenizer`` makes of it; imports transformers."""
-        return _load_with_transformers(self.place) if self.loaded is None else self.loaded
+        return _load_with_transformers(self.place)[0] if self.loaded is None else self.loaded
 
     def encoder(
         self,
@@ -229,21 +231,40 @@ def load_tokenizer(name: str) -> Tokenizer:
         return replace(load_tokenizer(place), name=without_secrets(name), directory=place)
     directory = Path(name)
     if not directory.is_dir():
-        return describe(name, _load_with_transformers(name))
+        return describe(name, _said(*_load_with_transformers(name)))
     key = fingerprint(directory, name)
     known = get_cached_tokenizer(directory, key) if key else None
     if known is not None:
+        _said(known, known.remark)
         facts: Any = {fact: getattr(known, fact) for fact in FACTS}
         return Tokenizer(name=name, cached=known, **facts)
-    tokenizer = describe(name, _load_with_transformers(name))
+    loaded, remark = _load_with_transformers(name)
+    tokenizer = describe(name, _said(loaded, remark))
     if key and fingerprint(directory, name) == key:  # its files are those that were loaded
         facts = {fact: getattr(tokenizer, fact) for fact in FACTS}
         plain = decodes_plainly(tokenizer.loaded)
-        known = put_cached_tokenizer(directory, key, tokenizer.loaded, facts, plain)
+        known = put_cached_tokenizer(directory, key, loaded, {**facts, "remark": remark}, plain)
     return replace(tokenizer, cached=known)
 
 
-def _load_with_transformers(name: str) -> Any:
+def _said(loaded: Any, remark: str) -> Any:
+    if remark:
+        logger.warning("%s", remark)
+    return loaded
+
+
+def _own_file(name: str) -> Path | None:
+    """The ``tokenizer.json`` of a directory, or of a hub name in the local cache."""
+    if Path(name).exists():
+        return Path(name) / OWN_FILE if (Path(name) / OWN_FILE).is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, OWN_FILE)
+    return Path(found) if isinstance(found, str) else None
+
+
+def _load_with_transformers(name: str) -> tuple[Any, str]:
+    """What transformers makes of `name`, and a remark for the log, or none. Raises DataError."""
     from transformers import AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
@@ -262,7 +283,25 @@ def _load_with_transformers(name: str) -> Any:
     transformers_logging.set_verbosity(logging.CRITICAL)
     try:
         local = directory.exists() or problem is not None
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=local)
+        options = {"trust_remote_code": False, "local_files_only": local}
+        path = _own_file(name) if directory.exists() else None
+        try:
+            found: Any = AutoTokenizer.from_pretrained(name, **options)
+        except Exception as error:  # of a class that the file is not of
+            if path is None:
+                raise
+            try:
+                found = without_class(path, **options)
+            except DataError:  # of a corrupt file transformers has said more
+                raise error from None
+            return found, (
+                f"transformers cannot load {name} by the class that it names "
+                f"({first_line(error)}): {path} is used as it is"
+            )
+        path = path or _own_file(name)
+        return (found, "") if path is None else as_in_file(found, path, **options)
+    except DataError:
+        raise
     except Exception as error:  # whatever a foreign tokenizer's files make transformers raise
         if directory.exists():
             raise DataError(

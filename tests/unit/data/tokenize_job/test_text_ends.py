@@ -1,4 +1,4 @@
-"""What texts begin and end with: one setting, in shards, prompts, samples and lm-eval's contexts."""
+"""What texts begin and end with: one setting, in shards, prompts, samples and lm-eval."""
 
 from __future__ import annotations
 
