@@ -253,7 +253,7 @@ def _said(loaded: Any, remark: str) -> Any:
     return loaded
 
 
-def _own_file(name: str) -> Path | None:
+def own_file(name: str) -> Path | None:
     """The ``tokenizer.json`` of a directory, or of a hub name in the local cache."""
     if Path(name).exists():
         return Path(name) / OWN_FILE if (Path(name) / OWN_FILE).is_file() else None
@@ -284,7 +284,7 @@ def _load_with_transformers(name: str) -> tuple[Any, str]:
     try:
         local = directory.exists() or problem is not None
         options = {"trust_remote_code": False, "local_files_only": local}
-        path = _own_file(name) if directory.exists() else None
+        path = own_file(name) if directory.exists() else None
         try:
             found: Any = AutoTokenizer.from_pretrained(name, **options)
         except Exception as error:  # of a class that the file is not of
@@ -298,7 +298,7 @@ def _load_with_transformers(name: str) -> tuple[Any, str]:
                 f"transformers cannot load {name} by the class that it names "
                 f"({first_line(error)}): {path} is used as it is"
             )
-        path = path or _own_file(name)
+        path = path or own_file(name)
         return (found, "") if path is None else as_in_file(found, path, **options)
     except DataError:
         raise
