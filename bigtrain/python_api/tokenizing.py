@@ -48,11 +48,14 @@ class TokenizeOptions(ReadingOptions, total=False):
     held_out: float
     shard_bytes: int | None
     max_bad_fraction: float
+    max_unrendered: int
     workers: int | None
     rank: int | None
     world_size: int | None
     encoder: Encoder
     parse_special_tokens: bool
+    beginning_of_text: Literal["auto", "always", "never"]
+    end_of_document: str | None
     say: Callable[[str], None] | None
 
 
@@ -92,9 +95,15 @@ def build_tokens(
     dataset_config, dataset_split: of a hub dataset (default: ``train``).
     max_document_bytes: a larger document is bad (default: 64 MiB); max_bad_fraction: bad documents
         are skipped up to this share of all, 0 (default) makes the first one an error.
+    max_unrendered: so many parts of conversations (content of a message, tool call, tool,
+        reasoning) the chat template may drop; 0 (default) makes the first one an error. Reasoning
+        of earlier turns that it drops by design is counted and never an error.
     workers: processes (default: by cores, memory and input). rank, world_size: of this call among
         several with one `output` on different nodes.
     encoder, parse_special_tokens: as the options of the command.
+    beginning_of_text: what documents of plain text begin with; ``auto`` (default): what the
+        tokenizer itself adds, ``always`` its beginning-of-text token, ``never`` nothing.
+    end_of_document: token that ends documents (default: the tokenizer's end-of-sequence token).
     say: gets a line on what was detected (default: print to standard error).
     """
     from bigtrain.data.tokenize_job.job import build_dataset
@@ -148,6 +157,9 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
         roles=() if rows is None else rows.roles,
         dataset_config=reading.selection.dataset_config,
         dataset_split=reading.selection.dataset_split,
+        max_unrendered=options.get("max_unrendered", 0),
+        beginning_of_text=options.get("beginning_of_text", "auto"),
+        end_of_document=options.get("end_of_document"),
     )
 
 

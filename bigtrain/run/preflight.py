@@ -15,6 +15,7 @@ from bigtrain.data.samples.packed_samples import PackingReport, packing_reports
 from bigtrain.data.shards.dataset import Level, TokenDataset
 from bigtrain.data.tokenizers.added_tokens import check_added_tokens
 from bigtrain.data.tokenizers.edge_cases import tokenizer_edge_cases
+from bigtrain.data.tokenizers.model_tokens import check_model_tokens
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
 from bigtrain.models.equivalence.expert_gathering import check_expert_gathering
@@ -110,13 +111,15 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
 
 
 def _check_tokenizer(config: RunConfig, dataset: TokenDataset) -> Sequence[Problem]:
-    """Compare the data's tokenizer with the section ``tokenizer``. Not of a run that resumes: it
-    keeps these settings and its data, and reads nothing of the base."""
-    base = config.base_tokenizer
-    if config.tokenizer is None or base is None:
-        return []
+    """Compare the data's tokenizer with the section ``tokenizer`` and with that of the base model.
+    Not of a run that resumes: it keeps these settings and its data, and reads nothing of the
+    base."""
     if any(Path(config.output.directory, "checkpoints").glob("step-*")):
         return []
+    problems = check_model_tokens(config, dataset.tokenizer_path, str(dataset.path))
+    base = config.base_tokenizer
+    if problems or config.tokenizer is None or base is None:
+        return problems
     directory = str(dataset.tokenizer_path)
     return check_added_tokens(config.tokenizer, base, dataset.table.tokenizer, directory)
 

@@ -75,7 +75,9 @@ def check_same_tokenizer(config: RunConfig, tables: Sequence[ShardTable]) -> lis
     """Whether one tokenizer made all sources: their token ids would mean different text."""
 
     tokenizers = [table.tokenizer for table in tables]
-    identities = [(t.hash, t.vocab_size, t.end_of_document_id) for t in tokenizers]
+    # Sources may end documents in several tokens, unless losses depend on where they end.
+    by_ends = config.data.mask_end_of_document
+    identities = [(t.hash, t.vocab_size, t.end_of_document_id * by_ends) for t in tokenizers]
     described = [
         f"{t.name}, hash {t.hash}, {t.vocab_size} tokens, end of document {t.end_of_document_id}"
         for t in tokenizers

@@ -27,6 +27,7 @@ from bigtrain.models.transformers_patches import (
 )
 from bigtrain.models.weights.lazy_tensors import LazyTensor, forget_computed
 from bigtrain.models.weights.older_readers import rewrite_tokenizer_config
+from bigtrain.system.text_record import RECORD_NAME
 
 MAX_SHARD_SIZE = "5GB"
 
@@ -193,6 +194,12 @@ def write_tokenizer(
         if base_files is not None:
             files = ", ".join(sorted(replaced))
             notes.append(f"{files}: the tokenizer of the run's data; {difference}")
+    record, written = source / RECORD_NAME, directory / RECORD_NAME
+    if record.is_file():
+        is_new = not written.is_file() or written.read_bytes() != record.read_bytes()
+        if is_new and base_files is not None:
+            notes.append(f"{RECORD_NAME}: how the texts of the run's data begin and end")
+        shutil.copyfile(record, written)
     # Beside a config.json, transformers may take the model type's own tokenizer class instead.
     again = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     if again(_TEXT).input_ids != tokenizer(_TEXT).input_ids:
