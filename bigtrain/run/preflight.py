@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from bigtrain.settings.compatibility.check import Facts, check_model
 from bigtrain.settings.hf_config_keys import check_layer_drop
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.files import why_not_creatable
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,8 @@ def _check_export(hf_config: Any, dataset: TokenDataset) -> Sequence[Problem]:
 
 def _check_output(directory: Path) -> Sequence[Problem]:
     """Check without writing that the directory, or the one it would be created in, is writable."""
-    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    if not there.is_dir():
-        rule = f"{there} is no directory"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        rule = f"{there} cannot be written by this user"
-    else:
+    rule = why_not_creatable(directory)
+    if rule is None:
         return []
     return [Problem("output.directory", str(directory), rule, "choose another one")]
 
@@ -166,6 +162,7 @@ def _check_positions(sequence_length: int, hf_config: Any) -> Sequence[Problem]:
     return check_model(
         Facts(
             sequence_length=sequence_length,
-            max_positions=longest if isinstance(longest, int) else None,
+            # XLNet's -1 means any length.
+            max_positions=longest if isinstance(longest, int) and longest > 0 else None,
         )
     )

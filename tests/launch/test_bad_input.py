@@ -104,7 +104,7 @@ def test_an_output_directory_that_cannot_be_written(refused: Refused, tmp_path: 
     text = refused(f"output.directory={output}")
     only(
         text,
-        f"output.directory = '{output}': {tmp_path / 'file'} is no directory -> choose another",
+        f"output.directory = '{output}': {tmp_path / 'file'} is not a directory -> choose another",
     )
 
 
