@@ -100,6 +100,9 @@ class Session:
                 return error
         return failure
 
+    def _has_lost_token(self) -> bool:
+        return self.run_token is not None and self.run_token.lost()
+
     def is_stale(self) -> bool:
         """Whether a later launch holds the run directory, as far as this rank can see."""
         if self.run_token is not None:
@@ -146,6 +149,7 @@ class Session:
             run_config=config.model_dump(mode="json"),
             resume_step=state.step,
             resume_samples=state.samples,
+            is_stale=self._has_lost_token,
         )
         if config.output.copy_to is not None:
             self.copies = RunCopies(self.directory, config.output.copy_to)
