@@ -12,9 +12,10 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.model_plan import try_model
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.parity.proxy import SHIPPED, Engine, Proxy
+from bigtrain.parity.routers import has_auxiliary_loss
 from bigtrain.settings.hf_config_keys import inspect_configuration
 from bigtrain.settings.resolve import resolve_run
-from bigtrain.settings.run_config import ParallelSection, RunConfig
+from bigtrain.settings.run_config import MoeSection, ParallelSection, RunConfig
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,22 @@ def points(proxy: Proxy, world_size: int) -> list[Point]:
         own = [engine.config for engine in proxy.engines if engine.is_own]
         legal = [p for p in found if p.refusal is None and p.engine in own]
         for point in [p for p in legal if p.config.parallel.tensor == 1][:1]:
-            at = point.config.model_copy(update={"precision": proxy.precision})
+            # Router losses depend on the division of a step, by which runs in 16 bit differ.
+            model = point.config.model.model_copy(update={"overrides": _WITHOUT_ROUTER_LOSSES})
+            off = {"moe": MoeSection(), "model": model} if _has_router_losses(config) else {}
+            at = point.config.model_copy(update={"precision": proxy.precision, **off})
             refusal = _rule_refusal(at, point.engine, world_size)
             name = f"{point.name}, {proxy.precision.dtype}"
             found.append(Point(name, point.engine, at, refusal))
     return found
+
+
+_WITHOUT_ROUTER_LOSSES = {"output_router_logits": False}
+
+
+def _has_router_losses(config: RunConfig) -> bool:
+    is_on = has_auxiliary_loss(load_hf_config(config.model))
+    return is_on or bool(config.moe.z_loss_coefficient)
 
 
 def _degrees(world_size: int, *, has_experts: bool) -> Iterator[ParallelSection]:
