@@ -18,7 +18,7 @@ class BiasUpdate:
 
     Biases are float32 also where parameters are of 16 bit: small updates would be lost there. Those
     that are buffers are made so here; those that are parameters are values of `exact`. rate: of an
-    update; 0 leaves them alone.
+    update; 0 makes none.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class BiasUpdate:
         self.rate = rate
         self._load = load
         self._biases: dict[str, torch.Tensor] = {}
-        # Parameters that `exact` has not are trained, or are left alone.
+        # Other parameters are trained, or are not to be updated.
         for bias in selection_biases(model, exact.values.keys()):
             if not bias.is_parameter:
                 bias.tensor.data = bias.tensor.data.float()

@@ -1,4 +1,4 @@
-"""Parameters in the dtype that is theirs, beside the 16-bit copies that DeepSpeed holds.
+"""Parameters in their own dtype, in addition to the 16-bit copies that DeepSpeed holds.
 
 Some architectures keep parameters in float32 where the model computes in 16 bit (`ParameterPlan.
 kept`: routers, recurrent states, selection biases). DeepSpeed casts every parameter to the run's

@@ -82,7 +82,7 @@ def _has_auxiliary_loss(hf_config: PreTrainedConfig) -> bool:
 def _without_biases(hf_config: PreTrainedConfig, attention: str) -> str | None:
     """Why the biases by which tokens choose cannot be updated; None if they can.
 
-    A block of experts without one is left alone: DeepSeek-V4's first ones choose by a hash.
+    A block of experts without one is skipped: DeepSeek-V4's first ones choose by a hash.
     """
     kind = hf_config.model_type
     absent = f"the routers of a {kind} have no bias by which tokens choose experts"
