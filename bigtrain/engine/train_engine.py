@@ -23,10 +23,10 @@ from bigtrain.engine.deepspeed_patches.step import (
     scale_of_norm,
     scaled_loss,
 )
-from bigtrain.engine.exact_parameters import ExactParameters
 from bigtrain.engine.experts.load import ExpertLoad
 from bigtrain.engine.experts.router_losses import RouterLosses
-from bigtrain.engine.experts.selection_bias import SelectionBias
+from bigtrain.engine.experts.selection_bias import BiasUpdate
+from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.optimizers.gradient_norm import clip_gradients, mark_gradients, total_norm
 from bigtrain.engine.optimizers.parameter_groups import set_learning_rate
 from bigtrain.engine.optimizers.skip_step import SkipPolicy, SkipStepHook, StepStats, mean_loss
@@ -102,7 +102,6 @@ class TrainEngine:
         moe = moe or MoeSection()
         self._router_losses = RouterLosses(self.module, moe, mesh.replicas)
         self.expert_load = ExpertLoad(self.module, mesh, device, is_compiled=is_compiled)
-        self._bias = SelectionBias(self.module, self.expert_load, moe.bias_update_rate)
         self._sharded = [p for p in self.module.parameters() if is_model_parallel(p)]
         self._is_updated = True
         self._norm: torch.Tensor | None = None
@@ -111,6 +110,7 @@ class TrainEngine:
         if isinstance(engine.optimizer, torch.optim.Optimizer):
             replace_clipping(engine, self._clip_gradients)
         self.exact = exact or ExactParameters()
+        self._bias = BiasUpdate(self.module, self.expert_load, moe.bias_update_rate, self.exact)
         self.exact.refresh(engine, self.module, mesh)
 
     @property
@@ -185,7 +185,7 @@ class TrainEngine:
         """The stats of the step; updates exact values, and the experts' biases if parameters were
         updated."""
         figures = self._skip_hook.close()
-        self.exact.refresh(self.engine, self.module, self.mesh)
+        self.exact.refresh(self.engine, self.module, self.mesh, trained_only=True)
         if self._bias.rate and self._is_updated and not has_overflowed(self.engine.optimizer):
             self._bias.update()
         return figures

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bigtrain.engine.checkpoint.io import read_full_masters
+from bigtrain.engine.checkpoint.io import open_tensors, read_full_masters
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.settings.run_config import ModelSection
@@ -276,6 +276,12 @@ def compare(
             untouched += 1
         torch.testing.assert_close(weights[name], tensor, atol=WEIGHTS, rtol=WEIGHTS, msg=name)
     assert untouched == {"gemma3": 34, "ernie4_5_moe": 2}.get(case.model, 0)
+    tensors = open_tensors(trained["directory"] / case.name / "tensors")
+    states = {
+        key.partition("/")[2] for key in tensors if not key.startswith(("master/", "buffer/"))
+    }
+    assert not any(re.match(UNTOUCHED.get(case.model, "nothing"), name) for name in states)
+    assert states
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c.slow], ids=lambda case: case.name)

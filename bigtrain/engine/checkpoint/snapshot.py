@@ -24,6 +24,7 @@ from bigtrain.engine.checkpoint.fragments import (
     set_optimizer_step_count,
     small_state_fragments,
 )
+from bigtrain.engine.checkpoint.frozen import as_saved, to_fill
 from bigtrain.engine.checkpoint.io import Staging, TensorSnapshot, read_tensors, stored_dtypes
 from bigtrain.engine.checkpoint.tensor_files import Listing
 from bigtrain.engine.deepspeed_patches.optimizers import (
@@ -58,7 +59,7 @@ def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> Engi
     A run with adapters saves only what is trained, not the frozen base weights.
     """
     ensure_optimizer_states(engine.engine)
-    fragments = engine.exact.saved(_all_fragments(engine), engine.mesh)
+    fragments = as_saved(engine.exact, _all_fragments(engine), engine.mesh)
     tensors = TensorSnapshot(fragments, _buffers(engine), engine.mesh, staging)
     scalars = {
         "optimizer_steps": optimizer_step_count(engine.engine),
@@ -155,7 +156,7 @@ def read_weights(engine: TrainEngine, weights: Weights) -> None:
             target = fragment
             if not _is_trained(engine, fragment.name):
                 dtype = weights.tensors[name].dtype
-                target = engine.exact.hold(fragment, dtype, engine.mesh, is_saved=is_saved)
+                target = to_fill(engine.exact, fragment, dtype, engine.mesh, is_saved=is_saved)
             for offsets, view in target.parts(MASTER):
                 weights.fill(name, offsets, view)
             if target is not fragment:
@@ -196,7 +197,7 @@ def _exact_frozen(
     dtypes = stored_dtypes(directory, frozen, listing) if frozen else {}
     held: dict[str, tuple[Fragment, Fragment]] = {}
     for fragment in frozen:
-        target = engine.exact.hold(fragment, dtypes[fragment.name], engine.mesh)
+        target = to_fill(engine.exact, fragment, dtypes[fragment.name], engine.mesh)
         if target is not fragment:
             held[fragment.name] = fragment, target
     yield [held[f.name][1] if f.name in held else f for f in fragments]

@@ -36,7 +36,7 @@ class PartitioningInit(deepspeed.zero.Init):  # type: ignore[misc]
     that are kept would fragment that memory, so that it is not freed. Replaces `_zero_init_param`
     of 0.19.8 (runtime/zero/partition_parameters.py:1200), which also broadcasts. Parameters that a
     constructor makes in float32 whatever the default is get the dtype of all others, which
-    DeepSpeed needs: `bigtrain.engine.exact_parameters` has their exact values.
+    DeepSpeed needs: `bigtrain.engine.optimizers.exact_parameters` has their exact values.
     """
 
     def _zero_init_param(self, param: nn.Parameter) -> None:

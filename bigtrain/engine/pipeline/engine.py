@@ -23,7 +23,7 @@ from bigtrain.engine.deepspeed_patches.pipeline import (
     replace_loss,
     run_optimizer_step,
 )
-from bigtrain.engine.exact_parameters import ExactParameters
+from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.optimizers.parameter_groups import set_learning_rate
 from bigtrain.engine.optimizers.skip_step import SkipPolicy
 from bigtrain.engine.pipeline.stage_module import StageModule

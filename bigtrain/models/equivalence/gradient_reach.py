@@ -79,7 +79,7 @@ def _on_meta(hf_config: PreTrainedConfig) -> tuple[str, ...]:
         ids = torch.zeros(1, _META_TOKENS, dtype=torch.int64)
     model.tie_weights()  # which no_init_weights also skips
     model.train()
-    with _WithoutValues():
+    with _WithoutValues():  # type: ignore[no-untyped-call]
         return _unreached(model, ids)
 
 

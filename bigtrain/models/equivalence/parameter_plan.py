@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.gradient_reach import parameters_without_gradient
+from bigtrain.models.experts.selection_biases import selection_biases
 from bigtrain.models.layers.parameter_roles import collapsed, parameter_roles
 from bigtrain.models.layers.parameters import freeze, freeze_named
 from bigtrain.models.parallel.hidden_matrices import hidden_matrices
@@ -30,7 +31,8 @@ class ParameterPlan:
     """Names of parameters by what a run does with them.
 
     untrained: get no gradient from text, and are frozen. frozen: these, and those that
-    ``model.frozen`` names. kept: are float32 where the model computes in 16 bit. The others are of
+    ``model.frozen`` names, but for selection biases that are updated. kept: are float32 where the
+    model computes in 16 bit. The others are of
     trained parameters, with ``*`` in place of indices. decaying: with
     ``optimizer.decay_embeddings``. decayed_before: do not decay, but did in releases that went by
     the number of dimensions. matrices: are updated by an optimizer of hidden matrices. reason: a
@@ -54,7 +56,9 @@ class ParameterPlan:
 def plan_parameters(config: RunConfig, hf_config: PreTrainedConfig) -> ParameterPlan:
     """The plan for a run's model; of a run with adapters no groups of its optimizer."""
     kept = _kept(config, hf_config)
-    reasons = [_listed("kept in float32 by its architecture", kept, kept)] if kept else []
+    reasons = []
+    if kept:
+        reasons.append(_listed("kept in float32 by its architecture", kept, kept))
     found = parameters_without_gradient(hf_config, config.model.attention)
     if found is None:
         reasons.append(
@@ -64,6 +68,10 @@ def plan_parameters(config: RunConfig, hf_config: PreTrainedConfig) -> Parameter
     model = empty_model(hf_config)
     names = [name for name, _ in model.named_parameters()]
     untrained = tuple(name for name in found or () if name in names)
+    biases: list[str] = []
+    if config.moe.bias_update_rate:
+        biases = [b.name for b in selection_biases(model, untrained) if b.is_parameter]
+        kept = tuple(dict.fromkeys([*kept, *biases]))
     if config.adapters is not None:
         return ParameterPlan(untrained, kept=kept, reason="; ".join(reasons))
     freeze(model, config.model.frozen)
@@ -76,7 +84,7 @@ def plan_parameters(config: RunConfig, hf_config: PreTrainedConfig) -> Parameter
     own = config.optimizer.facts.beside is not None
     return ParameterPlan(
         untrained,
-        tuple(name for name, p in model.named_parameters() if not p.requires_grad),
+        tuple(n for n, p in model.named_parameters() if not p.requires_grad and n not in biases),
         kept,
         tuple(decaying),
         tuple(before),

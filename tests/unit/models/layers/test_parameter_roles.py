@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.trainer_pt_utils import get_parameter_names
@@ -24,6 +25,8 @@ from bigtrain.models.layers.parameter_roles import (
     split_by_decay,
 )
 from bigtrain.models.parallel.hidden_matrices import hidden_matrices
+from tests.support.worlds import ROOT
+from tools import parameter_table
 from tools.tiny_models import model_types, tiny_config
 
 NOT_BUILT = {
@@ -277,3 +280,27 @@ def test_an_adapter_of_a_weight_without_a_gradient_does_not_decay() -> None:
     assert len(split_by_decay(model, decay_embeddings=True).decay) == 1
     untrained = split_by_decay(model, decay_embeddings=True, untrained=["q_proj.weight"])
     assert (len(untrained.decay), len(untrained.no_decay)) == (0, 1)
+
+
+PAGE = ROOT / "docs" / "architectures.md"
+
+
+def of_this_transformers() -> str:
+    text = PAGE.read_text(encoding="utf-8")
+    if f"transformers {transformers.__version__} " not in text:
+        pytest.skip("docs/architectures.md is of another release of transformers")
+    return text.partition(parameter_table.TITLE)[2]
+
+
+def test_the_page_lists_what_decays_and_what_muon_takes() -> None:
+    lines = dict(re.findall(r"^\| `([\w-]+)` \|(.*)\|$", of_this_transformers(), re.MULTILINE))
+    assert len(lines) == 182
+    for name, line in lines.items():
+        cells = tuple(cell.strip() for cell in line.split("|"))
+        assert cells[:3] == parameter_table.cells(every_model()[name]), name
+
+
+@pytest.mark.slow
+def test_the_page_is_what_the_tool_writes() -> None:
+    section = of_this_transformers()
+    assert parameter_table.TITLE + section == "\n".join(parameter_table.section())
