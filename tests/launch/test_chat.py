@@ -119,7 +119,7 @@ def test_an_answer_that_the_next_role_ends(
         f"model.path={tmp_path / 'runs/quickstart/run/hf'}",
         f"data.path={tmp_path / 'talk-shards'}",
         f"output.directory={tmp_path / 'runs/talk'}",
-        "batch.sequence_length=96",
+        "batch.sequence_length=64",
         "optimizer.lr=1.0e-2",
         "evaluation.every_steps=null",
     ]
