@@ -15,7 +15,7 @@ from torch import nn
 from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
 from bigtrain.engine.deepspeed_patches.marks import is_model_parallel
-from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer
+from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer, refresh_parameters
 from bigtrain.engine.deepspeed_patches.step import (
     has_overflowed,
     measured_norm,
@@ -23,6 +23,7 @@ from bigtrain.engine.deepspeed_patches.step import (
     scale_of_norm,
     scaled_loss,
 )
+from bigtrain.engine.exact_parameters import ExactParameters
 from bigtrain.engine.experts.load import ExpertLoad
 from bigtrain.engine.experts.router_losses import RouterLosses
 from bigtrain.engine.experts.selection_bias import SelectionBias
@@ -67,7 +68,8 @@ class TrainEngine:
     does next; for watchdog and clocks. added_states: what checkpoints hold beside masters and
     optimizer states, by parameter and kind: 1-D, for the elements of this rank's part of its
     master. is_compiled: whether its layers are. host_time: time in DeepSpeed's hooks during the
-    passes. expert_load: of the steps for which `train_step` is called with `observe`.
+    passes. expert_load: of the steps for which `train_step` is called with `observe`. exact: the
+    values of parameters that are kept in another dtype than DeepSpeed has them in.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class TrainEngine:
         is_compiled: bool = False,
         host_time: HostTime | None = None,
         moe: MoeSection | None = None,
+        exact: ExactParameters | None = None,
     ) -> None:
         self.engine = engine
         self.plan = plan
@@ -107,6 +110,8 @@ class TrainEngine:
         self._skip_hook = SkipStepHook(engine, self._norm_before_update)
         if isinstance(engine.optimizer, torch.optim.Optimizer):
             replace_clipping(engine, self._clip_gradients)
+        self.exact = exact or ExactParameters()
+        self.exact.refresh(engine, self.module, mesh)
 
     @property
     def module(self) -> nn.Module:
@@ -150,6 +155,11 @@ class TrainEngine:
             self.engine.step()
         return StepResult(loss_sum, num_targets, self._end_step())
 
+    def refresh_parameters(self) -> None:
+        """Make the parameters used in forward agree with the masters."""
+        refresh_parameters(self.engine)
+        self.exact.refresh(self.engine, self.module, self.mesh)
+
     def _begin_counts(self, observe: bool) -> None:
         """A step begins; `observe`: whether the load of its experts will be read."""
         optimizer = inner_optimizer(self.engine)
@@ -172,8 +182,10 @@ class TrainEngine:
         return decide
 
     def _end_step(self) -> StepStats | None:
-        """The stats of the step; updates the experts' biases if parameters were updated."""
+        """The stats of the step; updates exact values, and the experts' biases if parameters were
+        updated."""
         figures = self._skip_hook.close()
+        self.exact.refresh(self.engine, self.module, self.mesh)
         if self._bias.rate and self._is_updated and not has_overflowed(self.engine.optimizer):
             self._bias.update()
         return figures

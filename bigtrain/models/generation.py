@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from bigtrain.errors import ModelError
 from bigtrain.models.export.chat_ending import end_of_turn_ids
 from bigtrain.models.layers.adapters import quiet_bitsandbytes
+from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.weights.import_hf import refuse_pickles
 from bigtrain.system.storage.copies import at_hand
 from bigtrain.system.text_record import TextRecord, read_record
@@ -147,7 +148,9 @@ def _load_network(model: str) -> Any:
         refuse_pickles(at_hand(model))
     except ValueError as error:
         raise ModelError(f"--model = {model!r}: {error}") from error
-    return _load(AutoModelForCausalLM, model, dtype="auto", use_safetensors=True)
+    network = _load(AutoModelForCausalLM, model, dtype="auto", use_safetensors=True)
+    fit_experts(network)  # grouped products do not take every width
+    return network
 
 
 def _load(factory: Any, model: str, **options: Any) -> Any:

@@ -44,6 +44,7 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.document_isolation import plan_isolation
 from bigtrain.models.equivalence.loss import choose_loss
 from bigtrain.models.equivalence.model_plan import ModelPlan
+from bigtrain.models.equivalence.parameter_plan import plan_parameters
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
 from bigtrain.models.layers.adapters import has_adapters
 from bigtrain.models.layers.isolation import Isolation
@@ -136,6 +137,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
                 outer_steps += map(asdict, outer.settle())
             save(engine, Path(case["save_to"]), world, outer)
         keep_weights(engine, case, step + 1, world)
+    logits = engine.logits(torch.tensor(case["probe"])).tolist() if "probe" in case else None
     sent_bytes = engine.optimizer_sent_bytes()
     batches.close()
     engine.close()
@@ -151,6 +153,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         "outer_steps": outer_steps,
         "samples": samples_of_steps(samples, place.data_rank, world),
         "secondary_size": secondary_size(),
+        "logits": logits,
         "optimizer_sent_bytes": sent_bytes,
     }
     if choices is not None:
@@ -185,7 +188,8 @@ def model_plan_of(config: RunConfig, plan: BatchPlan) -> ModelPlan:
     isolation = isolation_of(model, config.data.isolates, config)
     loss, problems = choose_loss(config, load_hf_config(config.model), plan)
     assert not problems
-    return ModelPlan(stages, isolation, loss)
+    parameters = plan_parameters(config, load_hf_config(config.model))
+    return ModelPlan(stages, isolation, loss, parameters)
 
 
 def skip(_figures: StepStats) -> bool:

@@ -21,7 +21,6 @@ from typing import Any
 
 import orjson
 
-from bigtrain.data.tokenizers import own_file
 from bigtrain.system.user_cache import builds, cache_get, cache_put, key_of, source_of
 
 KIND = "tokenizers"
@@ -83,14 +82,10 @@ def fingerprint(directory: Path, name: str) -> str | None:
     """The cache key of loading `directory` by `name`; None if its files cannot be read.
 
     Covers its files except weights, the name (transformers knows some models by it), the versions
-    of the libraries and this module.
+    of the libraries and the modules that load tokenizers.
     """
     try:
-        parts: list[str | bytes] = [
-            name,
-            builds(*LIBRARIES),
-            source_of(__file__, own_file.__file__),
-        ]
+        parts: list[str | bytes] = [name, builds(*LIBRARIES), _own_source()]
         for path in _files(directory):
             if path.stat().st_size > MAX_FILE_BYTES:
                 return None
@@ -98,6 +93,10 @@ def fingerprint(directory: Path, name: str) -> str | None:
     except (OSError, LookupError):
         return None
     return key_of(parts)
+
+
+def _own_source() -> bytes:
+    return source_of(*map(str, sorted(Path(__file__).parent.glob("*.py"))))
 
 
 def get_cached_tokenizer(directory: Path, key: str) -> CachedTokenizer | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transformers import PreTrainedConfig
 
@@ -12,6 +12,7 @@ from bigtrain.models.equivalence.document_isolation import plan_isolation
 from bigtrain.models.equivalence.expert_balance import check_expert_balance
 from bigtrain.models.equivalence.expert_parallel import check_expert_parallel
 from bigtrain.models.equivalence.loss import choose_loss
+from bigtrain.models.equivalence.parameter_plan import ParameterPlan, plan_parameters
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
 from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
 from bigtrain.models.layers.adapters import check_adapters
@@ -26,7 +27,8 @@ from bigtrain.settings.run_config import RunConfig
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """How a run's model is cut into stages, isolates documents, and computes its loss.
+    """How a run's model is cut into stages, isolates documents, and computes its loss, and which of
+    its parameters are trained.
 
     stages: None without pipeline stages.
     """
@@ -34,11 +36,13 @@ class ModelPlan:
     stages: StagePlan | None
     isolation: Isolation
     loss: LossPlan
+    parameters: ParameterPlan = field(default_factory=ParameterPlan)
 
     def lines(self, accumulation: int) -> list[str]:
         """The plan as human-readable lines; `accumulation`: micro-batches in a pipeline at once."""
         stages = self.stages.describe(accumulation) if self.stages else ""
-        return [line for line in (stages, self.isolation.reason, self.loss.reason) if line]
+        reasons = (self.isolation.reason, self.loss.reason, self.parameters.reason)
+        return [line for line in (stages, *reasons) if line]
 
 
 def choose(
@@ -52,7 +56,7 @@ def choose(
     if problems:
         return None, problems
     loss, problems = choose_loss(config, hf_config, plan)
-    return ModelPlan(stages, isolation, loss), problems
+    return ModelPlan(stages, isolation, loss, plan_parameters(config, hf_config)), problems
 
 
 def require_model_plan(

@@ -44,11 +44,11 @@ def _after_answer(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     return text.rpartition(_ANSWER)[2] if _ANSWER in text else ""
 
 
-def stop_at_end_of_turn(directory: Path) -> None:
+def stop_at_end_of_turn(directory: Path) -> list[str]:
     """Make generation from a Hugging Face directory also stop at the end of an answer: as learned,
     by the record of the training data, and as the chat template writes it.
 
-    End tokens that the settings already name stay, and come first.
+    End tokens that the settings already name stay, and come first. Returns a note if any is added.
     """
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     record = read_record(directory)
@@ -61,3 +61,5 @@ def stop_at_end_of_turn(directory: Path) -> None:
     if missing:
         settings["eos_token_id"] = [*listed, *missing]
         path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        return [f"{GENERATION_CONFIG}: eos_token_id also {missing}, which ends an answer in a chat"]
+    return []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from bigtrain.data.samples.identity import SourceIdentity
 from bigtrain.data.samples.phases import Phase, differences, first_phase, next_phase
@@ -79,13 +79,30 @@ _FREE_SECTIONS = {
 }
 
 
+class Parameters(Protocol):
+    """Which parameters decay and which Muon updates (`bigtrain.models.equivalence.parameter_plan`).
+
+    decayed_before: those that decayed in releases whose checkpoints do not record it.
+    """
+
+    @property
+    def decayed_before(self) -> tuple[str, ...]:
+        """Names of trained parameters, with ``*`` in place of indices."""
+
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+
+
 def refuse_other_run(
-    config: RunConfig, sources: Sequence[SourceIdentity] | None = None, data_hash: str = ""
+    config: RunConfig,
+    sources: Sequence[SourceIdentity] | None = None,
+    data_hash: str = "",
+    parameters: Parameters | None = None,
 ) -> Path | None:
     """The checkpoint that the run would resume from, or None where it would begin.
 
     Reads no tensors, so that a run can be refused before there is a process group. `sources` and
-    `data_hash`: as in `resumed_phases`; without them the data is not compared. Raises
+    `data_hash`, `parameters`: as in `resumed_phases`; what is not given is not compared. Raises
     CheckpointError if the checkpoint is of a run with other settings.
     """
     directory = Path(config.output.directory)
@@ -95,7 +112,7 @@ def refuse_other_run(
         except CorruptCheckpointError:
             continue  # the run passes it over too, and says so
         if sources is not None:
-            resumed_phases(document, config, sources, data_hash, path)
+            resumed_phases(document, config, sources, data_hash, path, parameters)
         else:
             _refuse_changes(_changed_settings(document["config"], config), document, config, path)
         return path
@@ -108,15 +125,19 @@ def resumed_phases(
     sources: Sequence[SourceIdentity],
     data_hash: str,
     directory: Path,
+    parameters: Parameters | None = None,
 ) -> tuple[Phase, ...]:
     """The data phases with which a run resumes from a checkpoint; `document`: its ``state.json``.
     `sources`, `data_hash`: of the data that the run has now (`bigtrain.data.samples.identity`).
+    `parameters`: of the model that it has now.
 
     One more than in the checkpoint if the data has changed. Raises CheckpointError with every
     changed setting that ``checkpoint.allow_changes`` does not name, and for a change of the data
     that cannot be followed.
     """
     changes = _changed_settings(document["config"], config)
+    if parameters is not None:
+        changes += _changed_groups(document.get("parameters"), parameters, config)
     if "best_fit" in (document["config"]["data"].get("packing"), config.data.packing):
         _refuse_other_packing(changes, directory)
     phases = tuple(Phase.from_json(phase) for phase in document.get("phases", ()))
@@ -153,6 +174,28 @@ def _changed_settings(there: dict[str, Any], config: RunConfig) -> list[tuple[st
         for key in sorted(before.keys() | now.keys())
         for text in _differences(before.get(key), now.get(key))
     ]
+
+
+def _changed_groups(
+    there: dict[str, Any] | None, parameters: Parameters, config: RunConfig
+) -> list[tuple[str, str]]:
+    """Parameters whose group in the optimizer is another one than in the checkpoint, which may be
+    of another release of bigtrain or transformers. `there`: what it records; None: an old one."""
+    now = parameters.record()
+    changes = []
+    if there is None:
+        no_longer, others = list(parameters.decayed_before), []
+    else:
+        no_longer = sorted(set(there["decaying"]) - set(now["decaying"]))
+        others = sorted(set(now["decaying"]) - set(there["decaying"]))
+    if config.optimizer.weight_decay:
+        texts = [f"fell on {name} there, and not now" for name in no_longer]
+        texts += [f"falls on {name} now, and did not there" for name in others]
+        changes += [("optimizer.weight_decay", text) for text in texts]
+    if there is not None and there["matrices"] != now["matrices"]:
+        names = sorted(set(there["matrices"]) ^ set(now["matrices"]))
+        changes.append(("optimizer.type", f"updates other matrices now: {', '.join(names)}"))
+    return changes
 
 
 def _differences(before: Any, now: Any) -> Iterator[str]:

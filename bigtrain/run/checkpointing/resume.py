@@ -30,7 +30,10 @@ def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
     while (directory := _next(session, usable)) is not None:
         document = checkpoints.read_state(directory)
         sources, data_hash = session.inputs.sources, session.inputs.data_hash
-        phases = resumed_phases(document, session.run.config, sources, data_hash, directory)
+        parameters = session.inputs.model_plan.parameters
+        phases = resumed_phases(
+            document, session.run.config, sources, data_hash, directory, parameters
+        )
         if session.run.config.adapters is not None:
             assert session.base_model is not None
             refuse_other_base(document, session.base_model, directory)
