@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -42,6 +42,23 @@ def cut_decoder(backend: Any) -> None:
     backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("QUICK", "quick")])
 
 
+def ignores_merges(backend: Any) -> None:
+    """As Llama 3's, in a word of which the merges make no token."""
+    tree = json.loads(backend.model.__getstate__())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tree["merges"] = [pair for pair in tree["merges"] if pair[0] + pair[1] != "\u0120the"]
+    vocabulary = {word: number for word, number in tree["vocab"].items()}
+    backend.model = models.BPE(
+        vocabulary, [tuple(pair) for pair in tree["merges"]], ignore_merges=True
+    )
+
+
+def own_steps(backend: Any) -> None:
+    """GPT-2's own, with another decoder."""
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    cut_decoder(backend)
+
+
 def begins(backend: Any) -> None:
     number = backend.token_to_id("<|begin_of_text|>")
     backend.post_processor = TemplateProcessing(
@@ -54,7 +71,7 @@ def strips(backend: Any) -> None:
 
 
 CHANGES: list[Callable[[Any], None] | None] = [None, lower, single_digits, cut_decoder, begins]
-CHANGES.append(strips)
+CHANGES += [strips, own_steps, ignores_merges]
 
 
 def save(directory: Path, kind: str | None, change: Callable[[Any], None] | None) -> Path:
