@@ -341,6 +341,17 @@ def test_reasoning_of_earlier_turns_is_dropped_by_design(name: str, title: str) 
     assert found.unrendered == {"stripped_reasoning": 1}
 
 
+@pytest.mark.parametrize("title", ["a call", "two calls and content", "escapes"])
+def test_calls_without_marks(title: str) -> None:
+    """Qwen 3's template writes a call otherwise at the end of a conversation."""
+    source = (TEMPLATES / "qwen3.jinja").read_text()
+    found = encode(source, title)
+    assert not found.problems
+    learned = tokenizer_of(source).decode(found.tokens[found.mask])
+    assert learned.count("<tool_call>") == title.count("calls") + 1
+    assert learned.count("<|im_end|>") == 2
+
+
 def test_reasoning_that_is_never_written_is_an_error() -> None:
     """DeepSeek's template for R1 removes thoughts from every answer, the last one too."""
     source = (TEMPLATES / "deepseek_r1_distill.jinja").read_text()
