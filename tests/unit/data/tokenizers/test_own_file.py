@@ -19,7 +19,7 @@ from bigtrain.errors import DataError
 from tests.support.chats import chat_tokenizer
 from tests.support.datasets import open_verified
 
-WORD = "capital"
+WORD = "arguments"
 """A token of the test's tokenizer, and in no edge case."""
 
 TEXTS = [
