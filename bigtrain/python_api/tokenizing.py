@@ -34,6 +34,7 @@ class ReadingOptions(TypedDict, total=False):
     dataset_split: str
     max_document_bytes: int | None
     read_as: str
+    follow_links: bool
 
 
 class TokenizeOptions(ReadingOptions, total=False):
@@ -91,7 +92,8 @@ def build_tokens(
     held_out: share of the documents kept for evaluation, 0 (default) to below 1.
     shard_bytes: bytes of input per shard (default: 256 MiB).
     suffixes, exclude: files to take from folders, and those to skip. read_as: read every file as if
-        its name ended so, such as ``.jsonl.gz``.
+        its name ended so, such as ``.jsonl.gz``. follow_links: read what links in a folder lead to
+        outside of it; without it such a link is an error.
     dataset_config, dataset_split: of a hub dataset (default: ``train``).
     max_document_bytes: a larger document is bad (default: 64 MiB); max_bad_fraction: bad documents
         are skipped up to this share of all, 0 (default) makes the first one an error.
@@ -178,7 +180,7 @@ def train_tokenizer(
     inputs: as of `tokenize`. max_bad_fraction: documents that cannot be read are skipped up to this
     share of all. say: gets a line with the summary. options: which text, as the options of
     `tokenize` of these names: text_keys, suffixes, exclude, dataset_config, dataset_split,
-    max_document_bytes, read_as. Raises DataError; then nothing is left behind.
+    max_document_bytes, read_as, follow_links. Raises DataError; then nothing is left behind.
     """
     from bigtrain.data.documents.bad_documents import Rejects, require_few
     from bigtrain.data.documents.open_reader import DocumentReader
@@ -215,6 +217,7 @@ def read_options(
     dataset_split: str = "train",
     max_document_bytes: int | None = None,
     read_as: str = "",
+    follow_links: bool = False,
 ) -> ReadOptions:
     """Which text is read, and how; `build_tokens` says what each parameter means."""
     from bigtrain.data.documents.parts import ReadOptions
@@ -229,6 +232,7 @@ def read_options(
         dataset_config=dataset_config,
         dataset_split=dataset_split,
         read_as=read_as,
+        follow_links=follow_links,
     )
     keys = tuple(dict.fromkeys(text_keys)) or ("text",)
     return ReadOptions(selection, keys, max_document_bytes or DEFAULT_MAX_DOCUMENT_BYTES)

@@ -112,11 +112,13 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
 
 def _check_tokenizer(config: RunConfig, dataset: TokenDataset) -> Sequence[Problem]:
     """Compare the data's tokenizer with the section ``tokenizer`` and with that of the base model.
-    Not of a run that resumes: it keeps these settings and its data, and reads nothing of the
-    base."""
-    if any(Path(config.output.directory, "checkpoints").glob("step-*")):
-        return []
-    problems = check_model_tokens(config, dataset.tokenizer_path, str(dataset.path))
+    A run that resumes keeps these settings and reads nothing of the base: its data's tokenizer
+    is compared with its own."""
+    resumes = any(Path(config.output.directory, "checkpoints").glob("step-*"))
+    place = dataset.tokenizer_path
+    problems = check_model_tokens(config, place, str(dataset.path), resumes=resumes)
+    if resumes:
+        return problems
     base = config.base_tokenizer
     if problems or config.tokenizer is None or base is None:
         return problems

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -228,6 +229,15 @@ def whole_file(path: Path, draft: Path, durable: bool = True) -> Iterator[IO[byt
         raise
     if durable:
         sync_to_disk(path.parent)
+
+
+def require_regular(path: Path) -> os.stat_result:
+    """The status of a file that is read. Raises OSError for what is no regular file: a pipe would
+    be waited for, and a link to itself leads nowhere."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return status
 
 
 def file_checksum(path: Path) -> str:

@@ -151,9 +151,11 @@ class AnswerEnds:
         end = answer.spans[-1][1]
         behind = next((one for one in found if one[0] >= end), None)
         if behind is not None and not text[end : behind[0]].strip():
+            name = text[slice(*behind)]
             if marked:
-                raise _closed_early(answer.number, text[slice(*behind)])
-            return behind, text
+                raise _closed_early(answer.number, name)
+            if self.by_next_role or name == self.usual or name in self.eos:
+                return behind, text
         if text[end:].strip() or not self.by_next_role or answer.number != len(messages):
             raise _without_end(answer.number, marked)
         name = self._next_role(messages, tools, text)

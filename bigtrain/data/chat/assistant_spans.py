@@ -121,10 +121,10 @@ def _span(
 def _around_content(
     template: ChatTemplate, messages: Messages, tools: Tools, text: str, number: int
 ) -> tuple[int, int]:
-    """Where the content of a message begins in `text`, and where its turn ends."""
+    """Where the content of a message begins in `text`, or the name of its last tool call where it
+    has no content, and where its turn ends."""
     other = [*messages]
-    if isinstance(messages[number].get("content"), str):
-        other[number] = {**messages[number], "content": PLACEHOLDER}
+    other[number] = _with_placeholder(messages[number])
     before, found, after = template.render(other, tools)[0].partition(PLACEHOLDER)
     ending = template.render(other[: number + 1], tools)[0].partition(PLACEHOLDER)[2]
     if (
@@ -137,3 +137,19 @@ def _around_content(
             REMEDY.format(f"message {number + 1} is written otherwise in a longer conversation")
         )
     return len(before), len(text) - len(after) + len(ending)
+
+
+def _with_placeholder(message: dict[str, Any]) -> dict[str, Any]:
+    """`message` with the placeholder as its content, or as the name of its last tool call if it has
+    no content: templates write an empty content otherwise than others."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, str) and (content.strip() or not calls):
+        return {**message, "content": PLACEHOLDER}
+    if not isinstance(calls, list) or not calls:
+        return message
+    last = calls[-1]
+    if isinstance(last.get("function"), dict):
+        named = {**last, "function": {**last["function"], "name": PLACEHOLDER}}
+    else:
+        named = {**last, "name": PLACEHOLDER}
+    return {**message, "tool_calls": [*calls[:-1], named]}

@@ -362,7 +362,14 @@ def _columns(path: str, keys: Keys, names: Sequence[str]) -> list[str]:
         there = ", ".join(sorted(names)[:20]) or "none"
         remedy = remedy_for_row(names) or f" -> {keys.argument}: {there}"
         raise DataError(f"{path}: no column {wanted}{remedy}")
-    return [*found, *(key for key in keys.optional if _is_stored(key, names))]
+    columns = [*found, *(key for key in keys.optional if _is_stored(key, names))]
+    for name in _stored(columns, names):
+        if list(names).count(name) > 1:
+            raise DataError(
+                f"{path}: {list(names).count(name)} columns are named {name!r}, and which one is "
+                f"meant cannot be decided -> rename them, or name another column: {keys.argument}"
+            )
+    return columns
 
 
 def _is_stored(key: str, names: Sequence[str]) -> bool:

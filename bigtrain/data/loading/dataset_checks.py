@@ -58,6 +58,7 @@ def check_datasets(
     problems += check_same_directory(config)
     problems += check_tokenizer_files(config)
     problems += check_masks(config, tables) + check_same_tokenizer(config, tables)
+    problems += check_same_beginnings(config, tables)
     if model_vocab_size is None:
         model_vocab_size = known_vocab_size(config.model)
     if model_vocab_size is not None:
@@ -92,6 +93,31 @@ def check_same_tokenizer(config: RunConfig, tables: Sequence[ShardTable]) -> lis
         )
         for number, identity in enumerate(identities)
         if identity != identities[0]
+    ]
+
+
+def check_same_beginnings(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
+    """Whether the texts of all sources begin alike: a prompt can begin in one way only.
+
+    Conversations begin as their template writes them.
+    """
+    texts = [number for number, table in enumerate(tables) if not table.is_masked]
+    beginnings = {number: tables[number].tokenizer.beginning_ids or () for number in texts}
+
+    def shown(number: int) -> str:
+        ids = ", ".join(map(str, beginnings[number]))
+        return f"with token {ids}" if ids else "with no token of their own"
+
+    return [
+        Problem(
+            config.data.key_of(number),
+            config.data.mixture[number].path,
+            f"its texts begin {shown(number)}, those of {config.data.mixture[texts[0]].path} "
+            f"{shown(texts[0])}",
+            "tokenize both with the same --beginning-of-text",
+        )
+        for number in texts
+        if beginnings[number] != beginnings[texts[0]]
     ]
 
 

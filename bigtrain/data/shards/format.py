@@ -37,7 +37,7 @@ import numpy.typing as npt
 
 from bigtrain.data.shards.block_checksums import SUFFIX, BlockSums, read_blocks
 from bigtrain.errors import DataError
-from bigtrain.system.files import file_checksum
+from bigtrain.system.files import file_checksum, require_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 INDEX_VERSION = 1
@@ -322,7 +322,7 @@ class Shard:
 
 def _file_size(path: Path) -> int:
     try:
-        return path.stat().st_size
+        return require_regular(path).st_size
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.dataclasses import dataclass
 
 from bigtrain.errors import DataError
-from bigtrain.system.files import write_whole
+from bigtrain.system.files import require_regular, write_whole
 
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_DIRECTORY = "tokenizer"
@@ -301,6 +301,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise DataError(f"{directory} {what} -> make it with `bigtrain tokenize --output`")
     path = directory / MANIFEST_NAME
     try:
+        require_regular(path)
         content = path.read_bytes()
     except FileNotFoundError:
         remedy = "make it with `bigtrain tokenize --output`"
@@ -310,7 +311,7 @@ def read_manifest(directory: Path) -> Manifest:
             f"{directory} is not a finished token dataset: it has no {MANIFEST_NAME} -> {remedy}"
         ) from None
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
         return Manifest.model_validate_json(content)
     except ValidationError as error:

@@ -18,20 +18,44 @@ from bigtrain.errors import Problem
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.storage.copies import at_hand
 
-KEY = "data.allow_other_tokenizer"
+KEY, INITIAL = "data.allow_other_tokenizer", "checkpoint.initialize_from"
 _PARTS = ("normalizer", "pre_tokenizer", "model")
 
 
-def check_model_tokens(config: RunConfig, directory: Path, source: str) -> list[Problem]:
+def check_model_tokens(
+    config: RunConfig, directory: Path, source: str, *, resumes: bool = False
+) -> list[Problem]:
     """Why the tokens of a dataset, whose tokenizer is in `directory`, do not mean what they mean to
-    the model of ``model.path``. Nothing is known of a model without a ``tokenizer.json``.
+    the weights that the run begins with: ``model.path`` or ``checkpoint.initialize_from``, or, if
+    it `resumes`, its own. Nothing is known of weights without a ``tokenizer.json``.
 
     source: the dataset, for the message.
     """
-    name = config.model.path
-    if name is None or config.data.allow_other_tokenizer:
+    if config.data.allow_other_tokenizer:
         return []
-    ours, theirs = directory / "tokenizer.json", own_file(at_hand(name, weights=False))
+    if resumes:
+        return _check(config, directory, source, "output.directory", config.output.directory)
+    problems = []
+    for key, name in (
+        ("model.path", config.model.path),
+        (INITIAL, config.checkpoint.initialize_from),
+    ):
+        if name is not None and not problems:
+            problems = _check(config, directory, source, key, name)
+    return problems
+
+
+def _tokenizer_file(name: str) -> Path | None:
+    """The tokenizer.json of a Hugging Face directory or hub name, a run, or a checkpoint in it."""
+    place = at_hand(name, weights=False)
+    for folder in (place, f"{place}/tokenizer", f"{place}/../../tokenizer"):
+        if Path(folder, "tokenizer.json").is_file():
+            return Path(folder, "tokenizer.json")
+    return own_file(place)
+
+
+def _check(config: RunConfig, directory: Path, source: str, key: str, name: str) -> list[Problem]:
+    ours, theirs = directory / "tokenizer.json", _tokenizer_file(name)
     if theirs is None or not ours.is_file():
         return []
     contents = ours.read_bytes(), theirs.read_bytes()
@@ -49,9 +73,9 @@ def check_model_tokens(config: RunConfig, directory: Path, source: str) -> list[
         Problem(
             config.data.key_of(0),
             source,
-            f"was tokenized with another tokenizer than that of model.path = {name}: {why}",
-            f"tokenize with the model's own (bigtrain tokenize --tokenizer {name}), or, if this "
-            f"is meant, {KEY}=true",
+            f"was tokenized with another tokenizer than that of {key} = {name}: {why}",
+            f"tokenize with the model's own (bigtrain tokenize --tokenizer {theirs.parent}), or, "
+            f"if this is meant, {KEY}=true",
         )
     ]
 

@@ -259,7 +259,10 @@ def own_file(name: str) -> Path | None:
         return Path(name) / OWN_FILE if (Path(name) / OWN_FILE).is_file() else None
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(name, OWN_FILE)
+    try:
+        found = try_to_load_from_cache(name, OWN_FILE)
+    except ValueError:  # not a possible name
+        return None
     return Path(found) if isinstance(found, str) else None
 
 

@@ -49,8 +49,9 @@ class DataSection(Section):
     )
     allow_other_tokenizer: bool = Field(
         default=False,
-        description="train model.path's weights on shards whose token ids mean other tokens than "
-        "to the tokenizer beside these weights; without it that is refused",
+        description="train weights (of model.path or checkpoint.initialize_from) on shards whose "
+        "token ids mean other tokens than to the tokenizer in their directory; without it that is "
+        "refused",
     )
     mask_end_of_document: bool = Field(
         default=False,

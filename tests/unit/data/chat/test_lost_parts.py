@@ -330,3 +330,64 @@ def test_an_answer_that_is_dropped_is_not_learned() -> None:
     learned = tokenizer_of(source).decode(found.tokens[found.mask])
     assert learned == "wim<|eot_id|>"
     assert found.unrendered == {"tool_calls": 1, "tools": 1}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4moe"])
+@pytest.mark.parametrize("title", ["reasoning of two turns", "thoughts in content"])
+def test_reasoning_of_earlier_turns_is_dropped_by_design(name: str, title: str) -> None:
+    """It is counted, and no error: the last turn's is written."""
+    found = encode((TEMPLATES / f"{name}.jinja").read_text(), title)
+    assert not found.problems
+    assert found.unrendered == {"stripped_reasoning": 1}
+
+
+@pytest.mark.parametrize("title", ["a call", "two calls and content", "escapes"])
+def test_calls_without_marks(title: str) -> None:
+    """Qwen 3's template writes a call otherwise at the end of a conversation."""
+    source = (TEMPLATES / "qwen3.jinja").read_text()
+    found = encode(source, title)
+    assert not found.problems
+    learned = tokenizer_of(source).decode(found.tokens[found.mask])
+    assert learned.count("<tool_call>") == title.count("calls") + 1
+    assert learned.count("<|im_end|>") == 2
+
+
+def test_reasoning_that_is_never_written_is_an_error() -> None:
+    """DeepSeek's template for R1 removes thoughts from every answer, the last one too."""
+    source = (TEMPLATES / "deepseek_r1_distill.jinja").read_text()
+    ((_, why),) = encode(source, "thoughts in content").problems
+    assert "does not write the reasoning in the content of message 2" in why
+    assert encode(source, "thoughts in content", True).unrendered == {"reasoning": 2}
+
+
+@pytest.mark.parametrize(
+    ("written", "lost"),
+    [
+        ("{{ call.name }}{% for v in call.arguments.values() %} {{ v }}{% endfor %}", True),
+        ("{{ call.name }}{% for k in call.arguments %} {{ k }}{% endfor %}", True),
+        ("{{ call.arguments | tojson }}", True),
+        ("{{ call.name }}{{ call.arguments | tojson }}", False),
+        ("{{ call.name }}{{ call.arguments }}", False),
+        ("{{ call.name }}{{ call.arguments | tojson(ensure_ascii=true) | tojson }}", False),
+        (
+            "{{ call.name }}{% for k, v in call.arguments | dictsort %} {{ k }}={{ v }}"
+            "{% endfor %}",
+            False,
+        ),
+    ],
+)
+def test_names_keys_and_values_of_a_call(written: str, lost: bool) -> None:
+    source = CHATML.replace(
+        "message['content'] +",
+        "(message.content or '') }}{% for one in message.tool_calls or [] %}"
+        f"{{% set call = one.function %}}{written}{{% endfor %}}{{{{ ''+",
+    )
+    arguments = {"qtown": 'Vzü"x\n', "a": 7, "qa": ["x", {"qb": "7"}]}
+    function = {"name": "qfetch", "arguments": json.dumps(arguments)}
+    messages = [
+        ASKED,
+        said("assistant", "", tool_calls=[{"type": "function", "function": function}]),
+    ]
+    found = encoder_of(source, True).encode([conversation_bytes(messages)])
+    assert found.unrendered == ({"tool_calls": 1} if lost else {})
+    assert not found.problems

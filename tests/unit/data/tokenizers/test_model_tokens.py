@@ -95,6 +95,23 @@ def test_the_same_and_grown_tokenizers_are_accepted(changes: Any, tmp_path: Path
     assert not check_model_tokens(config_of(places[1]), places[0], "shards")
 
 
+def test_a_run_and_its_checkpoint_are_models(tmp_path: Path) -> None:
+    """Of `checkpoint.initialize_from`, and of a run that resumes with other data."""
+    run, data = tmp_path / "run", save(tmp_path / "data", swap)
+    save(run / "tokenizer")
+    step = run / "checkpoints" / "step-00000001"
+    step.mkdir(parents=True)
+    config = config_of(tmp_path / "no")
+    for place in (run, step):
+        section = config.checkpoint.model_copy(update={"initialize_from": str(place)})
+        found = check_model_tokens(config.model_copy(update={"checkpoint": section}), data, "d")
+        assert "checkpoint.initialize_from" in str(*found)
+    output = config.output.model_copy(update={"directory": str(run)})
+    resumed = config.model_copy(update={"output": output})
+    assert "2 ids mean other" in str(*check_model_tokens(resumed, data, "d", resumes=True))
+    assert not check_model_tokens(resumed, run / "tokenizer", "d", resumes=True)
+
+
 def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     assert not check_model_tokens(config_of(tmp_path / "model"), save(tmp_path / "d"), "shards")

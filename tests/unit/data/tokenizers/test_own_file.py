@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -19,8 +19,12 @@ from bigtrain.errors import DataError
 from tests.support.chats import chat_tokenizer
 from tests.support.datasets import open_verified
 
+WORD = "arguments"
+"""A token of the test's tokenizer, and in no edge case."""
+
 TEXTS = [
     "def f(x):\n    return {'a': [x**2 for _ in range(10)]}  # 1234567",
+    WORD,
     "nai\u0308ve The QUICK \u212b e\u0301 <think>well</think> 東京 🙂  \n\n x",
 ]
 
@@ -42,6 +46,20 @@ def cut_decoder(backend: Any) -> None:
     backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("QUICK", "quick")])
 
 
+def ignores_merges(backend: Any) -> None:
+    """As Llama 3's: a word that is a token without merges that make it."""
+    tree = json.loads(backend.model.__getstate__())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    merges = [tuple(pair) for pair in tree["merges"] if WORD not in "".join(pair)]
+    backend.model = models.BPE(tree["vocab"], merges, ignore_merges=True)
+
+
+def own_steps(backend: Any) -> None:
+    """GPT-2's own, with another decoder."""
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    cut_decoder(backend)
+
+
 def begins(backend: Any) -> None:
     number = backend.token_to_id("<|begin_of_text|>")
     backend.post_processor = TemplateProcessing(
@@ -54,7 +72,7 @@ def strips(backend: Any) -> None:
 
 
 CHANGES: list[Callable[[Any], None] | None] = [None, lower, single_digits, cut_decoder, begins]
-CHANGES.append(strips)
+CHANGES += [strips, own_steps, ignores_merges]
 
 
 def save(directory: Path, kind: str | None, change: Callable[[Any], None] | None) -> Path:
@@ -119,7 +137,7 @@ def test_shards_and_what_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     (shard,) = open_verified(out).shards("train")
     own.encode_special_tokens = True
     expected = [[*own.encode(text, add_special_tokens=False).ids, 0] for text in TEXTS]
-    assert [shard.document(number).tolist() for number in (0, 1)] == expected
+    assert [shard.document(number).tolist() for number in range(len(TEXTS))] == expected
     caplog.clear()
     load_tokenizer(str(directory))
     (record,) = caplog.records
@@ -142,6 +160,20 @@ def test_a_class_of_its_own_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFix
     found = load_tokenizer(str(tmp_path / "t"))
     assert type(found.huggingface).__name__ == "GPT2Tokenizer"
     assert not caplog.records
+
+
+def test_a_class_that_adds_a_token(tmp_path: Path) -> None:
+    """GPT-2's class wants its own end of text, in a vocabulary that has another."""
+    directory = save(tmp_path / "t", "GPT2Tokenizer", own_steps)
+    for path in directory.iterdir():
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text.replace("<|endoftext|>", "<|finis|>"), encoding="utf-8")
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    found = load_tokenizer(str(directory))
+    assert_as_in_file(directory, found, TEXTS)
+    assert found.end_of_document_id == tokenizer.token_to_id("<|finis|>")
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
