@@ -158,12 +158,12 @@ class AnswerEnds:
                 return behind, text
         if text[end:].strip() or not self.by_next_role or answer.number != len(messages):
             raise _without_end(answer.number, marked)
-        name = self._next_role(messages, tools, text)
-        if name is None:
+        role = self._next_role(messages, tools, text)
+        if role is None:
             raise _without_end(answer.number, marked)
         if marked:
-            raise _closed_early(answer.number, name)
-        return (len(text), len(text) + len(name)), text + name
+            raise _closed_early(answer.number, role)
+        return (len(text), len(text) + len(role)), text + role
 
     def _next_role(self, messages: Messages, tools: Tools, text: str) -> str | None:
         """The token that begins the message after the last one: a tool's answer or the user's."""

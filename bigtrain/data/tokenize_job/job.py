@@ -128,6 +128,8 @@ class _Build:
             if options.roles:
                 identity.append(options.roles)
             identity.append("complete answers")  # earlier versions learned some without an end
+            if options.max_unrendered:
+                identity.append("dropped parts")
             if not request.needs_template:
                 identity.append("plain text")  # earlier versions rendered it as messages
         # What earlier versions did is not part of it: they began prompts as the tokenizer does.

@@ -35,7 +35,7 @@ def check_model_tokens(
         return []
     if resumes:
         return _check(config, directory, source, "output.directory", config.output.directory)
-    problems = []
+    problems: list[Problem] = []
     for key, name in (
         ("model.path", config.model.path),
         (INITIAL, config.checkpoint.initialize_from),

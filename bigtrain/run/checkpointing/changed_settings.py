@@ -32,6 +32,7 @@ _FREE = {
     "data.path",
     "data.sources",
     "data.tokenizer",
+    "data.allow_other_tokenizer",
     "data.verify",
     "data.workers",
     "sites.address",

@@ -391,3 +391,17 @@ def test_names_keys_and_values_of_a_call(written: str, lost: bool) -> None:
     found = encoder_of(source, True).encode([conversation_bytes(messages)])
     assert found.unrendered == ({"tool_calls": 1} if lost else {})
     assert not found.problems
+
+
+@pytest.mark.parametrize(
+    "title", ["turns", "system", "a call", "two calls and content", "reasoning of two turns"]
+)
+def test_ends_are_those_of_trl_s_training_template(title: str) -> None:
+    """TRL changes GLM-4.5's template so that the next role's token is written and learned."""
+    ours = encode((TEMPLATES / "glm4moe.jinja").read_text(), title)
+    theirs = encode((TEMPLATES / "glm4moe_training.jinja").read_text(), title)
+    assert not ours.problems
+    assert not theirs.problems
+    assert np.array_equal(ours.tokens, theirs.tokens)
+    assert np.array_equal(ours.mask, theirs.mask)
+    assert ours.ends == theirs.ends
