@@ -22,8 +22,9 @@ from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.models import build
-from bigtrain.models.build import WHOLE, Partitioning, build_model, split_by_decay
+from bigtrain.models.build import WHOLE, Partitioning, build_model
 from bigtrain.models.layers.compilation import compile_layers
+from bigtrain.models.layers.parameter_roles import split_by_decay
 from bigtrain.run.checkpointing.saver import Saver
 from bigtrain.run.evaluation.evaluator import Evaluator
 from bigtrain.run.loop import train

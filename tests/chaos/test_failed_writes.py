@@ -127,11 +127,12 @@ def test_a_run_directory_that_is_removed_is_noticed_at_once(
 def test_an_output_directory_that_cannot_be_made(
     server: Server, run_yaml: Path, tmp_path: Path
 ) -> None:
-    """Nobody can tell without trying: /proc says that root may write there."""
+    """Its permissions allow root to write to /proc: only trying shows it."""
     codes, text = server.live(arguments(run_yaml, Path("/proc/bigtrain/run")))
     assert 2 in codes, text
     assert "Traceback" not in text
-    assert "train.py: /proc/bigtrain/run: cannot be written: [Errno 2] No such file" in text
+    assert "output.directory = '/proc/bigtrain/run': /proc takes no files" in text
+    assert "-> choose another one" in text
 
 
 def test_a_failed_save_in_between_costs_that_save_alone(

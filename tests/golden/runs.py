@@ -102,7 +102,8 @@ def write_datasets(root: Path) -> dict[str, Path]:
     tokenizer = root / "tokenizer"
     texts, chats = root / "texts.jsonl", root / "chats.jsonl"
     template = root / "template.jinja"
-    template.write_text(CHATML)
+    # Ends answers by the token that ends the documents of a tokenizer without chat tokens.
+    template.write_text(CHATML.replace("'<|im_end|>' }}{% endgen", "eos_token }}{% endgen"))
     size = str(VOCAB_SIZE)
     _bigtrain("tokenizer", "--input", texts, "--vocab-size", size, "--output", tokenizer)
     common = ("--tokenizer", tokenizer, "--held-out", "0.05", "--workers", "1")

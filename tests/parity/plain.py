@@ -192,7 +192,8 @@ def train(
         written = AutoModelForCausalLM.from_pretrained(hf_directory, dtype=torch.float32)
         masters = {name: written.get_parameter(name).detach().clone() for name in parameters}
     if optimizer_of is None:
-        optimizer: Any = adamw(list(masters.values()), config["optimizer"])
+        exempt = [master for name, master in masters.items() if re.search(NEVER_DECAYED, name)]
+        optimizer: Any = adamw(list(masters.values()), config["optimizer"], exempt)
     else:
         optimizer = optimizer_of(masters, config["optimizer"])
     found = Training([], [], masters)
@@ -278,6 +279,10 @@ def adamw(
         betas=(0.9, 0.95),
         eps=section.get("eps", 1e-8),
     )
+
+
+NEVER_DECAYED = r"(bias|bias_\w+|A_log|\.D|sinks|(norm|ln)\w*\.weight)$"
+"""Names of biases, norms and recurrent states, which may have several dimensions."""
 
 
 def decay_groups(

@@ -306,7 +306,12 @@ def test_a_crash_is_told_by_the_command(tmp_path: Path) -> None:
 
 
 MUTATIONS = {
-    "vectors decay": {"models/build.py": ("num_dims >= 2", "num_dims >= 1")},
+    "norms decay": {
+        "models/layers/parameter_roles.py": (
+            "    Role.ADAPTER,\n}",
+            "    Role.ADAPTER,\n    Role.NORM,\n}",
+        )
+    },
     "labels are smoothed": {
         "engine/train_engine.py": ('reduction="sum",', 'reduction="sum", label_smoothing=0.01,')
     },
