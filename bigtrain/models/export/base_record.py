@@ -67,7 +67,7 @@ def record_base(source: str, weights: Weights, directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     (directory / _FILES).mkdir(parents=True)
     omitted: dict[str, str] = {}
-    root = _local_directory(source)
+    root = _local_directory(source, weights)
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
         name = path.relative_to(root).as_posix()
         reason = _why_omitted(name, path, weights)
@@ -91,17 +91,18 @@ def record_base(source: str, weights: Weights, directory: Path) -> None:
     (directory / _TENSORS).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
 
 
-def _local_directory(source: str) -> Path:
+def _local_directory(source: str, weights: Weights) -> Path:
     """A directory of this host with the small files of `source`; of a hub model those that the
-    cache holds, if the hub cannot be reached."""
+    cache holds next to the weights, if the hub cannot be reached."""
     path = Path(at_hand(source))
     if path.is_dir():
         return path
-    patterns = [f"*{ending}" for ending in _WEIGHTS]
+    revision = weights.files[0].parent.name  # of a snapshot in the hub's cache
     try:
-        return Path(snapshot_download(source, ignore_patterns=patterns))
+        patterns = [f"*{ending}" for ending in _WEIGHTS]
+        return Path(snapshot_download(source, revision=revision, ignore_patterns=patterns))
     except Exception:  # offline, gated or unreachable: the client's errors differ by version
-        return Path(snapshot_download(source, ignore_patterns=patterns, local_files_only=True))
+        return weights.files[0].parent
 
 
 def _why_omitted(name: str, path: Path, weights: Weights) -> str | None:

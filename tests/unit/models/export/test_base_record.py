@@ -8,8 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
@@ -17,6 +19,7 @@ from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.errors import ModelError
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.export.base_record import record_base
 from bigtrain.models.export.verified import Probe, export_model
 from bigtrain.models.generation import Sampling, generate
 from bigtrain.models.weights.checksums import CHECKSUMS, corrupt_weights
@@ -330,3 +333,27 @@ def test_weights_that_are_quantized_are_refused_with_the_method(tmp_path: Path) 
     hf_config = load_hf_config(ModelSection(path=str(base)))
     with pytest.raises(ModelError, match=r"quant_method = 'fp8': quantized weights are not"):
         find_weights(str(base), hf_config)
+
+
+def test_a_base_of_the_hub_is_recorded_from_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file of a snapshot is a link there, and there is no network."""
+    made, cache = tmp_path / "made", tmp_path / "hub" / "models--someone--tiny"
+    BASES["llama"](made)
+    (made / "processor_config.json").write_text("{}")
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = cache / "snapshots" / revision
+    for folder in (cache / "blobs", cache / "refs", snapshot):
+        folder.mkdir(parents=True)
+    (cache / "refs" / "main").write_text(revision)
+    for path in made.iterdir():
+        path.rename(cache / "blobs" / path.name)
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    for module in (huggingface_hub.constants, transformers.utils.hub.constants):
+        monkeypatch.setattr(module, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    weights = find_weights("someone/tiny", load_hf_config(ModelSection(path="someone/tiny")))
+    record_base("someone/tiny", weights, tmp_path / "record")
+    names = {path.name for path in (tmp_path / "record" / "files").iterdir()}
+    assert names == {"config.json", "generation_config.json", "processor_config.json"}
+    assert not any(path.is_symlink() for path in (tmp_path / "record" / "files").iterdir())
