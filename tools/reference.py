@@ -2,8 +2,8 @@
 
 python tools/reference.py [--output docs/reference]
 
-One page each for the fields of the run YAML, the commands, the exit codes and errors, the fields of
-metrics.jsonl, and the texts of all errors. Imports no torch.
+One page each for the fields of the run YAML, DeepSpeed keys, the commands, the exit codes and
+errors, the fields of metrics.jsonl, and the texts of all errors. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from bigtrain.cli import COMMANDS, build_parser  # noqa: E402
 from bigtrain.commands.arguments import EXIT_CODES  # noqa: E402
 from bigtrain.run.reporting import breakdown, metrics  # noqa: E402
 from bigtrain.train import build_parser as train_parser  # noqa: E402
+from tools.reference_deepspeed import deepspeed_keys_page  # noqa: E402
 from tools.reference_errors import error_texts, markdown_cell, sentence  # noqa: E402
 from tools.reference_fields import fields_page  # noqa: E402
 from tools.reference_python import python_page  # noqa: E402
@@ -54,6 +55,9 @@ def pages() -> dict[str, str]:
         "errors.md": _WRITTEN.format(source="the errors that `bigtrain/` raises").join(
             error_texts()
         ),
+        "deepspeed_keys.md": _WRITTEN.format(
+            source="`bigtrain/settings/deepspeed/accepted.py`"
+        ).join(deepspeed_keys_page()),
         "python.md": _WRITTEN.format(source="the functions").join(python_page()),
     }
 

@@ -166,7 +166,7 @@ def read_in_turn(model: PreTrainedModel, weights: Weights) -> None:
         module.register_forward_hook(lambda module, *_: free(module))
     for name, buffer in model.named_buffers():
         if name in weights.tensors:
-            weights.fill(name, (0,) * buffer.ndim, buffer)
+            weights.fill(name, (0,) * buffer.ndim, buffer, is_buffer=True)
 
 
 def empty_model(hf_config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:

@@ -18,7 +18,15 @@ from bigtrain.models.equivalence.proxy_model import VOCABULARY, build_proxy_mode
 from bigtrain.models.equivalence.tensor_parallel import deterministic, randomize
 from bigtrain.models.equivalence.thresholds import document_positions
 from bigtrain.models.layers.parameters import KEY as FROZEN
+from bigtrain.parity.adapters import comparable_adapters
 from bigtrain.parity.optimizers import check_comparable
+from bigtrain.parity.routers import (
+    AUXILIARY,
+    BIAS_RATE,
+    Z_LOSS,
+    can_be_put_together,
+    has_auxiliary_loss,
+)
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.deepspeed.engine_config import (
     find_deepspeed_config,
@@ -82,10 +90,6 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
     errors), and clipping, if on, takes effect. Dropout is off. Raises ModelError if no proxy model
     can be built, ConfigError for what the run's model or DeepSpeed JSON rules out.
     """
-    if config.adapters is not None:
-        rule = "plain transformers, which topologies are compared with here, has no adapters"
-        remedy = "leave adapters out: the topologies of the model alone are compared"
-        raise ConfigError(Problem("adapters.type", config.adapters.type, rule, remedy))
     check_comparable(config.optimizer)
     section, notes = config.model, _left_out(config)
     hf_config = load_hf_config(section)
@@ -96,6 +100,9 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
     tokens = 8 * max(2, world_size)
     model = _proxy_model(config, hf_config, attention, world_size, tokens, notes)
     model.save_pretrained(directory)
+    adapters = config.adapters
+    if adapters is not None:
+        adapters = comparable_adapters(model, adapters, notes)
     small = RunConfig(
         model=ModelSection(
             path=str(directory),
@@ -106,6 +113,8 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
             loss=_loss(config, hf_config, notes),
             loss_chunk_tokens=_CHUNK_TOKENS,
         ),
+        adapters=adapters,
+        moe=_moe(config.moe, notes),
         data=config.data,
         batch=BatchSection(sequence_length=tokens, global_batch_size=2 * world_size),
         train=TrainSection(steps=STEPS),
@@ -131,8 +140,6 @@ def _left_out(config: RunConfig) -> list[str]:
         )
         if value not in (off, "auto")
     ]
-    if config.moe != MoeSection():
-        notes.append("the section moe is off here: its terms depend on the micro-batch")
     if config.precision.dtype == "float16":
         notes.append("float16 skips steps until its loss scale fits: float32 alone is compared")
     return notes
@@ -162,12 +169,34 @@ def _proxy_model(
         )
     except ValueError as error:
         raise ModelError(f"no proxy model can be built: {error}") from error
-    if getattr(model.config, "output_router_logits", False):
-        # The router's loss is computed per micro-batch, and points cut the batch differently.
-        model.config.output_router_logits = False
-        notes.append("the router's auxiliary loss is off here: it depends on the micro-batch")
+    if has_auxiliary_loss(model.config):
+        if config.data.isolates and not can_be_put_together(model):
+            model.config.output_router_logits = False
+            notes.append("the auxiliary loss is off here: of documents alone it is another one")
+        elif model.config.router_aux_loss_coef < AUXILIARY:
+            notes.append(
+                f"router_aux_loss_coef = {model.config.router_aux_loss_coef:g} is {AUXILIARY:g} "
+                "here, so that an error shows"
+            )
+            model.config.router_aux_loss_coef = AUXILIARY
     randomize(model)
     return model
+
+
+def _moe(section: MoeSection, notes: list[str]) -> MoeSection:
+    """The run's section, with terms that are large enough to show."""
+    update = {
+        name: max(value, least)
+        for name, value, least in (
+            ("z_loss_coefficient", section.z_loss_coefficient, Z_LOSS),
+            ("bias_update_rate", section.bias_update_rate, BIAS_RATE),
+        )
+        if value
+    }
+    changed = [f"moe.{k} = {v:g}" for k, v in update.items() if v != getattr(section, k)]
+    if changed:
+        notes.append(f"{', '.join(changed)} here, so that an error shows")
+    return section.model_copy(update=update)
 
 
 def _dropout(hf_config: Any) -> str:

@@ -23,9 +23,13 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.models.equivalence.rounding import SumsInParts
+from bigtrain.models.layers.adapters import base_name
 from bigtrain.models.layers.decoder_layers import decoder_layers
+from bigtrain.models.parallel.grouped_experts import fit_experts
+from bigtrain.parity.adapters import with_adapters
 from bigtrain.parity.optimizers import plain_optimizer
 from bigtrain.parity.proxy import RATES, STEPS, micro_batches
+from bigtrain.parity.routers import Division, RouterTerms
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 
@@ -61,15 +65,20 @@ def without_progress() -> Iterator[None]:
         enable_progress_bar()
 
 
-def train_reference(config: RunConfig, sum_dtype: torch.dtype | None = None) -> list[Figures]:
+def train_reference(
+    config: RunConfig, sum_dtype: torch.dtype | None = None, division: Division | None = None
+) -> list[Figures]:
     """Train plain transformers with torch's own optimizer in this process.
 
     In float32 once, whole batches at a time. In 16 bit, with float32 masters, several times, with
     samples in other orders and micro-batches: these runs differ only by rounding. sum_dtype: the
     dtype in which gradients of micro-batches are accumulated; None: that of the parameters.
+    division: of the topology that this is compared with, where router losses depend on it.
     """
     if config.precision.dtype == "float32":
-        return [_train(config, [_whole(config)] * STEPS, torch.float32)]
+        samples = config.batch.samples_per_step
+        chunks = _whole(config) if division is None else division.chunks(samples, config.moe)
+        return [_train(config, [chunks] * STEPS, torch.float32)]
     runs = []
     for number in range(_DIVISIONS):
         generator = torch.Generator().manual_seed(number)
@@ -80,7 +89,7 @@ def train_reference(config: RunConfig, sum_dtype: torch.dtype | None = None) -> 
     return runs
 
 
-def train_reordered(config: RunConfig) -> list[Figures]:
+def train_reordered(config: RunConfig, division: Division | None = None) -> list[Figures]:
     """As `train_reference` in float32, with the sums of linear layers in other orders.
 
     Dividing the work over ranks reorders sums in the same way: these runs differ only by rounding.
@@ -88,7 +97,7 @@ def train_reordered(config: RunConfig) -> list[Figures]:
     runs = []
     for num_parts in _PARTS:
         with SumsInParts(num_parts):
-            runs += train_reference(config)
+            runs += train_reference(config, division=division)
     return runs
 
 
@@ -106,11 +115,22 @@ def _train(
     model: Any = AutoModelForCausalLM.from_pretrained(
         section.path, dtype=dtype, attn_implementation=attention
     )
-    parameters = _trained(model, section.frozen)
+    fit_experts(model)  # grouped products do not take every width
     # Masters are what the files hold, rounded nowhere.
     full = AutoModelForCausalLM.from_pretrained(section.path, dtype=torch.float32)
     values = dict(full.named_parameters())
-    masters = {name: values[name].detach().clone() for name in parameters}
+    for name, value in section.overrides.items():
+        setattr(model.config, name, value)
+    terms = RouterTerms(model, config.moe)
+    if config.adapters is not None:
+        model = with_adapters(model, config.adapters, config.seed)
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    else:
+        parameters = _trained(model, section.frozen)
+    masters = {
+        name: values.get(base_name(name), parameter).detach().float().clone()
+        for name, parameter in parameters.items()
+    }
     optimizer = plain_optimizer(model, parameters, masters, config.optimizer)
     samples = config.batch.samples_per_step
     plan = BatchPlan(samples, samples, 1, 1, config.batch.sequence_length)
@@ -122,7 +142,7 @@ def _train(
     model.train()
     for step in range(STEPS):
         (batch,) = micro_batches(config, plan, step, 0)
-        loss = _backward(model, parameters, masters, batch, chunks[step], sum_dtype or dtype)
+        loss = _backward(model, parameters, masters, batch, chunks[step], sum_dtype or dtype, terms)
         norm = torch.nn.utils.clip_grad_norm_(
             masters.values(), config.optimizer.clip_norm or math.inf
         )
@@ -132,11 +152,12 @@ def _train(
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(masters[name])
+        terms.update_biases()
         figures.losses.append(loss)
         figures.norms.append(float(norm))
         if step == 0:
-            figures.first = _weights(model, masters)
-    figures.last = _weights(model, masters)
+            figures.first = _weights(model, masters, terms)
+    figures.last = _weights(model, masters, terms)
     return figures
 
 
@@ -159,8 +180,11 @@ def _backward(
     batch: MicroBatch,
     chunks: Sequence[torch.Tensor],
     sum_dtype: torch.dtype,
+    terms: RouterTerms,
 ) -> float:
-    """Give `masters` the gradient of the mean loss over a step's targets; returns the loss."""
+    """Give `masters` the gradient of the mean loss over a step's targets, and of the router losses;
+    returns the former."""
+    terms.begin_step()
     num_targets = int((batch.labels != _IGNORED).sum())
     sums: dict[str, torch.Tensor] = {}
     total = 0.0
@@ -170,11 +194,15 @@ def _backward(
             batch.labels[rows],
             None if batch.position_ids is None else batch.position_ids[rows],
         )
-        logits = _logits(model, part).flatten(0, 1).float()
+        outputs, logits = _outputs(model, part)
+        logits = logits.flatten(0, 1).float()
         loss = F.cross_entropy(
             logits, part.labels.flatten(), ignore_index=_IGNORED, reduction="sum"
         )
-        (loss / num_targets).backward()
+        whole = loss / num_targets
+        if terms.is_on:
+            whole = whole + terms.of(outputs) / len(chunks)
+        whole.backward()
         total += float(loss.detach())
         for name, parameter in parameters.items():
             if parameter.grad is not None:
@@ -187,27 +215,41 @@ def _backward(
 
 
 def _logits(model: Any, batch: MicroBatch) -> torch.Tensor:
-    """Logits [B, T, V] of plain transformers; of every document alone if documents are isolated."""
+    return _outputs(model, batch)[1]
+
+
+def _outputs(model: Any, batch: MicroBatch) -> tuple[list[Any], torch.Tensor]:
+    """What plain transformers returns for `batch`, and its logits [B, T, V]; every document is a
+    forward pass of its own if documents are isolated."""
+    outputs: list[Any] = []
 
     def of(ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+        outputs.append(model(input_ids=ids, use_cache=False))
+        logits: torch.Tensor = outputs[-1].logits
         return logits
 
     if batch.position_ids is None:
-        return of(batch.input_ids)
+        return outputs, of(batch.input_ids)
     samples = []
     for ids, positions in zip(batch.input_ids, batch.position_ids, strict=True):
         edges = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
         documents = ids.split([stop - start for start, stop in pairwise(edges)])
         samples.append(torch.cat([of(document[None])[0] for document in documents]))
-    return torch.stack(samples)
+    return outputs, torch.stack(samples)
 
 
-def _weights(model: nn.Module, masters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Masters, and frozen parameters as they are."""
+def _weights(
+    model: nn.Module, masters: dict[str, torch.Tensor], terms: RouterTerms
+) -> dict[str, torch.Tensor]:
+    """Masters, frozen parameters as they are (not beside adapters, whose base no run saves), and
+    selection biases."""
+    kept = dict(model.named_parameters())
+    if any(".lora_" in name for name in masters):
+        kept = {name: kept[name] for name in masters}
+    kept_too = {**kept, **terms.named_biases()}
     return {
-        name: masters.get(name, parameter).detach().float().clone()
-        for name, parameter in model.named_parameters()
+        name: masters.get(name, tensor).detach().float().clone()
+        for name, tensor in kept_too.items()
     }
 
 

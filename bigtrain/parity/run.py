@@ -13,9 +13,11 @@ import torch
 from bigtrain.engine.checkpoint.io import read_full_masters
 from bigtrain.errors import BigtrainError, LaunchError, ModelError
 from bigtrain.launchers.local_world import run_local_world
+from bigtrain.models.configuration import load_hf_config
 from bigtrain.parity.comparison import Verdict, compare
 from bigtrain.parity.proxy import shrink
 from bigtrain.parity.reference import Figures, train_reference, train_reordered, without_progress
+from bigtrain.parity.routers import Division, has_auxiliary_loss
 from bigtrain.parity.topologies import Point, points
 from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
 from bigtrain.settings.resolve import resolve_run
@@ -43,15 +45,17 @@ def run_parity(
             say(note)
         all_points = points(proxy, world_size)
         for point in all_points:
-            if point.refusal is not None:
+            if point.is_wrong:
+                report(point, Verdict(point, crash=f"another auxiliary loss: {point.refusal}"))
+            elif point.refusal is not None:
                 report(point, None)
         legal = [point for point in all_points if point.refusal is None]
         if not legal:
             raise BigtrainError(f"no topology of {world_size} ranks is legal")
         with without_progress():
             references = {point.name: reference_of(point, world_size) for point in legal}
-            reordered = {point.name: reordered_of(point) for point in legal}
-        passed = True
+            reordered = {point.name: reordered_of(point, world_size) for point in legal}
+        passed = not any(point.is_wrong for point in all_points)
         for point, found in train_points(legal, world_size, directory):
             if isinstance(found, str):
                 verdict = Verdict(point, crash=found)
@@ -66,17 +70,29 @@ def reference_of(point: Point, world_size: int) -> Sequence[Figures]:
     """What plain transformers computes for `point`. Raises ModelError if it fails."""
     stage = resolve_run(point.config, world_size, point.engine, "cpu").engine.zero_stage
     in_float32 = gradient_dtype_of(point.config, stage) == "fp32"
+    sum_dtype = torch.float32 if in_float32 else None
     try:
-        return _reference(_key(point), torch.float32 if in_float32 else None)
+        return _reference(_key(point), sum_dtype, _division(point, world_size))
     except (RuntimeError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"plain transformers cannot train the proxy model: {reason}") from error
 
 
-def reordered_of(point: Point) -> Sequence[Figures]:
+def _division(point: Point, world_size: int) -> Division | None:
+    """How `point` divides a step, if its router losses depend on it."""
+    if not has_auxiliary_loss(load_hf_config(point.config.model)):
+        return None
+    plan = resolve_run(point.config, world_size, point.engine, "cpu").plan
+    is_global = point.config.moe.auxiliary_loss == "global_batch"
+    return Division(plan.micro_batch_size, plan.data_size if is_global else 1)
+
+
+def reordered_of(point: Point, world_size: int) -> Sequence[Figures]:
     """Runs of the float32 reference with sums in other orders; none in 16 bit, where the reference
     is several runs itself."""
-    return _reordered(_key(point)) if point.config.precision.dtype == "float32" else []
+    if point.config.precision.dtype != "float32":
+        return []
+    return _reordered(_key(point), _division(point, world_size))
 
 
 def _key(point: Point) -> str:
@@ -86,13 +102,15 @@ def _key(point: Point) -> str:
 
 
 @cache
-def _reordered(config: str) -> Sequence[Figures]:
-    return train_reordered(RunConfig.model_validate_json(config))
+def _reordered(config: str, division: Division | None) -> Sequence[Figures]:
+    return train_reordered(RunConfig.model_validate_json(config), division)
 
 
 @cache
-def _reference(config: str, sum_dtype: torch.dtype | None) -> Sequence[Figures]:
-    return train_reference(RunConfig.model_validate_json(config), sum_dtype)
+def _reference(
+    config: str, sum_dtype: torch.dtype | None, division: Division | None
+) -> Sequence[Figures]:
+    return train_reference(RunConfig.model_validate_json(config), sum_dtype, division)
 
 
 def train_points(

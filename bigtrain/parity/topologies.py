@@ -12,20 +12,23 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.model_plan import try_model
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.parity.proxy import SHIPPED, Engine, Proxy
+from bigtrain.parity.routers import has_auxiliary_loss
 from bigtrain.settings.hf_config_keys import inspect_configuration
 from bigtrain.settings.resolve import resolve_run
-from bigtrain.settings.run_config import ParallelSection, RunConfig
+from bigtrain.settings.run_config import MoeSection, ParallelSection, RunConfig
 
 
 @dataclass(frozen=True)
 class Point:
     """A topology to compare. engine: name or path of a DeepSpeed JSON. refusal: why it is refused;
-    None if it is legal."""
+    None if it is legal. is_wrong: whether it is refused because the model's auxiliary loss is
+    another one there, which it is for no architecture of transformers: an error of bigtrain's."""
 
     name: str
     engine: str
     config: RunConfig
     refusal: str | None = None
+    is_wrong: bool = False
 
 
 def points(proxy: Proxy, world_size: int) -> list[Point]:
@@ -37,6 +40,7 @@ def points(proxy: Proxy, world_size: int) -> list[Point]:
     """
     config, found = proxy.config, []
     refused_by_model = cache(partial(_model_refusal, config))  # a second or so each
+    is_other_loss = cache(partial(_is_other_auxiliary_loss, config))
     has_experts = inspect_configuration(config.model)[0].num_experts is not None
     for parallel in _degrees(world_size, has_experts=has_experts):
         for engine in proxy.engines:
@@ -44,17 +48,41 @@ def points(proxy: Proxy, world_size: int) -> list[Point]:
             if unfit and engine.config in SHIPPED and engine.config != "zero0":
                 continue
             at = config.model_copy(update={"parallel": parallel})
-            refusal = _rule_refusal(at, engine.config, world_size) or refused_by_model(parallel)
-            found.append(Point(_name(at, engine, world_size), engine.config, at, refusal))
+            by_rule = _rule_refusal(at, engine.config, world_size)
+            refusal = by_rule or refused_by_model(parallel)
+            is_wrong = by_rule is None and refusal is not None and is_other_loss(parallel)
+            name = _name(at, engine, world_size)
+            found.append(Point(name, engine.config, at, refusal, is_wrong))
     if proxy.precision is not None:
         own = [engine.config for engine in proxy.engines if engine.is_own]
         legal = [p for p in found if p.refusal is None and p.engine in own]
         for point in [p for p in legal if p.config.parallel.tensor == 1][:1]:
-            at = point.config.model_copy(update={"precision": proxy.precision})
+            # Router losses depend on the division of a step, by which runs in 16 bit differ.
+            model = point.config.model.model_copy(update={"overrides": _WITHOUT_ROUTER_LOSSES})
+            off = {"moe": MoeSection(), "model": model} if _has_router_losses(config) else {}
+            at = point.config.model_copy(update={"precision": proxy.precision, **off})
             refusal = _rule_refusal(at, point.engine, world_size)
             name = f"{point.name}, {proxy.precision.dtype}"
             found.append(Point(name, point.engine, at, refusal))
     return found
+
+
+_WITHOUT_ROUTER_LOSSES = {"output_router_logits": False}
+
+
+def _has_router_losses(config: RunConfig) -> bool:
+    is_on = has_auxiliary_loss(load_hf_config(config.model))
+    return is_on or bool(config.moe.z_loss_coefficient)
+
+
+def _is_other_auxiliary_loss(config: RunConfig, parallel: ParallelSection) -> bool:
+    """Whether the model's own code runs under `parallel` without its auxiliary loss only."""
+    if not has_auxiliary_loss(load_hf_config(config.model)):
+        return False
+    alone = config.model_copy(update={"moe": MoeSection()})
+    model = config.model.model_copy(update={"overrides": _WITHOUT_ROUTER_LOSSES})
+    without = alone.model_copy(update={"model": model})
+    return _model_refusal(alone, parallel) is not None and _model_refusal(without, parallel) is None
 
 
 def _degrees(world_size: int, *, has_experts: bool) -> Iterator[ParallelSection]:

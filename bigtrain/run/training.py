@@ -155,6 +155,12 @@ def _check_tensor_plan(session: Session, inputs: Inputs, mesh: Mesh) -> None:
 
 def _say_plan(session: Session, inputs: Inputs) -> None:
     topology = session.run.topology
+    engine = session.run.engine
+    if engine.not_tried:
+        session.say(
+            f"{engine.source}: no test of bigtrain has trained with {', '.join(engine.not_tried)} "
+            "(docs/reference/deepspeed_keys.md)"
+        )
     placement = [topology.describe(), *topology.crossings(session.hosts)]
     for line in (*placement, *inputs.model_plan.lines(session.run.plan.accumulation)):
         if line:

@@ -38,6 +38,8 @@ _JSON_TYPES: dict[str, type] = {
 _FIGURES = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _AT_LEAST_ONE = (*_FIGURES, "vocab_size", "hidden_size")
+_LAYER_DROP = re.compile(r"layer_?drop(?!out)", re.IGNORECASE)
+_NO_OVERRIDES: Mapping[str, Any] = {}
 _NAME_A_MODEL = "name a directory of a Hugging Face model, or a model of the hub"
 
 
@@ -80,11 +82,15 @@ def inspect_configuration(section: ModelSection) -> tuple[ModelFigures, list[Pro
         problems += _check_type(written["model_type"])
     else:
         where, written, problems = _read(section)
+        if written:
+            key = "model.path" if section.path is not None else "model.config"
+            problems += check_causal(written, key, str(section.path or section.config))
     model_type = {**written, **section.overrides}.get("model_type")
     known = key_table()["model_types"].get(model_type) if isinstance(model_type, str) else None
     if where == "model.config":
         problems += _check_values(written, where, model_type, known)
     problems += _check_values(section.overrides, "model.overrides", model_type, known)
+    problems += check_layer_drop({**written, **section.overrides}, where, section.overrides)
     if problems or not written:
         return ModelFigures(), problems
     return _figures({**written, **section.overrides}, where, known)
@@ -142,6 +148,53 @@ def _check_type(model_type: object) -> Iterator[Problem]:
     remedy = f"did you mean {' or '.join(close)}?" if close else ""
     rule = "transformers knows no such type of causal LM"
     yield Problem("model.config.model_type", model_type, rule, remedy)
+
+
+def check_causal(written: Mapping[str, Any], key: str, source: str) -> list[Problem]:
+    """The problem of a model whose type transformers builds no causal LM of. `written`: its
+    config.json; `key` and `source`: the setting that names it, and its value."""
+    types = key_table()["model_types"]
+    model_type = written.get("model_type")
+    if model_type in types or not _same_release():
+        return []
+    if not isinstance(model_type, str):
+        rule = "its config.json has no model_type, by which transformers finds its class"
+        return [Problem(key, source, rule, _NAME_A_MODEL)]
+    parts = [name.removesuffix("_config") for name in written if name.endswith("_config")]
+    composite = [name for name in parts if isinstance(written[f"{name}_config"], Mapping)]
+    if len(composite) > 1 or "text" in composite:
+        what = f"is composed of parts ({', '.join(sorted(composite))})"
+        remedy = "a text-only model of the same family, or save its language part as one"
+    else:
+        what, remedy = "is not a type of causal language model", _NAME_A_MODEL
+    rule = f"model_type {model_type!r} {what}, and AutoModelForCausalLM has no class for it"
+    return [Problem(key, source, rule, remedy)]
+
+
+def check_layer_drop(
+    values: Mapping[str, Any], where: str, overrides: Mapping[str, Any] = _NO_OVERRIDES
+) -> list[Problem]:
+    """Problems of a configuration by which layers are skipped at random.
+
+    Each rank draws for itself: a rank that skips a layer has no gradients of it, and does not join
+    the collectives of those that compute it. values: the configuration; where: how it is named;
+    overrides: the part of `values` that the run gives. Names: `layerdrop`, `decoder_layerdrop` and
+    their like, of the language model's part.
+    """
+    text = values.get("text_config")
+    is_nested = isinstance(text, Mapping)
+    part: Mapping[str, Any] = text if isinstance(text, Mapping) else values
+    problems = []
+    for name, value in part.items():
+        if not _LAYER_DROP.search(str(name)) or value in (0, None):
+            continue
+        key = f"{where}.text_config.{name}" if is_nested else f"{where}.{name}"
+        remedy = "write 0.0 there" if is_nested else f"model.overrides.{name}=0.0"
+        if name in overrides and not is_nested:
+            key, remedy = f"model.overrides.{name}", "0.0"
+        rule = "each rank would skip other layers at random, and wait for the others' gradients"
+        problems.append(Problem(key, value, rule, remedy))
+    return problems
 
 
 def _check_values(

@@ -25,6 +25,7 @@ from bigtrain.settings.deepspeed.engine_config import (
     value_at,
     zero_stage_of,
 )
+from bigtrain.settings.deepspeed.keys import AUTO
 from bigtrain.settings.deepspeed.ownership import optimizer_is_torch
 from bigtrain.settings.hf_config_keys import ModelFigures, inspect_configuration
 from bigtrain.settings.loading import apply_overrides, find_config, load_run_config, parse_yaml
@@ -191,7 +192,7 @@ def _json_facts(raw: Mapping[str, Any]) -> dict[str, Any]:
         "quantized_weights": zero.get("zero_quantized_weights") is True
         or zero.get("zero_quantized_nontrainable_weights") is True,
         "quantized_gradients": zero.get("zero_quantized_gradients") is True,
-        "gradient_predivide_factor": _number(raw.get("gradient_predivide_factor"), 1.0),
+        "communication_dtype": _given(raw.get("communication_data_type")),
         "prescale_gradients": raw.get("prescale_gradients") is True,
         "reduce_scatter": zero.get("reduce_scatter") is not False,
         "contiguous_gradients": zero.get("contiguous_gradients") is not False,
@@ -201,18 +202,12 @@ def _json_facts(raw: Mapping[str, Any]) -> dict[str, Any]:
         "pipeline_block": "pipeline" in raw,
         "pipeline_settings": _pipeline_settings(raw.get("pipeline")),
         "flops_profiler": value_at(raw, "flops_profiler.enabled") is True,
-        "leaf_modules": _leaf_modules(_block(zero, "leaf_module")),
     }
 
 
 def _block(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     block = raw.get(key)
     return block if isinstance(block, Mapping) else {}
-
-
-def _leaf_modules(block: Mapping[str, Any]) -> tuple[str, ...]:
-    named = [block.get(key) for key in ("classes", "names", "name_suffixes")]
-    return tuple(str(name) for names in named if isinstance(names, list) for name in names)
 
 
 def _check_profile(config: RunConfig, world_size: int) -> list[Problem]:
@@ -276,6 +271,10 @@ def _deepspeed_config_named_in(name_or_path: str, overrides: Sequence[str]) -> s
     apply_overrides(tree, overrides)
     name = value_at(tree, "engine.deepspeed_config")
     return name if isinstance(name, str) else None
+
+
+def _given(value: object) -> str | None:
+    return None if value == AUTO else _text(value)
 
 
 def _text(value: object) -> str | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_SIZE")
+from bigtrain.system.world import ranks_here
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class CpuShare:
 
 def local_world_size(environment: Mapping[str, str]) -> int:
     """Ranks on this host, as the launcher's environment says; 1 where it does not."""
-    given = next((environment[name] for name in _LOCAL_SIZES if environment.get(name)), "1")
-    return max(1, int(given)) if given.isdecimal() else 1
+    return ranks_here(environment) or 1
 
 
 def cpu_share(

@@ -8,9 +8,11 @@ written is no error: the result is computed again.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
+import platform
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -88,6 +90,22 @@ def source_of(*files: str) -> bytes:
     for file in files:
         digest.update(Path(file).read_bytes())
     return digest.digest()
+
+
+@functools.cache
+def package_source() -> bytes:
+    """Digest of all source files of bigtrain, for keys of results that much of it computes. Read
+    once: a process runs the source that it began with."""
+    return source_of(*map(str, sorted(Path(__file__).parents[1].rglob("*.py"))))
+
+
+def processor() -> str:
+    """CPU features, by which libraries choose code paths: machines may share a home directory."""
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith(("flags", "Features")):
+                return line
+    return f"{platform.machine()} {platform.processor()} {platform.node()}"
 
 
 def _build(library: str) -> str:

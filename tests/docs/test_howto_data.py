@@ -18,8 +18,7 @@ from pyarrow import parquet
 from bigtrain.cli import main
 from bigtrain.data.shards.manifest import read_manifest
 from bigtrain.settings.loading import load_run_config
-from bigtrain.system.storage import object_store
-from bigtrain.system.storage.copies import local_copy
+from bigtrain.system.storage.copies import fetched_copy
 from tests.support.chats import chat_tokenizer, save_chat_tokenizer, turns
 from tests.support.remote_servers import S3_VARIABLES, WebServer, s3_server
 from tests.support.worlds import ROOT
@@ -35,7 +34,7 @@ def commands(page: str) -> list[str]:
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BIGTRAIN_CACHE", str(tmp_path / "cache"))
-    local_copy.cache_clear()
+    fetched_copy.cache_clear()
     chat_tokenizer(None).save_pretrained("tokenizer")
     return tmp_path
 
@@ -91,7 +90,6 @@ def test_object_stores(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         port = stack.enter_context(s3_server(work / "server"))
         for name, value in {**S3_VARIABLES, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}.items():
             monkeypatch.setenv(name, value)
-        object_store.bucket_client.cache_clear()
         web = stack.enter_context(WebServer(work / "server").running())
         for command in commands("object_stores"):
             words = shlex.split(command.replace("https://host/", f"http://127.0.0.1:{web}/"))

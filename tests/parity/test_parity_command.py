@@ -17,19 +17,24 @@ import yaml
 
 from bigtrain.cli import main
 from bigtrain.errors import ConfigError
+from bigtrain.models.build import build_model
+from bigtrain.models.configuration import load_hf_config
 from bigtrain.parity.comparison import compare, mean_of
 from bigtrain.parity.proxy import Proxy, micro_batches, shrink
 from bigtrain.parity.reference import Figures, train_reference, train_reordered
-from bigtrain.parity.run import train_points
+from bigtrain.parity.run import reference_of, train_points
 from bigtrain.parity.topologies import Point, points
 from bigtrain.settings.batch_plan import BatchPlan
-from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.run_config import ModelSection, MoeSection, RunConfig
 from tests.parity.conftest import ARCHITECTURES, llama, run_config
+from tests.parity.test_expert_parallel import MODELS as EXPERT_MODELS
 from tests.support.lives import run_forked_world
 from tests.support.longrope import longrope
 from tests.support.worlds import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+LORA = {"rank": 4, "alpha": 16, "targets": "all-linear"}
 
 
 @pytest.fixture
@@ -230,8 +235,13 @@ def with_dropout(**sections: Any) -> dict[str, Any]:
     return run_config(Path("unread"), model, micro_batch_size=1, **sections)
 
 
-def parity_of_a_copy(directory: Path, changes: dict[str, tuple[str, str]]) -> tuple[int, str]:
-    """Exit code and output of the command with one process, of bigtrain with text replaced."""
+def parity_of_a_copy(
+    directory: Path,
+    changes: dict[str, tuple[str, str]],
+    run: dict[str, Any] | None = None,
+    world_size: int = 1,
+) -> tuple[int, str]:
+    """Exit code and output of the command, of bigtrain with text replaced."""
     for folder in ("bigtrain", "ds_configs"):
         shutil.copytree(ROOT / folder, directory / folder)
     for name, (old, new) in changes.items():
@@ -239,9 +249,9 @@ def parity_of_a_copy(directory: Path, changes: dict[str, tuple[str, str]]) -> tu
         text = file.read_text()
         assert text.count(old) == 1, (name, old)
         file.write_text(text.replace(old, new))
-    (directory / "run.yaml").write_text(yaml.safe_dump(with_dropout()))
+    (directory / "run.yaml").write_text(yaml.safe_dump(run or with_dropout()))
     command = "import sys; from bigtrain.cli import main; sys.exit(main(sys.argv[1:]))"
-    arguments = ["parity", "--config", "run.yaml", "--world-size", "1"]
+    arguments = ["parity", "--config", "run.yaml", "--world-size", str(world_size)]
     done = subprocess.run(
         [sys.executable, "-c", command, *arguments],
         cwd=directory,
@@ -324,8 +334,92 @@ MUTATIONS = {
 }
 
 
+MIXTRAL = llama(
+    model_type="mixtral",
+    num_hidden_layers=2,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    output_router_logits=True,
+    router_aux_loss_coef=0.001,
+)
+DEEPSEEK = {**EXPERT_MODELS["deepseek_v3"], "num_hidden_layers": 2}
+GLOBAL = {"auxiliary_loss": "global_batch"}
+
+# Of what only several ranks have: text replaced, the run's model and sections, where it shows.
+MUTATIONS_OF_RANKS: dict[str, tuple[dict[str, tuple[str, str]], dict[str, Any], str]] = {
+    "the auxiliary loss is of a sequence rank": (
+        {"models/parallel/sequence.py": ("if self._exchanging and own:", "if False and own:")},
+        {"model": MIXTRAL},
+        "sequence 2",
+    ),
+    "the auxiliary loss of training is of a sequence rank": (
+        {
+            "models/parallel/sequence.py": (
+                "if self._exchanging and own:",
+                "if self._exchanging and own and not _module.training:",
+            )
+        },
+        {"model": MIXTRAL},
+        "sequence 2",
+    ),
+    "counts for biases are of a rank": (
+        {
+            "engine/experts/load.py": (
+                "        dist.all_reduce(total, group=self._mesh.replicas)\n",
+                "",
+            )
+        },
+        {"model": DEEPSEEK, "moe": {"bias_update_rate": 0.001}},
+        "data 2",
+    ),
+    "counts of the global batch are of a rank": (
+        {
+            "engine/experts/router_losses.py": (
+                "        dist.all_reduce(everyone, group=self._replicas)\n",
+                "",
+            )
+        },
+        {"model": MIXTRAL, "moe": GLOBAL},
+        "data 2",
+    ),
+    "the z-loss is a sum": (
+        {"models/experts/router_logits.py": (" / sum(layer.shape[0] for layer in logits)", "")},
+        {"model": MIXTRAL, "moe": {"z_loss_coefficient": 0.01}},
+        "data 2",
+    ),
+    "adapters are scaled twice": (
+        {
+            "models/layers/adapters.py": (
+                "lora_alpha=section.alpha,",
+                "lora_alpha=2 * section.alpha,",
+            )
+        },
+        {"model": llama(), "adapters": LORA},
+        "data 2",
+    ),
+    "adapters begin with other values": (
+        {"models/build.py": ("lambda name: seed_of(seed, name)", "lambda name: seed_of(1, name)")},
+        {"model": llama(), "adapters": LORA},
+        "data 2",
+    ),
+}
+
+
+def run_of(sections: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """A run of a model of its configuration, or with adapters on one of its files."""
+    more = {name: section for name, section in sections.items() if name != "model"}
+    run: dict[str, Any] = run_config(
+        Path("unread"), {"config": sections["model"]}, micro_batch_size=1, **more
+    )
+    if "adapters" in more:
+        section = ModelSection(config=sections["model"])
+        build_model(section, load_hf_config(section), seed=1).save_pretrained(directory / "base")
+        run["model"] = {"path": str(directory / "base")}
+    return run
+
+
 def test_mutations_are_of_the_code_as_it_is() -> None:
-    for changes in MUTATIONS.values():
+    for changes in (*MUTATIONS.values(), *(changes for changes, *_ in MUTATIONS_OF_RANKS.values())):
         for name, (old, _) in changes.items():
             assert (ROOT / "bigtrain" / name).read_text().count(old) == 1, (name, old)
 
@@ -337,6 +431,81 @@ def test_what_is_wrong_is_told(name: str, tmp_path: Path) -> None:
     code, output = parity_of_a_copy(tmp_path, MUTATIONS[name])
     assert code == 1, output
     assert output.count("DIFFERENT") == 4, output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTATIONS_OF_RANKS)
+def test_what_is_wrong_between_ranks_is_told(name: str, tmp_path: Path) -> None:
+    changes, sections, where = MUTATIONS_OF_RANKS[name]
+    code, output = parity_of_a_copy(tmp_path, changes, run_of(sections, tmp_path), 2)
+    assert code == 1, output
+    lines = [line for line in output.splitlines() if line.startswith("zero") and where in line]
+    assert lines
+    told = ("DIFFERENT", "another auxiliary loss")
+    assert all(any(t in line for t in told) for line in lines if "tensor" not in line), output
+
+
+@pytest.mark.parametrize(
+    ("sections", "without", "names"),
+    [
+        (
+            {"model": MIXTRAL, "moe": {**GLOBAL, "z_loss_coefficient": 0.001}},
+            {"moe": MoeSection()},
+            ("zero1, data 2", "zero2, data 1, sequence 2"),
+        ),
+        ({"model": MIXTRAL}, {}, ("zero3, data 1, sequence 2, expert 2",)),
+        (
+            {"model": DEEPSEEK, "moe": {"bias_update_rate": 0.001}},
+            {"moe": MoeSection()},
+            ("zero2, data 2, expert 2",),
+        ),
+        (
+            {"model": llama(), "adapters": LORA},
+            {"adapters": None},
+            ("zero2, data 2", "pipeline_zero1, data 1, pipeline 2"),
+        ),
+    ],
+    ids=["global batch", "auxiliary loss", "biases", "adapters"],
+)
+def test_routers_and_adapters_are_compared(
+    sections: dict[str, Any],
+    without: dict[str, Any],
+    names: tuple[str, ...],
+    tmp_path: Path,
+    forked: None,
+) -> None:
+    config = RunConfig.model_validate(run_of(sections, tmp_path))
+    proxy = shrink(config, 2, tmp_path / "model")
+    chosen = [point for point in points(proxy, 2) if point.name in names]
+    assert [point.refusal for point in chosen] == [None] * len(names)
+    for point, found in train_points(chosen, 2, tmp_path):
+        assert isinstance(found, Figures), found
+        assert compare(point, reference_of(point, 2), found).passed
+        # Without the term the reference is another one.
+        model = point.config.model.model_copy(update={"overrides": {"router_aux_loss_coef": 0.0}})
+        other = replace(point, config=point.config.model_copy(update={"model": model, **without}))
+        assert not compare(point, train_reference(other.config), found).passed
+
+
+def test_the_proxy_says_what_it_changes_of_routers_and_adapters(tmp_path: Path) -> None:
+    moe = {"z_loss_coefficient": 0.001, "auxiliary_loss": "global_batch"}
+    config = RunConfig.model_validate(run_of({"model": MIXTRAL, "moe": moe}, tmp_path))
+    proxy = shrink(config, 2, tmp_path / "model")
+    assert proxy.config.moe.auxiliary_loss == "global_batch"
+    assert "moe.z_loss_coefficient = 0.05 here, so that an error shows" in proxy.notes
+    assert "router_aux_loss_coef = 0.001 is 0.5 here, so that an error shows" in proxy.notes
+    adapters = {"targets": ["q_proj", "model.layers.2.*"], "dropout": 0.1, "quantization": "nf4"}
+    (tmp_path / "deep").mkdir()
+    deep = run_of({"model": llama(num_hidden_layers=9), "adapters": adapters}, tmp_path / "deep")
+    deep["adapters"]["targets"] = ["q_proj", "model.layers.8.*"]
+    proxy = shrink(RunConfig.model_validate(deep), 2, tmp_path / "adapted")
+    assert proxy.config.adapters is not None
+    assert proxy.config.adapters.targets == ("q_proj",)
+    assert (proxy.config.adapters.dropout, proxy.config.adapters.quantization) == (0.0, "none")
+    assert "adapters.targets: model.layers.8.* match nothing in the proxy model" in proxy.notes
+    deep["adapters"]["targets"] = ["model.layers.8.*"]
+    with pytest.raises(ConfigError, match=r"adapters\.targets .*matches no layer of the proxy"):
+        shrink(RunConfig.model_validate(deep), 2, tmp_path / "none")
 
 
 def test_rounding_is_what_plain_training_shows_of_it(small: Proxy, reference: Figures) -> None:

@@ -137,6 +137,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
                 outer_steps += map(asdict, outer.settle())
             save(engine, Path(case["save_to"]), world, outer)
         keep_weights(engine, case, step + 1, world)
+    logits = engine.logits(torch.tensor(case["probe"])).tolist() if "probe" in case else None
     sent_bytes = engine.optimizer_sent_bytes()
     batches.close()
     engine.close()
@@ -152,6 +153,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         "outer_steps": outer_steps,
         "samples": samples_of_steps(samples, place.data_rank, world),
         "secondary_size": secondary_size(),
+        "logits": logits,
         "optimizer_sent_bytes": sent_bytes,
     }
     if choices is not None:

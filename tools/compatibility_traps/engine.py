@@ -130,14 +130,13 @@ ENGINE: tuple[Trap, ...] = (
         "ZeRO",
         "blocks of several mixtures of experts are leaf modules, whose parameters go before their "
         "gradients come where weights are frozen",
-        "there are none unless the JSON names some; beside frozen weights those are refused",
+        "there are none; a JSON that names some is refused",
         (
-            "tests/unit/settings/deepspeed/test_engine_config.py"
-            "::test_zero_3_has_the_leaf_modules_that_the_json_names_alone",
+            "tests/unit/settings/deepspeed/test_engine_config.py::test_zero_3_has_no_leaf_modules",
             "tests/parity/test_adapters.py::test_equals_plain_peft",
             RULES,
         ),
-        rules=("leaf modules beside frozen weights",),
+        code=("bigtrain/settings/deepspeed/engine_config.py::_assemble",),
     ),
     Trap(
         "ZeRO",
@@ -159,7 +158,6 @@ ENGINE: tuple[Trap, ...] = (
         "refused",
         (RULES,),
         rules=(
-            "predivided gradients with reduce-scatter",
             "prescaled gradients with reduce-scatter",
             "no gradient norm",
         ),

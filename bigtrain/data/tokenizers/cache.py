@@ -44,6 +44,7 @@ class CachedTokenizer:
     """What ``AutoTokenizer`` made of a directory: `content` is its ``tokenizer.json``.
 
     `changes` are the parts that loading changed, `files` what `save_pretrained` writes besides.
+    `remark`: what loading had to say, for the log.
     """
 
     hash: str
@@ -53,6 +54,7 @@ class CachedTokenizer:
     changes: dict[str, Any]
     files: dict[str, str]
     content: bytes
+    remark: str = ""
 
     @cached_property
     def backend_json(self) -> str:
@@ -80,10 +82,10 @@ def fingerprint(directory: Path, name: str) -> str | None:
     """The cache key of loading `directory` by `name`; None if its files cannot be read.
 
     Covers its files except weights, the name (transformers knows some models by it), the versions
-    of the libraries and this module.
+    of the libraries and the modules that load tokenizers.
     """
     try:
-        parts: list[str | bytes] = [name, builds(*LIBRARIES), source_of(__file__)]
+        parts: list[str | bytes] = [name, builds(*LIBRARIES), _own_source()]
         for path in _files(directory):
             if path.stat().st_size > MAX_FILE_BYTES:
                 return None
@@ -91,6 +93,10 @@ def fingerprint(directory: Path, name: str) -> str | None:
     except (OSError, LookupError):
         return None
     return key_of(parts)
+
+
+def _own_source() -> bytes:
+    return source_of(*map(str, sorted(Path(__file__).parent.glob("*.py"))))
 
 
 def get_cached_tokenizer(directory: Path, key: str) -> CachedTokenizer | None:

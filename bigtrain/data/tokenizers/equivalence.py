@@ -6,10 +6,8 @@ input's documents a share is compared in every run.
 
 from __future__ import annotations
 
-import platform
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +16,7 @@ from bigtrain.data.tokenizers import edge_cases as edge_cases_module
 from bigtrain.data.tokenizers import encoders as encoders_module
 from bigtrain.data.tokenizers.edge_cases import tokenizer_edge_cases
 from bigtrain.data.tokenizers.encoders import Encoded, Encoder, EncoderError
-from bigtrain.system.user_cache import builds, cache_get, cache_put, key_of, source_of
+from bigtrain.system.user_cache import builds, cache_get, cache_put, key_of, processor, source_of
 
 FIRST_CHECKED = 64
 CHECKED_ONE_IN = 1000
@@ -72,7 +70,7 @@ def _proof_key(fast: Encoder, reference: Encoder) -> str | None:
             source_of(__file__, encoders_module.__file__, edge_cases_module.__file__),
             builds(fast.library, reference.library),
             reference.tokenizer_json,
-            _processor(),
+            processor(),
         ]
     except (OSError, LookupError):
         return None
@@ -80,16 +78,8 @@ def _proof_key(fast: Encoder, reference: Encoder) -> str | None:
         kind = type(encoder)
         parts += [kind.__module__, kind.__qualname__]
         parts += [str(encoder.end_of_document_id), str(encoder.parse_special_tokens)]
+        parts += [str(encoder.beginning_ids)]
     return key_of(parts)
-
-
-def _processor() -> str:
-    """CPU features, by which libraries choose code paths: machines may share a home directory."""
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
-        for line in file:
-            if line.startswith(("flags", "Features")):
-                return line
-    return f"{platform.machine()} {platform.processor()} {platform.node()}"
 
 
 @dataclass(frozen=True)

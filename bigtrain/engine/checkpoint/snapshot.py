@@ -163,7 +163,7 @@ def read_weights(engine: TrainEngine, weights: Weights) -> None:
                 fragment.tensors[MASTER].copy_(target.tensors[MASTER])
         for name, buffer in _buffers(engine).items():
             if (name := base_name(name)) in weights.tensors:
-                weights.fill(name, (0,) * buffer.ndim, buffer)
+                weights.fill(name, (0,) * buffer.ndim, buffer, is_buffer=True)
 
     on_all_ranks(read)
     engine.refresh_parameters()

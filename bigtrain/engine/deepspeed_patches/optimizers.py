@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from bigtrain.engine.deepspeed_patches.partitions import MasterRange
@@ -102,19 +103,46 @@ def flat_partitions(optimizer: Any) -> list[torch.Tensor] | None:
     return []
 
 
-def zero12_range(parameter: Any, partitions: list[torch.Tensor]) -> MasterRange | None:
-    """Where this rank has its part of a parameter's master in `flat_partitions`, if it has one.
+def zero12_ranges(optimizer: Any, partitions: list[torch.Tensor]) -> dict[int, MasterRange]:
+    """Where this rank has its parts of parameters' masters in `flat_partitions`, by parameter's id.
 
-    By `_hp_mapping` (0.19.8, utils/mixed_precision_linkage.py, utils/tensor_fragment.py). Not
-    through its `optim_fragment`: DeepSpeed links that after the first group's first update, when
-    the other groups have no state yet, and never again.
+    ZeRO 1 and 2 split the flat tensor of a group evenly over its ranks. Which parameter is where in
+    it is `round_robin_bit16_groups` with `round_robin_bit16_offsets` (0.19.8,
+    runtime/zero/stage_1_and_2.py). `_hp_mapping` takes the group's own order, which with
+    ``round_robin_gradients`` is another one. BF16_Optimizer, which has one order only, is read by
+    `_hp_mapping` (utils/mixed_precision_linkage.py, utils/tensor_fragment.py), but not through its
+    `optim_fragment`: DeepSpeed links that after the first group's first update, when the other
+    groups have no state yet, and never again.
     """
-    mapping = getattr(parameter, "_hp_mapping", None)
-    if mapping is None:
-        return None
-    address = mapping.hp_fragment_address
-    flat = partitions[mapping.param_group_index]
-    return MasterRange(flat, address.start, address.numel, mapping.lp_fragment_address.start)
+    if not hasattr(optimizer, "round_robin_bit16_groups"):
+        return _mapped_ranges(optimizer, partitions)
+    ranges = {}
+    for index, (parameters, flat) in enumerate(
+        zip(optimizer.round_robin_bit16_groups, partitions, strict=True)
+    ):
+        rank = dist.get_rank(group=optimizer.real_dp_process_group[index])
+        size = int(optimizer.partition_size[index])
+        begin, end = rank * size, (rank + 1) * size
+        offsets = optimizer.round_robin_bit16_offsets[index]
+        for parameter, offset in zip(parameters, offsets, strict=True):
+            first, last = max(offset, begin), min(offset + parameter.numel(), end)
+            if first < last:
+                ranges[id(parameter)] = MasterRange(
+                    flat, first - begin, last - first, first - offset
+                )
+    return ranges
+
+
+def _mapped_ranges(optimizer: Any, partitions: list[torch.Tensor]) -> dict[int, MasterRange]:
+    ranges = {}
+    for parameter in (p for group in optimizer.bf16_groups for p in group):
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is not None:
+            address = mapping.hp_fragment_address
+            flat = partitions[mapping.param_group_index]
+            start = mapping.lp_fragment_address.start
+            ranges[id(parameter)] = MasterRange(flat, address.start, address.numel, start)
+    return ranges
 
 
 def masters_of_group(optimizer: Any, index: int, group: dict[str, Any]) -> list[Any]:
@@ -138,7 +166,10 @@ def refresh_parameters(engine: Any) -> None:
 
     As DeepSpeed does it after loading a checkpoint: `update_lp_params` where there is one; ZeRO-3
     by `_reassign_or_swap_out_partitioned_parameters` (0.19.8, runtime/zero/stage3.py:2854, called
-    so at :3565) and `persistent_parameters` (:296), which are never gathered anew.
+    so at :3565) and `persistent_parameters` (:296), which are never gathered again. Secondary
+    partitions (ZeRO++'s hpZ) are copies of the old weights, also those of frozen parameters, and
+    are made from the new ones when they are next needed, as after an update
+    (`invalidate_secondary_tensor`, :755).
     """
     optimizer = engine.optimizer
     if _refreshes_itself(optimizer):
@@ -149,6 +180,9 @@ def refresh_parameters(engine: Any) -> None:
         persistent = optimizer.persistent_parameters
         if persistent:
             persistent[0].partition(persistent)
+        for parameter in engine.module.parameters():
+            parameter.ds_secondary_tensor = None
+        if persistent:
             persistent[0].all_gather(persistent)
     else:
         for parameter, master in zero0_masters(optimizer):

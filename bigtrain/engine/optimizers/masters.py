@@ -20,7 +20,7 @@ from bigtrain.engine.deepspeed_patches.optimizers import (
     is_zero3,
     offloads_to_nvme,
     zero0_layout,
-    zero12_range,
+    zero12_ranges,
 )
 from bigtrain.engine.deepspeed_patches.partitions import MasterRange, frozen_range, zero3_range
 from bigtrain.errors import CheckpointError
@@ -98,7 +98,8 @@ def _finder(optimizer: Any) -> Any:
         return lambda p: zero3_range(p, optimizer)
     partitions = flat_partitions(optimizer)
     if partitions is not None:
-        return lambda p: zero12_range(p, partitions)
+        ranges = zero12_ranges(optimizer, partitions)
+        return lambda p: ranges.get(id(p))
     layout = {id(p): (flat, offset) for p, flat, offset in zero0_layout(optimizer)}
     if layout:
         return lambda p: _Whole(*layout[id(p)], p.numel(), 0)

@@ -30,7 +30,7 @@ from bigtrain.settings.sections.failures import (
 )
 from bigtrain.system.listening import is_loopback
 from bigtrain.system.versions import library_versions
-from bigtrain.system.world import World
+from bigtrain.system.world import World, is_of_mpirun, without_foreign
 
 # From this world size on, gloo connects two ranks when they first communicate, which few pairs do,
 # and not each rank to all others: with two CPU groups of 4,096 ranks those are 8,190 sockets per
@@ -62,7 +62,7 @@ def process_group(
     Raises LaunchError if ranks cannot reach the main rank, if some have not joined within
     `rendezvous_timeout_seconds`, or if hosts have different versions.
     """
-    with process_as_before():
+    with process_as_before(), without_foreign(world, os.environ):
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         with _opened_group(world, rendezvous_timeout_seconds, collective_timeout_seconds) as joined:
             yield joined
@@ -153,7 +153,7 @@ def _complete_environment(world: World) -> list[str]:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     added = [name for name in values if name not in os.environ]
-    if world.is_main and world.size > 1 and "OMPI_COMM_WORLD_RANK" in os.environ:
+    if world.is_main and world.size > 1 and is_of_mpirun(world, os.environ):
         _refuse_other_host(os.environ["MASTER_ADDR"])
     # Under torchrun its agent holds the port already.
     if world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -18,7 +18,7 @@ from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.system.cpu_share import CpuShare, cpu_share, local_world_size
 from bigtrain.system.gpu_environment import allocator_settings, nccl_defaults
 from bigtrain.system.machine import this_machine
-from bigtrain.system.world import World
+from bigtrain.system.world import World, describe_foreign
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def runtime_settings(
     Yields human-readable lines of what was set. Must come before the process group is opened and
     before the first GPU allocation. Not collective. The allocator's settings are not undone.
     """
-    lines: list[str] = []
+    lines = describe_foreign(world, environment)
     added: dict[str, str] = {}
     if device_kind() == "cuda":
         added = nccl_defaults(environment, Path(run.config.output.directory))

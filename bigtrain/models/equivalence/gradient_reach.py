@@ -54,6 +54,25 @@ def parameters_without_gradient(
         return None
 
 
+def forward_failure(hf_config: PreTrainedConfig, attention: str = "auto") -> str | None:
+    """Why the model's own code cannot run a forward pass with this configuration, neither on the
+    meta device nor of a proxy model on the CPU; None if it can, or if that is not known.
+
+    Time as `parameters_without_gradient`.
+    """
+    with torch.random.fork_rng(devices=[]):
+        try:
+            _on_meta(hf_config)
+        except Exception:  # as above
+            try:
+                _on_cpu(hf_config, attention)
+            except NotImplementedError:
+                return None
+            except (*MODEL_FAILURES, ArithmeticError) as error:
+                return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return None
+
+
 def _on_meta(hf_config: PreTrainedConfig) -> tuple[str, ...]:
     with torch.device("meta"), no_init_weights():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))

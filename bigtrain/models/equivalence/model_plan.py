@@ -11,6 +11,7 @@ from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.document_isolation import plan_isolation
 from bigtrain.models.equivalence.expert_balance import check_expert_balance
 from bigtrain.models.equivalence.expert_parallel import check_expert_parallel
+from bigtrain.models.equivalence.gradient_reach import forward_failure
 from bigtrain.models.equivalence.loss import choose_loss
 from bigtrain.models.equivalence.parameter_plan import ParameterPlan, plan_parameters
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
@@ -52,6 +53,10 @@ def choose(
 
     A second or so for each kind of parallelism and packing; `check_tensor_size` comes first.
     """
+    if failure := forward_failure(hf_config, config.model.attention):
+        key = "model.path" if config.model.path is not None else "model.config"
+        rule = f"the code of a {hf_config.model_type} fails with this configuration: {failure}"
+        return None, [Problem(key, config.model.path, rule, "correct its sizes")]
     problems, stages, isolation = try_model(config, hf_config)
     if problems:
         return None, problems

@@ -10,23 +10,23 @@ code is not transformers' own.
 from __future__ import annotations
 
 import json
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import TypeAdapter
 from transformers import PreTrainedConfig
 
-import bigtrain
 from bigtrain.errors import Problem
 from bigtrain.models.equivalence.model_plan import ModelPlan, choose
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
-from bigtrain.system.user_cache import builds, cached, key_of, source_of
+from bigtrain.system.user_cache import builds, cached, key_of, package_source, processor
 
 KIND = "trials"
-_LIBRARIES = ("torch", "transformers", "liger-kernel", "flash-attn", "kernels")
+_LIBRARIES = (
+    *("torch", "transformers", "liger-kernel", "flash-attn", "kernels"),
+    *("peft", "bitsandbytes"),  # of models with adapters
+)
 _PLAN = TypeAdapter(ModelPlan)
 
 
@@ -74,12 +74,7 @@ def trial_key(hf_config: PreTrainedConfig, *settings: object) -> str | None:
         libraries = builds(*_LIBRARIES)
     except LookupError:
         return None
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
     model = hf_config.to_json_string(use_diff=False)
-    return key_of([_own_source(), libraries, device, model, json.dumps(settings, sort_keys=True)])
-
-
-@cache
-def _own_source() -> bytes:
-    root = Path(bigtrain.__file__).parent
-    return source_of(*map(str, sorted(root.rglob("*.py"))))
+    own = package_source()
+    return key_of([own, libraries, device, model, json.dumps(settings, sort_keys=True)])

@@ -8,7 +8,9 @@ which of them have tokens.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,15 +62,28 @@ def is_odd(parameter: nn.Parameter) -> bool:
 
 @cache
 def padded_works() -> bool:
-    """Whether this torch computes padded products and their gradients; registers them if so."""
-    rows = torch.ones(3, 5, requires_grad=True)
-    stacks = torch.ones(2, 7, 5, requires_grad=True)
-    ends = torch.tensor([1, 3], dtype=torch.int32)
+    """Whether this torch computes padded products and their gradients; registers them if so.
+
+    The result is kept for the process, so it is a function of the installed torch only. It is
+    computed in a thread of its own, which has none of the caller's modes: under `no_grad` there is
+    no gradient to compute, and autocast, a default device or a tracing mode compute something else.
+    Ranks that called in different modes would choose different implementations.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        works = pool.submit(_computes_gradients).result()
+    if works:
+        grouped_experts(PADDED, _padded)
+    return works
+
+
+def _computes_gradients() -> bool:
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "requires_grad": True}
+    rows, stacks = torch.ones(3, 5, **kind), torch.ones(2, 7, 5, **kind)
+    ends = torch.tensor([1, 3], dtype=torch.int32, device="cpu")
     try:
         _padded(F.grouped_mm)(rows, stacks.transpose(-2, -1), ends).sum().backward()
-    except (AttributeError, RuntimeError):  # of an older torch, or another device
+    except (AttributeError, RuntimeError):  # of an older torch
         return False
-    grouped_experts(PADDED, _padded)
     return True
 
 

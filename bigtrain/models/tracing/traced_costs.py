@@ -15,7 +15,6 @@ from typing import Any
 
 from bigtrain.errors import ConfigError, ModelError, Problem
 from bigtrain.models.tracing.trace_process import NoTraceProcessError, trace_apart
-from bigtrain.planner import model_costs as formats
 from bigtrain.planner.model_costs import (
     AdapterCosts,
     ModelCosts,
@@ -33,7 +32,7 @@ from bigtrain.system.user_cache import (
     cache_put,
     cached,
     key_of,
-    source_of,
+    package_source,
 )
 
 KIND = "model_costs"
@@ -56,7 +55,7 @@ def model_costs(
 
 def _own_costs(config: RunConfig, hf_config: Any, traces: bool) -> tuple[ModelCosts, str]:
     values = written_configuration(config.model)
-    key = _key(config, values) if values else None
+    key = _key(config, values, hf_config) if values else None
     if key is not None:
         found = cache_get(KIND, key)
         if found is not None:
@@ -91,7 +90,7 @@ def _adapter_costs(
         double = section.double_quantization if section.is_quantized else None
         return of_all_linear(costs, section.rank, double)
     values = written_configuration(config.model)
-    key = _key(config, values, section) if values else None
+    key = _key(config, values, None, section) if values else None
     found = cache_get(KIND, key) if key is not None else None
     if found is not None:
         with suppress(KeyError, TypeError):
@@ -108,19 +107,21 @@ def _adapter_costs(
     return counted
 
 
-def _key(config: RunConfig, values: Mapping[str, Any], *more: Section) -> str | None:
+def _key(
+    config: RunConfig, values: Mapping[str, Any], hf_config: Any, *more: Section
+) -> str | None:
+    """`hf_config`: what is traced, whose vocabulary may have grown beyond the written one."""
+    grown = ""
+    if hf_config is not None and config.model.vocabulary is not None:
+        grown = str(hf_config.get_text_config().vocab_size)
     with suppress(LookupError):
         return key_of(
             [
                 json.dumps(values, sort_keys=True),
+                grown,
                 config.precision.dtype,
-                builds("torch", "transformers"),
-                # What is traced, and the shape it is kept in.
-                source_of(
-                    str(Path(__file__).with_name("meta_trace.py")),
-                    str(Path(__file__).parents[1] / "layers" / "repeated_layers.py"),
-                    str(formats.__file__),
-                ),
+                builds("torch", "transformers", *(("peft",) if more else ())),
+                package_source(),
                 *(section.model_dump_json() for section in more),
             ]
         )

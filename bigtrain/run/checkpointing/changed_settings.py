@@ -5,6 +5,7 @@ Only what is read: nothing here is collective, and torch is not imported.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from bigtrain.data.samples.identity import SourceIdentity
 from bigtrain.data.samples.phases import Phase, differences, first_phase, next_phase
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.run.checkpointing import checkpoints
+from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.run_config import RunConfig
 
 # Settings that may change on resume: none of them changes the mathematics. Everything else must be
@@ -30,6 +32,7 @@ _FREE = {
     "data.path",
     "data.sources",
     "data.tokenizer",
+    "data.allow_other_tokenizer",
     "data.verify",
     "data.workers",
     "sites.address",
@@ -153,6 +156,31 @@ def resumed_phases(
     changes += [change for change in differences(phases[-1], following) if change[0] not in named]
     _refuse_changes(changes, document, config, directory)
     return phases if following is phases[-1] else (*phases, following)
+
+
+def changed_rate(document: dict[str, Any], config: RunConfig) -> str | None:
+    """The line about a learning rate that other settings change at the step that comes next;
+    `document`: the checkpoint's ``state.json``. None if it is the same, or was not recorded."""
+    try:
+        there = RunConfig.model_validate(document["config"])
+    except ValueError:  # of another release of bigtrain
+        return None
+    step = int(document["step"])
+    before, now = (
+        learning_rate_at(step, run.optimizer.lr, run.schedule, run.train.steps)
+        for run in (there, config)
+    )
+    if math.isclose(before, now, rel_tol=1e-9) or step >= config.train.steps:
+        return None
+    keys = [
+        key
+        for key, _ in _changed_settings(document["config"], config)
+        if key.startswith(("train.", "schedule.", "optimizer."))
+    ]
+    return (
+        f"learning rate of step {step + 1}: {now:.6g}; with the checkpoint's settings it would be "
+        f"{before:.6g} (changed: {', '.join(keys)})"
+    )
 
 
 def _refuse_other_packing(changes: Sequence[tuple[str, str]], directory: Path) -> None:

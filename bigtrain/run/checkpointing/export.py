@@ -12,6 +12,7 @@ from bigtrain.engine.checkpoint.lazy import open_weights
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
 from bigtrain.models.export.adapters import export_adapter, merged_weights, probe_beside
+from bigtrain.models.export.base_record import BaseRecord
 from bigtrain.models.export.verified import Probe, export_model
 from bigtrain.models.weights.export_hf import MAX_SHARD_SIZE
 from bigtrain.models.weights.import_hf import Weights, find_weights
@@ -81,19 +82,23 @@ def export_run(
             )
             return int(state["step"])
         weights, probe = _merged(weights, config, base, hf_config, probe, warn)
-    export_model(
+    record = BaseRecord.find(run_directory)
+    notes = export_model(
         weights,
         hf_config,
         tokenizer,
         output,
-        dtype=dtype or config.precision.dtype,
+        dtype=dtype or (config.precision.dtype if record is None else None),
         probe=probe,
         generation_config=model_config / GENERATION_CONFIG,
         card=card,
         replace=replace,
         max_shard_size=max_shard_size,
+        base=record,
         as_stored=() if merge else _frozen(config, state),
     )
+    for note in notes:
+        warn(f"{output}: {note}")
     return int(state["step"])
 
 

@@ -220,23 +220,33 @@ _COMMUNICATION_RULES = (
         lambda f: replace(f, partition_size=largest_divisor(f.world_size, f.partition_size)),
         Facts(zero_stage=3, partition_size=8, world_size=12),
     ),
-    rule(  # zero/stage3.py:396, zero/stage_1_and_2.py:350
-        "predivided gradients with reduce-scatter",
-        lambda f: f.gradient_predivide_factor != 1 and f.reduce_scatter and f.zero_stage >= 2,
-        ("ds:gradient_predivide_factor", lambda f: f.gradient_predivide_factor),
-        "ZeRO 2 and 3 do not support it with reduce_scatter",
-        "1.0, or zero_optimization.reduce_scatter false",
-        lambda f: replace(f, gradient_predivide_factor=1.0),
-        Facts(zero_stage=3, gradient_predivide_factor=2.0),
-    ),
-    rule(  # zero/stage3.py:397
+    rule(  # zero/stage3.py:396, zero/stage_1_and_2.py:351
         "prescaled gradients with reduce-scatter",
-        lambda f: f.prescale_gradients and f.reduce_scatter and f.zero_stage == 3,
+        lambda f: f.prescale_gradients and f.reduce_scatter and f.zero_stage >= 2,
         ("ds:prescale_gradients", lambda f: f.prescale_gradients),
-        "ZeRO 3 does not support it with reduce_scatter",
+        "ZeRO 2 and 3 do not support it with reduce_scatter",
         "false, or zero_optimization.reduce_scatter false",
         lambda f: replace(f, prescale_gradients=False),
-        Facts(zero_stage=3, prescale_gradients=True),
+        Facts(zero_stage=2, prescale_gradients=True),
+    ),
+    rule(
+        "gradients reduced in float16 without loss scaling",
+        lambda f: f.communication_dtype == "fp16" and f.dtype != "float16",
+        ("ds:communication_data_type", lambda f: f.communication_dtype),
+        "gradients beyond float16's range would be lost: only precision.dtype = float16 scales "
+        "them",
+        '"fp32", or leave it out',
+        lambda f: replace(f, communication_dtype="fp32"),
+        Facts(zero_stage=1, communication_dtype="fp16"),
+    ),
+    rule(  # runtime/engine.py:2182
+        "another communication dtype with sequence parallelism",
+        lambda f: f.communication_dtype not in (None, "fp32") and f.sequence_size > 1,
+        ("ds:communication_data_type", lambda f: f.communication_dtype),
+        "DeepSpeed ignores it between ranks that share samples, and adds up in float32",
+        '"fp32", or leave it out',
+        lambda f: replace(f, communication_dtype="fp32"),
+        Facts(zero_stage=1, world_size=2, sequence_size=2, communication_dtype="bf16"),
     ),
     rule(  # zero/config.py, engine.py:2307; and every run clips and logs by the norm
         "no gradient norm",
@@ -249,21 +259,8 @@ _COMMUNICATION_RULES = (
     ),
 )
 
-_GATHER_RULES = (
-    rule(  # zero/stage3.py:1538: the hook comes before the gradients where no input needs one
-        "leaf modules beside frozen weights",
-        lambda f: bool(f.leaf_modules) and f.zero_stage == 3 and f.freezes,
-        ("ds:zero_optimization.leaf_module", lambda f: list(f.leaf_modules)),
-        "with frozen weights, DeepSpeed frees a leaf's parameters before their gradients exist",
-        "leave it out: bigtrain's default has no leaf modules",
-        lambda f: replace(f, leaf_modules=()),
-        Facts(zero_stage=3, leaf_modules=("MixtralSparseMoeBlock",), freezes=True),
-    ),
-)
-
 ENGINE_RULES: tuple[Rule, ...] = (
     *_OFFLOAD_RULES,
     *_PRECISION_RULES,
     *_COMMUNICATION_RULES,
-    *_GATHER_RULES,
 )

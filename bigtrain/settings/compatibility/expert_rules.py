@@ -86,14 +86,14 @@ EXPERT_RULES: tuple[Rule, ...] = (
         Facts(zero_stage=2, world_size=2, expert_size=2, contiguous_gradients=False),
     ),
     rule(  # zero/stage3.py:1933 divides by the wrong size, stage_1_and_2.py:1688 not at all
-        "predivided gradients with experts",
-        lambda f: f.expert_size > 1 and (f.gradient_predivide_factor != 1 or f.prescale_gradients),
+        "prescaled gradients with experts",
+        lambda f: f.expert_size > 1 and f.prescale_gradients,
         (_EXPERT, lambda f: f.expert_size),
-        "gradient_predivide_factor and prescale_gradients count the ranks that share an expert "
-        "instead of those that its tokens come from",
-        "leave these keys out, or parallel.expert=1",
-        lambda f: replace(f, gradient_predivide_factor=1.0, prescale_gradients=False),
-        Facts(world_size=2, dtype="float32", expert_size=2, gradient_predivide_factor=2.0),
+        "prescale_gradients counts the ranks that share an expert instead of those that its tokens "
+        "come from",
+        "leave it out, or parallel.expert=1",
+        lambda f: replace(f, prescale_gradients=False),
+        Facts(world_size=2, dtype="float32", expert_size=2, prescale_gradients=True),
     ),
     rule(
         "experts on NVMe",

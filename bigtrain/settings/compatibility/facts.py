@@ -19,7 +19,7 @@ class Facts:
     None means unknown, and rules about an unknown fact pass: ``device`` and ``async_io`` (whether
     libaio is installed) are unknown on a login node. ``gradient_dtype``: None where the run leaves
     it to the engine. ``pipeline_settings``: keys of the JSON's pipeline block that differ from its
-    defaults. ``leaf_modules``: what the JSON calls so, under ZeRO 3. ``source`` names the DeepSpeed
+    defaults. ``communication_dtype``: the JSON's, None without. ``source`` names the DeepSpeed
     JSON in problems. ``accelerate``: the engine is configured by the answers to accelerate, without
     a JSON.
 
@@ -57,7 +57,7 @@ class Facts:
     partition_size: int = 1
     quantized_weights: bool = False
     quantized_gradients: bool = False
-    gradient_predivide_factor: float = 1.0
+    communication_dtype: str | None = None
     prescale_gradients: bool = False
     reduce_scatter: bool = True
     contiguous_gradients: bool = True
@@ -67,7 +67,6 @@ class Facts:
     pipeline_block: bool = False
     pipeline_settings: tuple[str, ...] = ()
     flops_profiler: bool = False
-    leaf_modules: tuple[str, ...] = ()
     attention: str = "auto"
     isolates: bool = False
     loss: str = "auto"

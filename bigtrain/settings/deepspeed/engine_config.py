@@ -15,6 +15,7 @@ from typing import Any
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.deepspeed.accepted import check_values, not_tried
 from bigtrain.settings.deepspeed.keys import AUTO, check_keys, with_integers
 from bigtrain.settings.deepspeed.ownership import (
     REFUSED_BLOCKS,
@@ -63,7 +64,8 @@ class EngineConfig:
     """What DeepSpeed is given, and the values in it that the rest of bigtrain needs.
 
     ``deepspeed`` is the dictionary for ``deepspeed.initialize``; ``offload_*`` is "cpu", "nvme" or
-    None; ``source`` is the JSON it came from.
+    None; ``source`` is the JSON it came from; ``not_tried`` are the keys in it whose values no test
+    has trained with.
     """
 
     deepspeed: dict[str, Any]
@@ -71,6 +73,7 @@ class EngineConfig:
     offload_optimizer: str | None
     offload_param: str | None
     source: str
+    not_tried: tuple[str, ...] = ()
 
 
 def deepspeed_config_names() -> list[str]:
@@ -147,8 +150,10 @@ def _refuse_constant(name: str) -> None:
 
 def check_file_alone(raw: Mapping[str, Any], source: str) -> list[Problem]:
     """Problems of a DeepSpeed JSON that do not depend on the run: unknown keys, illegal values,
-    blocks that bigtrain does not allow."""
-    return [*check_keys(raw, source), *check_refused_blocks(raw, source)]
+    blocks that bigtrain does not allow, values that nothing has been compared with."""
+    problems = [*check_keys(raw, source), *check_refused_blocks(raw, source)]
+    named = {problem.key.removeprefix(f"{source}: ") for problem in problems}
+    return [*problems, *check_values(raw, source, named)]
 
 
 def render(
@@ -178,6 +183,7 @@ def render(
             offload_optimizer=offload_device(raw, "offload_optimizer"),
             offload_param=offload_device(raw, "offload_param"),
             source=source,
+            not_tried=tuple(not_tried(raw, config.precision.dtype)),
         ),
         [],
     )
@@ -246,7 +252,7 @@ def _assemble(
         # DeepSpeed's default names the blocks of several mixtures of experts; the hook that ends a
         # leaf's backward comes before its gradients where no input needs one (beside frozen
         # weights). Experts here are stacks, which every rank reads in the same order.
-        zero.setdefault("leaf_module", {"classes": []})
+        zero["leaf_module"] = {"classes": [], **zero.get("leaf_module", {})}
     if config.parallel.pipeline > 1:
         # DeepSpeed's defaults are true, and 2 GB for a buffer that it allocates at every step.
         tree["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}

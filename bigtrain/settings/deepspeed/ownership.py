@@ -219,7 +219,17 @@ def _owned_optimizer(config: RunConfig, raw: Mapping[str, Any]) -> list[Owned]:
     optimizer = config.optimizer
     betas = list(optimizer.betas)
     masters = "precision (masters and optimizer states)"
+    own = []
+    if optimizer.is_own:
+        own.append(
+            Owned("zero_allow_untested_optimizer", "optimizer.type", optimizer.type, True, False)
+        )
+        if Owned.lookup(raw, "zero_optimization.offload_optimizer.device", "none") != "none":
+            own.append(
+                Owned("zero_force_ds_cpu_optimizer", "optimizer.type", optimizer.type, False, False)
+            )
     return [
+        *own,
         Owned("gradient_clipping", "optimizer.clip_norm", optimizer.clip_norm, optimizer.clip_norm),
         Owned(
             "optimizer.type",

@@ -105,17 +105,25 @@ def copy_tree(directory: Path, address: str, last: str | None = None) -> int:
     return num_bytes
 
 
-@lru_cache(maxsize=64)
 def local_copy(address: str, *, weights: bool = True) -> Path:
     """A directory of this host with the files at `address`, in the user's cache.
 
-    One process of a host fetches, the others wait. `weights`: those of models too. Raises
-    StorageError; every rank may call it, and it is not collective.
+    One process of a host fetches, the others wait; a process fetches once, and again if the copy is
+    gone. `weights`: those of models too. Raises StorageError; every rank may call it, and it is not
+    collective.
     """
     try:
         place = cache_directory() / "fetched" / _short_name(address)
     except RuntimeError as error:
         raise StorageError(f"{without_secrets(address)}: {error} -> set BIGTRAIN_CACHE") from None
+    if not place.is_dir():
+        fetched_copy.cache_clear()
+    return fetched_copy(address, place, weights)
+
+
+@lru_cache(maxsize=64)
+def fetched_copy(address: str, place: Path, weights: bool) -> Path:
+    """Copy what is at `address` to `place`; returns that. Raises StorageError."""
     try:
         with _alone(place):
             fetch_tree(address.rstrip("/"), place, lambda n: weights or not n.endswith(_WEIGHTS))

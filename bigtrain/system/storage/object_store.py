@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.system.storage.addresses import joined, scheme_of, without_secrets
-from bigtrain.system.storage.aws_files import s3_options
+from bigtrain.system.storage.aws_files import read_profile, s3_options
 from bigtrain.system.storage.stores import (
     Broken,
     Gone,
@@ -96,11 +97,17 @@ def _split(address: str) -> tuple[str, str]:
     return f"{scheme}://{bucket}", path
 
 
-@lru_cache(maxsize=16)
 def bucket_client(address: str) -> Any:
-    """One client for a bucket, which keeps its connections. Raises Refused."""
-    import os
+    """The client for a bucket, as variables and ``~/.aws`` configure it now. Raises Refused."""
+    prefixes = ("AWS_", "GOOGLE_", "AZURE_", "GCP_", "GCS_", "HOME")
+    environment = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+    profile = read_profile(os.environ) if scheme_of(address).startswith("s3") else None
+    return kept_client(address, tuple(sorted(environment.items())), repr(profile))
 
+
+@lru_cache(maxsize=16)
+def kept_client(address: str, _environment: tuple[tuple[str, str], ...], _profile: str) -> Any:
+    """One client for a bucket and what configures it, which keeps its connections."""
     from obstore.store import from_url
 
     options = s3_options(os.environ) if scheme_of(address).startswith("s3") else {}

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from transformers import CONFIG_MAPPING
 
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import load_hf_config, text_config
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.settings.compatibility.check import Facts, check_model
-from bigtrain.settings.hf_config_keys import ModelFigures, inspect_configuration, missing_model
+from bigtrain.settings.hf_config_keys import (
+    ModelFigures,
+    check_layer_drop,
+    inspect_configuration,
+    missing_model,
+)
 from bigtrain.settings.run_config import ModelSection
 from tests.support.worlds import ROOT
 
@@ -25,6 +32,60 @@ TYPES = ("llama", "gpt2", "qwen3_moe", "gemma3", "mamba", "bloom", "gpt_neox", "
 def problems_of(**values: Any) -> list[str]:
     config = {"model_type": "llama", **values}
     return [str(problem) for problem in inspect_configuration(ModelSection(config=config))[1]]
+
+
+OPT = {"model_type": "opt", "hidden_size": 32, "num_hidden_layers": 2}
+DROPPED = "each rank would skip other layers at random, and wait for the others' gradients"
+
+
+@pytest.mark.parametrize(
+    ("values", "overrides", "said"),
+    [
+        (
+            {**OPT, "layerdrop": 0.1},
+            {},
+            f"model.config.layerdrop = 0.1: {DROPPED} -> model.overrides.layerdrop=0.0",
+        ),
+        (OPT, {"layerdrop": 0.5}, f"model.overrides.layerdrop = 0.5: {DROPPED} -> 0.0"),
+        ({"model_type": "bart", "decoder_layerdrop": 1.0}, {}, "model.config.decoder_layerdrop"),
+        ({"model_type": "xglm", "layerdrop": 0.01}, {}, "model.config.layerdrop = 0.01"),
+    ],
+)
+def test_layers_skipped_at_random_are_refused(
+    values: dict[str, Any], overrides: dict[str, Any], said: str
+) -> None:
+    section = ModelSection(config=values, overrides=overrides)
+    (problem,) = inspect_configuration(section)[1]
+    assert str(problem).startswith(said)
+
+
+def test_a_layer_drop_of_zero_is_accepted() -> None:
+    assert inspect_configuration(ModelSection(config={**OPT, "layerdrop": 0.0}))[1] == []
+    switched_off = ModelSection(config={**OPT, "layerdrop": 0.1}, overrides={"layerdrop": 0.0})
+    assert inspect_configuration(switched_off)[1] == []
+
+
+def test_layer_drop_of_the_language_model_of_a_composite() -> None:
+    audio = {"audio_config": {"encoder_layerdrop": 0.1}, "text_config": {"layerdrop": 0.0}}
+    assert check_layer_drop(audio, "c") == []
+    (problem,) = check_layer_drop({"text_config": {"decoder_layerdrop": 0.2}}, "c")
+    assert problem.key == "c.text_config.decoder_layerdrop"
+
+
+def test_every_way_of_skipping_layers_has_a_name_that_is_known() -> None:
+    """Of all architectures of transformers: what is compared with a random number."""
+    models = Path(transformers.__file__).parent / "models"
+    names = set()
+    for file in models.glob("*/modeling_*.py"):
+        text = file.read_text(encoding="utf-8")
+        if re.search(r"< \(?self\.(config\.)?\w*drop", text):
+            names.update(re.findall(r"< \(?self\.config\.(\w*drop\w*)", text))
+            pattern = r"self\.\w*layer_?drop = (?:getattr\()?config(?:\.|, \")(\w+)"
+            names.update(re.findall(pattern, text))
+    names -= {"dropout"}  # of MaskFormer's decoder of images
+    assert {"layerdrop", "decoder_layerdrop", "encoder_layerdrop"} <= names
+    for name in names:
+        assert check_layer_drop({name: 0.1}, "c"), name
 
 
 @pytest.mark.parametrize("model_type", TYPES)

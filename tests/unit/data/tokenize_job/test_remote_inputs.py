@@ -18,7 +18,7 @@ from pyarrow import csv, parquet
 
 from bigtrain.cli import main
 from bigtrain.data.sources.remote_files import is_pattern
-from bigtrain.system.storage import object_store, remote_file, retries
+from bigtrain.system.storage import remote_file, retries
 from bigtrain.system.storage.retries import Patience
 from tests.support.chats import save_chat_tokenizer
 from tests.support.remote_servers import S3_VARIABLES, BreakingLine, WebServer, s3_server
@@ -86,7 +86,6 @@ def serve(
     if kind == "http":
         return f"http://me:letmein@127.0.0.1:{port}/bucket/data", line
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-    object_store.bucket_client.cache_clear()
     return "s3://bucket/data", line
 
 

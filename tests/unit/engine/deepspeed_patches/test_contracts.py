@@ -385,13 +385,32 @@ CONTRACTS = [
         "single_partition_of_fp32_groups",
     ),
     sets(optimizers.flat_partitions, lambda: BF16_Optimizer, "fp32_groups_flat_partition"),
+    sets(
+        optimizers.zero12_ranges,
+        lambda: DeepSpeedZeroOptimizer,
+        "round_robin_bit16_groups",
+        "round_robin_bit16_offsets",
+        "real_dp_process_group",
+        "partition_size",
+    ),
     reads(
-        optimizers.zero12_range,
+        optimizers.zero12_ranges,
+        lambda: DeepSpeedZeroOptimizer,
+        "flat_group.narrow(0, offset, meta.numel())",
+    ),
+    reads(
+        optimizers.refresh_parameters,
+        lambda: DeepSpeedZeroOptimizer_Stage3,
+        "param.ds_secondary_tensor = None",
+    ),
+    sets(optimizers.zero12_ranges, lambda: BF16_Optimizer, "bf16_groups"),
+    reads(
+        optimizers.zero12_ranges,
         lambda: mixed_precision_linkage.link_hp_params,
         "_hp_mapping = get_hp_fragment_mapping(",
     ),
     Contract(
-        optimizers.zero12_range,
+        optimizers.zero12_ranges,
         "fragments of masters have other fields",
         lambda: (
             {"lp_fragment_address", "hp_fragment_address", "param_group_index"}

@@ -15,6 +15,7 @@ from bigtrain.models.equivalence.once import choose_once, trial_key
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.adapters import AdaptersSection
+from bigtrain.system import user_cache
 
 LLAMA = {
     "model_type": "llama",
@@ -101,9 +102,26 @@ def test_every_setting_is_another_trial(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(set(keys)) == len(keys) == len(sections)
     choose_once(*run_of(LLAMA, 1, optimizer={"lr": 1e-4}))  # no trial depends on it
     assert keys[-1] == keys[0]
-    monkeypatch.setattr(once, "_own_source", lambda: b"another bigtrain")
+    monkeypatch.setattr(once, "package_source", lambda: b"another bigtrain")
     choose_once(*run_of(LLAMA, 1))
     assert keys[-1] not in keys[:-1]
+
+
+@pytest.mark.parametrize("library", ["torch", "transformers", "peft", "bitsandbytes"])
+def test_another_library_is_another_trial(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = trial_key(LlamaConfig(), "x")
+    monkeypatch.setattr(
+        user_cache, "_build", lambda name: f"{name} {'2' if name == library else '1'}"
+    )
+    changed = trial_key(LlamaConfig(), "x")
+    monkeypatch.setattr(user_cache, "_build", lambda name: f"{name} 1")
+    assert len({before, changed, trial_key(LlamaConfig(), "x")}) == 3
+
+
+def test_another_processor_is_another_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = trial_key(LlamaConfig(), "x")
+    monkeypatch.setattr(once, "processor", lambda: "flags: amx_bf16")
+    assert trial_key(LlamaConfig(), "x") != before
 
 
 def test_adapters_are_another_trial() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bigtrain.models.parallel import grouped_experts
-from bigtrain.models.parallel.grouped_experts import PADDED, fit_experts
+from bigtrain.models.parallel.grouped_experts import PADDED, fit_experts, padded_works
 
 
 def model_of(model_type: str, hidden: int, width: int) -> Any:
@@ -60,6 +63,36 @@ def test_padded_products_take_16_bit(dtype: torch.dtype) -> None:
     expected = model(input_ids=ids).logits
     found = model.to(dtype)(input_ids=ids).logits.float()
     assert float((found - expected).abs().max()) < 0.05 * float(expected.abs().max())
+
+
+AMBIENT = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "meta device": lambda: torch.device("meta"),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "fake tensors": FakeTensorMode,
+    "float16 by default": lambda: torch_default_dtype(torch.float16),
+}
+
+
+@contextmanager
+def torch_default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("mode", AMBIENT.values(), ids=AMBIENT.keys())
+def test_who_asks_first_does_not_decide(mode: Callable[[], AbstractContextManager[Any]]) -> None:
+    """The answer is kept for the process, and ranks must agree on it."""
+    padded_works.cache_clear()
+    with mode():
+        assert padded_works()
+    padded_works.cache_clear()
+    assert padded_works()
 
 
 def test_the_loop_is_left_where_padded_products_fail(monkeypatch: pytest.MonkeyPatch) -> None:

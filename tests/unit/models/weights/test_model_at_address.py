@@ -16,7 +16,7 @@ from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.settings.hf_config_keys import missing_model
 from bigtrain.settings.loading import load_run_config
 from bigtrain.settings.run_config import ModelSection
-from bigtrain.system.storage.copies import local_copy
+from bigtrain.system.storage.copies import fetched_copy
 from bigtrain.system.storage.stores import Gone
 
 ADDRESS = "memory://bucket/models/of/tiny"
@@ -24,7 +24,7 @@ ADDRESS = "memory://bucket/models/of/tiny"
 
 def test_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BIGTRAIN_CACHE", str(tmp_path / "cache"))
-    local_copy.cache_clear()
+    fetched_copy.cache_clear()
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=16,

@@ -17,7 +17,11 @@ from bigtrain.models.equivalence.parameter_plan import ParameterPlan
 from bigtrain.models.layers.isolation import Isolation
 from bigtrain.models.layers.loss_plan import LossPlan
 from bigtrain.run.checkpointing import checkpoints
-from bigtrain.run.checkpointing.changed_settings import refuse_other_run, resumed_phases
+from bigtrain.run.checkpointing.changed_settings import (
+    changed_rate,
+    refuse_other_run,
+    resumed_phases,
+)
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.state import TrainState
 from bigtrain.settings.batch_plan import BatchPlan
@@ -270,3 +274,15 @@ def test_groups_that_an_upgrade_has_changed_are_another_run() -> None:
     fewer = replace(NOW, matrices=())
     with pytest.raises(CheckpointError, match=r"optimizer\.type: updates other matrices now: lay"):
         resumed_phases(document, now, inputs().sources, "h", Path("checkpoint"), fewer)
+
+
+def test_a_learning_rate_that_jumps_is_named() -> None:
+    """A longer run decays later: the rate of the next step is another one."""
+    there = RunConfig.model_validate({**tree(), "train": {"steps": 100}})
+    longer = there.model_copy(update={"train": there.train.model_copy(update={"steps": 1000})})
+    document = {"config": there.model_dump(mode="json"), "step": 50}
+    line = changed_rate(document, longer)
+    assert line is not None
+    assert line.startswith("learning rate of step 51: ")
+    assert "changed: train.steps" in line
+    assert changed_rate(document, there) is None

@@ -19,6 +19,7 @@ from bigtrain.planner.tables.engines import cpu_engine
 from bigtrain.planner.tables.hardware import find_device
 from bigtrain.run.diagnostics.prediction import predict
 from bigtrain.settings.resolve import resolve_run_files
+from bigtrain.system import user_cache
 
 PLAIN = LossPlan("plain", 1024, "")
 
@@ -105,4 +106,6 @@ def test_a_calibrated_cpu_gets_a_rate_and_no_word_on_memory(
     rate = told.tokens_per_second
     assert rate is not None
     assert told.beside(rate * 2, 123.0) == [f"predicted {rate:,.0f} tokens/s (-50%)"]
+    monkeypatch.setattr(user_cache, "_build", lambda library: f"{library} of another day")
+    assert prediction().tokens_per_second is None  # it was measured with other libraries
     assert told.memory.context == pytest.approx(0.05 * told.memory.allocated)

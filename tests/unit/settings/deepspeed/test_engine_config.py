@@ -330,14 +330,20 @@ def test_empty_json_is_zero_0_with_everything_the_run_owns() -> None:
     }
 
 
-def test_zero_3_has_the_leaf_modules_that_the_json_names_alone() -> None:
+def test_zero_3_has_no_leaf_modules() -> None:
     """DeepSpeed's default are the blocks of several mixtures of experts."""
     assert rendered({"zero_optimization": {"stage": 3}})["zero_optimization"] == {
         "stage": 3,
         "leaf_module": {"classes": []},
     }
-    named = {"stage": 3, "leaf_module": {"names": ["mlp"]}}
-    assert rendered({"zero_optimization": named})["zero_optimization"] == named
+    block = {"stage": 3, "leaf_module": {"names": []}}
+    assert rendered({"zero_optimization": block})["zero_optimization"]["leaf_module"] == {
+        "classes": [],
+        "names": [],
+    }
+    named = {"stage": 3, "leaf_module": {"name_suffixes": ["self_attn"]}}
+    (text,) = problems_of({"zero_optimization": named})
+    assert "DeepSpeed gathers a leaf's parameters by its positional inputs" in text
 
 
 def test_clipping_switched_off_is_written_since_deepspeeds_default_is_on() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +13,14 @@ import pytest
 
 from bigtrain.cli import main
 from bigtrain.system.storage import copies, object_store, remote_file, retries
-from bigtrain.system.storage.copies import MARK, copy_tree, fetch_tree, list_tree, local_copy
+from bigtrain.system.storage.copies import (
+    MARK,
+    copy_tree,
+    fetch_tree,
+    fetched_copy,
+    list_tree,
+    local_copy,
+)
 from bigtrain.system.storage.retries import Patience
 from bigtrain.system.storage.stores import Gone, RemoteStat, StorageError
 from tests.support.remote_servers import S3_VARIABLES, BreakingLine, s3_server
@@ -26,7 +34,7 @@ def _quickly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(remote_file, "PATIENCE", soon)
     monkeypatch.setattr(retries, "PATIENCE", soon)
     monkeypatch.setenv("BIGTRAIN_CACHE", str(tmp_path / "cache"))
-    local_copy.cache_clear()
+    fetched_copy.cache_clear()
 
 
 @pytest.fixture
@@ -39,7 +47,6 @@ def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BreakingLi
         for name, value in S3_VARIABLES.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-        object_store.bucket_client.cache_clear()
         yield found
 
 
@@ -167,6 +174,8 @@ def test_a_copy_of_this_host(tmp_path: Path) -> None:
     assert sorted(tree(small, ".fetched.json")) == ["config.json"]
     assert local_copy("memory://models/tiny") == small
     assert (small / "model.safetensors").read_bytes() == CONTENT
+    shutil.rmtree(small)  # as of any cache
+    assert (local_copy("memory://models/tiny") / "model.safetensors").read_bytes() == CONTENT
     assert copies.at_hand("models/tiny") == "models/tiny"
     with pytest.raises(Gone):
         local_copy("memory://models/none")

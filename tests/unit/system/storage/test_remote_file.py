@@ -55,9 +55,6 @@ def address_of(
     for name, value in S3_VARIABLES.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-    from bigtrain.system.storage.object_store import bucket_client
-
-    bucket_client.cache_clear()
     return "s3://bucket/a.bin", line
 
 
@@ -176,9 +173,6 @@ def test_what_cannot_be_read(
     with pytest.raises(Gone, match="s3://bucket/none does not exist"):
         store_of(address).stat("s3://bucket/none")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "other")
-    from bigtrain.system.storage.object_store import bucket_client
-
-    bucket_client.cache_clear()
     with pytest.raises(Refused, match="AWS_ACCESS_KEY_ID") as refused:
         store_of(address).stat(address)
     assert S3_VARIABLES["AWS_SECRET_ACCESS_KEY"] not in str(refused.value)

@@ -1,0 +1,88 @@
+"""The run's adapters on plain transformers: peft's model, with the documented initial values."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from typing import Any
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from bigtrain.errors import ConfigError, Problem
+from bigtrain.models.layers.adapters import (
+    KEY,
+    PARAMETERS_KEY,
+    SAVED_KEY,
+    find_parameters,
+    find_saved,
+    find_targets,
+    quiet_bitsandbytes,
+)
+from bigtrain.models.transformers_patches import targets_as_named
+from bigtrain.settings.run_config import AdaptersSection
+
+
+def comparable_adapters(model: Any, section: AdaptersSection, notes: list[str]) -> AdaptersSection:
+    """`section` for the proxy `model`, which has fewer layers: without dropout, on weights that are
+    not quantized. Raises ConfigError if it would adapt nothing."""
+    if section.is_quantized:
+        notes.append(f"adapters.quantization = {section.quantization} is off here")
+    if section.dropout:
+        notes.append(f"adapters.dropout = {section.dropout} is off here, like all dropout")
+    update: dict[str, Any] = {
+        "quantization": "none",
+        "double_quantization": True,
+        "compute_dtype": None,
+        "dropout": 0.0,
+    }
+    for key, name, missing in (
+        (KEY, "targets", find_targets(model, section)[1]),
+        (PARAMETERS_KEY, "target_parameters", find_parameters(model, section)[1]),
+        (SAVED_KEY, "modules_to_save", find_saved(model, section)[1]),
+    ):
+        if missing:
+            kept = [pattern for pattern in getattr(section, name) if pattern not in missing]
+            notes.append(f"{key}: {', '.join(missing)} match nothing in the proxy model")
+            update[name] = tuple(kept)
+    small = section.model_copy(update=update)
+    if not find_targets(model, small)[0] and not find_parameters(model, small)[0]:
+        rule = "matches no layer of the proxy model, which has fewer of them"
+        raise ConfigError(Problem(KEY, section.targets, rule, "match layers of every depth"))
+    return small
+
+
+def with_adapters(model: Any, section: AdaptersSection, seed: int) -> Any:
+    """`model` with peft's adapters in its layers and everything else frozen; the same object.
+
+    Each layer's initial values are peft's, from a random stream of its own
+    (docs/howto/adapters.md).
+    """
+    dtype = next(model.parameters()).dtype
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), quiet_bitsandbytes():
+        from peft import LoraConfig, get_peft_model
+        from peft.tuners.lora import LoraLayer
+
+        warnings.simplefilter("ignore")  # of Conv1D, and layers that peft supports in several ways
+        names = find_targets(model, section)[0]
+        config = LoraConfig(
+            r=section.rank,
+            lora_alpha=section.alpha,
+            use_rslora=section.rslora,
+            use_dora=section.dora,
+            target_modules=names,
+            target_parameters=find_parameters(model, section)[0] or None,
+            modules_to_save=find_saved(model, section)[0] or None,
+            fan_in_fan_out=bool(names) and isinstance(model.get_submodule(names[0]), Conv1D),
+            task_type="CAUSAL_LM",
+        )
+        with targets_as_named():
+            made = get_peft_model(model, config, autocast_adapter_dtype=False)
+        inner: Any = made.base_model.model
+        for name, module in inner.named_modules():
+            if isinstance(module, LoraLayer):
+                digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+                torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                layer: Any = module
+                layer.float().reset_lora_parameters("default", True)
+    return inner.to(dtype)

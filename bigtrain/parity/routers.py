@@ -1,0 +1,135 @@
+"""What a mixture of experts adds to a plain training loop: router losses and selection biases.
+
+Implemented again, from what transformers returns: the terms of the run's section ``moe`` and the
+model's own auxiliary loss. Their value depends on how a step's samples are divided, so the
+reference is given the division of the topology that it is compared with.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from bigtrain.models.equivalence.gradient_reach import parameters_without_gradient
+from bigtrain.models.experts.selection_biases import SelectionBias, selection_biases
+from bigtrain.settings.run_config import MoeSection
+
+AUXILIARY, Z_LOSS, BIAS_RATE = 0.5, 0.05, 0.02
+"""The least that a term counts for in a comparison, so that an error in it shows."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a topology divides a step: samples of a rank's micro-batch, ranks with other samples."""
+
+    micro_batch_size: int
+    data_size: int
+
+    def chunks(self, samples: int, section: MoeSection) -> list[torch.Tensor]:
+        """The samples over which a router loss is computed at once: of one rank, or of all."""
+        size = self.micro_batch_size
+        if section.auxiliary_loss == "global_batch":
+            size *= self.data_size
+        return list(torch.arange(samples).split(size))
+
+
+def has_auxiliary_loss(config: Any) -> bool:
+    """Whether the model of a transformers configuration adds its auxiliary loss."""
+    is_on = bool(getattr(config, "output_router_logits", False))
+    return is_on and bool(getattr(config, "router_aux_loss_coef", 0.0))
+
+
+def can_be_put_together(model: Any) -> bool:
+    """Whether the auxiliary loss can be computed from the logits of several forward passes."""
+    return hasattr(sys.modules[type(model).__module__], _FORMULA) and hasattr(
+        model, "num_experts_per_tok"
+    )
+
+
+_FORMULA = "load_balancing_loss_func"
+
+
+class RouterTerms:
+    """The terms of one plain model under training."""
+
+    def __init__(self, model: Any, section: MoeSection) -> None:
+        self._model, self._section = model, section
+        is_on = has_auxiliary_loss(model.config)
+        self._coefficient = float(model.config.router_aux_loss_coef) if is_on else 0.0
+        if section.z_loss_coefficient:
+            model.config.output_router_logits = True
+        self._chosen: list[torch.Tensor] = []
+        self._counts: dict[str, torch.Tensor] = {}
+        self.biases: list[SelectionBias] = []
+        if section.bias_update_rate:
+            self.biases = selection_biases(model, parameters_without_gradient(model.config) or ())
+        modules = dict(model.named_modules())
+        for bias in self.biases:
+            count = partial(self._count, bias.experts)
+            modules[bias.experts].register_forward_pre_hook(count, with_kwargs=True)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any loss is added."""
+        return bool(self._coefficient or self._section.z_loss_coefficient)
+
+    def named_biases(self) -> dict[str, torch.Tensor]:
+        """The selection biases by their names in the model."""
+        return {bias.name: bias.tensor for bias in self.biases}
+
+    def begin_step(self) -> None:
+        """An optimizer step begins."""
+        self._chosen.clear()
+        self._counts.clear()
+
+    def of(self, outputs: Sequence[Any]) -> torch.Tensor:
+        """The loss to add for one chunk of samples, from what the model returned for its parts."""
+        total = torch.zeros(())
+        if self._coefficient:
+            total = total + self._coefficient * self._auxiliary(outputs)
+        if self._section.z_loss_coefficient:
+            logits = torch.cat([layer for output in outputs for layer in output.router_logits])
+            square = logits.float().exp().sum(-1).log().square().mean()
+            total = total + self._section.z_loss_coefficient * square
+        return total
+
+    def _auxiliary(self, outputs: Sequence[Any]) -> torch.Tensor:
+        model = self._model
+        if self._section.auxiliary_loss == "global_batch":
+            logits = torch.cat([layer for output in outputs for layer in output.router_logits])
+            top_k = int(model.config.num_experts_per_tok)
+            chosen = F.one_hot(logits.topk(top_k, -1).indices, logits.shape[-1]).sum(1).float()
+            self._chosen.append(chosen)
+            fractions = torch.cat(self._chosen).mean(0)
+            return logits.shape[-1] * (fractions * logits.softmax(-1).mean(0)).sum()
+        if len(outputs) == 1:
+            own: torch.Tensor = outputs[0].aux_loss
+            return own
+        layers = zip(*(output.router_logits for output in outputs), strict=True)
+        formula = getattr(sys.modules[type(model).__module__], _FORMULA)
+        together: torch.Tensor = formula(
+            tuple(map(torch.cat, layers)), model.num_experts, model.num_experts_per_tok
+        )
+        return together
+
+    @torch.no_grad()
+    def update_biases(self) -> None:
+        """After an update of the parameters: by the tokens of the whole step."""
+        for bias in self.biases:
+            counts = self._counts[bias.experts].double()
+            step = self._section.bias_update_rate * (counts.mean() - counts).sign()
+            bias.tensor.add_(step.to(bias.tensor.dtype).view_as(bias.tensor))
+
+    def _count(self, name: str, module: Any, inputs: Any, named: Any) -> None:
+        if not module.training:
+            return
+        chosen = named["top_k_index"] if "top_k_index" in named else inputs[1]
+        number = int(module.num_experts)
+        counted = F.one_hot(chosen.flatten().clamp(max=number).long(), number + 1).sum(0)[:-1]
+        self._counts[name] = self._counts.get(name, torch.zeros_like(counted)) + counted
