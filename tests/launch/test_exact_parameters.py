@@ -164,7 +164,6 @@ def test_a_router_that_its_architecture_keeps_in_float32(
     router = found["model.layers.1.mlp.gate.weight"]
     assert router.dtype == torch.float32
     assert not torch.equal(router, router.bfloat16().float())
-    assert found["model.layers.1.self_attn.q_proj.weight"].dtype == torch.bfloat16
     # The trained model's logits are those of plain transformers, whose router is in float32.
     model = AutoModelForCausalLM.from_pretrained(directory / "hf", dtype=torch.bfloat16).eval()
     assert model.model.layers[1].mlp.gate.weight.dtype == torch.float32
