@@ -30,9 +30,6 @@ KEEPING = (
     "inkling_text",
 )
 LOSS = 2e-3
-NOISY = {"deepseek_v4"}
-"""Plain gradients of its tiny routers change by their own size where the loss is scaled by 1.3: in
-16 bit they are rounding, and only the first loss is compared."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,9 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
     for name in KEEPING:
         found[name] = tmp_path_factory.mktemp("hf") / name
-        tiny_model(name).save_pretrained(found[name])
+        model: Any = tiny_model(name)
+        model.config.output_router_logits = False  # without an auxiliary loss
+        model.save_pretrained(found[name])
     return found
 
 
@@ -104,8 +103,7 @@ def test_trains_as_plain_pytorch(
     spread = Spread.of(runs)
     result = trained["results"][case.name]
     assert result["losses"][0] == pytest.approx(spread.losses[0], abs=LOSS)
-    if case.model not in NOISY:
-        assert result["losses"] == pytest.approx(spread.losses, abs=LOSS + 3 * spread.loss)
+    assert result["losses"] == pytest.approx(spread.losses, abs=LOSS + 3 * spread.loss)
     weights = read_full_masters(trained["directory"] / case.name / "tensors")
     for name, tensor in spread.weights.items():
         assert torch.isfinite(weights[name]).all(), name
