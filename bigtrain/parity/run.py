@@ -45,7 +45,9 @@ def run_parity(
             say(note)
         all_points = points(proxy, world_size)
         for point in all_points:
-            if point.refusal is not None:
+            if point.is_wrong:
+                report(point, Verdict(point, crash=f"another auxiliary loss: {point.refusal}"))
+            elif point.refusal is not None:
                 report(point, None)
         legal = [point for point in all_points if point.refusal is None]
         if not legal:
@@ -53,7 +55,7 @@ def run_parity(
         with without_progress():
             references = {point.name: reference_of(point, world_size) for point in legal}
             reordered = {point.name: reordered_of(point, world_size) for point in legal}
-        passed = True
+        passed = not any(point.is_wrong for point in all_points)
         for point, found in train_points(legal, world_size, directory):
             if isinstance(found, str):
                 verdict = Verdict(point, crash=found)

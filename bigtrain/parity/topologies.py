@@ -21,12 +21,14 @@ from bigtrain.settings.run_config import MoeSection, ParallelSection, RunConfig
 @dataclass(frozen=True)
 class Point:
     """A topology to compare. engine: name or path of a DeepSpeed JSON. refusal: why it is refused;
-    None if it is legal."""
+    None if it is legal. is_wrong: whether it is refused because the model's auxiliary loss is
+    another one there, which it is for no architecture of transformers: an error of bigtrain's."""
 
     name: str
     engine: str
     config: RunConfig
     refusal: str | None = None
+    is_wrong: bool = False
 
 
 def points(proxy: Proxy, world_size: int) -> list[Point]:
@@ -38,6 +40,7 @@ def points(proxy: Proxy, world_size: int) -> list[Point]:
     """
     config, found = proxy.config, []
     refused_by_model = cache(partial(_model_refusal, config))  # a second or so each
+    is_other_loss = cache(partial(_is_other_auxiliary_loss, config))
     has_experts = inspect_configuration(config.model)[0].num_experts is not None
     for parallel in _degrees(world_size, has_experts=has_experts):
         for engine in proxy.engines:
@@ -45,8 +48,11 @@ def points(proxy: Proxy, world_size: int) -> list[Point]:
             if unfit and engine.config in SHIPPED and engine.config != "zero0":
                 continue
             at = config.model_copy(update={"parallel": parallel})
-            refusal = _rule_refusal(at, engine.config, world_size) or refused_by_model(parallel)
-            found.append(Point(_name(at, engine, world_size), engine.config, at, refusal))
+            by_rule = _rule_refusal(at, engine.config, world_size)
+            refusal = by_rule or refused_by_model(parallel)
+            is_wrong = by_rule is None and refusal is not None and is_other_loss(parallel)
+            name = _name(at, engine, world_size)
+            found.append(Point(name, engine.config, at, refusal, is_wrong))
     if proxy.precision is not None:
         own = [engine.config for engine in proxy.engines if engine.is_own]
         legal = [p for p in found if p.refusal is None and p.engine in own]
@@ -67,6 +73,16 @@ _WITHOUT_ROUTER_LOSSES = {"output_router_logits": False}
 def _has_router_losses(config: RunConfig) -> bool:
     is_on = has_auxiliary_loss(load_hf_config(config.model))
     return is_on or bool(config.moe.z_loss_coefficient)
+
+
+def _is_other_auxiliary_loss(config: RunConfig, parallel: ParallelSection) -> bool:
+    """Whether the model's own code runs under `parallel` without its auxiliary loss only."""
+    if not has_auxiliary_loss(load_hf_config(config.model)):
+        return False
+    alone = config.model_copy(update={"moe": MoeSection()})
+    model = config.model.model_copy(update={"overrides": _WITHOUT_ROUTER_LOSSES})
+    without = alone.model_copy(update={"model": model})
+    return _model_refusal(alone, parallel) is not None and _model_refusal(without, parallel) is None
 
 
 def _degrees(world_size: int, *, has_experts: bool) -> Iterator[ParallelSection]:
