@@ -160,6 +160,8 @@ def page(outcomes: Outcomes) -> str:
     import torch
     import transformers
 
+    from tools.parameter_table import section
+
     notes: dict[str, int] = {}
 
     def cell(outcome: tuple[str, str]) -> str:
@@ -204,6 +206,7 @@ def page(outcomes: Outcomes) -> str:
         "",
         *(f"- `{name}`: {short(found['PP 2'][1])}" for name, found in sorted(left_out.items())),
         "",
+        *section(),
     ]
     return "\n".join(lines)
 
@@ -211,7 +214,7 @@ def page(outcomes: Outcomes) -> str:
 def statuses(text: str) -> dict[str, dict[str, str]]:
     """What a page that `page` wrote says: exact, refused or wrong, by model type and column."""
     found, columns = {}, COLUMNS
-    for line in text.splitlines():
+    for line in text.partition("\n## ")[0].splitlines():
         if line.startswith("| model type"):
             columns = tuple(cell.strip() for cell in line.strip("|").split("|"))[1:]
         if line.startswith("| `"):

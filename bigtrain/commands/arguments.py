@@ -63,6 +63,12 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool = Tru
         metavar="GLOB",
         help="files and folders to skip, by name or by path below the input; may be repeated",
     )
+    parser.add_argument(
+        "--follow-links",
+        action="store_true",
+        help="read what links in a folder lead to outside of it, files and folders; without it "
+        "such a link is an error, which names it",
+    )
     _add_limits(parser)
     parser.add_argument("--dataset-config", metavar="NAME", help="configuration of a hub dataset")
     parser.add_argument(
@@ -109,6 +115,7 @@ def reading_of(args: argparse.Namespace) -> dict[str, Any]:
         "dataset_split": args.dataset_split,
         "max_document_bytes": args.max_document_bytes,
         "read_as": args.read_as or "",
+        "follow_links": args.follow_links,
     }
 
 
@@ -135,6 +142,14 @@ def positive_int(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+def count(text: str) -> int:
+    """An argparse type: an integer of at least 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
     return value
 
 

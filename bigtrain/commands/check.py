@@ -9,7 +9,7 @@ from typing import Any, get_args
 import yaml
 
 from bigtrain.commands.arguments import add_overrides
-from bigtrain.errors import ConfigError, ModelError, Problem
+from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem
 from bigtrain.python_api.configuring import checked, resolve
 from bigtrain.settings.compatibility.check import Device
 from bigtrain.settings.resolve import ResolvedRun
@@ -62,7 +62,14 @@ def run(args: argparse.Namespace) -> int:
     if args.show is not None:
         print(setting(resolve(args.config, args.overrides, size, engine, kind), args.show))
         return 0
-    resolved, chosen = checked(args.config, args.overrides, size, engine, kind, inputs=args.inputs)
+    try:
+        resolved, chosen = checked(
+            args.config, args.overrides, size, engine, kind, inputs=args.inputs
+        )
+    except CheckpointError:
+        # The settings are right: they are shown, whatever the run's directory holds.
+        print(describe(resolve(args.config, args.overrides, size, engine, kind)))
+        raise
     predicted = chosen + prediction(resolved, args.gpu)
     print(describe(resolved))
     print(*(f"# {line}" for line in predicted), sep="\n")

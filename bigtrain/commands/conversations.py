@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from bigtrain.commands.arguments import count
 from bigtrain.errors import DataError
 
 
@@ -53,6 +54,15 @@ def add_conversation_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="Jinja file to render conversations with instead of the tokenizer's own",
+    )
+    parser.add_argument(
+        "--max-unrendered",
+        type=count,
+        default=0,
+        metavar="N",
+        help="parts of conversations (content of a message, tool call, tool definition, reasoning) "
+        "that the chat template may drop; reasoning that it drops of earlier turns by design is "
+        "counted, and allowed in any case (default: 0)",
     )
 
 

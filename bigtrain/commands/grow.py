@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from bigtrain.commands.arguments import positive_int
@@ -46,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
         pad_to_multiple_of=args.pad_to_multiple_of,
         seed=args.seed,
     )
+    for note in growth.notes:
+        print(f"bigtrain grow: {args.output}: {note}", file=sys.stderr)
     print(
         f"{args.output}: {args.model} with {growth.after} rows instead of {growth.before} "
         f"({', '.join(growth.names)}), reloaded and compared: same logits"

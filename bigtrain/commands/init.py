@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bigtrain.commands.arguments import positive_int
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.python_api.new_run import NewRun, write_new_run
+from bigtrain.settings.hf_config_keys import missing_model
+from bigtrain.settings.run_config import ModelSection
 
 # Options that answer a question; with any of them nothing is asked.
 _ANSWERS = (
@@ -120,6 +124,9 @@ def run(args: argparse.Namespace) -> int:
         rule = "is needed where nothing can be asked"
         raise ConfigError(Problem(" and ".join(missing), None, rule, "bigtrain init --help"))
     wanted = NewRun(**given)
+    if wanted.names_nothing_here and (close := _similar(wanted.data)):
+        rule, remedy = "there is nothing at this path", f"did you mean {close}?"
+        raise ConfigError(Problem("--data", wanted.data, rule, remedy))
     written = write_new_run(wanted, args.output, force=args.force)
     if wanted.names_nothing_here:
         print(f"note: there is nothing at {wanted.data} yet", file=sys.stderr)
@@ -127,6 +134,16 @@ def run(args: argparse.Namespace) -> int:
     for command in written.next_commands:
         print(f"  {command}")
     return 0
+
+
+def _similar(path: str) -> str | None:
+    """A file or folder beside the missing `path` whose name is much like its own."""
+    parent = Path(path).parent
+    if not parent.is_dir():
+        return None
+    names = [entry.name for entry in parent.iterdir()]
+    close = difflib.get_close_matches(Path(path).name, names, n=1)
+    return str(parent / close[0]) if close else None
 
 
 def _ask() -> dict[str, Any]:
@@ -142,16 +159,17 @@ def _ask() -> dict[str, Any]:
 
 def _answers() -> dict[str, Any]:
     defaults = NewRun(data="")
-    print("A run YAML in a few answers; an empty one takes what stands in brackets.")
+    print("A run YAML in a few answers; press Enter for the default in brackets.")
     answers: dict[str, Any] = {}
     trained = _yes("Start from trained weights (no: a new model with random ones)?", True)
     if trained:
-        answers["model"] = _text("Model (directory or Hugging Face name)")
+        answers["model"] = _existing("Model (directory or Hugging Face name)", _is_missing_model)
         answers["adapters"] = _yes("Train LoRA adapters only?", False)
     else:
         text = "Configuration (directory, Hugging Face name or recipe)"
         answers["new_model"] = _text(text, "quickstart")
-    answers["data"] = _text("Data (shards, or files, a folder or a hub dataset to tokenize)")
+    text = "Data (shards, or files, a folder or a hub dataset to tokenize)"
+    answers["data"] = _existing(text, lambda answer: NewRun(data=answer).names_nothing_here)
     answers["chat"] = _yes("Are the data conversations?", False)
     devices = _text("Devices to plan for, such as 8xH100-80GB or 2xCPU (empty: one, unplanned)", "")
     if devices:
@@ -162,6 +180,23 @@ def _answers() -> dict[str, Any]:
         answers["sequence_length"] = length
     answers["global_batch_size"] = _count("Samples per step", defaults.global_batch_size)
     return answers
+
+
+def _existing(question: str, is_missing: Callable[[str], bool]) -> str:
+    """The name of something that exists, or that is given twice."""
+    refused = None
+    while True:
+        answer = _text(question)
+        if answer == refused or not is_missing(answer):
+            return answer
+        close = _similar(answer)
+        hint = f"did you mean {close}?" if close else "give it again to use it all the same"
+        print(f"there is nothing at {answer}; {hint}")
+        refused = answer
+
+
+def _is_missing_model(answer: str) -> bool:
+    return bool(missing_model(ModelSection(path=answer)))
 
 
 def _text(question: str, default: str | None = None) -> str:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigtrain.commands.arguments import add_count
+from bigtrain.errors import DataError
 
 if TYPE_CHECKING:
     from bigtrain.data.shards.inspection import Inspected
@@ -41,6 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", type=Path, help="directory to decode with (default: the dataset's own)"
     )
+    parser.add_argument(
+        "--mask",
+        action="store_true",
+        help="show what is learned of the documents: in color on a terminal, else between "
+        "\u27e6 and \u27e7; without --document of document 0",
+    )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write the documents of --mask as a page with what is learned marked",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
 
 
@@ -50,10 +66,18 @@ def run(args: argparse.Namespace) -> int:
     from bigtrain.python_api.shards import documents_of
 
     inspected = inspect_shards(args.shards)
-    documents = documents_of(inspected, args.document, args.split, args.max_tokens, args.tokenizer)
+    mask = args.mask or args.html is not None
+    numbers = args.document or ([0] if mask else [])
+    documents = documents_of(
+        inspected, numbers, args.split, args.max_tokens, args.tokenizer, mask=mask
+    )
     tree = describe(inspected)
+    if args.html is not None:
+        _write_html(args.html, str(inspected.path), documents)
     if args.json:
-        print(json.dumps({**tree, "documents": documents}, ensure_ascii=False))
+        listed = [{**one, "runs": [asdict(r) for r in one["runs"]]} for one in documents if mask]
+        tree["documents"] = listed if mask else documents
+        print(json.dumps(tree, ensure_ascii=False))
         return 0
     print("\n".join(_lines(inspected, tree)))
     for document in documents:
@@ -62,8 +86,29 @@ def run(args: argparse.Namespace) -> int:
             f"{document['index_in_shard']}), {document['num_tokens']:,} tokens"
             + (f", the first {args.max_tokens:,}:" if document["cut"] else ":")
         )
-        print(document["tokens"] if document["text"] is None else document["text"])
+        print(_text_of(document))
     return 0
+
+
+def _text_of(document: dict[str, Any]) -> object:
+    from bigtrain.data.shards.learned_text import for_terminal
+
+    if "runs" in document:
+        runs = document["runs"]
+        colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        learned = sum(run.num_tokens for run in runs if run.is_learned)
+        return f"({learned:,} tokens of these are learned)\n" + for_terminal(runs, colors=colors)
+    return document["tokens"] if document["text"] is None else document["text"]
+
+
+def _write_html(path: Path, title: str, documents: list[dict[str, Any]]) -> None:
+    from bigtrain.data.shards.learned_text import as_html
+
+    try:
+        path.write_text(as_html(title, documents), encoding="utf-8")
+    except OSError as error:
+        remedy = "name a file in a folder that can be written"
+        raise DataError(f"--html {path} cannot be written: {error.strerror} -> {remedy}") from error
 
 
 def _lines(inspected: Inspected, tree: dict[str, Any]) -> list[str]:

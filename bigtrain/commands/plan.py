@@ -54,7 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIRECTORY",
         help="write run YAML and DeepSpeed JSON of the chosen layout there",
     )
-    add_count(parser, "--choose", 1, "N", "which line of the table --write takes")
+    parser.add_argument(
+        "--choose",
+        type=positive_int,
+        metavar="N",
+        help="which line of the table --write takes (default: the first that is not tight)",
+    )
     parser.add_argument(
         "--evaluate",
         type=Path,
@@ -192,6 +197,8 @@ def _plan(args: argparse.Namespace) -> int:
         print(plan.table(args.top))
     if args.write is not None:
         path = plan.write(args.write, args.choose)
+        if args.choose is None:
+            print(f"line {plan.default_choice} of the table:")
         start = launch_line(str(path), plan)
         print(f"wrote {path} and {path.with_name('deepspeed.json')}; start it with:\n  {start}")
     return 0
@@ -209,9 +216,11 @@ def _bits(text: str) -> float:
 
 
 def _heading(plan: Plan) -> str:
+    from bigtrain.planner.plan_text import parameter_count
+
     batch = plan.config.batch
     return (
-        f"{plan.model.num_parameters / 1e9:.3g}B parameters on {plan.cluster.num_devices} x "
+        f"{parameter_count(plan.model.num_parameters)} parameters on {plan.cluster.num_devices} x "
         f"{plan.cluster.device.name}, {batch.samples_per_step} samples of {batch.sequence_length} "
         f"tokens a step: {len(plan.fitting)} layouts fit, {plan.num_others} do not"
     )

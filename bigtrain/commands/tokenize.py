@@ -46,6 +46,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="parse special tokens, such as <|endoftext|>, in the text of documents, as Megatron's "
         "script does; without it they are plain text",
     )
+    parser.add_argument(
+        "--beginning-of-text",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="what documents of plain text, and prompts, begin with: auto what the tokenizer "
+        "itself adds to a text (Llama 3, Gemma: their beginning-of-text token; many: nothing), "
+        "always its beginning-of-text token, never nothing; generate and evaluation do the same "
+        "(default: auto)",
+    )
+    parser.add_argument(
+        "--end-of-document",
+        metavar="TOKEN",
+        help="token that ends documents of plain text, such as <|endoftext|> where the tokenizer's "
+        "end-of-sequence token ends a turn (default: the end-of-sequence token)",
+    )
 
 
 def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,11 +97,14 @@ def run(args: argparse.Namespace) -> int:
         held_out=args.held_out,
         shard_bytes=args.shard_size,
         max_bad_fraction=args.max_bad_fraction,
+        max_unrendered=args.max_unrendered,
         workers=args.workers,
         rank=args.rank,
         world_size=args.world_size,
         encoder=args.encoder,
         parse_special_tokens=args.parse_special_tokens,
+        beginning_of_text=args.beginning_of_text,
+        end_of_document=args.end_of_document,
     )
     if result.already_finished:
         print(f"{args.output} is already the finished dataset of this input; nothing to do")

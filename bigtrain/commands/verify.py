@@ -53,7 +53,7 @@ def _verify_model(directory: Path) -> None:
     from bigtrain.python_api.runs import verify_model
 
     num_files = verify_model(directory)
-    print(f"{directory}: {num_files} files of weights, every checksum is right")
+    print(f"{directory}: {num_files} files, every checksum is right")
 
 
 def _verify_run(directory: Path, step: int | None) -> int:

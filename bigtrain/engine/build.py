@@ -25,6 +25,7 @@ from bigtrain.engine.deepspeed_patches.startup import set_mpu
 from bigtrain.engine.deepspeed_patches.step import skip_redundant_work
 from bigtrain.engine.layer_options import speed_up
 from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker
+from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.optimizers.parameter_groups import parameter_groups
 from bigtrain.engine.partitioning import (
     build_dtype,
@@ -76,14 +77,19 @@ def build_engine(
         weights="left",
         adapters=config.adapters,
         run_dtype=run_dtype(config),
+        untrained=model_plan.parameters.untrained,
     )
     model_plan.isolation.install(model)
     sequence = None
     if mesh.topology.sequence_size > 1:
         sequence = SequenceParallel(model, GroupExchange(mesh.sequence))
     computes_loss = model_plan.loss.install(model) is not None
+    exact = ExactParameters(model, model_plan.parameters.kept, device)
     compiled = speed_up(model, config, engine_config, device)
-    engine = _initialize(model, config, engine_config, device, mesh)
+    groups = parameter_groups(
+        model, config.optimizer, mesh.topology.expert_size, model_plan.parameters.untrained
+    )
+    engine = _initialize(model, groups, config, engine_config, device, mesh)
     host_time = HostTime()
     skip_redundant_work(engine, mesh.replicas, host_time)
     time_reductions(engine, host_time)
@@ -98,14 +104,19 @@ def build_engine(
         is_compiled=compiled,
         host_time=host_time,
         moe=config.moe,
+        exact=exact,
     )
 
 
 def _initialize(
-    model: Any, config: RunConfig, engine_config: EngineConfig, device: torch.device, mesh: Mesh
+    model: Any,
+    groups: list[dict[str, Any]],
+    config: RunConfig,
+    engine_config: EngineConfig,
+    device: torch.device,
+    mesh: Mesh,
 ) -> Any:
     """DeepSpeed's engine over `model`, with its optimizer. Collective over all ranks."""
-    groups = parameter_groups(model, config.optimizer, mesh.topology.expert_size)
     mpu = ModelParallelUnit(mesh) if dist.get_world_size(mesh.model) > 1 else None
     set_mpu(mpu)
     set_expert_groups(mesh.expert, mesh.expert_replicas)

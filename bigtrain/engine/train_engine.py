@@ -15,7 +15,7 @@ from torch import nn
 from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
 from bigtrain.engine.deepspeed_patches.marks import is_model_parallel
-from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer
+from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer, refresh_parameters
 from bigtrain.engine.deepspeed_patches.step import (
     has_overflowed,
     measured_norm,
@@ -25,7 +25,8 @@ from bigtrain.engine.deepspeed_patches.step import (
 )
 from bigtrain.engine.experts.load import ExpertLoad
 from bigtrain.engine.experts.router_losses import RouterLosses
-from bigtrain.engine.experts.selection_bias import SelectionBias
+from bigtrain.engine.experts.selection_bias import BiasUpdate
+from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.optimizers.gradient_norm import clip_gradients, mark_gradients, total_norm
 from bigtrain.engine.optimizers.parameter_groups import set_learning_rate
 from bigtrain.engine.optimizers.skip_step import SkipPolicy, SkipStepHook, StepStats, mean_loss
@@ -67,7 +68,8 @@ class TrainEngine:
     does next; for watchdog and clocks. added_states: what checkpoints hold beside masters and
     optimizer states, by parameter and kind: 1-D, for the elements of this rank's part of its
     master. is_compiled: whether its layers are. host_time: time in DeepSpeed's hooks during the
-    passes. expert_load: of the steps for which `train_step` is called with `observe`.
+    passes. expert_load: of the steps for which `train_step` is called with `observe`. exact: the
+    values of parameters that are kept in another dtype than DeepSpeed has them in.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class TrainEngine:
         is_compiled: bool = False,
         host_time: HostTime | None = None,
         moe: MoeSection | None = None,
+        exact: ExactParameters | None = None,
     ) -> None:
         self.engine = engine
         self.plan = plan
@@ -99,7 +102,6 @@ class TrainEngine:
         moe = moe or MoeSection()
         self._router_losses = RouterLosses(self.module, moe, mesh.replicas)
         self.expert_load = ExpertLoad(self.module, mesh, device, is_compiled=is_compiled)
-        self._bias = SelectionBias(self.module, self.expert_load, moe.bias_update_rate)
         self._sharded = [p for p in self.module.parameters() if is_model_parallel(p)]
         self._is_updated = True
         self._norm: torch.Tensor | None = None
@@ -107,6 +109,9 @@ class TrainEngine:
         self._skip_hook = SkipStepHook(engine, self._norm_before_update)
         if isinstance(engine.optimizer, torch.optim.Optimizer):
             replace_clipping(engine, self._clip_gradients)
+        self.exact = exact or ExactParameters()
+        self._bias = BiasUpdate(self.module, self.expert_load, moe.bias_update_rate, self.exact)
+        self.exact.refresh(engine, self.module, mesh)
 
     @property
     def module(self) -> nn.Module:
@@ -150,6 +155,11 @@ class TrainEngine:
             self.engine.step()
         return StepResult(loss_sum, num_targets, self._end_step())
 
+    def refresh_parameters(self) -> None:
+        """Make the parameters used in forward agree with the masters."""
+        refresh_parameters(self.engine)
+        self.exact.refresh(self.engine, self.module, self.mesh)
+
     def _begin_counts(self, observe: bool) -> None:
         """A step begins; `observe`: whether the load of its experts will be read."""
         optimizer = inner_optimizer(self.engine)
@@ -172,8 +182,10 @@ class TrainEngine:
         return decide
 
     def _end_step(self) -> StepStats | None:
-        """The stats of the step; updates the experts' biases if parameters were updated."""
+        """The stats of the step; updates exact values, and the experts' biases if parameters were
+        updated."""
         figures = self._skip_hook.close()
+        self.exact.refresh(self.engine, self.module, self.mesh, trained_only=True)
         if self._bias.rate and self._is_updated and not has_overflowed(self.engine.optimizer):
             self._bias.update()
         return figures

@@ -7,7 +7,7 @@ partitioned while the model is built.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,11 +24,14 @@ from transformers.initialization import no_init_weights
 
 from bigtrain.errors import ModelError
 from bigtrain.models.layers.adapters import add_adapters
-from bigtrain.models.layers.parameters import freeze, seed_of
+from bigtrain.models.layers.parameters import freeze, freeze_named, seed_of
 from bigtrain.models.parallel.grouped_experts import fit_experts
-from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.models.torch_patches import has_buffers_alone
-from bigtrain.models.transformers_patches import initialize_module, mark_initialized
+from bigtrain.models.transformers_patches import (
+    computed_in_float32,
+    initialize_module,
+    mark_initialized,
+)
 from bigtrain.models.weights.import_hf import Weights, find_weights
 from bigtrain.models.weights.lazy_tensors import room
 from bigtrain.models.weights.quantized import fill_with_zeros, finish_layers, quantize_layers
@@ -66,6 +69,7 @@ def build_model(
     weights: Literal["read", "left"] = "read",
     adapters: AdaptersSection | None = None,
     run_dtype: torch.dtype | None = None,
+    untrained: Sequence[str] = (),
 ) -> PreTrainedModel:
     """The run's model on the CPU (partitioned models: where `partitioning` puts them).
 
@@ -74,18 +78,23 @@ def build_model(
     (`weights`: read); a partitioned one is filled by its engine and is uninitialized until then
     (left). `adapters`: added to the frozen weights with their initial values, full on every rank
     until the engine takes over. Layers in 4 bits, if these ask for them, are empty until
-    `read_quantized` fills them; `run_dtype` (default: `dtype`): what they compute in. Collective
-    over all ranks when partitioned. Raises ModelError for a model that cannot be built, and as
-    `find_weights`.
+    `read_quantized` fills them; `run_dtype` (default: `dtype`): what they compute in. `untrained`:
+    names of parameters that are frozen in addition to ``model.frozen``. Collective over all ranks
+    when partitioned. Raises ModelError for a model that cannot be built, and as `find_weights`.
     """
     # Imports the class. One imported while DeepSpeed partitions what is constructed (0.19.8,
     # zero/partition_parameters.py) loses its decorators' constructor afterwards.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     # A copy: what is set below, and by transformers, must not change the caller's configuration.
     model = _construct(copy.deepcopy(hf_config), section, seed, dtype, partitioning)
+    if partitioning is WHOLE:
+        for name in computed_in_float32(model, dtype):
+            parameter = model.get_parameter(name)
+            parameter.data = parameter.data.float()
     # Counts layers, so it comes before any are removed.
     _set_gradient_checkpointing(model, section)
     freeze(model, section.frozen)
+    freeze_named(model, untrained)
     if adapters is not None:
         _adapt(model, adapters, seed, run_dtype or dtype)
     if partitioning.prepare is not None:
@@ -157,13 +166,17 @@ def read_in_turn(model: PreTrainedModel, weights: Weights) -> None:
         module.register_forward_hook(lambda module, *_: free(module))
     for name, buffer in model.named_buffers():
         if name in weights.tensors:
-            weights.fill(name, (0,) * buffer.ndim, buffer)
+            weights.fill(name, (0,) * buffer.ndim, buffer, is_buffer=True)
 
 
-def empty_model(hf_config: PreTrainedConfig) -> PreTrainedModel:
-    """The model on the meta device: names and shapes, nothing allocated."""
+def empty_model(hf_config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The model on the meta device, constructed in `dtype` (default: the configuration's): names
+    and shapes, nothing allocated."""
+    options = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(hf_config), **options
+        )
     return model
 
 
@@ -296,32 +309,3 @@ def _float32_on_cpu(parameters: list[nn.Parameter]) -> Iterator[None]:
         for parameter, home in zip(parameters, homes, strict=True):
             home.copy_(parameter.data)
             parameter.data = home
-
-
-@dataclass(frozen=True)
-class ParameterGroups:
-    """Parameters that decay and those that do not, each in the model's order."""
-
-    decay: list[nn.Parameter]
-    no_decay: list[nn.Parameter]
-
-
-def split_by_decay(model: nn.Module, *, decay_embeddings: bool) -> ParameterGroups:
-    """Decay matrices, not biases, norms or other vectors; embeddings as asked.
-
-    Frozen parameters are in neither group. For partitioned parameters the full shape counts.
-    """
-    embeddings = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for parameter in module.parameters(recurse=False)
-    }
-    groups = ParameterGroups([], [])
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
-        num_dims = len(full_shape(parameter))
-        decays = num_dims >= 2 and (decay_embeddings or id(parameter) not in embeddings)
-        (groups.decay if decays else groups.no_decay).append(parameter)
-    return groups

@@ -16,8 +16,10 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from bigtrain.errors import ModelError
 from bigtrain.models.export.chat_ending import end_of_turn_ids
 from bigtrain.models.layers.adapters import quiet_bitsandbytes
+from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.weights.import_hf import refuse_pickles
 from bigtrain.system.storage.copies import at_hand
+from bigtrain.system.text_record import TextRecord, read_record
 
 
 @dataclass(frozen=True)
@@ -36,22 +38,26 @@ class Sampling:
 
 
 @torch.no_grad()
-def generate(model: str, prompt: str, *, max_new_tokens: int, sampling: Sampling) -> str:
+def generate(
+    model: str, prompt: str, *, max_new_tokens: int, sampling: Sampling, tokenizer: Any = None
+) -> str:
     """`prompt` and its continuation.
 
+    The prompt begins as the texts that the model was trained on, by the record of its export, or,
+    without one, as the tokenizer begins a text. `tokenizer`: of transformers; loaded if it is None.
     Raises ModelError for a model or tokenizer that cannot be loaded, or an empty prompt.
     """
-    tokenizer = _load(AutoTokenizer, model)
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
-    if inputs.input_ids.numel() == 0:
+    tokenizer = tokenizer or _load(AutoTokenizer, model)
+    ids = prompt_ids(tokenizer, prompt, read_record(Path(at_hand(model))))
+    if not ids:
         raise ModelError("--prompt: is empty; give at least one token to continue")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     network = _load_network(model).to(device)
-    inputs = inputs.to(device)
+    inputs = torch.tensor([ids], device=device)
     torch.manual_seed(sampling.seed)
     output = network.generate(
-        input_ids=inputs.input_ids,
-        attention_mask=inputs.attention_mask,
+        input_ids=inputs,
+        attention_mask=torch.ones_like(inputs),
         max_new_tokens=max_new_tokens,
         pad_token_id=tokenizer.eos_token_id,
         **sampling.options(),
@@ -59,13 +65,29 @@ def generate(model: str, prompt: str, *, max_new_tokens: int, sampling: Sampling
     return str(tokenizer.decode(output[0], skip_special_tokens=True))
 
 
+def prompt_ids(tokenizer: Any, prompt: str, record: TextRecord | None) -> list[int]:
+    """The tokens of `prompt` after those that texts begin with; empty for an empty prompt."""
+    ids = list(tokenizer(prompt, add_special_tokens=False).input_ids)
+    if record is None:
+        own = list(tokenizer(prompt).input_ids)
+        begin = next((n for n in range(len(own)) if own[n : n + len(ids)] == ids), 0)
+        beginning = own[:begin]
+    else:
+        beginning = [*record.beginning_ids]
+    if not ids or not beginning or ids[: len(beginning)] == beginning:
+        return ids
+    return [*beginning, *ids]
+
+
 class Conversation:
     """A conversation with a model that streams its answers."""
 
-    def __init__(self, model: str, *, max_new_tokens: int, sampling: Sampling) -> None:
-        """`model`: directory or hub name. Raises ModelError if it cannot be loaded, or has no chat
-        template."""
-        self._tokenizer = _load(AutoTokenizer, model)
+    def __init__(
+        self, model: str, *, max_new_tokens: int, sampling: Sampling, tokenizer: Any = None
+    ) -> None:
+        """`model`: directory or hub name. `tokenizer`: as of `generate`. Raises ModelError if it
+        cannot be loaded, or has no chat template."""
+        self._tokenizer = tokenizer or _load(AutoTokenizer, model)
         if not self._tokenizer.chat_template:
             raise ModelError(
                 f"--model = {model!r}: its tokenizer has no chat template -> --prompt without "
@@ -76,7 +98,9 @@ class Conversation:
         self._max_new_tokens, self._sampling = max_new_tokens, sampling
         known = self._network.generation_config.eos_token_id
         endings = [known] if isinstance(known, int) else list(known or [])
-        self._endings = [*endings, *end_of_turn_ids(self._tokenizer)]
+        record = read_record(Path(at_hand(model)))
+        learned = () if record is None else record.answer_end_ids
+        self._endings = list(dict.fromkeys((*endings, *learned, *end_of_turn_ids(self._tokenizer))))
         if not self._endings and self._tokenizer.eos_token_id is not None:
             self._endings = [self._tokenizer.eos_token_id]
         torch.manual_seed(sampling.seed)
@@ -124,7 +148,9 @@ def _load_network(model: str) -> Any:
         refuse_pickles(at_hand(model))
     except ValueError as error:
         raise ModelError(f"--model = {model!r}: {error}") from error
-    return _load(AutoModelForCausalLM, model, dtype="auto", use_safetensors=True)
+    network = _load(AutoModelForCausalLM, model, dtype="auto", use_safetensors=True)
+    fit_experts(network)  # grouped products do not take every width
+    return network
 
 
 def _load(factory: Any, model: str, **options: Any) -> Any:

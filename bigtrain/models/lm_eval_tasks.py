@@ -14,7 +14,7 @@ import importlib.util
 import io
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.settings.run_config import EvaluationSection
+from bigtrain.system.text_record import TextRecord
 
 KEY = "evaluation.tasks"
 _INSTALL = "pip install 'bigtrain[eval]', or leave evaluation.tasks out"
@@ -95,15 +96,23 @@ def _manager(section: EvaluationSection) -> Any:
 class Tasks:
     """The loaded tasks of a run. For one rank, which asks the others."""
 
-    def __init__(self, section: EvaluationSection, tokenizer: Any, hf_config: Any) -> None:
+    def __init__(
+        self,
+        section: EvaluationSection,
+        tokenizer: Any,
+        hf_config: Any,
+        texts: TextRecord | None = None,
+    ) -> None:
         """Load the tasks and their data, from the hub if it is not cached; `tokenizer`: of
-        transformers.
+        transformers; `texts`: how training texts begin, and so contexts, None for what lm-eval does
+        with the tokenizer.
 
         Raises ConfigError where that fails, or ``evaluation.best.metric`` is none of theirs.
         """
         self._section = section
         self._tokenizer = tokenizer
         self._hf_config = hf_config
+        self._options = {} if texts is None else _begin_contexts(tokenizer, texts)
         try:
             with _quiet():
                 self._loaded = _manager(section).load(list(section.tasks))
@@ -146,7 +155,7 @@ class Tasks:
 
             self._prepare()
             results = evaluate(
-                _live_model(model, self._tokenizer, self._hf_config),
+                _live_model(model, self._tokenizer, self._hf_config, self._options),
                 self._loaded,
                 limit=self._section.tasks_limit,
                 bootstrap_iters=0,
@@ -180,7 +189,26 @@ def figures_of(results: Any) -> dict[str, float]:
     return found
 
 
-def _live_model(model: TokenModel, tokenizer: Any, hf_config: Any) -> Any:
+def _begin_contexts(tokenizer: Any, texts: TextRecord) -> dict[str, Any]:
+    """lm-eval's options for contexts that begin as training texts do; `tokenizer` adds those tokens
+    from now on."""
+    from tokenizers.processors import TemplateProcessing
+
+    backend, ids = tokenizer.backend_tokenizer, texts.beginning_ids
+    alone = tokenizer("a", add_special_tokens=False).input_ids
+    if tokenizer("a").input_ids[: -len(alone)] != [*ids]:
+        named = [(f"begin{number}", id_) for number, id_ in enumerate(ids)]
+        special = [{"id": name, "ids": [id_], "tokens": [name]} for name, id_ in named]
+        backend.post_processor = TemplateProcessing(
+            single=" ".join([*(name for name, _ in named), "$A"]), special_tokens=special
+        )
+    prefix = ids[-1] if ids else texts.end_of_document_id
+    return {"add_bos_token": bool(ids), "prefix_token_id": prefix}
+
+
+def _live_model(
+    model: TokenModel, tokenizer: Any, hf_config: Any, options: Mapping[str, Any]
+) -> Any:
     from lm_eval.models.huggingface import HFLM
 
     class LiveModel(HFLM):  # type: ignore[misc]
@@ -228,6 +256,7 @@ def _live_model(model: TokenModel, tokenizer: Any, hf_config: Any) -> Any:
         tokenizer=tokenizer,
         backend="causal",
         batch_size=_TEXTS_AT_ONCE,
+        **options,
     )
 
 

@@ -114,6 +114,17 @@ def storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def own_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter:
+    """The parameter that `module` holds as `name`, whatever its attribute `name` returns.
+
+    `Module._parameters` (nn/modules/module.py). A lookup there, unlike `named_parameters`, lets
+    ZeRO-3 gather a parameter that another module reads (DeepSpeed's `ZeROOrderedDict`).
+    """
+    parameter = module._parameters[name]
+    assert parameter is not None
+    return parameter
+
+
 def has_buffers_alone(module: nn.Module) -> bool:
     """Whether `module` itself registered buffers and no parameters, counting those that are None.
 

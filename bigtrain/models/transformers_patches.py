@@ -8,6 +8,7 @@ sentence what an upgrade has moved. Those that tokenizers need are in
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
@@ -57,6 +58,23 @@ def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, torch
     """
     plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
     return plan
+
+
+def computed_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
+    """Names of the parameters of `model`, constructed in `dtype`, that its architecture keeps in
+    float32 in a model of `dtype`: by `dtype_plan`, matched as `build_glob_alternation` does it
+    (core_model_loading.py), and those that a constructor makes in float32 whatever the default is,
+    which `from_pretrained` leaves so."""
+    patterns = [pattern.replace("*", ".*") for pattern in dtype_plan(model, dtype)]
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if dtype != torch.float32
+        and (
+            parameter.dtype == torch.float32
+            or any(re.search(pattern, name) for pattern in patterns)
+        )
+    ]
 
 
 def kept_in_float32(model: PreTrainedModel) -> list[str]:
@@ -150,13 +168,21 @@ def attention_name(model: PreTrainedModel) -> str:
 
 def attention_classes(model: PreTrainedModel) -> tuple[type, ...]:
     """The classes of the modules whose attention weights can be asked for; none if the
-    architecture declares none.
+    architecture declares none."""
+    return _recorded(model.base_model, "attentions")
 
-    `_can_record_outputs` of the base model's class, a class or an `OutputRecorder` by the name of
-    an output (utils/output_capturing.py:58).
-    """
-    declared: Any = getattr(model.base_model, "_can_record_outputs", None) or {}
-    found = declared.get("attentions", ())
+
+def recorded_classes(model: nn.Module, output: str) -> tuple[type, ...]:
+    """The classes whose outputs any model in `model` records as `output`, such as router_logits."""
+    models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    return tuple({kind for found in models for kind in _recorded(found, output)})
+
+
+def _recorded(model: Any, output: str) -> tuple[type, ...]:
+    """By `_can_record_outputs` of a model's class: a class or an `OutputRecorder`, or several, by
+    the name of an output (utils/output_capturing.py:58)."""
+    declared: Any = getattr(model, "_can_record_outputs", None) or {}
+    found = declared.get(output, ())
     recorded: list[Any] = list(found) if isinstance(found, list | tuple) else [found]
     return tuple(getattr(item, "target_class", item) for item in recorded)
 

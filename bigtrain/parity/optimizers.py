@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bigtrain.errors import ConfigError, Problem
+from bigtrain.models.layers.parameter_roles import parameter_roles
 from bigtrain.models.parallel.hidden_matrices import Box, Matrix, hidden_matrices, matrices_of
 from bigtrain.settings.run_config import OptimizerSection
 
@@ -36,17 +37,15 @@ def plain_optimizer(
     """The optimizer that updates `masters`, of `parameters` by name. Set the learning rate in its
     groups.
 
-    Matrices decay, embeddings if the run says so; vectors and scalars do not.
+    Which of them decay goes by their roles.
     """
     chosen = {} if section.facts.beside is None else hidden_matrices(model)
-    embeddings = {
-        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
-    }
+    roles = parameter_roles(model)
     decay, no_decay = [], []
-    for name, parameter in parameters.items():
+    for name in parameters:
         if name in chosen:
             continue
-        if parameter.ndim >= 2 and (section.decay_embeddings or id(parameter) not in embeddings):
+        if roles[name].role.decays(decay_embeddings=section.decay_embeddings):
             decay.append(masters[name])
         else:
             no_decay.append(masters[name])
@@ -105,7 +104,8 @@ class _MuonOfParts:
         self.param_groups = self._optimizer.param_groups
 
     def step(self) -> None:
-        held = list(zip(self._copies, self._masters, self._matrices, strict=True))
+        every = zip(self._copies, self._masters, self._matrices, strict=True)
+        held = [entry for entry in every if entry[1].grad is not None]
         for copy, master, matrix in held:
             assert master.grad is not None
             copy.copy_(_taken(master, matrix))
@@ -169,7 +169,8 @@ class _WideMuon:
         lr, own = self.param_groups[0]["lr"], self._own
         for matrix, moment in zip(self._matrices, self._moments, strict=True):
             gradient = matrix.grad
-            assert gradient is not None
+            if gradient is None:
+                continue
             moment.lerp_(gradient, 1 - own.momentum)
             update = gradient.lerp(moment, own.momentum) if own.nesterov else moment
             rows, columns = matrix.shape
@@ -204,6 +205,8 @@ class _Lion:
         for group in self.param_groups:
             for master in group["params"]:
                 moment, gradient = self._moments[id(master)], master.grad
+                if gradient is None:
+                    continue
                 direction = self._betas[0] * moment + (1 - self._betas[0]) * gradient
                 master.mul_(1 - group["lr"] * group["weight_decay"])
                 master.add_(direction.sign(), alpha=-group["lr"])

@@ -25,6 +25,7 @@ from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.models.equivalence.rounding import SumsInParts
 from bigtrain.models.layers.adapters import base_name
 from bigtrain.models.layers.decoder_layers import decoder_layers
+from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.parity.adapters import with_adapters
 from bigtrain.parity.optimizers import plain_optimizer
 from bigtrain.parity.proxy import RATES, STEPS, micro_batches
@@ -114,6 +115,7 @@ def _train(
     model: Any = AutoModelForCausalLM.from_pretrained(
         section.path, dtype=dtype, attn_implementation=attention
     )
+    fit_experts(model)  # grouped products do not take every width
     # Masters are what the files hold, rounded nowhere.
     full = AutoModelForCausalLM.from_pretrained(section.path, dtype=torch.float32)
     values = dict(full.named_parameters())
@@ -184,7 +186,7 @@ def _backward(
     returns the former."""
     terms.begin_step()
     num_targets = int((batch.labels != _IGNORED).sum())
-    sums = {name: torch.zeros_like(p, dtype=sum_dtype) for name, p in parameters.items()}
+    sums: dict[str, torch.Tensor] = {}
     total = 0.0
     for rows in chunks:
         part = MicroBatch(
@@ -204,10 +206,11 @@ def _backward(
         total += float(loss.detach())
         for name, parameter in parameters.items():
             if parameter.grad is not None:
-                sums[name] += parameter.grad.to(sum_dtype)
+                own = sums.setdefault(name, torch.zeros_like(parameter, dtype=sum_dtype))
+                own += parameter.grad.to(sum_dtype)
             parameter.grad = None
     for name, master in masters.items():
-        master.grad = sums[name].float()
+        master.grad = sums[name].float() if name in sums else None
     return total / num_targets
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bigtrain.models.experts.selection_biases import selection_biases
+from bigtrain.models.equivalence.gradient_reach import parameters_without_gradient
+from bigtrain.models.experts.selection_biases import SelectionBias, selection_biases
 from bigtrain.settings.run_config import MoeSection
 
 AUXILIARY, Z_LOSS, BIAS_RATE = 0.5, 0.05, 0.02
@@ -65,10 +66,13 @@ class RouterTerms:
             model.config.output_router_logits = True
         self._chosen: list[torch.Tensor] = []
         self._counts: dict[str, torch.Tensor] = {}
-        self.biases = selection_biases(model) if section.bias_update_rate else {}
+        self.biases: list[SelectionBias] = []
+        if section.bias_update_rate:
+            self.biases = selection_biases(model, parameters_without_gradient(model.config) or ())
         modules = dict(model.named_modules())
-        for name in self.biases:
-            modules[name].register_forward_pre_hook(partial(self._count, name), with_kwargs=True)
+        for bias in self.biases:
+            count = partial(self._count, bias.experts)
+            modules[bias.experts].register_forward_pre_hook(count, with_kwargs=True)
 
     @property
     def is_on(self) -> bool:
@@ -77,11 +81,7 @@ class RouterTerms:
 
     def named_biases(self) -> dict[str, torch.Tensor]:
         """The selection biases by their names in the model."""
-        names = {
-            id(tensor): name
-            for name, tensor in (*self._model.named_buffers(), *self._model.named_parameters())
-        }
-        return {names[id(bias)]: bias for bias in self.biases.values()}
+        return {bias.name: bias.tensor for bias in self.biases}
 
     def begin_step(self) -> None:
         """An optimizer step begins."""
@@ -121,9 +121,10 @@ class RouterTerms:
     @torch.no_grad()
     def update_biases(self) -> None:
         """After an update of the parameters: by the tokens of the whole step."""
-        for name, bias in self.biases.items():
-            counts = self._counts[name].double()
-            bias += self._section.bias_update_rate * (counts.mean() - counts).sign().to(bias.dtype)
+        for bias in self.biases:
+            counts = self._counts[bias.experts].double()
+            step = self._section.bias_update_rate * (counts.mean() - counts).sign()
+            bias.tensor.add_(step.to(bias.tensor.dtype).view_as(bias.tensor))
 
     def _count(self, name: str, module: Any, inputs: Any, named: Any) -> None:
         if not module.training:

@@ -79,6 +79,11 @@ MARGIN = 0.05
 """Share of a device's memory that is left free: a prediction may be wrong by that much."""
 
 
+MEMORY_ERROR = 0.04
+"""Mean relative error of predicted memory (docs/planner.md). A layout that leaves less of the
+usable memory than that is tight: a plan chooses it only if it is named."""
+
+
 def usable_memory(memory_bytes: float, margin: float = MARGIN) -> float:
     """Bytes of a device that `MemoryUse.total` may take, for a plan and for a run alike."""
     return memory_bytes * (1 - margin)

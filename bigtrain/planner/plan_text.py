@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from bigtrain.planner.memory import MEMORY_ERROR
 from bigtrain.planner.search import Candidate, Cluster
 
 GIB = 2.0**30
@@ -21,7 +22,7 @@ def plan_table(candidates: Sequence[Candidate], cluster: Cluster, num_shown: int
             f"{candidate.memory.total / GIB:.1f}",
             f"{candidate.memory.host / GIB:.1f}",
             f"{candidate.time.total:.3g}",
-            f"{candidate.tokens_per_second / cluster.num_devices:.4g}",
+            _rate(candidate.tokens_per_second / cluster.num_devices),
             f"{candidate.limit} ({_share(candidate):.0%})",
         )
         for number, candidate in enumerate(candidates[:num_shown], start=1)
@@ -29,7 +30,32 @@ def plan_table(candidates: Sequence[Candidate], cluster: Cluster, num_shown: int
     widths = [max(len(row[column]) for row in (head, *body)) for column in range(len(head))]
     lines = [_line(row, widths) for row in (head, *body)]
     best = candidates[0]
+    tight = [n for n, c in enumerate(candidates[:num_shown], start=1) if c.is_tight(cluster)]
+    if tight:
+        lines += ["", f"tight, within {MEMORY_ERROR:.0%} of the usable memory: {_numbers(tight)}"]
     return "\n".join([*lines, "", _memory_line(best, cluster), _time_line(best)])
+
+
+def default_choice(candidates: Sequence[Candidate], cluster: Cluster) -> int:
+    """The line (from 1) of the fastest layout that is not tight; 1 if all are."""
+    roomy = (n for n, c in enumerate(candidates, start=1) if not c.is_tight(cluster))
+    return next(roomy, 1)
+
+
+def parameter_count(number: float) -> str:
+    """A number of parameters as people write it: 8.03B, 2.56M, 812K."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.0f}"
+
+
+def _rate(tokens_per_second: float) -> str:
+    return f"{tokens_per_second:,.0f}" if tokens_per_second >= 100 else f"{tokens_per_second:.3g}"
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bigtrain.planner.layout import ADAMW, Layout, OptimizerCosts, Recompute
-from bigtrain.planner.memory import MARGIN, MemoryUse, peak_memory, usable_memory
+from bigtrain.planner.memory import MARGIN, MEMORY_ERROR, MemoryUse, peak_memory, usable_memory
 from bigtrain.planner.model_costs import ModelCosts
 from bigtrain.planner.run_layout import chunk_tokens, usual_chunk
 from bigtrain.planner.step_time import StepTime, step_time
@@ -55,6 +55,10 @@ class Candidate:
     fits: bool
     _time: Callable[[], StepTime]
     varied: str = ""
+
+    def is_tight(self, cluster: Cluster) -> bool:
+        """Whether less of the usable memory is left than predictions are wrong by on average."""
+        return self.memory.total * (1 + MEMORY_ERROR) > cluster.usable_memory
 
     def describe(self) -> str:
         """The layout in a few words, with what of loss and buckets is not as usual."""

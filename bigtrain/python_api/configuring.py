@@ -75,7 +75,9 @@ def _try_inputs(resolved: ResolvedRun) -> list[str]:
     from bigtrain.run.preflight import inspect_inputs
 
     inputs = inspect_inputs(resolved)
-    found = refuse_other_run(resolved.config, inputs.sources, inputs.data_hash)
+    found = refuse_other_run(
+        resolved.config, inputs.sources, inputs.data_hash, inputs.model_plan.parameters
+    )
     lines = [f"data: {len(inputs.datasets)} opened, model: {inputs.hf_config.model_type}"]
     lines += inputs.model_plan.lines(resolved.plan.accumulation)
     return lines + _resumes_from(found)

@@ -195,7 +195,7 @@ def _name(wanted: NewRun) -> str:
 
 def _prediction(plan: Plan) -> list[str]:
     """What the plan says of the layout. Three digits: predictions know no more."""
-    best, cluster = plan.fitting[0], plan.cluster
+    best, cluster = plan.fitting[plan.default_choice - 1], plan.cluster
     rate = float(f"{best.tokens_per_second / cluster.num_devices:.3g}")
     gib = 2.0**30
     return [

@@ -47,16 +47,26 @@ class Plan:
 
         return as_json([*self.fitting, *self.others], self.cluster)
 
-    def run_tree(self, choose: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Run YAML and DeepSpeed JSON, as trees, of line `choose` of the table (from 1). Raises
-        ConfigError if there is no such line."""
+    @property
+    def default_choice(self) -> int:
+        """The line of the table (from 1) that is written where none is named: the fastest layout
+        that leaves as much memory as predictions are wrong by on average."""
+        from bigtrain.planner.plan_text import default_choice
+
+        return default_choice(self.fitting, self.cluster)
+
+    def run_tree(self, choose: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Run YAML and DeepSpeed JSON, as trees, of line `choose` of the table (from 1; default:
+        `default_choice`). Raises ConfigError if there is no such line."""
+        if choose is None:
+            choose = self.default_choice
         if not 1 <= choose <= len(self.fitting):
             rule = f"there are {len(self.fitting)} layouts that fit"
             raise ConfigError(Problem("--choose", choose, rule, f"1 to {len(self.fitting)}"))
         layout = self.fitting[choose - 1].layout
         return run_and_engine(self.config, layout, self.model.vocabulary_size)
 
-    def write(self, directory: str | Path, choose: int = 1) -> Path:
+    def write(self, directory: str | Path, choose: int | None = None) -> Path:
         """Write ``run.yaml`` and ``deepspeed.json`` of line `choose` into `directory`, and return
         the former's path. Overwrites nothing. Raises ConfigError, OutputError, LaunchError."""
         import yaml

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from bigtrain.errors import ConfigError, Problem
+from bigtrain.errors import ConfigError, DataError, Problem
 
 if TYPE_CHECKING:
     import torch
@@ -149,7 +149,13 @@ def generate(
     from bigtrain.models.generation import generate as continued
 
     sampling = Sampling(temperature, top_p, seed)
-    return continued(str(model), prompt, max_new_tokens=max_new_tokens, sampling=sampling)
+    return continued(
+        str(model),
+        prompt,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        tokenizer=_tokenizer_of(str(model)),
+    )
 
 
 def open_conversation(
@@ -169,4 +175,22 @@ def open_conversation(
     from bigtrain.models.generation import Conversation, Sampling
 
     sampling = Sampling(temperature, top_p, seed)
-    return Conversation(str(model), max_new_tokens=max_new_tokens, sampling=sampling)
+    return Conversation(
+        str(model),
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        tokenizer=_tokenizer_of(str(model)),
+    )
+
+
+def _tokenizer_of(model: str) -> Any:
+    """The tokenizer in the directory of a model, as its tokenizer.json has it; None if there is
+    none, or none that documents can be tokenized with."""
+    from bigtrain.data.tokenizers.tokenizer import load_tokenizer
+
+    if not (Path(model) / "tokenizer.json").is_file():
+        return None
+    try:
+        return load_tokenizer(model).huggingface
+    except DataError:
+        return None

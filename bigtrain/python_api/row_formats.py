@@ -24,15 +24,26 @@ class RowFormat:
 
 def detected_format(reading: ReadOptions, say: Callable[[str], None]) -> str:
     """The format that the keys of the first row are those of; `say` gets a line on it. Text where
-    they are of none."""
+    they are of none. Raises DataError if the first rows of the files have several formats."""
+    from bigtrain.data.documents.bad_documents import ONE_FORMAT
     from bigtrain.data.documents.chat_formats import nearest
-    from bigtrain.data.documents.first_row import keys_of_first_row
+    from bigtrain.data.documents.first_row import keys_in, sources_to_look_at
 
-    found = nearest(keys_of_first_row(reading))
-    if found is None:
-        return "text"
-    say(f"the keys of the first row are those of --format {found.name}")
-    return str(found.name)
+    formats: dict[str, str] = {}  # the first file of each
+    for source in sources_to_look_at(reading):
+        keys = keys_in(source, reading)
+        if keys or source.kind == "text" or not formats:
+            found = nearest(keys)
+            formats.setdefault("text" if found is None else found.name, source.path)
+    if len(formats) > 1:
+        shown = "; ".join(f"{name}: {path}" for name, path in formats.items())
+        raise DataError(
+            f"the first rows of the inputs have several formats ({shown}) -> {ONE_FORMAT}"
+        )
+    name = next(iter(formats), "text")
+    if name != "text":
+        say(f"the keys of the first row are those of --format {name}")
+    return name
 
 
 def row_format(name: str, names: Mapping[str, str], roles: Mapping[str, str]) -> RowFormat | None:

@@ -49,9 +49,12 @@ def documents_of(
     split: str | None,
     max_tokens: int,
     tokenizer: str | Path | None,
+    mask: bool = False,
 ) -> list[dict[str, Any]]:
-    """As `read_documents`, of shards that are open."""
+    """As `read_documents`, of shards that are open; with `mask` also the `runs` of learned and
+    other tokens."""
     from bigtrain.data.shards.inspection import LONE, decoder_of
+    from bigtrain.data.shards.learned_text import runs_of
 
     if inspected.manifest is None and split:
         raise DataError(f"--split {split}: a lone shard has no splits -> leave it out")
@@ -75,6 +78,11 @@ def documents_of(
                 "text": None if decoder is None else decoder.decode(shown),
             }
         )
+        if mask:
+            if decoder is None:
+                raise DataError("--mask shows text -> --tokenizer DIRECTORY to decode with")
+            found = shard.document_mask(within)[:max_tokens]
+            documents[-1]["runs"] = runs_of(shown, found, decoder.decode)
     return documents
 
 

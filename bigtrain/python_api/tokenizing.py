@@ -34,6 +34,7 @@ class ReadingOptions(TypedDict, total=False):
     dataset_split: str
     max_document_bytes: int | None
     read_as: str
+    follow_links: bool
 
 
 class TokenizeOptions(ReadingOptions, total=False):
@@ -48,11 +49,14 @@ class TokenizeOptions(ReadingOptions, total=False):
     held_out: float
     shard_bytes: int | None
     max_bad_fraction: float
+    max_unrendered: int
     workers: int | None
     rank: int | None
     world_size: int | None
     encoder: Encoder
     parse_special_tokens: bool
+    beginning_of_text: Literal["auto", "always", "never"]
+    end_of_document: str | None
     say: Callable[[str], None] | None
 
 
@@ -88,13 +92,20 @@ def build_tokens(
     held_out: share of the documents kept for evaluation, 0 (default) to below 1.
     shard_bytes: bytes of input per shard (default: 256 MiB).
     suffixes, exclude: files to take from folders, and those to skip. read_as: read every file as if
-        its name ended so, such as ``.jsonl.gz``.
+        its name ended so, such as ``.jsonl.gz``. follow_links: read what links in a folder lead to
+        outside of it; without it such a link is an error.
     dataset_config, dataset_split: of a hub dataset (default: ``train``).
     max_document_bytes: a larger document is bad (default: 64 MiB); max_bad_fraction: bad documents
         are skipped up to this share of all, 0 (default) makes the first one an error.
+    max_unrendered: so many parts of conversations (content of a message, tool call, tool,
+        reasoning) the chat template may drop; 0 (default) makes the first one an error. Reasoning
+        of earlier turns that it drops by design is counted and never an error.
     workers: processes (default: by cores, memory and input). rank, world_size: of this call among
         several with one `output` on different nodes.
     encoder, parse_special_tokens: as the options of the command.
+    beginning_of_text: what documents of plain text begin with; ``auto`` (default): what the
+        tokenizer itself adds, ``always`` its beginning-of-text token, ``never`` nothing.
+    end_of_document: token that ends documents (default: the tokenizer's end-of-sequence token).
     say: gets a line on what was detected (default: print to standard error).
     """
     from bigtrain.data.tokenize_job.job import build_dataset
@@ -148,6 +159,9 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
         roles=() if rows is None else rows.roles,
         dataset_config=reading.selection.dataset_config,
         dataset_split=reading.selection.dataset_split,
+        max_unrendered=options.get("max_unrendered", 0),
+        beginning_of_text=options.get("beginning_of_text", "auto"),
+        end_of_document=options.get("end_of_document"),
     )
 
 
@@ -166,7 +180,7 @@ def train_tokenizer(
     inputs: as of `tokenize`. max_bad_fraction: documents that cannot be read are skipped up to this
     share of all. say: gets a line with the summary. options: which text, as the options of
     `tokenize` of these names: text_keys, suffixes, exclude, dataset_config, dataset_split,
-    max_document_bytes, read_as. Raises DataError; then nothing is left behind.
+    max_document_bytes, read_as, follow_links. Raises DataError; then nothing is left behind.
     """
     from bigtrain.data.documents.bad_documents import Rejects, require_few
     from bigtrain.data.documents.open_reader import DocumentReader
@@ -203,6 +217,7 @@ def read_options(
     dataset_split: str = "train",
     max_document_bytes: int | None = None,
     read_as: str = "",
+    follow_links: bool = False,
 ) -> ReadOptions:
     """Which text is read, and how; `build_tokens` says what each parameter means."""
     from bigtrain.data.documents.parts import ReadOptions
@@ -217,6 +232,7 @@ def read_options(
         dataset_config=dataset_config,
         dataset_split=dataset_split,
         read_as=read_as,
+        follow_links=follow_links,
     )
     keys = tuple(dict.fromkeys(text_keys)) or ("text",)
     return ReadOptions(selection, keys, max_document_bytes or DEFAULT_MAX_DOCUMENT_BYTES)

@@ -75,7 +75,8 @@ def train_resolved(
         # One rank of each host compares the sizes of the shards' files; the others read the list.
         inputs = inspect_inputs(run, "sizes" if world.local_rank == 0 else "listed")
         if world.local_rank == 0:
-            refuse_other_run(run.config, inputs.sources, inputs.data_hash)
+            parameters = inputs.model_plan.parameters
+            refuse_other_run(run.config, inputs.sources, inputs.data_hash, parameters)
         from bigtrain.run.reporting.library_log import import_log
 
         with import_log(shown=run.config.logging.deepspeed == "shown") as said:

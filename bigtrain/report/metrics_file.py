@@ -311,10 +311,6 @@ class MetricsFile:
         wrapped = [{SOURCES: one} for one in sources]
         series.update(self._entries(wrapped, SOURCES, self.evaluations.names))
         series.update(self._entries(lines, TASKS, self.evaluations.names))
-        series.update(self._entries(lines, TASKS, self.evaluations.names))
-        bits = _column(lines, "held_out_bits_per_byte")
-        if not np.isnan(bits).all():
-            series["held_out_bits_per_byte"] = bits
         self.evaluations.add({"step": _column(lines, "step")}, series)
         if not np.isnan(series["held_out_loss"]).all():
             lowest = lines[int(np.nanargmin(series["held_out_loss"]))]

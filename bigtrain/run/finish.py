@@ -116,7 +116,9 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
             output = session.directory / EXPORT
             record = session.directory / EXPORTED
             record.unlink(missing_ok=True)
-            export_run(session.directory, output, step=state.step, replace=True)
+            export_run(
+                session.directory, output, step=state.step, replace=True, warn=summary.append
+            )
             record.write_text(json.dumps({"step": state.step}) + "\n")
             summary.append(f"exported to {output}, reloaded and compared: same logits")
             if session.copies is not None:

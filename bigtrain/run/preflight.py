@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,8 @@ from bigtrain.data.samples.identity import SourceIdentity, data_hash, identify_s
 from bigtrain.data.samples.packed_samples import PackingReport, packing_reports
 from bigtrain.data.shards.dataset import Level, TokenDataset
 from bigtrain.data.tokenizers.added_tokens import check_added_tokens
+from bigtrain.data.tokenizers.edge_cases import tokenizer_edge_cases
+from bigtrain.data.tokenizers.model_tokens import check_model_tokens
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
 from bigtrain.models.equivalence.expert_gathering import check_expert_gathering
@@ -22,6 +23,8 @@ from bigtrain.models.equivalence.once import choose_once
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.models.layers.kernels import check_kernels
 from bigtrain.models.lm_eval_tasks import check_tasks
+from bigtrain.models.weights.checksums import changed_files
+from bigtrain.models.weights.export_hf import TOKENIZER_REMEDY, class_beside
 from bigtrain.models.weights.quantized import check_quantization
 from bigtrain.models.weights.vocabulary import Growth, grown_configuration
 from bigtrain.run.reporting.metrics import check_trackers
@@ -29,6 +32,7 @@ from bigtrain.settings.compatibility.check import Facts, check_model
 from bigtrain.settings.hf_config_keys import check_layer_drop
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.files import why_not_creatable
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
         *_check_output(Path(config.output.directory)),
         *check_trackers(config.logging.trackers),
         *_check_positions(config.batch.sequence_length, hf_config),
+        *_check_base_files(config),
         # Also the defaults of its class.
         *check_layer_drop(text_config(hf_config).to_dict(), "model.config"),
         *not_opened,
@@ -77,6 +82,8 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
     if datasets:
         problems += check_datasets(config, datasets, vocabulary_size(hf_config))
         problems += _check_tokenizer(config, datasets[0])
+        if config.output.export and check != "listed":
+            problems += _check_export(hf_config, datasets[0])
         tokens = datasets[0].table.tokenizer.vocab_size
         hf_config, growth = grown_configuration(config.model, hf_config, tokens)
         held_out_sets, of_sets = open_held_out_datasets(config, datasets, check)
@@ -104,27 +111,52 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
 
 
 def _check_tokenizer(config: RunConfig, dataset: TokenDataset) -> Sequence[Problem]:
-    """Compare the data's tokenizer with the section ``tokenizer``. Not of a run that resumes: it
-    keeps these settings and its data, and reads nothing of the base."""
+    """Compare the data's tokenizer with the section ``tokenizer`` and with that of the base model.
+    A run that resumes keeps these settings and reads nothing of the base: its data's tokenizer
+    is compared with its own."""
+    resumes = any(Path(config.output.directory, "checkpoints").glob("step-*"))
+    place = dataset.tokenizer_path
+    problems = check_model_tokens(config, place, str(dataset.path), resumes=resumes)
+    if resumes:
+        return problems
     base = config.base_tokenizer
-    if config.tokenizer is None or base is None:
-        return []
-    if any(Path(config.output.directory, "checkpoints").glob("step-*")):
-        return []
+    if problems or config.tokenizer is None or base is None:
+        return problems
     directory = str(dataset.tokenizer_path)
     return check_added_tokens(config.tokenizer, base, dataset.table.tokenizer, directory)
 
 
+def _check_export(hf_config: Any, dataset: TokenDataset) -> Sequence[Problem]:
+    """Whether transformers will read the data's tokenizer next to the exported model."""
+    file = dataset.tokenizer_path / "tokenizer.json"
+    texts = tokenizer_edge_cases(file.read_text(encoding="utf-8")) if file.is_file() else []
+    name = class_beside(hf_config.model_type, dataset.tokenizer_path, texts)
+    if name is None:
+        return []
+    rule = (
+        f"next to a {hf_config.model_type}, transformers reads its tokenizer as a {name}, which "
+        "gives other tokens, so the export could not be read"
+    )
+    remedy = f"{TOKENIZER_REMEDY}; without an export: output.export=false"
+    return [Problem("data.path", str(dataset.path), rule, remedy)]
+
+
 def _check_output(directory: Path) -> Sequence[Problem]:
     """Check without writing that the directory, or the one it would be created in, is writable."""
-    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    if not there.is_dir():
-        rule = f"{there} is no directory"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        rule = f"{there} cannot be written by this user"
-    else:
+    rule = why_not_creatable(directory)
+    if rule is None:
         return []
     return [Problem("output.directory", str(directory), rule, "choose another one")]
+
+
+def _check_base_files(config: RunConfig) -> Sequence[Problem]:
+    """Compare the small files of a base on this host with the checksums that were recorded."""
+    path = config.model.path
+    if path is None or not Path(path).is_dir():
+        return []
+    remedy = "restore them; if the change is meant, remove the list and start a new run"
+    found = changed_files(Path(path), Path(config.output.directory))
+    return [Problem("model.path", path, text, remedy) for text in found]
 
 
 def _check_positions(sequence_length: int, hf_config: Any) -> Sequence[Problem]:
@@ -132,6 +164,7 @@ def _check_positions(sequence_length: int, hf_config: Any) -> Sequence[Problem]:
     return check_model(
         Facts(
             sequence_length=sequence_length,
-            max_positions=longest if isinstance(longest, int) else None,
+            # XLNet's -1 means any length.
+            max_positions=longest if isinstance(longest, int) and longest > 0 else None,
         )
     )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import bigtrain
-from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY
+from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, TokenizerRecord
 from bigtrain.models.configuration import save_configuration
 from bigtrain.models.weights.checksums import BASE_MODEL, Sums, write_sums
 from bigtrain.run.preflight import Inputs
@@ -23,6 +23,7 @@ from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.settings.topology import AXES
 from bigtrain.system.files import write_whole
 from bigtrain.system.shipped_files import checkout
+from bigtrain.system.text_record import TextRecord
 from bigtrain.system.versions import version_of
 
 MODEL_CONFIG = "model_config"
@@ -53,6 +54,16 @@ def write_run_directory(
     save_configuration(run.config.model, inputs.hf_config, directory / MODEL_CONFIG)
     tokens = Path(run.config.data.mixture[0].path)  # all sources have the same tokenizer
     shutil.copytree(tokens / TOKENIZER_DIRECTORY, directory / "tokenizer", dirs_exist_ok=True)
+    text_record([dataset.table.tokenizer for dataset in inputs.datasets]).save(
+        directory / "tokenizer"
+    )
+
+
+def text_record(tokenizers: Sequence[TokenizerRecord]) -> TextRecord:
+    """How the texts of a mixture's datasets begin and end; the first one decides how they begin."""
+    first = tokenizers[0]
+    ends = {number for one in tokenizers for number in one.answer_end_ids or ()}
+    return TextRecord(first.beginning_ids or (), first.end_of_document_id, tuple(sorted(ends)))
 
 
 def describe_environment(

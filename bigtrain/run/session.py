@@ -18,7 +18,9 @@ from bigtrain.engine.startup.process_group import process_group
 from bigtrain.engine.startup.runtime import runtime_settings
 from bigtrain.errors import BigtrainError, LostRunTokenError
 from bigtrain.models.build import empty_model
+from bigtrain.models.export.base_record import BASE, record_base
 from bigtrain.models.weights.checksums import Sums
+from bigtrain.models.weights.import_hf import Weights
 from bigtrain.planner.flops import (
     ModelShape,
     flops_per_token,
@@ -68,6 +70,7 @@ class Session:
     metrics: MetricsWriter | None = field(default=None)
     run_token: fencing.RunToken | None = field(default=None)
     base_model: Sums | None = field(default=None)
+    base_weights: Weights | None = field(default=None)
     generation: int | None = field(default=None)
     prediction: RunPrediction | None = field(default=None)
     copies: RunCopies | None = field(default=None)
@@ -97,6 +100,9 @@ class Session:
                 return error
         return failure
 
+    def _has_lost_token(self) -> bool:
+        return self.run_token is not None and self.run_token.lost()
+
     def is_stale(self) -> bool:
         """Whether a later launch holds the run directory, as far as this rank can see."""
         if self.run_token is not None:
@@ -123,6 +129,8 @@ class Session:
         write_run_directory(
             self.directory, self.run, self.inputs, self.hosts, self.device, self.base_model
         )
+        if self.base_weights is not None and config.model.path is not None:
+            record_base(config.model.path, self.base_weights, self.directory / BASE)
         if self.prediction is not None:
             self.prediction.write(self.directory)
         (self.directory / REQUEUE).unlink(missing_ok=True)
@@ -141,6 +149,7 @@ class Session:
             run_config=config.model_dump(mode="json"),
             resume_step=state.step,
             resume_samples=state.samples,
+            is_stale=self._has_lost_token,
         )
         if config.output.copy_to is not None:
             self.copies = RunCopies(self.directory, config.output.copy_to)

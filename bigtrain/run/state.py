@@ -38,14 +38,16 @@ class GuardState:
 class BestSoFar:
     """The best evaluation so far, by ``evaluation.best``.
 
-    metric: its name. value: None before the first one. step: of it. num_since: evaluations after
-    it, none of which was better.
+    metric: its name. value: None before the first one. step: of it. reference: the value that an
+    evaluation must improve by more than ``early_stopping.min_delta`` (None: `value`). num_since:
+    evaluations since then, none of which did.
     """
 
     metric: str = ""
     value: float | None = None
     step: int = 0
     num_since: int = 0
+    reference: float | None = None
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any] | None) -> BestSoFar:

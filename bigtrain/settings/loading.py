@@ -100,9 +100,25 @@ def parse_yaml(text: str, source: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     # ValueError: a date or an integer that Python does not have. TypeError: a list as a key.
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        where, rule = _yaml_fault(error, text)
+        remedy = "correct the value" if "\n" not in text else "correct the line"
         raise ConfigError(
-            Problem("YAML", None, " ".join(str(error).split()), "correct the file"), source
+            Problem(f"YAML of {source}{where}", None, rule, remedy), source
         ) from error
+
+
+def _yaml_fault(error: Exception, text: str) -> tuple[str, str]:
+    """Where a text is no YAML, as `` line 3, column 5``, and why, with the line."""
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    reason = getattr(error, "problem", None) or getattr(error, "reason", None)
+    if mark is None or reason is None:
+        return "", " ".join(str(error).split())
+    lines = text.splitlines() or [""]
+    # What ends too early is reported behind the last line.
+    number = min(mark.line, len(lines) - 1)
+    context = getattr(error, "context", None)
+    rule = f"{context}: {reason}" if context else str(reason)
+    return f" line {number + 1}, column {mark.column + 1}", f"{rule}: {lines[number].strip()!r}"
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[Problem]:

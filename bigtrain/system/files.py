@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
+import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +16,10 @@ from typing import IO
 import xxhash
 
 from bigtrain.errors import DataError, LaunchError, OutputError
+
+_NOT_A_FULL_DISK = (
+    errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ELOOP,
+)  # fmt: skip
 
 
 @contextmanager
@@ -25,8 +32,30 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
 
 
 def cannot_be_written(path: Path, error: Exception, remedy: str) -> str:
-    """The text of an OutputError."""
+    """The text of an OutputError. `remedy`: begins with "make room, or ", which is left away
+    where the disk is not what is wrong."""
+    if getattr(error, "errno", None) in _NOT_A_FULL_DISK:
+        remedy = remedy.removeprefix("make room, or ")
     return f"{path}: cannot be written: {' '.join(str(error).split())} -> {remedy}"
+
+
+def why_not_creatable(directory: Path) -> str | None:
+    """Why no file can be written to `directory`, which may not exist yet; None if one can.
+
+    Where it does not exist, the directory that it would be created in is tried: some file systems
+    (``/proc``) refuse what the permissions allow. Leaves nothing behind.
+    """
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not there.is_dir():
+        return f"{there} is not a directory"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"this user cannot write to {there}"
+    if there != directory:
+        try:
+            os.rmdir(tempfile.mkdtemp(dir=there, prefix=".bigtrain-"))
+        except OSError as error:
+            return f"{there} takes no files: {error.strerror or error}"
+    return None
 
 
 @contextmanager
@@ -200,6 +229,15 @@ def whole_file(path: Path, draft: Path, durable: bool = True) -> Iterator[IO[byt
         raise
     if durable:
         sync_to_disk(path.parent)
+
+
+def require_regular(path: Path) -> os.stat_result:
+    """The status of a file that is read. Raises OSError for what is no regular file: a pipe would
+    be waited for, and a link to itself leads nowhere."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return status
 
 
 def file_checksum(path: Path) -> str:

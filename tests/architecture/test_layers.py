@@ -48,7 +48,7 @@ FLOORS = (
     ("__main__",),
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
-MOST_ROOMS = 14
+MOST_ROOMS = 20
 """Files and folders of one folder, `__init__.py` and `__main__.py` apart. `commands` is a list and
 may grow, and the package has one more: `python_api`, its second front door beside `cli`."""
 

@@ -62,6 +62,7 @@ PAGES_ELSEWHERE = {
     "docs/howto/object_stores.md": "tests/docs/test_howto_data.py",
     "docs/howto/vocabulary.md": "tests/launch/test_vocabulary.py",
     "docs/howto/evaluation.md": "tests/launch/test_evaluation.py",
+    "docs/howto/llama_cpp.md": "tests/launch/test_gguf.py",
 }
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
-from bigtrain.cli import build_parser
+from bigtrain.cli import build_parser, main
 from bigtrain.train import build_parser as train_parser
 from tests.support.worlds import ROOT
 
@@ -52,3 +53,14 @@ def test_what_the_tutorial_types_is_typed_by_a_test() -> None:
     for words in command_lines("docs/tutorial.md"):
         if "RUN.yaml" not in words and words[1] not in ("doctor", "launch"):
             assert words in typed, words
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
+def test_scripts_of_the_named_recipes_are_written(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [words for words in command_lines(page) if words[:2] == ["bigtrain", "launch"]]
+    assert {words[2] for words in lines} == {"slurm", "torchrun", "kubernetes"}
+    for words in lines:
+        assert main(words[1:]) == 0, words

@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 
 from bigtrain.cli import build_parser
+from bigtrain.data.chat.encoder import ChatEncoder, ChatRules
+from bigtrain.data.documents.conversations import conversation_bytes
+from bigtrain.data.tokenizers.tokenizer import describe
 from bigtrain.train import build_parser as train_parser
-from tests.support.chats import write_readme_chats
+from tests.support.chats import chat_tokenizer, write_readme_chats
 from tests.support.worlds import ROOT
 
 
@@ -28,6 +31,46 @@ def test_arguments_exist() -> None:
     tokenize, train = commands()
     assert build_parser("tokenize").parse_args(tokenize[1:])
     assert train_parser().parse_intermixed_args(train[2:]).overrides
+
+
+def test_the_template_with_tools_and_reasoning() -> None:
+    """Nothing of a conversation is dropped, and every answer is learned through its end."""
+    page = (ROOT / "docs/howto/chat.md").read_text()
+    _, source = re.findall(r"^```jinja\n(.*?)^```", page, flags=re.M | re.S)
+    wrapped = chat_tokenizer(source.removesuffix("\n"))
+    wrapped.eos_token = "<|endoftext|>"
+    tokenizer = describe("of the page", wrapped)
+    reference = tokenizer.encoder(True, ends=False)
+    rules = ChatRules(tuple(tokenizer.generation_ends().values()))
+    encoder = ChatEncoder(reference, reference, tokenizer.chat_template(), False, rules=rules)
+    call = {"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}
+    tool = {"name": "get_weather", "description": "The weather.", "parameters": {}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Rain?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "I have to look.",
+            "tool_calls": [{"type": "function", "function": call}],
+        },
+        {"role": "tool", "content": {"sky": "grey"}},
+        {"role": "assistant", "content": "It rains.", "reasoning_content": "Grey."},
+    ]
+    tools = [{"type": "function", "function": tool}]
+    found = encoder.encode([conversation_bytes(messages, tools)])
+    assert not found.problems
+    assert not found.unrendered
+    assert found.ends == {"<|im_end|>"}
+    text = tokenizer.decode(found.tokens)
+    assert text.count("Be brief.") == text.count('{"sky": "grey"}') == 1
+    assert tokenizer.decode(found.tokens[found.mask]) == (
+        '<think>\nI have to look.\n</think>\n\n<tool_call>{"name": "get_weather", "arguments": '
+        '{"city": "Paris", "days": 3}}</tool_call><|im_end|>'
+        "<think>\nGrey.\n</think>\nIt rains.<|im_end|>"
+    )
+    plain = encoder.encode([conversation_bytes([messages[0], *messages[1:2], messages[4]])])
+    assert tokenizer.decode(plain.tokens).startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def test_an_output_directory_that_cannot_be_written(refused: Refused, tmp_path: 
     text = refused(f"output.directory={output}")
     only(
         text,
-        f"output.directory = '{output}': {tmp_path / 'file'} is no directory -> choose another",
+        f"output.directory = '{output}': {tmp_path / 'file'} is not a directory -> choose another",
     )
 
 
@@ -144,7 +144,8 @@ def test_broken_yaml(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "broken.yaml").write_text("model: [unclosed\n")
     text = refused(config=tmp_path / "broken.yaml")
     assert "broken.yaml" in text
-    assert "line 2" in text
+    assert "line 1, column 1: " in text
+    assert "'model: [unclosed'" in text
 
 
 def test_sequence_longer_than_the_positions(refused: Refused) -> None:

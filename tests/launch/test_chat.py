@@ -98,6 +98,46 @@ def test_a_chat_stops_by_itself(
 
 
 @pytest.mark.slow
+def test_an_answer_that_the_next_role_ends(
+    inputs: Inputs,
+    finished_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """GLM-4.5's template writes no end of an answer: the token of the next role is learned, and is
+    an end token of the export, so that plain transformers stops."""
+    begin(tmp_path, finished_run / "hf")
+    monkeypatch.chdir(tmp_path)
+    glm = ROOT / "tests/data/chat_templates/glm4moe.jinja"
+    roles = ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>", "[gMASK]", "<sop>"]
+    settings = (tmp_path / "talk.yaml").read_text().replace('"<|im_start|>", "<|im_end|>"', "NEW")
+    (tmp_path / "talk.yaml").write_text(settings.replace("NEW", json.dumps(roles)[1:-1]))
+    assert bigtrain(GROW[1:]) == 0
+    assert bigtrain([str(glm) if word == "chat.jinja" else word for word in TOKENIZE[1:]]) == 0
+    here = [
+        f"model.path={tmp_path / 'runs/quickstart/run/hf'}",
+        f"data.path={tmp_path / 'talk-shards'}",
+        f"output.directory={tmp_path / 'runs/talk'}",
+        "batch.sequence_length=64",
+        "optimizer.lr=1.0e-2",
+        "evaluation.every_steps=null",
+    ]
+    finished = train("--config", tmp_path / "talk.yaml", *here)
+    assert finished.code == 0, finished.output
+    capsys.readouterr()
+    hf = tmp_path / "runs/talk/hf"
+    tokenizer: Any = AutoTokenizer.from_pretrained(hf)
+    user = tokenizer.convert_tokens_to_ids("<|user|>")
+    assert user in json.loads((hf / "generation_config.json").read_text())["eos_token_id"]
+    new = new_tokens(hf, GENERATE[-1])
+    assert 0 < len(new) < 100
+    assert new[-1] == user
+    assert bigtrain([*GENERATE[1:3], str(hf), *GENERATE[4:]]) == 0
+    assert "<|user|>" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_the_page_as_it_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,7 +32,7 @@ BROKEN = {
     "rank": (["profile.ranks=[0, 2]"], 2, "profile.ranks = 2: the run has 2 ranks"),
     "nowhere": (["output.directory='  '"], 1, "must name the directory of the run"),
     "no date": (["seed=2020-13-45"], 1, "month must be in 1..12"),
-    "list as key": (["model.overrides={[a]: 1}"], 1, "YAML: "),
+    "list as key": (["model.overrides={[a]: 1}"], 1, "YAML of model.overrides={[a]: 1}: "),
 }
 
 

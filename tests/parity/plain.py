@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -198,7 +198,7 @@ def train(
     found = Training([], [], masters)
     for number, step in enumerate(steps[:num_steps]):
         num_targets = int((step.labels != IGNORED).sum())
-        sums = {name: torch.zeros_like(p, dtype=sum_dtype) for name, p in parameters.items()}
+        sums: dict[str, torch.Tensor] = {}
         total = 0.0
         parts = chunks(number)
         for part, samples in enumerate(parts):
@@ -214,10 +214,13 @@ def train(
             loss.backward()
             total += float(summed.detach())
             for name, parameter in parameters.items():
-                sums[name] += parameter.grad.to(sum_dtype)
+                if parameter.grad is None:
+                    continue
+                zeros = torch.zeros_like(parameter, dtype=sum_dtype)
+                sums[name] = sums.get(name, zeros) + parameter.grad.to(sum_dtype)
                 parameter.grad = None
         for name, master in masters.items():
-            master.grad = sums[name].float()
+            master.grad = sums[name].float() if name in sums else None
         limit = config["optimizer"]["clip_norm"] or math.inf
         found.norms.append(float(torch.nn.utils.clip_grad_norm_(masters.values(), limit)))
         found.losses.append(total / num_targets)
@@ -265,18 +268,31 @@ def _product_of_halves(
     return outputs[..., order.argsort()]
 
 
-def adamw(masters: list[torch.Tensor], section: dict[str, Any]) -> torch.optim.Optimizer:
-    """Matrices decay, vectors do not; `section` is the run's `optimizer`."""
-    decay = section.get("weight_decay", 0.1)
+def adamw(
+    masters: list[torch.Tensor], section: dict[str, Any], exempt: Sequence[torch.Tensor] = ()
+) -> torch.optim.Optimizer:
+    """Matrices decay but those of `exempt`, vectors do not; `section` is the run's `optimizer`."""
     return torch.optim.AdamW(
-        [
-            {"params": [p for p in masters if p.ndim >= 2], "weight_decay": decay},
-            {"params": [p for p in masters if p.ndim < 2], "weight_decay": 0.0},
-        ],
+        decay_groups(masters, section, exempt),
         lr=section["lr"],
         betas=(0.9, 0.95),
         eps=section.get("eps", 1e-8),
     )
+
+
+def decay_groups(
+    masters: Iterable[torch.Tensor], section: dict[str, Any], exempt: Sequence[torch.Tensor] = ()
+) -> list[dict[str, Any]]:
+    """Groups of matrices with decay, and of vectors and `exempt` without."""
+    never = {id(master) for master in exempt}
+    decay: list[torch.Tensor] = []
+    others: list[torch.Tensor] = []
+    for master in masters:
+        (decay if master.ndim >= 2 and id(master) not in never else others).append(master)
+    return [
+        {"params": decay, "weight_decay": section.get("weight_decay", 0.1)},
+        {"params": others, "weight_decay": 0.0},
+    ]
 
 
 def _rate(step: int, config: dict[str, Any]) -> float:

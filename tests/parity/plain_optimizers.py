@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from bigtrain.parity.optimizers import Together
-from tests.parity.plain import adamw
+from tests.parity.plain import adamw, decay_groups
 
 HIDDEN = r".*layers\.\d+\..*(proj|dense|dense_h_to_4h|dense_4h_to_h|key_value)(\.weight)?"
 """Names of the hidden matrices of the models that are tested; nothing else has such names."""
@@ -114,8 +114,7 @@ class SlicedMuon:
     def step(self) -> None:
         for own, (master, where) in zip(self._own, self._slices, strict=True):
             own.copy_(master[where])
-            assert master.grad is not None
-            own.grad = master.grad[where].clone()
+            own.grad = None if master.grad is None else master.grad[where].clone()
         with pytest.MonkeyPatch.context() as patch:
             if self._is_wide:
                 patch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", zeropower)
@@ -124,13 +123,20 @@ class SlicedMuon:
             master[where] = own
 
 
-def muon(masters: dict[str, torch.Tensor], section: dict[str, Any], splits: Any = None) -> Together:
+def muon(
+    masters: dict[str, torch.Tensor],
+    section: dict[str, Any],
+    splits: Any = None,
+    matrices: str = HIDDEN,
+    exempt: Sequence[torch.Tensor] = (),
+) -> Together:
     """torch's Muon of hidden matrices, of stacked experts one by one, and AdamW of the rest.
 
-    splits: from the name of a fused projection to the slices of its matrices.
+    splits: from the name of a fused projection to the slices of its matrices. matrices: a regular
+    expression of names. exempt: do not decay. What has no gradient is left as it is.
     """
     own = section.get("muon", {})
-    hidden = [name for name in masters if re.fullmatch(HIDDEN, name) and masters[name].ndim > 1]
+    hidden = [name for name in masters if re.fullmatch(matrices, name) and masters[name].ndim > 1]
     slices: list[tuple[torch.Tensor, Any]] = []
     for name in hidden:
         master = masters[name]
@@ -152,7 +158,7 @@ def muon(masters: dict[str, torch.Tensor], section: dict[str, Any], splits: Any 
                 SlicedMuon(slices, own.get("ns_dtype") == "float32", lr=1.0, **options),
                 own.get("lr", section["lr"]) / section["lr"],
             ),
-            (adamw(rest, section), 1.0),
+            (adamw(rest, section, exempt), 1.0),
         ]
     )
 
@@ -160,8 +166,15 @@ def muon(masters: dict[str, torch.Tensor], section: dict[str, Any], splits: Any 
 class _Lion:
     """Algorithm 2 of Chen et al. 2023, word by word."""
 
-    def __init__(self, masters: list[torch.Tensor], section: dict[str, Any], keep: Keep) -> None:
+    def __init__(
+        self,
+        masters: list[torch.Tensor],
+        section: dict[str, Any],
+        keep: Keep,
+        exempt: Sequence[torch.Tensor] = (),
+    ) -> None:
         self._masters, self._keep = masters, keep
+        self._exempt = {id(master) for master in exempt}
         self._betas = section.get("betas", (0.9, 0.99))
         self._decay = section.get("weight_decay", 0.1)
         self._moments = [torch.zeros_like(master) for master in masters]
@@ -170,28 +183,31 @@ class _Lion:
     def step(self) -> None:
         lr = self.param_groups[0]["lr"]
         for master, m in zip(self._masters, self._moments, strict=True):
-            decay = self._decay if master.ndim >= 2 else 0.0
             g = master.grad
+            if g is None:
+                continue
+            decays = master.ndim >= 2 and id(master) not in self._exempt
+            decay = self._decay if decays else 0.0
             c = self._betas[0] * m + (1 - self._betas[0]) * g
             master -= lr * (torch.sign(c) + decay * master)
             m.copy_(self._keep(self._betas[1] * m + (1 - self._betas[1]) * g, g))
 
 
-def lion(masters: dict[str, torch.Tensor], section: dict[str, Any]) -> Any:
-    return _Lion(list(masters.values()), section, in_float32)
+def lion(
+    masters: dict[str, torch.Tensor], section: dict[str, Any], exempt: Sequence[torch.Tensor] = ()
+) -> Any:
+    return _Lion(list(masters.values()), section, in_float32, exempt)
 
 
 def kept_lion(masters: dict[str, torch.Tensor], section: dict[str, Any]) -> Any:
     return _Lion(list(masters.values()), section, in_bfloat16)
 
 
-def adafactor(masters: dict[str, torch.Tensor], section: dict[str, Any]) -> Any:
-    """torch's Adafactor; matrices decay, vectors do not."""
-    decay = section.get("weight_decay", 0.1)
+def adafactor(
+    masters: dict[str, torch.Tensor], section: dict[str, Any], exempt: Sequence[torch.Tensor] = ()
+) -> Any:
+    """torch's Adafactor; matrices decay, vectors and `exempt` do not."""
     return torch.optim.Adafactor(
-        [
-            {"params": [p for p in masters.values() if p.ndim >= 2], "weight_decay": decay},
-            {"params": [p for p in masters.values() if p.ndim < 2], "weight_decay": 0.0},
-        ],
+        decay_groups(masters.values(), section, exempt),
         eps=(section.get("adafactor", {}).get("eps1"), 1e-3),
     )

@@ -6,6 +6,7 @@ its router logits, or of what its experts are given.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ WEIGHTS = 1e-5
 AUXILIARY, Z_LOSS, RATE = 0.5, 0.05, 0.02  # so that they show
 SKIPPED = 2
 OPTIMIZER = {"lr": 3e-3, "clip_norm": 0.5, "eps": 1e-6}  # see test_pipeline.optimizer_of
+UNTIED = {**llama(), "tie_word_embeddings": False, "pad_token_id": 0}
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": llama(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
     | {"output_router_logits": True, "router_aux_loss_coef": AUXILIARY},
@@ -49,7 +51,45 @@ MODELS: dict[str, dict[str, Any]] = {
         num_local_experts=4,
         num_experts_per_tok=2,
     ),
+    # Biases with another name, and parameters without a gradient: of two dimensions, or one.
+    "lfm2_moe": {
+        **UNTIED,
+        "model_type": "lfm2_moe",
+        "layer_types": ["conv", "full_attention", "full_attention"],
+        "num_dense_layers": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+    "ernie4_5_moe": {
+        **UNTIED,
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "moe_intermediate_size": 16,
+        "moe_layer_start_index": 1,
+    },
+    "afmoe": {
+        **UNTIED,
+        "model_type": "afmoe",
+        "head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 8,
+        "num_dense_layers": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 16,
+    },
 }
+NAMES = {
+    "lfm2_moe": "expert_bias",
+    "afmoe": "expert_bias",
+    "ernie4_5_moe": "gate.moe_statics.e_score_correction_bias",
+}
+"""Of biases in a block; of all others ``gate.e_score_correction_bias``."""
+BIASES = r".*(e_score_correction|expert)_bias"
 GLOBAL = {"auxiliary_loss": "global_batch"}
 Z_ALONE = {"z_loss_coefficient": Z_LOSS}
 BIAS = {"bias_update_rate": RATE}
@@ -101,6 +141,20 @@ CASES = [
     Case("deepseek_v3", ("bias",), expert=2),
     Case("deepseek_v3", ("bias",), engine="pipeline_zero1", axis="pipeline", accumulation=4),
     Case("mixtral", ("global", "z"), engine="pipeline_zero1", axis="pipeline", accumulation=4),
+    Case("lfm2_moe", ("bias",)),
+    Case("ernie4_5_moe", ("bias",), engine="zero3"),
+    *(
+        Case(model, ("bias",), expert=expert, engine=engine, axis=axis, slow=True)
+        for model in ("lfm2_moe", "ernie4_5_moe", "afmoe")
+        for engine, expert, axis in (
+            ("zero0", 1, "data"),
+            ("zero2", 1, "data"),
+            ("zero3", 2, "data"),
+            ("pipeline_zero1", 1, "pipeline"),
+            ("zero1", 1, "tensor"),
+        )
+        if (model, axis) != ("lfm2_moe", "tensor")
+    ),
     Case("mixtral", ("global", "z"), world_size=1, accumulation=4, slow=True),
     Case("mixtral", ("global", "z"), 4, 1, "pipeline_zero1", "pipeline", 4, slow=True),
     Case("mixtral", ("global",), 4, 2, "pipeline_zero1", "pipeline", 2, slow=True),
@@ -117,7 +171,9 @@ CASES = [
 ]
 
 
-RESUMED = Case("deepseek_v3", ("bias",), engine="zero3")
+RESUMED = {
+    model: Case(model, ("bias",), engine="zero3") for model in ("deepseek_v3", "ernie4_5_moe")
+}
 
 
 def config_of(case: Case, data: Path, directories: dict[str, Path]) -> dict[str, Any]:
@@ -151,35 +207,40 @@ def train(
 
 def more_jobs(data: Path, directories: dict[str, Path], directory: Path) -> dict[str, Any]:
     """Of `RESUMED` in two parts with other degrees, and in 16 bit."""
-    end, begin = RESUMED, replace(RESUMED, expert=2, engine="zero1")
-    in_16_bit = config_of(replace(begin, model="minimax_m2"), data, directories)
-    in_16_bit["precision"] = {"dtype": "bfloat16"}
-    return {
-        "begin": {
+    jobs = {}
+    for model, end in RESUMED.items():
+        begin = replace(end, expert=2, engine="zero1")
+        jobs[f"begin {model}"] = {
             "config": config_of(begin, data, directories),
             "deepspeed_config": begin.engine,
             "last_step": STOP,
             "save_at": STOP,
-            "save_to": str(directory / "begin"),
+            "save_to": str(directory / f"begin {model}"),
             "skipped": [SKIPPED],
-        },
-        "end": {
+        }
+        jobs[f"end {model}"] = {
             "config": config_of(end, data, directories),
             "deepspeed_config": end.engine,
             "first_step": STOP,
-            "restore_from": str(directory / "begin"),
+            "restore_from": str(directory / f"begin {model}"),
             "save_at": STEPS,
-            "save_to": str(directory / "end"),
-        },
-        "16 bit": {
+            "save_to": str(directory / f"end {model}"),
+        }
+    for model, engine in IN_16_BIT.items():
+        in_16_bit = config_of(Case(model, ("bias",), engine=engine), data, directories)
+        in_16_bit["precision"] = {"dtype": "bfloat16"}
+        jobs[f"16 bit {model}"] = {
             "config": in_16_bit,
-            "deepspeed_config": begin.engine,
+            "deepspeed_config": engine,
             # After an even number of updates up and down they may all be zero.
             "last_step": 3,
             "save_at": 3,
-            "save_to": str(directory / "16 bit"),
-        },
-    }
+            "save_to": str(directory / f"16 bit {model}"),
+        }
+    return jobs
+
+
+IN_16_BIT = {"minimax_m2": "zero3", "lfm2_moe": "zero1", "ernie4_5_moe": "zero3", "afmoe": "zero1"}
 
 
 @pytest.fixture(scope="module")
@@ -247,13 +308,16 @@ class Reference:
             total = total + Z_LOSS * logits.exp().sum(-1).log().pow(2).mean()
         return total
 
+    @torch.no_grad()
     def after_update(self, model: Any) -> None:
         modules = dict(model.named_modules())
         for name, counts in self._counts.items() if "bias" in self.case.moe else ():
             block = name.rpartition(".")[0]
-            bias = modules[f"{block}.gate"].e_score_correction_bias
-            bias += RATE * (counts.float().mean() - counts).sign()
-            self.biases[f"{block}.gate.e_score_correction_bias"] = bias
+            path = f"{block}.{NAMES.get(self.case.model, 'gate.e_score_correction_bias')}"
+            owner, _, leaf = path.rpartition(".")
+            bias = getattr(modules[owner], leaf)
+            bias += (RATE * (counts.float().mean() - counts).sign()).view_as(bias)
+            self.biases[path] = bias
 
     def end_step(self) -> None:
         self.imbalance.append(
@@ -278,6 +342,7 @@ def reference_of(
         skipped=[SKIPPED],
         after_update=reference.after_update,
         after_step=reference.end_step,
+        frozen=BIASES,
     )
     return trained, reference
 
@@ -318,26 +383,28 @@ def test_more_equal_plain_training(
     compare(case, dataset, directories, slow_trained)
 
 
-def test_biases_go_on_at_another_degree(
-    dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
+@pytest.mark.parametrize("model", RESUMED)
+def test_biases_continue_at_another_degree(
+    model: str, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
 ) -> None:
-    expected, reference = reference_of(RESUMED, dataset, directories)
-    assert trained["results"]["end"]["losses"] == pytest.approx(
+    expected, reference = reference_of(RESUMED[model], dataset, directories)
+    assert trained["results"][f"end {model}"]["losses"] == pytest.approx(
         expected.losses[STOP:], abs=LOSS["float32"]
     )
-    weights = read_full_masters(trained["directory"] / "end" / "tensors")
+    weights = read_full_masters(trained["directory"] / f"end {model}" / "tensors")
     assert reference.biases
     for name, bias in reference.biases.items():
         assert float((bias - weights[name]).abs().max()) <= 1e-6, name
 
 
 def biases_of(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: w for name, w in weights.items() if name.endswith("e_score_correction_bias")}
+    return {name: w for name, w in weights.items() if re.match(BIASES, name)}
 
 
-def test_biases_are_float32_in_a_run_in_16_bit(trained: dict[str, Any]) -> None:
-    biases = biases_of(read_full_masters(trained["directory"] / "16 bit" / "tensors"))
-    assert len(biases) == 3
+@pytest.mark.parametrize("model", IN_16_BIT)
+def test_biases_are_float32_in_a_run_in_16_bit(model: str, trained: dict[str, Any]) -> None:
+    biases = biases_of(read_full_masters(trained["directory"] / f"16 bit {model}" / "tensors"))
+    assert len(biases) == (3 if model == "minimax_m2" else 2)
     for bias in biases.values():
         updates = bias / RATE
         assert bias.dtype == torch.float32
@@ -348,7 +415,7 @@ def test_biases_are_float32_in_a_run_in_16_bit(trained: dict[str, Any]) -> None:
 def test_biases_are_exported_in_float32(
     directories: dict[str, Path], trained: dict[str, Any], tmp_path: Path
 ) -> None:
-    weights = read_full_masters(trained["directory"] / "end" / "tensors")
+    weights = read_full_masters(trained["directory"] / "end deepseek_v3" / "tensors")
     biases = biases_of(weights)
     hf_config = load_hf_config(ModelSection(path=str(directories["deepseek_v3"])))
     model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)

@@ -44,6 +44,7 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.document_isolation import plan_isolation
 from bigtrain.models.equivalence.loss import choose_loss
 from bigtrain.models.equivalence.model_plan import ModelPlan
+from bigtrain.models.equivalence.parameter_plan import plan_parameters
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
 from bigtrain.models.layers.adapters import has_adapters
 from bigtrain.models.layers.isolation import Isolation
@@ -187,7 +188,8 @@ def model_plan_of(config: RunConfig, plan: BatchPlan) -> ModelPlan:
     isolation = isolation_of(model, config.data.isolates, config)
     loss, problems = choose_loss(config, load_hf_config(config.model), plan)
     assert not problems
-    return ModelPlan(stages, isolation, loss)
+    parameters = plan_parameters(config, load_hf_config(config.model))
+    return ModelPlan(stages, isolation, loss, parameters)
 
 
 def skip(_figures: StepStats) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from bigtrain.data.chat.answer_ends import Answer
 from bigtrain.data.chat.control_tokens import ControlTokens
 from bigtrain.data.documents.conversations import ConversationError, is_learned
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
@@ -35,13 +36,12 @@ WEIGHT_REMEDY = (
 
 def assistant_spans(
     template: ChatTemplate, control: ControlTokens, messages: Messages, tools: Tools, text: str
-) -> list[tuple[int, int]]:
-    """Character ranges of `text`, the rendering of `messages`, that are the assistant's, except
-    messages of weight 0.
+) -> list[Answer]:
+    """The assistant's messages in `text`, the rendering of `messages`, except those of weight 0.
 
-    Raises ConversationError if they cannot be determined.
+    Raises ConversationError if their character ranges cannot be determined.
     """
-    spans = []
+    answers = []
     for number, message in enumerate(messages):
         if not is_learned(message):
             continue
@@ -49,34 +49,50 @@ def assistant_spans(
         ending = [match.end() for match in control.find(text[begin:end])][-1:]
         if ending and text[begin + ending[0] : end].isspace():
             end = begin + ending[0]
-        spans.append((begin, end))
-    return spans
+        answers.append(Answer(number + 1, ((begin, end),)))
+    return answers
 
 
 def learned_blocks(
     template: ChatTemplate, messages: Messages, tools: Tools, blocks: Spans
-) -> list[tuple[int, int]]:
-    """`blocks`, the ``{% generation %}`` blocks of a rendering of `messages`, without those of
-    messages of weight 0.
+) -> list[Answer]:
+    """`blocks`, the ``{% generation %}`` blocks of a rendering of `messages`, by message, without
+    those of messages of weight 0.
 
-    A block is assigned to a message by counting the blocks in renderings of prefixes. Raises
-    ConversationError if that is ambiguous.
+    A block is assigned to a message by counting the blocks in renderings of prefixes. If that is
+    ambiguous, each block is an answer of its own, and ConversationError is raised if a message has
+    weight 0.
     """
     turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    if all(is_learned(messages[number]) for number in turns):
-        return list(blocks)
-    learned: list[tuple[int, int]] = []
+    all_learned = all(is_learned(messages[number]) for number in turns)
+    if all_learned and len(blocks) == len(turns):
+        return [Answer(n + 1, (block,)) for n, block in zip(turns, blocks, strict=True)]
+    learned: list[Answer] = []
     end = 0
     for number in turns:
         begin = end
-        end = len(template.render(messages[: number + 1], tools)[1])
+        try:
+            end = len(template.render(messages[: number + 1], tools)[1])
+        except ConversationError:
+            if not all_learned:
+                raise
+            end = begin
         if end <= begin:
+            if all_learned:
+                return _singly(turns, blocks)
             raise ConversationError(WEIGHT_REMEDY.format(number + 1))
         if is_learned(messages[number]):
-            learned += blocks[begin:end]
+            learned.append(Answer(number + 1, tuple(blocks[begin:end])))
     if end != len(blocks):
+        if all_learned:
+            return _singly(turns, blocks)
         raise ConversationError(WEIGHT_REMEDY.format(turns[-1] + 1))
     return learned
+
+
+def _singly(turns: Sequence[int], blocks: Spans) -> list[Answer]:
+    """Each block as an answer, named by the last message of the assistant."""
+    return [Answer(turns[-1] + 1 if turns else 1, (block,)) for block in blocks]
 
 
 def _span(
@@ -105,10 +121,10 @@ def _span(
 def _around_content(
     template: ChatTemplate, messages: Messages, tools: Tools, text: str, number: int
 ) -> tuple[int, int]:
-    """Where the content of a message begins in `text`, and where its turn ends."""
+    """Where the content of a message begins in `text`, or the name of its last tool call where it
+    has no content, and where its turn ends."""
     other = [*messages]
-    if isinstance(messages[number].get("content"), str):
-        other[number] = {**messages[number], "content": PLACEHOLDER}
+    other[number] = _with_placeholder(messages[number])
     before, found, after = template.render(other, tools)[0].partition(PLACEHOLDER)
     ending = template.render(other[: number + 1], tools)[0].partition(PLACEHOLDER)[2]
     if (
@@ -121,3 +137,19 @@ def _around_content(
             REMEDY.format(f"message {number + 1} is written otherwise in a longer conversation")
         )
     return len(before), len(text) - len(after) + len(ending)
+
+
+def _with_placeholder(message: dict[str, Any]) -> dict[str, Any]:
+    """`message` with the placeholder as its content, or as the name of its last tool call if it has
+    no content: templates write an empty content otherwise than others."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, str) and (content.strip() or not calls):
+        return {**message, "content": PLACEHOLDER}
+    if not isinstance(calls, list) or not calls:
+        return message
+    last = calls[-1]
+    if isinstance(last.get("function"), dict):
+        named = {**last, "function": {**last["function"], "name": PLACEHOLDER}}
+    else:
+        named = {**last, "name": PLACEHOLDER}
+    return {**message, "tool_calls": [*calls[:-1], named]}

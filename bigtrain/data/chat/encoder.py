@@ -21,8 +21,10 @@ by the reference tokenizer, which returns offsets.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -30,16 +32,19 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from bigtrain.data.chat.answer_ends import Answer, AnswerEnds
 from bigtrain.data.chat.assistant_spans import assistant_spans, learned_blocks
 from bigtrain.data.chat.control_tokens import ControlTokens
-from bigtrain.data.documents.conversations import RESULTS, ConversationError
+from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, STRIPPED, Lost, refuse, unrendered
+from bigtrain.data.chat.token_bytes import TokenBytes
+from bigtrain.data.chat.token_bytes import token_bytes as _token_bytes
+from bigtrain.data.documents.conversations import ConversationError
 from bigtrain.data.shards.format import Mask
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.encoders import Encoder
 from bigtrain.data.tokenizers.equivalence import Checks
 
 Integers = npt.NDArray[np.int64]
-USUAL_ROLES = ("system", "user", "assistant", "tool")
 Spans = Sequence[tuple[int, int]]
 
 
@@ -49,7 +54,9 @@ class EncodedChats:
 
     `tokens` [sum of lengths], `mask` bool of the same length, true for the assistant's; `lengths`
     and `text_bytes`, UTF-8 bytes of the rendered text, int64 [conversations]. `problems`: number
-    and reason of each conversation that cannot be used, whose length is 0.
+    and reason of each conversation that cannot be used, whose length is 0. `unrendered`: of the
+    others, how many parts of each kind the template drops; `ends`, `inside`: the texts of the
+    control tokens that end answers, and of others in them.
     """
 
     tokens: npt.NDArray[np.integer[Any]]
@@ -57,6 +64,18 @@ class EncodedChats:
     lengths: Integers
     text_bytes: Integers
     problems: tuple[tuple[int, str], ...] = ()
+    unrendered: Mapping[str, int] = field(default_factory=dict)
+    ends: frozenset[str] = frozenset()
+    inside: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class ChatRules:
+    """What a conversation must fulfil. `eos`: texts of the tokens that end generation by the
+    tokenizer's settings; `allow_unrendered`: whether the template may drop parts."""
+
+    eos: tuple[str, ...]
+    allow_unrendered: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,6 +88,9 @@ class _Rendered:
     spans: Spans = ()
     control: Spans | None = None
     prompt: str | None = None
+    lost: tuple[Lost, ...] = ()
+    ends: frozenset[str] = frozenset()
+    inside: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -88,7 +110,7 @@ class ChatEncoder:
     `encoder` adds no ends and parses special tokens; so does `reference`, which says what it should
     have found. With `trusted` the text of control tokens in a conversation makes control tokens.
     `template`: None where only plain text can be encoded. `plain_ends`: what plain text begins and
-    ends with.
+    ends with. `rules`: None for the template's rendering as it is.
     """
 
     encoder: Encoder
@@ -96,12 +118,16 @@ class ChatEncoder:
     template: ChatTemplate | None
     trusted: bool
     plain_ends: TextEnds | None = None
+    rules: ChatRules | None = None
 
     def __post_init__(self) -> None:
         assert self.encoder.parse_special_tokens
         assert self.encoder.end_of_document_id is None
         literals = () if self.template is None else self.template.literals
         self.control = ControlTokens(self.encoder.tokenizer_json, literals)
+        self.answer_ends = None
+        if self.rules is not None and self.template is not None:
+            self.answer_ends = AnswerEnds(self.template, self.control, self.rules.eos)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_token_bytes"}
@@ -148,6 +174,7 @@ class ChatEncoder:
             np.fromiter((len(tokens) for tokens, _ in parts), np.int64, len(parts)),
             np.fromiter(map(len, texts), np.int64, len(texts)),
             tuple(sorted(problems.items())),
+            *_found([chat for n, chat in enumerate(rendered) if n not in problems]),
         )
 
     def _prompts(self, rendered: Sequence[_Rendered]) -> dict[int, list[int]]:
@@ -194,21 +221,47 @@ class ChatEncoder:
                 "it is of messages, and the tokenizer has no chat template -> give one: "
                 "--chat-template FILE"
             )
-        messages, tools = conversation["messages"], conversation.get("tools")
-        text, spans = self.template.render(messages, tools)
-        _require_roles(messages, text)
-        if self.template.marks_assistant(tools):
-            spans = learned_blocks(self.template, messages, tools, spans)
+        tools = conversation.get("tools")
+        messages, text, spans = _rendered(self.template, conversation["messages"], tools)
+        lost = tuple(unrendered(self.template, messages, tools, text))
+        if self.rules is not None and not self.rules.allow_unrendered:
+            for part in lost:
+                if part.kind != STRIPPED:
+                    raise refuse(self.template, part)
+        marked = self.template.marks_assistant(tools)
+        if marked:
+            answers = learned_blocks(self.template, messages, tools, spans)
         else:
-            spans = assistant_spans(self.template, self.control, messages, tools, text)
-        control: Spans | None = None
+            answers = assistant_spans(self.template, self.control, messages, tools, text)
+        control = self._written_control(self.template, text, messages, tools)
+        if self.answer_ends is None:
+            every = [span for answer in answers for span in answer.spans]
+            return _Rendered(text, every, control, lost=lost)
+        kept = [one for one in map(_without_empty, answers) if one.spans]
+        if lost:  # of an answer that was dropped nothing but its end is left
+            dropped = {part.message for part in lost if part.kind in (CONTENT, CALLS)}
+            kept = [n for n in kept if n.number not in dropped or self._says_something(text, n)]
+        ended = self.answer_ends.finish(messages, tools, text, kept, control, marked=marked)
+        return _Rendered(
+            ended.text, ended.spans, ended.control, None, lost, ended.ends, ended.inside
+        )
+
+    def _says_something(self, text: str, answer: Answer) -> bool:
+        written = "".join(text[begin:end] for begin, end in answer.spans)
+        names = [match.group() for match in self.control.find(written)]
+        return bool(written.strip()) and written.strip() not in names
+
+    def _written_control(
+        self, template: ChatTemplate, text: str, messages: Any, tools: Any
+    ) -> Spans | None:
+        """The control tokens of the template in `text`; None if every control token's text is."""
         if not self.trusted and self.control.could_be_from([messages, tools]):
             marked, marked_tools = self.control.marked([messages, tools])
-            marked_text, _ = self.template.render(marked, marked_tools)
-            control = self.control.written_by_template(text, marked_text)
-        elif not self.trusted and self.control.are_normalized:
-            control = [match.span() for match in self.control.find(text)]
-        return _Rendered(text, spans, control)
+            marked_text, _ = template.render(marked, marked_tools)
+            return self.control.written_by_template(text, marked_text)
+        if not self.trusted and self.control.are_normalized:
+            return [match.span() for match in self.control.find(text)]
+        return None
 
     def _encode_slowly(self, chat: _Rendered) -> tuple[Integers, Mask]:
         """Tokens and mask by the reference tokenizer's own character ranges."""
@@ -272,79 +325,56 @@ class ChatEncoder:
         return np.cumsum(marks[:-1]) > 0, slow
 
     @cached_property
-    def _token_bytes(self) -> _TokenBytes | None:
+    def _token_bytes(self) -> TokenBytes | None:
         return _token_bytes(json.loads(self.encoder.tokenizer_json))
-
-
-def _require_roles(messages: Sequence[dict[str, Any]], text: str) -> None:
-    """Raises ConversationError for a message of which `text`, the rendering, has nothing, as it has
-    by many templates where they do not know the role."""
-    for number, message in enumerate(messages, 1):
-        role, content = message["role"], message.get("content")
-        if role in USUAL_ROLES or not isinstance(content, str):
-            continue
-        as_json = json.dumps(content, ensure_ascii=False)[1:-1]
-        if content.strip() not in text and as_json not in text:
-            meant = "system" if role == "developer" else "tool" if role in RESULTS else "user"
-            raise ConversationError(
-                f"message {number} has role {role!r}, and the chat template writes nothing of it "
-                f"-> say what it is: --role {role}={meant}"
-            )
-
-
-@dataclass(frozen=True)
-class _TokenBytes:
-    """The bytes of every token: `contents`, and their `sizes`, int64 [vocabulary].
-
-    sums_prove: if the sizes of a text's tokens sum up to its own, their bytes are the text's.
-    keeps_ascii: the same, of a text in ASCII.
-    """
-
-    contents: Sequence[bytes]
-    sizes: Integers
-    sums_prove: bool
-    keeps_ascii: bool
-
-
-def _token_bytes(tree: dict[str, Any]) -> _TokenBytes | None:
-    """None of a tokenizer whose tokens are not bytes of the text (``ByteLevel``)."""
-    parts = {part["type"]: part for part in _steps(tree.get("pre_tokenizer"), "pretokenizers")}
-    if "ByteLevel" not in parts or tree["model"]["type"] != "BPE":
-        return None
-    alphabet = _byte_alphabet()
-    vocabulary: dict[str, int] = tree["model"]["vocab"]
-    added = tree.get("added_tokens") or []
-    contents = [b""] * (max([*vocabulary.values(), *(token["id"] for token in added)]) + 1)
-    for token, number in vocabulary.items():
-        contents[number] = bytes(alphabet[c] for c in token if c in alphabet)
-    for token in added:
-        contents[token["id"]] = token["content"].encode("utf-8")
-    plain = not parts["ByteLevel"].get("add_prefix_space") and not any(
-        token["lstrip"] or token["rstrip"] for token in added
-    )
-    normalizers = {part["type"] for part in _steps(tree.get("normalizer"), "normalizers")}
-    return _TokenBytes(
-        contents,
-        np.fromiter(map(len, contents), np.int64, len(contents)),
-        sums_prove=plain and not normalizers,
-        keeps_ascii=plain and normalizers <= {"NFC", "NFD", "NFKC", "NFKD"},
-    )
-
-
-def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    if part is None:
-        return []
-    return list(part[key]) if part["type"] == "Sequence" else [part]
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level tokens are written in (OpenAI's GPT-2)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    alphabet = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in set(printable))
-    return alphabet | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
 def _first_at(ranges: Integers, place: int) -> int | None:
     found = np.flatnonzero((ranges[:, 0] <= place) & (ranges[:, 1] > place))
     return int(found[0]) if len(found) else None
+
+
+def _rendered(
+    template: ChatTemplate, messages: list[dict[str, Any]], tools: Any
+) -> tuple[list[dict[str, Any]], str, list[tuple[int, int]]]:
+    """The rendering of messages, and the messages as the template takes them.
+
+    Some templates (DeepSeek's) want tool calls as OpenAI's interface has them: arguments as JSON
+    text, and null as the content. Raises ConversationError if the template takes neither.
+    """
+    try:
+        return (messages, *template.render(messages, tools))
+    except ConversationError:
+        if not any(message.get("tool_calls") for message in messages):
+            raise
+        others = [_as_openai_has_it(message) for message in messages]
+        with suppress(ConversationError):
+            return (others, *template.render(others, tools))
+        raise
+
+
+def _as_openai_has_it(message: dict[str, Any]) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        own = call.get("function")
+        if isinstance(own, dict) and isinstance(own.get("arguments"), dict):
+            text = json.dumps(own["arguments"], ensure_ascii=False)
+            call = {"type": "function", **call, "function": {**own, "arguments": text}}
+        calls.append(call)
+    return {**message, "content": message.get("content") or None, "tool_calls": calls}
+
+
+def _without_empty(answer: Answer) -> Answer:
+    return Answer(answer.number, tuple((low, high) for low, high in answer.spans if low < high))
+
+
+def _found(
+    chats: Sequence[_Rendered],
+) -> tuple[Mapping[str, int], frozenset[str], frozenset[str]]:
+    """What the template drops of `chats`, by kind, and the control tokens that end answers and are
+    inside of them."""
+    lost = Counter(part.kind for chat in chats for part in chat.lost)
+    ends = frozenset[str]().union(*(chat.ends for chat in chats))
+    return dict(lost), ends, frozenset[str]().union(*(chat.inside for chat in chats))

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from bigtrain.errors import DataError
+
+ONE_FORMAT = (
+    "rows of several formats are tokenized one format at a time, each into an --output of its own, "
+    "and mixed in the run: data.sources"
+)
+OTHER_KEYS = re.compile(r"^no key .*; keys here: (.* -> |(?:.*, )?text\b)")
+"""In reasons of rows that have the keys of another format."""
+TEMPLATE_FAULT = "the chat template"
+"""Start of reasons that are faults of the chat template, not of a document."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,12 @@ class Rejects:
     def add(self, bad: BadDocument) -> None:
         """Raises DataError with place and reason unless bad documents are allowed."""
         if not self.allowed:
+            if bad.reason.startswith(TEMPLATE_FAULT) and " -> " in bad.reason:
+                raise DataError(str(bad))  # without such documents little would be left
             remedy = "leave such documents out: --skip-bad"
+            if OTHER_KEYS.search(bad.reason):
+                first = " if all rows are like this one" if " -> " in str(bad) else " -> correct it"
+                raise DataError(f"{bad}{first}; {ONE_FORMAT}; or {remedy}")
             joint = ", or" if " -> " in str(bad) else " -> correct it, or"
             raise DataError(f"{bad}{joint} {remedy}")
         self.count += 1

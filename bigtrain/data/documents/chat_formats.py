@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from bigtrain.data.documents.bad_documents import ONE_FORMAT
 from bigtrain.data.documents.conversations import ConversationError, from_text
 
 Messages = list[dict[str, Any]]
@@ -290,3 +291,9 @@ def remedy_for(keys: Collection[str]) -> str:
             named = [f" --key {own}={other}" for own, other in met.items() if own != other]
             return f" -> --format {name}{''.join(named)}"
     return ""
+
+
+def remedy_for_row(keys: Collection[str]) -> str:
+    """As `remedy_for`, of a row among others, which may have another format."""
+    near = remedy_for(keys)
+    return near and f"{near} if all rows are like this one; {ONE_FORMAT}"

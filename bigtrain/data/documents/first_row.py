@@ -21,6 +21,8 @@ from bigtrain.data.sources.files import READ_ERRORS, open_stream
 from bigtrain.data.sources.lines import split_lines, stream_chunks
 from bigtrain.errors import DataError, first_line
 
+LOOKED_AT = 64
+"""Files besides the first one of which the first row is read."""
 HEAD_BYTES = 1 << 20
 """Of a .json file, which may be one line, so many bytes are read for its first object."""
 
@@ -31,8 +33,19 @@ def keys_of_first_row(options: ReadOptions, *, strict: bool = False) -> Collecti
     bytes come once, and of what cannot be read: `strict` raises DataError for that, else it is
     refused later."""
     sources = find_sources(options.selection)
-    source = sources[0] if sources else None
-    if source is None or source.is_unpacked or source.read_once:
+    return keys_in(sources[0], options, strict=strict) if sources else ()
+
+
+def sources_to_look_at(options: ReadOptions) -> list[Source]:
+    """The first source, and up to `LOOKED_AT` others on this machine, spread over all of them."""
+    sources = find_sources(options.selection)
+    others = [source for source in sources[1:] if source.address is None]
+    return sources[:1] + others[:: max(1, -(-len(others) // LOOKED_AT))]
+
+
+def keys_in(source: Source, options: ReadOptions, *, strict: bool = False) -> Collection[str]:
+    """As `keys_of_first_row`, of one source."""
+    if source.is_unpacked or source.read_once:
         return ()
     find = _KEYS.get(source.kind)
     if find is None:

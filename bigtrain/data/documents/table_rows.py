@@ -16,7 +16,7 @@ from typing import Any
 
 from bigtrain.data.documents.arrow_text import TextColumn, require_sound, text_column
 from bigtrain.data.documents.bad_documents import BadDocument, Rejects
-from bigtrain.data.documents.chat_formats import remedy_for
+from bigtrain.data.documents.chat_formats import remedy_for_row
 from bigtrain.data.documents.fields import value_at
 from bigtrain.data.sources.discovery import Selection, Source, without_compression
 from bigtrain.data.sources.files import open_table
@@ -360,9 +360,16 @@ def _columns(path: str, keys: Keys, names: Sequence[str]) -> list[str]:
     if not found:
         wanted = " or ".join(map(repr, keys.wanted))
         there = ", ".join(sorted(names)[:20]) or "none"
-        remedy = remedy_for(names) or f" -> {keys.argument}: {there}"
+        remedy = remedy_for_row(names) or f" -> {keys.argument}: {there}"
         raise DataError(f"{path}: no column {wanted}{remedy}")
-    return [*found, *(key for key in keys.optional if _is_stored(key, names))]
+    columns = [*found, *(key for key in keys.optional if _is_stored(key, names))]
+    for name in _stored(columns, names):
+        if list(names).count(name) > 1:
+            raise DataError(
+                f"{path}: {list(names).count(name)} columns are named {name!r}, and which one is "
+                f"meant cannot be decided -> rename them, or name another column: {keys.argument}"
+            )
+    return columns
 
 
 def _is_stored(key: str, names: Sequence[str]) -> bool:

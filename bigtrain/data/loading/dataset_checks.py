@@ -58,6 +58,7 @@ def check_datasets(
     problems += check_same_directory(config)
     problems += check_tokenizer_files(config)
     problems += check_masks(config, tables) + check_same_tokenizer(config, tables)
+    problems += check_same_beginnings(config, tables)
     if model_vocab_size is None:
         model_vocab_size = known_vocab_size(config.model)
     if model_vocab_size is not None:
@@ -75,7 +76,9 @@ def check_same_tokenizer(config: RunConfig, tables: Sequence[ShardTable]) -> lis
     """Whether one tokenizer made all sources: their token ids would mean different text."""
 
     tokenizers = [table.tokenizer for table in tables]
-    identities = [(t.hash, t.vocab_size, t.end_of_document_id) for t in tokenizers]
+    # Sources may end documents in several tokens, unless losses depend on where they end.
+    by_ends = config.data.mask_end_of_document
+    identities = [(t.hash, t.vocab_size, t.end_of_document_id * by_ends) for t in tokenizers]
     described = [
         f"{t.name}, hash {t.hash}, {t.vocab_size} tokens, end of document {t.end_of_document_id}"
         for t in tokenizers
@@ -90,6 +93,31 @@ def check_same_tokenizer(config: RunConfig, tables: Sequence[ShardTable]) -> lis
         )
         for number, identity in enumerate(identities)
         if identity != identities[0]
+    ]
+
+
+def check_same_beginnings(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
+    """Whether the texts of all sources begin alike: a prompt can begin in one way only.
+
+    Conversations begin as their template writes them.
+    """
+    texts = [number for number, table in enumerate(tables) if not table.is_masked]
+    beginnings = {number: tables[number].tokenizer.beginning_ids or () for number in texts}
+
+    def shown(number: int) -> str:
+        ids = ", ".join(map(str, beginnings[number]))
+        return f"with token {ids}" if ids else "with no token of their own"
+
+    return [
+        Problem(
+            config.data.key_of(number),
+            config.data.mixture[number].path,
+            f"its texts begin {shown(number)}, those of {config.data.mixture[texts[0]].path} "
+            f"{shown(texts[0])}",
+            "tokenize both with the same --beginning-of-text",
+        )
+        for number in texts
+        if beginnings[number] != beginnings[texts[0]]
     ]
 
 

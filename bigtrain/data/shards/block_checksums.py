@@ -33,6 +33,7 @@ import numpy.typing as npt
 import xxhash
 
 from bigtrain.errors import DataError
+from bigtrain.system.files import require_regular
 
 SUFFIX = "blocks"
 MAGIC = b"BTBLCKS1"
@@ -108,6 +109,7 @@ def read_blocks(path: Path, xxh3: str, bin_bytes: int, mask_bytes: int) -> Block
     Raises DataError where it is not that file, or not of a shard of these sizes.
     """
     try:
+        require_regular(path)
         content = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error

@@ -37,7 +37,7 @@ import numpy.typing as npt
 
 from bigtrain.data.shards.block_checksums import SUFFIX, BlockSums, read_blocks
 from bigtrain.errors import DataError
-from bigtrain.system.files import file_checksum
+from bigtrain.system.files import file_checksum, require_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 INDEX_VERSION = 1
@@ -213,13 +213,26 @@ class Shard:
 
         Raises DataError where the index points outside of the `.bin`.
         """
+        low, high = self._document_range(index)
+        return self.tokens[low:high]
+
+    def document_mask(self, index: int) -> npt.NDArray[np.bool_]:
+        """Which tokens of document `index` are targets; without a `.mask` all of them."""
+        low, high = self._document_range(index)
+        if self.mask_path is None:
+            return np.ones(high - low, np.bool_)
+        bits = np.unpackbits(self.mask_bytes[low // 8 : -(-high // 8)], bitorder="little")
+        return bits[low % 8 : low % 8 + high - low].astype(np.bool_)
+
+    def _document_range(self, index: int) -> tuple[int, int]:
+        """The tokens of document `index`, from and to."""
         if not 0 <= index < self.num_documents:
             raise DataError(
                 f"{self.bin_path} has documents 0 to {self.num_documents - 1}, not {index}"
             )
         first, last = (int(n) for n in self.document_starts[index : index + 2])
         if first == last:
-            return self.tokens[:0]
+            return 0, 0
         if not 0 <= first < last <= len(self.sequence_lengths):
             raise self.corrupt(f"document {index} has sequences {first} to {last}")
         begin = int(self.sequence_pointers[first])
@@ -228,7 +241,7 @@ class Shard:
         )
         if not 0 <= begin <= end <= self.num_bytes or begin % self.dtype.itemsize:
             raise self.corrupt(f"document {index} is at bytes {begin} to {end}")
-        return self.tokens[begin // self.dtype.itemsize : end // self.dtype.itemsize]
+        return begin // self.dtype.itemsize, end // self.dtype.itemsize
 
     def document_begins(self, low: int, high: int) -> list[int]:
         """Byte offsets at which documents begin in tokens `low` to `high` (exclusive).
@@ -309,7 +322,7 @@ class Shard:
 
 def _file_size(path: Path) -> int:
     try:
-        return path.stat().st_size
+        return require_regular(path).st_size
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 

@@ -17,6 +17,13 @@ from bigtrain.data.shards.statistics import LengthHistogram, length_histogram
 from bigtrain.errors import DataError
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+KINDS = {
+    "content": "contents of messages that the chat template does not write",
+    "tool_calls": "tool calls that the chat template does not write",
+    "tools": "tool definitions that the chat template does not write",
+    "reasoning": "reasoning that the chat template does not write",
+    "stripped_reasoning": "reasoning of earlier turns, which the chat template drops by design",
+}
 LONE = "all"
 """The split of a shard that belongs to no dataset."""
 
@@ -54,7 +61,8 @@ def inspect_shards(path: Path) -> Inspected:
     """
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     if not path.is_dir() and prefix.with_name(prefix.name + ".idx").is_file():
-        return Inspected(prefix, None, {LONE: (Shard(prefix),)})
+        masked = prefix.with_name(prefix.name + ".mask").is_file()
+        return Inspected(prefix, None, {LONE: (Shard(prefix, masked=masked),)})
     if not path.exists():
         raise DataError(
             f"{path}: no directory of a dataset, and no {prefix.name}.idx of a shard -> make one "
@@ -153,6 +161,17 @@ def decoder_of(inspected: Inspected, tokenizer: Path | None) -> Decoder | None:
     return Decoder(own) if (own / "tokenizer.json").is_file() else None
 
 
+def _ends(manifest: Manifest) -> str:
+    """How documents of plain text begin and end."""
+    tokenizer = manifest.tokenizer
+    begin = ", ".join(map(str, tokenizer.beginning_ids or ()))
+    return (
+        (f"begin with token {begin}" if begin else "begin with no token of their own")
+        + f" (--beginning-of-text {manifest.options.beginning_of_text or 'not set'}), "
+        f"end with token {tokenizer.end_of_document_id}"
+    )
+
+
 def summary(output: Path, manifest: Manifest) -> str:
     """The dataset in a few human-readable lines."""
     lines = [
@@ -171,10 +190,15 @@ def summary(output: Path, manifest: Manifest) -> str:
             + (f", {targets / max(1, tokens):.1%} of the tokens to learn" if masked else "")
         )
     engine, reason = manifest.tokenizer.engine, manifest.tokenizer.engine_reason
+    lines.append(f"  texts:    {_ends(manifest)}")
     lines.append(f"  encoder:  {engine}" + (f" ({reason})" if reason else ""))
     if manifest.options.held_out and not manifest.num_documents("held_out"):
         lines.append("  held_out: no document fell into it; with few documents that may happen")
     if manifest.skipped_documents:
         count = f"{manifest.skipped_documents:,}"
         lines.append(f"  skipped:  {count} unreadable documents, listed in errors.jsonl")
+    lines += [
+        f"  dropped:  {KINDS.get(kind, kind)}: {count:,}"
+        for kind, count in (manifest.unrendered or {}).items()
+    ]
     return "\n".join(lines)

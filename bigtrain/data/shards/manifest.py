@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.dataclasses import dataclass
 
 from bigtrain.errors import DataError
-from bigtrain.system.files import write_whole
+from bigtrain.system.files import require_regular, write_whole
 
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_DIRECTORY = "tokenizer"
@@ -37,6 +37,7 @@ DEFAULT_SHARD_BYTES = 1 << 28
 DEFAULT_MAX_DOCUMENT_BYTES = 1 << 26
 
 Split = Literal["train", "held_out"]
+BeginningOfText = Literal["auto", "always", "never"]
 Count = Annotated[int, Field(ge=0)]
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
@@ -87,6 +88,17 @@ class TokenizerRecord(Record):
     chat_template: str | None = Field(
         default=None,
         description="of conversations: `bigtrain.data.tokenizers.chat_template.ChatTemplate.hash`",
+    )
+    beginning_ids: tuple[Count, ...] | None = Field(
+        default=None,
+        strict=False,
+        description="tokens that every document of plain text begins with; absent: none, made by a "
+        "version that had no setting for it",
+    )
+    answer_end_ids: tuple[Count, ...] | None = Field(
+        default=None,
+        strict=False,
+        description="of conversations: the tokens that end learned answers, and so generation",
     )
 
     @model_validator(mode="after")
@@ -162,6 +174,17 @@ class OptionsRecord(Record):
     )
     dataset_config: str | None = None
     dataset_split: str = "train"
+    beginning_of_text: BeginningOfText | None = Field(
+        default=None,
+        description="what documents of plain text begin with; auto: what the tokenizer itself "
+        "adds; absent: made by a version that added it to prompt-completion rows only",
+    )
+    end_of_document: str | None = Field(
+        default=None, description="token that ends documents; absent: the end-of-sequence token"
+    )
+    max_unrendered: Count = Field(
+        default=0, description="parts of conversations that the chat template may drop"
+    )
 
 
 class ShardRecord(Record):
@@ -212,6 +235,10 @@ class Manifest(Record):
     sources: tuple[SourceRecord, ...] = Field(strict=False)
     options: OptionsRecord
     skipped_documents: Count = 0
+    unrendered: dict[str, Count] | None = Field(
+        default=None,
+        description="parts of conversations that the chat template dropped, by kind",
+    )
     splits: dict[Split, tuple[ShardRecord, ...]]
 
     @model_validator(mode="after")
@@ -274,6 +301,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise DataError(f"{directory} {what} -> make it with `bigtrain tokenize --output`")
     path = directory / MANIFEST_NAME
     try:
+        require_regular(path)
         content = path.read_bytes()
     except FileNotFoundError:
         remedy = "make it with `bigtrain tokenize --output`"
@@ -283,7 +311,7 @@ def read_manifest(directory: Path) -> Manifest:
             f"{directory} is not a finished token dataset: it has no {MANIFEST_NAME} -> {remedy}"
         ) from None
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
         return Manifest.model_validate_json(content)
     except ValidationError as error:

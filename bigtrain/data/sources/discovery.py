@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from bigtrain.data.shards.manifest import SourceRecord
+from bigtrain.data.sources.links import Links
 from bigtrain.data.sources.remote_files import RemoteEntry, file_at, find_remote_files, is_pattern
 from bigtrain.errors import DataError, first_line
 from bigtrain.system.storage.addresses import is_address, name_of, without_secrets
@@ -108,7 +109,8 @@ class Source:
 @dataclass(frozen=True)
 class Selection:
     """Which inputs to take: `suffixes` and `exclude` choose among the files of folders. `read_as`:
-    every file is read as if its name ended so."""
+    every file is read as if its name ended so. `follow_links`: also those that lead out of a
+    folder (`bigtrain.data.sources.links`)."""
 
     inputs: Sequence[str]
     suffixes: Sequence[str] = DEFAULT_SUFFIXES
@@ -116,6 +118,7 @@ class Selection:
     dataset_config: str | None = None
     dataset_split: str = "train"
     read_as: str = ""
+    follow_links: bool = False
 
 
 def find_sources(selection: Selection) -> list[Source]:
@@ -178,30 +181,25 @@ def _find_by_glob(pattern: str, selection: Selection) -> list[Source]:
     matches = sorted(Path(match) for match in glob.glob(pattern, recursive=True))
     if not matches:
         raise DataError(f"--input {pattern}: no file matches")
-    files = [match for match in matches if match.is_file()]
+    files = [match for match in matches if not match.is_dir()]
     if not files:
         return [source for match in matches for source in _find(str(match), selection)]
     base = Path(*takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts))
-    return [
-        _file_source(file, selection)
-        for file in files
-        if not _excluded(str(file.relative_to(base)), selection.exclude)
-    ]
+    named = [(str(file.relative_to(base)), str(file)) for file in files]
+    taken = [entry for entry in named if not _excluded(entry[0], selection.exclude)]
+    links = Links(str(base), selection.follow_links)
+    return [_file_source(path, selection) for path in links.chosen(taken)]
 
 
 def _find_in_folder(folder: Path, selection: Selection) -> list[Source]:
     if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
-        return [_saved_dataset(folder, selection.dataset_split)]
-    files: list[tuple[str, str]] = []  # strings: there may be a million of them
-    for root, directories, names in os.walk(folder):
-        below = "" if Path(root) == folder else os.path.relpath(root, folder)
-        directories[:] = [
-            d for d in directories if not _excluded(os.path.join(below, d), selection.exclude)
-        ]
-        prefix = "" if root == "." else str(Path(root))
-        files += [(os.path.join(below, name), os.path.join(prefix, name)) for name in names]
-    taken = {path for _, path in _of_folder(str(folder), files, selection)}
-    return [_file_source(file, selection) for file in sorted(taken, key=lambda f: f.split(os.sep))]
+        return [_saved_dataset(folder, selection)]
+    links = Links(str(folder), selection.follow_links)
+    # Strings: there may be a million of them.
+    files = links.files(lambda below: _excluded(below, selection.exclude))
+    taken = _of_folder(str(folder), files, selection)
+    taken.sort(key=lambda file: file[1].split(os.sep))
+    return [_file_source(path, selection) for path in links.chosen(taken)]
 
 
 Named = TypeVar("Named")
@@ -312,9 +310,9 @@ def _file_source(path: str | Path, selection: Selection) -> Source:
     return Source(kind, record, read_once=once, read_as=selection.read_as)
 
 
-def _saved_dataset(folder: Path, split: str) -> Source:
+def _saved_dataset(folder: Path, selection: Selection) -> Source:
     """Of a `Dataset.save_to_disk` or `DatasetDict.save_to_disk`, without importing `datasets`."""
-    directory = folder
+    directory, split = folder, selection.dataset_split
     if (folder / "dataset_dict.json").is_file():
         splits = _read_json(folder / "dataset_dict.json").get("splits", [])
         if split not in splits:
@@ -323,6 +321,8 @@ def _saved_dataset(folder: Path, split: str) -> Source:
                 f"{', '.join(map(str, splits))}"
             )
         directory = folder / split
+    named = [(str(file.relative_to(folder)), str(file)) for file in sorted(directory.iterdir())]
+    Links(str(folder), selection.follow_links).chosen(named)
     files = [file.stat() for file in sorted(directory.glob("*.arrow"))]
     record = SourceRecord(
         path=str(folder),

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bigtrain.data.chat.rendered_parts import STRIPPED
 from bigtrain.data.documents.bad_documents import BadDocument, require_few
 from bigtrain.data.shards.format import token_dtype
 from bigtrain.data.shards.manifest import (
@@ -51,6 +53,7 @@ class Commit:
     tokenizer: Tokenizer
     options: OptionsRecord
     chat_template: ChatTemplate | None = None
+    beginning_ids: tuple[int, ...] = ()
 
     def run(self, records: dict[str, UnitRecord]) -> Manifest:
         """Make the dataset of the units' `records`. Raises DataError where they hold too little.
@@ -59,6 +62,7 @@ class Commit:
         """
         done = [records[unit.key] for unit in self.units]
         self._write_errors(done)
+        self._require_rendered(done)
         manifest = self._manifest(done)
         moves = [
             (f"{record.splits[split].name}.{suffix}", f"{final.name}.{suffix}")
@@ -99,11 +103,14 @@ class Commit:
                 engine_reason="; ".join(sorted({record.engine_reason for record in done} - {""})),
                 files_xxh3=fingerprint(tokenizer.place),
                 chat_template=None if self.chat_template is None else self.chat_template.hash,
+                beginning_ids=self.beginning_ids,
+                answer_end_ids=self._answer_end_ids(done),
             ),
             token_dtype=token_dtype(tokenizer.vocab_size),
             sources=_sources_with_parts(self.sources, self.units, done),
             options=self.options,
             skipped_documents=sum(record.bad_documents for record in done),
+            unrendered=_unrendered(done) or None,
             splits=splits,
         )
         if not manifest.num_tokens("train"):
@@ -137,6 +144,30 @@ class Commit:
         good = sum(record.documents for record in done)
         require_few(bad, good, self.options.max_bad_fraction, f"{first}; all are in {target}")
 
+    def _require_rendered(self, done: Sequence[UnitRecord]) -> None:
+        """Raises DataError if the chat template drops more parts than allowed."""
+        dropped = {kind: n for kind, n in _unrendered(done).items() if kind != STRIPPED}
+        if sum(dropped.values()) > self.options.max_unrendered:
+            shown = ", ".join(f"{n:,} of {kind}" for kind, n in dropped.items())
+            raise DataError(
+                f"the chat template drops {sum(dropped.values()):,} parts of the conversations "
+                f"({shown}), more than --max-unrendered {self.options.max_unrendered} allows -> "
+                "use a template that writes them: --chat-template FILE; or allow more"
+            )
+
+    def _answer_end_ids(self, done: Sequence[UnitRecord]) -> tuple[int, ...] | None:
+        """The tokens that end answers. Raises DataError for one that is also inside of answers."""
+        ends = {name for record in done for name in record.answer_ends}
+        inside = {name for record in done for name in record.inside_answers}
+        eos = self.tokenizer.generation_ends()
+        if both := sorted((ends & inside) - {*eos.values()}):
+            raise DataError(
+                f"the chat template ends some answers in {both[0]}, which it writes inside of "
+                "others, so generation cannot stop there -> learn only the last answer: --learn "
+                "last; or use a template that ends every answer in eos_token: --chat-template FILE"
+            )
+        return tuple(sorted(self.tokenizer.ids_of(ends))) or None
+
     def _bad_documents(self, done: Sequence[UnitRecord]) -> Iterator[BadDocument]:
         """In the order of the input, with lines counted from the beginning of their file."""
         lines_before = 0
@@ -168,6 +199,14 @@ class Commit:
             self.chat_template.save(draft)
         sync_tree(draft)
         draft.rename(target)
+
+
+def _unrendered(done: Sequence[UnitRecord]) -> dict[str, int]:
+    """The parts of all units that the chat template drops, by kind."""
+    total: Counter[str] = Counter()
+    for record in done:
+        total.update(record.unrendered)
+    return dict(sorted(total.items()))
 
 
 class EmptyDataset(DataError):

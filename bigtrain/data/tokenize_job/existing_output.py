@@ -99,7 +99,8 @@ def finished_manifest(
     manifest = read_manifest(output)
     current: Manifest | None = manifest
     # Under other options it is refused anyway, and would not be read in the same way.
-    if manifest.options == request.options and not untouched(manifest.sources, sources):
+    same_options = _are_same_options(manifest, request)
+    if same_options and not untouched(manifest.sources, sources):
         current = _confirmed(request, sources, manifest)
     different = [
         what
@@ -107,7 +108,7 @@ def finished_manifest(
             ("input files", current is not None),
             ("tokenizer", _is_same_tokenizer(manifest, request.tokenizer)),
             ("chat template", _is_same_template(manifest, request)),
-            ("options", manifest.options == request.options),
+            ("options", same_options),
         )
         if not same
     ]
@@ -137,6 +138,19 @@ def _confirmed(
         "the times of input files changed; all of them hold what %s was made of", request.output
     )
     return manifest.model_copy(update={"sources": confirmed})
+
+
+def _are_same_options(manifest: Manifest, request: BuildRequest) -> bool:
+    """Whether the options give the same dataset. One of a version without beginnings of texts is
+    the same where the tokenizer adds none."""
+    old, new = manifest.options, request.options
+    if old.beginning_of_text is not None or old == new:
+        return old == new
+    if old.model_copy(update={"beginning_of_text": new.beginning_of_text}) != new:
+        return False
+    if new.beginning_of_text == "auto" and new.chat:
+        return True
+    return not request.beginning_ids(load_tokenizer(request.tokenizer))
 
 
 def _is_same_tokenizer(manifest: Manifest, name: str) -> bool:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigtrain.data.chat.encoder import ChatEncoder, TextEnds
+from bigtrain.data.chat.encoder import ChatEncoder, ChatRules, TextEnds
 from bigtrain.data.shards.format import token_dtype
 from bigtrain.data.shards.manifest import Manifest
 from bigtrain.data.sources.discovery import Source, find_sources
@@ -75,7 +75,9 @@ def build_dataset(request: BuildRequest) -> BuildResult:
     workspace = Workspace(request.output, new_token())
     if workspace.is_finished() or not is_own(workspace):
         return BuildResult(finished_manifest(request, sources, workspace), already_finished=True)
-    build = _Build(request, sources, load_tokenizer(request.tokenizer), workspace)
+    tokenizer = load_tokenizer(request.tokenizer)
+    tokenizer = tokenizer.with_end_of_document(request.options.end_of_document)
+    build = _Build(request, sources, tokenizer, workspace)
     with _work_folder(workspace):
         manifest = build.run()
     return BuildResult(manifest, already_finished=False, built_tokens=build.built_tokens)
@@ -115,6 +117,7 @@ class _Build:
         request, options, tokenizer = self.request, self.request.options, self.tokenizer
         self.reading = request.reading()
         self.template = request.find_template(tokenizer)
+        self.beginning_ids = request.beginning_ids(tokenizer)
         identity = [tokenizer.hash, options.held_out, options.parse_special_tokens]
         if self.template is not None:
             identity.append(self.template.hash)
@@ -124,8 +127,16 @@ class _Build:
                 identity.append(chosen)
             if options.roles:
                 identity.append(options.roles)
+            identity.append("complete answers")  # earlier versions learned some without an end
+            if options.max_unrendered:
+                identity.append("dropped parts")
             if not request.needs_template:
                 identity.append("plain text")  # earlier versions rendered it as messages
+        # What earlier versions did is not part of it: they began prompts as the tokenizer does.
+        if self.beginning_ids != (tokenizer.beginning("auto") if options.chat else ()):
+            identity.append({"beginning": self.beginning_ids})
+        if tokenizer.eos_id is not None:
+            identity.append({"end": tokenizer.end_of_document_id})
         self.units = plan_units(self.sources, self.reading, options.shard_bytes, identity)
         self.plan = plan_key(self.units)
         self.encoders: EncoderQueue | None = None
@@ -178,6 +189,7 @@ class _Build:
                         self.tokenizer,
                         self.request.options,
                         self.template,
+                        self.beginning_ids,
                     ).run(records)
             time.sleep(POLL_S)
         return self._finished_by_other()
@@ -207,14 +219,26 @@ class _Build:
         encoders = self._trusted_encoders()
         chat = None
         if self.request.options.chat:
-            prefix, end_text = self.tokenizer.text_ends()
+            _, end_text = self.tokenizer.text_ends()
             chat = ChatEncoder(
                 encoders.current,
                 encoders.reference,
                 self.template,
                 trusted=self.request.options.parse_special_tokens,
-                plain_ends=TextEnds(prefix, self.tokenizer.end_of_document_id, end_text),
+                plain_ends=TextEnds(
+                    self.beginning_ids, self.tokenizer.end_of_document_id, end_text
+                ),
+                rules=ChatRules(
+                    tuple(self.tokenizer.generation_ends().values()),
+                    self.request.options.max_unrendered > 0,
+                ),
             )
+            if chat.answer_ends is not None and chat.answer_ends.by_next_role:
+                logger.warning(
+                    "the chat template ends answers by the token of the next role (%s): it is "
+                    "learned, and is added behind the last answer of each conversation",
+                    chat.answer_ends.usual,
+                )
         job = Job(
             encoders.current,
             encoders.reference,
@@ -237,7 +261,9 @@ class _Build:
     def _trusted_encoders(self) -> EncoderQueue:
         """The encoders, advanced past those that any process has found wrong."""
         if self.encoders is None:
-            reference = self.tokenizer.encoder(self.request.options.parse_special_tokens)
+            reference = self.tokenizer.encoder(
+                self.request.options.parse_special_tokens, beginning_ids=self.beginning_ids
+            )
             if self.request.options.chat:  # special tokens are the template's, and ends as well
                 reference = self.tokenizer.encoder(parse_special_tokens=True, ends=False)
             self.encoders = choose_encoder(

@@ -47,6 +47,13 @@ class BuildRequest:
         """Whether every document is rendered by a chat template; completions may be plain text."""
         return self.options.chat and self.options.chat_format != "prompt-completion"
 
+    def beginning_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """The tokens that documents of plain text begin with. Raises as `Tokenizer.beginning`."""
+        policy = self.options.beginning_of_text
+        if policy is None:  # of a version before the setting
+            policy = "auto" if self.options.chat else "never"
+        return tokenizer.beginning(policy)
+
     def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
         """The chat template for its conversations; None where there are none, or it needs none and
         the tokenizer has none. Raises DataError as `Tokenizer.chat_template`."""

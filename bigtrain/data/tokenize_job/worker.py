@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from bigtrain.data.chat.encoder import ChatEncoder
+from bigtrain.data.chat.encoder import ChatEncoder, EncodedChats
 from bigtrain.data.documents.bad_documents import BadDocument, Rejects
 from bigtrain.data.documents.open_reader import batched, part_reader
 from bigtrain.data.documents.parts import ReadOptions
@@ -86,6 +86,7 @@ class Job:
             encoded.mask,
             len(contents),
             encoded.problems,
+            encoded,
         )
 
     def _held_out(self, contents: Sequence[bytes]) -> npt.NDArray[np.bool_]:
@@ -99,7 +100,8 @@ class Batch:
     """Encoded documents: tokens, lengths, which are held out, UTF-8 bytes of each.
 
     Of conversations also: which tokens are targets, how many conversations there were, and number
-    and reason of those that are not among the documents.
+    and reason of those that are not among the documents, and `chats`, which counts what the chat
+    template drops.
     """
 
     tokens: Tokens
@@ -109,6 +111,7 @@ class Batch:
     mask: Mask | None = None
     num_read: int = 0
     problems: Sequence[tuple[int, str]] = ()
+    chats: EncodedChats | None = None
 
 
 @dataclass
@@ -156,6 +159,7 @@ def build_unit(
         cleanup.enter_context(reader)
         for batch in _encoded(reader.batches(), job):
             reader.reject(batch)
+            reader.note(batch)
             _write(batch, writers)
             counts.num_tokens += len(batch.tokens)
             report()
@@ -180,6 +184,9 @@ def _commit(
         bad_documents=reader.rejects.count,
         parts=tuple(reader.done),
         splits=shards,
+        unrendered=dict(reader.unrendered),
+        answer_ends=tuple(sorted(reader.answer_ends)),
+        inside_answers=tuple(sorted(reader.inside_answers)),
     )
     for name in record.files:
         sync_to_disk(workspace.directory / name)
@@ -201,6 +208,16 @@ class _UnitReader:
         self._errors_path: Path = workspace.directory / errors_name(unit.key, workspace.token)
         self._errors: IO[str] | None = None
         self._places: deque[tuple[int, int]] = deque()  # part, and line or row, of conversations
+        self.unrendered: Counter[str] = Counter()
+        self.answer_ends: set[str] = set()
+        self.inside_answers: set[str] = set()
+
+    def note(self, batch: Batch) -> None:
+        """Count what the chat template drops, and note how it ends answers."""
+        if batch.chats is not None:
+            self.unrendered.update(batch.chats.unrendered)
+            self.answer_ends |= batch.chats.ends
+            self.inside_answers |= batch.chats.inside
 
     def reject(self, batch: Batch) -> None:
         """Reject what encoding found wrong in the next conversations. Raises as `Rejects` does."""

@@ -59,7 +59,11 @@ class PartDone:
 
 
 class UnitRecord(Record):
-    """`KEY.json`. `documents` are the good ones, `token` names the process that wrote the files."""
+    """`KEY.json`. `documents` are the good ones, `token` names the process that wrote the files.
+
+    Of conversations: `unrendered` parts by kind, and the texts of the control tokens that end
+    answers and of others inside of them.
+    """
 
     key: str
     token: str
@@ -69,6 +73,9 @@ class UnitRecord(Record):
     bad_documents: Count
     parts: tuple[PartDone, ...] = Field(strict=False)
     splits: dict[Split, ShardRecord]
+    unrendered: dict[str, Count] = Field(default_factory=dict)
+    answer_ends: tuple[str, ...] = Field(default=(), strict=False)
+    inside_answers: tuple[str, ...] = Field(default=(), strict=False)
 
     def is_current(self, unit: Unit) -> bool:
         """Whether the inputs of `unit` are, by their times, as they were read for it."""

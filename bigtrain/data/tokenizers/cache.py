@@ -44,6 +44,7 @@ class CachedTokenizer:
     """What ``AutoTokenizer`` made of a directory: `content` is its ``tokenizer.json``.
 
     `changes` are the parts that loading changed, `files` what `save_pretrained` writes besides.
+    `remark`: what loading had to say, for the log.
     """
 
     hash: str
@@ -53,6 +54,7 @@ class CachedTokenizer:
     changes: dict[str, Any]
     files: dict[str, str]
     content: bytes
+    remark: str = ""
 
     @cached_property
     def backend_json(self) -> str:

@@ -74,8 +74,18 @@ class ChatTemplate:
         except Exception as error:  # whatever a foreign template raises
             raise ConversationError(
                 f"the chat template refuses it: {type(error).__name__}: {first_line(error)}"
+                + self._remedy(error, messages, tools)
             ) from error
         return texts[0], ranges[0] if ranges else []
+
+    def _remedy(self, error: Exception, messages: Sequence[dict[str, Any]], tools: object) -> str:
+        """The end of an error for a fault of the template; empty for a refusal of its author."""
+        if type(error).__name__ == "TemplateError":  # of raise_exception
+            return ""
+        calls = any(message.get("tool_calls") for message in messages)
+        knows = "tool_calls" in self._source(tools)
+        what = ", which does not know tool calls" if calls and not knows else ""
+        return f"{what} -> use a template for such messages: --chat-template FILE"
 
     def save(self, directory: Path) -> None:
         (directory / CHAT_TEMPLATE_NAME).write_text(self.source, encoding="utf-8")

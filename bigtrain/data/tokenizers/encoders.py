@@ -22,8 +22,9 @@ import numpy.typing as npt
 class Encoded:
     """Documents as tokens: `tokens` integers [sum of lengths], `lengths` int64 [documents].
 
-    Each document ends with the end-of-document token, counted in its length; a document without
-    tokens has length 0 and no end, as in Megatron's ``preprocess_data.py``.
+    Each document begins with the tokens that begin a text and ends with the end-of-document token,
+    counted in its length; a document without tokens has length 0 and neither, as in Megatron's
+    ``preprocess_data.py``.
     """
 
     tokens: npt.NDArray[np.integer[Any]]
@@ -38,10 +39,11 @@ class EncoderError(Exception):
 class Encoder(ABC):
     """Turns documents into tokens. Can be pickled; the library is loaded at the first use.
 
-    `end_of_document_id` is None where documents get no end (chat, whose template writes it).
-    Special tokens are not added. Without `parse_special_tokens` they are not recognised either: a
-    document that holds the letters ``<|endoftext|>`` becomes the tokens of these letters, so no
-    document can inject a control token.
+    `end_of_document_id` is None where documents get no end (chat, whose template writes it);
+    `beginning_ids` begin every document. Other special tokens are not added. Without
+    `parse_special_tokens` they are not recognised either: a document that holds the letters
+    ``<|endoftext|>`` becomes the tokens of these letters, so no document can inject a control
+    token.
     """
 
     library: ClassVar[str]
@@ -51,6 +53,7 @@ class Encoder(ABC):
     tokenizer_json: str = field(repr=False)
     end_of_document_id: int | None
     parse_special_tokens: bool = False
+    beginning_ids: tuple[int, ...] = ()
     _backend: Any = field(default=None, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -67,18 +70,24 @@ class Encoder(ABC):
         if self._backend is None:
             self._backend = self._load()
         plain = self._encode(contents)
-        if self.end_of_document_id is None:
+        before = self.beginning_ids
+        after = () if self.end_of_document_id is None else (self.end_of_document_id,)
+        if not before and not after:
             return plain
         tokens, lengths = plain.tokens, plain.lengths
         full = lengths > 0
-        with_end = lengths + full
-        ends = np.cumsum(with_end)
-        result = np.empty(int(with_end.sum()), tokens.dtype)
+        with_ends = lengths + full * (len(before) + len(after))
+        ends = np.cumsum(with_ends)
+        result = np.empty(int(with_ends.sum()), tokens.dtype)
         is_token = np.ones(len(result), bool)
-        is_token[ends[full] - 1] = False
-        result[ends[full] - 1] = self.end_of_document_id
+        begins = ends[full] - with_ends[full]
+        places = [*((begins + n, id_) for n, id_ in enumerate(before))]
+        places += [(ends[full] - 1, id_) for id_ in after]
+        for where, id_ in places:
+            is_token[where] = False
+            result[where] = id_
         result[is_token] = tokens
-        return Encoded(result, with_end)
+        return Encoded(result, with_ends)
 
     @classmethod
     def engine(cls) -> str:

@@ -78,6 +78,7 @@ def _proof_key(fast: Encoder, reference: Encoder) -> str | None:
         kind = type(encoder)
         parts += [kind.__module__, kind.__qualname__]
         parts += [str(encoder.end_of_document_id), str(encoder.parse_special_tokens)]
+        parts += [str(encoder.beginning_ids)]
     return key_of(parts)
 
 

@@ -58,6 +58,7 @@ class EncoderQueue:
                 reference.tokenizer_json,
                 reference.end_of_document_id,
                 reference.parse_special_tokens,
+                reference.beginning_ids,
             )
             try:
                 prove(encoder, reference)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from bigtrain.data.shards.manifest import BeginningOfText
 from bigtrain.data.tokenizers.cache import (
     CachedTokenizer,
     fingerprint,
@@ -26,6 +27,8 @@ from bigtrain.data.tokenizers.cache import (
 )
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.encoders import ReferenceEncoder
+from bigtrain.data.tokenizers.own_file import FILE as OWN_FILE
+from bigtrain.data.tokenizers.own_file import as_in_file, without_class
 from bigtrain.data.tokenizers.transformers_patches import decodes_plainly, template_syntax_tree
 from bigtrain.errors import DataError, first_line
 from bigtrain.system.storage.addresses import is_address, without_secrets
@@ -58,6 +61,8 @@ class Tokenizer:
     cached: CachedTokenizer | None = None
     directory: str = ""
     """Where it was copied to from the address `name`."""
+    eos_id: int | None = None
+    """Its end-of-sequence token, where another one ends documents (`with_end_of_document`)."""
 
     @property
     def place(self) -> str:
@@ -67,15 +72,47 @@ class Tokenizer:
     @cached_property
     def huggingface(self) -> Any:
         """What ``AutoTokenizer`` makes of it; imports transformers."""
-        return _load_with_transformers(self.place) if self.loaded is None else self.loaded
+        return _load_with_transformers(self.place)[0] if self.loaded is None else self.loaded
 
-    def encoder(self, parse_special_tokens: bool = False, ends: bool = True) -> ReferenceEncoder:
+    def encoder(
+        self,
+        parse_special_tokens: bool = False,
+        ends: bool = True,
+        beginning_ids: tuple[int, ...] = (),
+    ) -> ReferenceEncoder:
         """The reference encoder; `bigtrain.data.tokenizers.selection` finds a faster one.
 
-        `ends`: each document gets the end-of-document token.
+        `ends`: each document gets the end-of-document token; `beginning_ids`: it begins with these.
         """
         end = self.end_of_document_id if ends else None
-        return ReferenceEncoder(self.backend_json, end, parse_special_tokens)
+        return ReferenceEncoder(self.backend_json, end, parse_special_tokens, beginning_ids)
+
+    def beginning(self, policy: BeginningOfText) -> tuple[int, ...]:
+        """The tokens that begin a text; auto: those that the tokenizer itself adds. Raises
+        DataError if there always is to be one and the tokenizer has no token for it."""
+        own = () if policy == "never" else self.text_ends()[0]
+        if own or policy != "always":
+            return own
+        found = self.huggingface.bos_token_id
+        if found is None:
+            raise DataError(
+                f"--beginning-of-text always: tokenizer {self.name} has no beginning-of-text token "
+                "-> set bos_token in its tokenizer_config.json, or auto"
+            )
+        return (int(found),)
+
+    def with_end_of_document(self, token: str | None) -> Tokenizer:
+        """The same with `token` as the one that ends documents. Raises DataError if it is none."""
+        if token is None:
+            return self
+        ids = self.ids_of([token])
+        if not ids:
+            ends = " or ".join(self.generation_ends().values())
+            raise DataError(
+                f"--end-of-document {token}: is not a token of {self.name} -> one of its tokens, "
+                f"such as {ends}"
+            )
+        return replace(self, end_of_document_id=ids[0], eos_id=self.end_of_document_id)
 
     @property
     def backend_json(self) -> str:
@@ -95,6 +132,30 @@ class Tokenizer:
         places = range(len(found) - len(alone) + 1)
         begin = next((n for n in places if found[n : n + len(alone)] == alone), 0)
         return tuple(found[:begin]), str(backend.id_to_token(self.end_of_document_id))
+
+    def ids_of(self, names: Iterable[str]) -> list[int]:
+        """The ids of tokens, by their texts."""
+        from tokenizers import Tokenizer as Backend
+
+        backend = Backend.from_str(self.backend_json)
+        found = [backend.token_to_id(name) for name in names]
+        return [number for number in found if number is not None]
+
+    def generation_ends(self) -> dict[int, str]:
+        """The tokens that end generation, and their texts: the end-of-sequence token, and those of
+        the ``generation_config.json`` in its directory, if there is one."""
+        from tokenizers import Tokenizer as Backend
+
+        ids = [self.end_of_document_id if self.eos_id is None else self.eos_id]
+        try:
+            tree = json.loads((Path(self.place) / "generation_config.json").read_bytes())
+            listed = tree.get("eos_token_id")
+            ids += listed if isinstance(listed, list) else [listed]
+        except (OSError, ValueError, AttributeError):
+            pass  # none, or not one of transformers
+        backend = Backend.from_str(self.backend_json)
+        known = {n: backend.id_to_token(n) for n in ids if isinstance(n, int) and n >= 0}
+        return {number: name for number, name in known.items() if name}
 
     def chat_template(self, file: Path | None = None) -> ChatTemplate:
         """The tokenizer's chat template, or the one in `file`.
@@ -170,21 +231,43 @@ def load_tokenizer(name: str) -> Tokenizer:
         return replace(load_tokenizer(place), name=without_secrets(name), directory=place)
     directory = Path(name)
     if not directory.is_dir():
-        return describe(name, _load_with_transformers(name))
+        return describe(name, _said(*_load_with_transformers(name)))
     key = fingerprint(directory, name)
     known = get_cached_tokenizer(directory, key) if key else None
     if known is not None:
+        _said(known, known.remark)
         facts: Any = {fact: getattr(known, fact) for fact in FACTS}
         return Tokenizer(name=name, cached=known, **facts)
-    tokenizer = describe(name, _load_with_transformers(name))
+    loaded, remark = _load_with_transformers(name)
+    tokenizer = describe(name, _said(loaded, remark))
     if key and fingerprint(directory, name) == key:  # its files are those that were loaded
         facts = {fact: getattr(tokenizer, fact) for fact in FACTS}
         plain = decodes_plainly(tokenizer.loaded)
-        known = put_cached_tokenizer(directory, key, tokenizer.loaded, facts, plain)
+        known = put_cached_tokenizer(directory, key, loaded, {**facts, "remark": remark}, plain)
     return replace(tokenizer, cached=known)
 
 
-def _load_with_transformers(name: str) -> Any:
+def _said(loaded: Any, remark: str) -> Any:
+    if remark:
+        logger.warning("%s", remark)
+    return loaded
+
+
+def own_file(name: str) -> Path | None:
+    """The ``tokenizer.json`` of a directory, or of a hub name in the local cache."""
+    if Path(name).exists():
+        return Path(name) / OWN_FILE if (Path(name) / OWN_FILE).is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(name, OWN_FILE)
+    except ValueError:  # not a possible name
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _load_with_transformers(name: str) -> tuple[Any, str]:
+    """What transformers makes of `name`, and a remark for the log, or none. Raises DataError."""
     from transformers import AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
@@ -203,7 +286,25 @@ def _load_with_transformers(name: str) -> Any:
     transformers_logging.set_verbosity(logging.CRITICAL)
     try:
         local = directory.exists() or problem is not None
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=local)
+        options = {"trust_remote_code": False, "local_files_only": local}
+        path = own_file(name) if directory.exists() else None
+        try:
+            found: Any = AutoTokenizer.from_pretrained(name, **options)
+        except Exception as error:  # of a class that the file is not of
+            if path is None:
+                raise
+            try:
+                found = without_class(path, **options)
+            except DataError:  # of a corrupt file transformers has said more
+                raise error from None
+            return found, (
+                f"transformers cannot load {name} by the class that it names "
+                f"({first_line(error)}): {path} is used as it is"
+            )
+        path = path or own_file(name)
+        return (found, "") if path is None else as_in_file(found, path, **options)
+    except DataError:
+        raise
     except Exception as error:  # whatever a foreign tokenizer's files make transformers raise
         if directory.exists():
             raise DataError(

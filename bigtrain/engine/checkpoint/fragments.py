@@ -20,6 +20,7 @@ from torch import nn
 from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer, masters_of_group
 from bigtrain.engine.optimizers.masters import MasterPart, cut_parts, master_parts
 from bigtrain.engine.optimizers.update_rule import RuleOptimizer
+from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.sharding import Shard, shard_of
 
 MASTER = "master"
@@ -80,7 +81,7 @@ def small_state_fragments(engine: Any, model: nn.Module, tensor_rank: int) -> li
         return []
     found = []
     for name, kinds in optimizer.small_states():
-        shard = shard_of(model.get_parameter(name))
+        shard = shard_of(parameter_of(model, name))
         primary = tensor_rank == 0 and (shard is None or shard.primary)
         for kind, tensor in kinds.items():
             whole = Shard(tuple(tensor.shape), primary)

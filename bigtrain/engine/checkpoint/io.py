@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from bigtrain.engine.checkpoint.division import Division, divide
-from bigtrain.engine.checkpoint.fragments import Fragment
+from bigtrain.engine.checkpoint.fragments import MASTER, Fragment
 from bigtrain.engine.checkpoint.layout import Layout, merge
 from bigtrain.engine.checkpoint.lazy import (
     BUFFER,
@@ -205,15 +205,37 @@ def read_tensors(
 
     def read() -> None:
         chunks = _chunks(fragments, buffers)
-        wanted: dict[str, Wanted] = {}
-        for chunk in chunks:
-            tensor = wanted.setdefault(chunk.key, Wanted(chunk.shape, []))
-            tensor.boxes.append((chunk.offsets, tuple(chunk.view.shape)))
-        stored = open_boxes(directory, wanted, listing)
+        stored = open_boxes(directory, _wanted(chunks), listing)
         for chunk in chunks:
             stored[chunk.key].fill(chunk.offsets, chunk.view.detach())
 
     _on_all_ranks(read, None)
+
+
+def _wanted(chunks: Iterable[_Chunk]) -> dict[str, Wanted]:
+    wanted: dict[str, Wanted] = {}
+    for chunk in chunks:
+        tensor = wanted.setdefault(chunk.key, Wanted(chunk.shape, []))
+        tensor.boxes.append((chunk.offsets, tuple(chunk.view.shape)))
+    return wanted
+
+
+def stored_dtypes(
+    directory: Path, fragments: Iterable[Fragment], listing: Listing | None = None
+) -> dict[str, torch.dtype]:
+    """The dtype of the master of each of `fragments` in a checkpoint, by name; reads headers.
+
+    Collective. Raises as `read_tensors`.
+    """
+    found: dict[str, torch.dtype] = {}
+
+    def read() -> None:
+        masters = [replace(f, tensors={MASTER: f.tensors[MASTER]}) for f in fragments]
+        stored = open_boxes(directory, _wanted(_chunks(masters, {})), listing)
+        found.update({key.partition("/")[2]: tensor.dtype for key, tensor in stored.items()})
+
+    _on_all_ranks(read, None)
+    return found
 
 
 def _on_all_ranks(action: Callable[[], None], group: dist.ProcessGroup | None) -> None:

@@ -7,6 +7,8 @@ All functions are collective unless they say otherwise. Checkpoint directories a
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,11 @@ from bigtrain.engine.checkpoint.fragments import (
     set_optimizer_step_count,
     small_state_fragments,
 )
-from bigtrain.engine.checkpoint.io import Staging, TensorSnapshot, read_tensors
+from bigtrain.engine.checkpoint.frozen import as_saved, to_fill
+from bigtrain.engine.checkpoint.io import Staging, TensorSnapshot, read_tensors, stored_dtypes
 from bigtrain.engine.checkpoint.tensor_files import Listing
 from bigtrain.engine.deepspeed_patches.optimizers import (
     inner_optimizer,
-    refresh_parameters,
     restore_scaler,
     scaler_state,
 )
@@ -34,6 +36,7 @@ from bigtrain.engine.optimizers.update_rule import state_bytes_by_name
 from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.layers.adapters import base_name, has_adapters
+from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.models.weights.adapted import with_magnitudes
 from bigtrain.models.weights.import_hf import Weights
@@ -56,7 +59,8 @@ def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> Engi
     A run with adapters saves only what is trained, not the frozen base weights.
     """
     ensure_optimizer_states(engine.engine)
-    tensors = TensorSnapshot(_all_fragments(engine), _buffers(engine), engine.mesh, staging)
+    fragments = as_saved(engine.exact, _all_fragments(engine), engine.mesh)
+    tensors = TensorSnapshot(fragments, _buffers(engine), engine.mesh, staging)
     scalars = {
         "optimizer_steps": optimizer_step_count(engine.engine),
         "loss_scaler": scaler_state(engine.engine.optimizer),
@@ -72,6 +76,7 @@ def checkpoint_bytes(engine: TrainEngine) -> int:
     """
     skips_frozen = has_adapters(engine.module)
     state_bytes = state_bytes_by_name(inner_optimizer(engine.engine))
+    exact_bytes = engine.exact.itemsizes()
     # The same kinds for every parameter, of which this rank may have no part.
     num_added = max(map(len, engine.added_states.values()), default=0)
     parameters = sum(
@@ -79,7 +84,7 @@ def checkpoint_bytes(engine: TrainEngine) -> int:
         * (
             _MASTER_BYTES * (1 + num_added) + state_bytes.get(name, _ADAM_BYTES)
             if parameter.requires_grad
-            else parameter.element_size()
+            else exact_bytes.get(name, parameter.element_size())
         )
         for name, parameter in engine.module.named_parameters()
         if parameter.requires_grad or not skips_frozen
@@ -110,10 +115,11 @@ def restore_engine(
     cannot be read; another checkpoint may be restored then.
     """
     ensure_optimizer_states(engine.engine)
-    read_tensors(directory, _all_fragments(engine), _buffers(engine), listing)
+    with _exact_frozen(engine, _all_fragments(engine), directory, listing) as fragments:
+        read_tensors(directory, fragments, _buffers(engine), listing)
     set_optimizer_step_count(engine.engine, int(scalars["optimizer_steps"]))
     restore_scaler(engine.engine.optimizer, scalars.get("loss_scaler", {}))
-    refresh_parameters(engine.engine)
+    engine.refresh_parameters()
 
 
 def restore_weights(engine: TrainEngine, directory: Path, listing: Listing | None = None) -> None:
@@ -125,8 +131,9 @@ def restore_weights(engine: TrainEngine, directory: Path, listing: Listing | Non
         replace(fragment, tensors={MASTER: fragment.tensors[MASTER]})
         for fragment in owned_fragments(engine.engine, engine.module)
     ]
-    read_tensors(directory, masters, _buffers(engine), listing)
-    refresh_parameters(engine.engine)
+    with _exact_frozen(engine, masters, directory, listing) as fragments:
+        read_tensors(directory, fragments, _buffers(engine), listing)
+    engine.refresh_parameters()
 
 
 def read_weights(engine: TrainEngine, weights: Weights) -> None:
@@ -138,6 +145,7 @@ def read_weights(engine: TrainEngine, weights: Weights) -> None:
     exactly what the files hold. Raises ModelError on every rank if one cannot read its parts.
     """
     weights = with_magnitudes(weights, engine.module)
+    is_saved = not has_adapters(engine.module)
 
     def read() -> None:
         read_quantized(engine.module, weights, engine.device)
@@ -145,14 +153,20 @@ def read_weights(engine: TrainEngine, weights: Weights) -> None:
             name = base_name(fragment.name)
             if name not in weights.tensors and has_adapters(engine.module):
                 continue  # an adapter, which has its values
-            for offsets, view in fragment.parts(MASTER):
+            target = fragment
+            if not _is_trained(engine, fragment.name):
+                dtype = weights.tensors[name].dtype
+                target = to_fill(engine.exact, fragment, dtype, engine.mesh, is_saved=is_saved)
+            for offsets, view in target.parts(MASTER):
                 weights.fill(name, offsets, view)
+            if target is not fragment:
+                fragment.tensors[MASTER].copy_(target.tensors[MASTER])
         for name, buffer in _buffers(engine).items():
             if (name := base_name(name)) in weights.tensors:
-                weights.fill(name, (0,) * buffer.ndim, buffer)
+                weights.fill(name, (0,) * buffer.ndim, buffer, is_buffer=True)
 
     on_all_ranks(read)
-    refresh_parameters(engine.engine)
+    engine.refresh_parameters()
 
 
 def _all_fragments(engine: TrainEngine) -> list[Fragment]:
@@ -170,8 +184,29 @@ def _all_fragments(engine: TrainEngine) -> list[Fragment]:
     ]
 
 
+@contextmanager
+def _exact_frozen(
+    engine: TrainEngine,
+    fragments: Sequence[Fragment],
+    directory: Path,
+    listing: Listing | None,
+) -> Iterator[list[Fragment]]:
+    """`fragments` to fill from `directory`, those of frozen parameters in the dtype that it holds;
+    on exit DeepSpeed has what was filled."""
+    frozen = [fragment for fragment in fragments if not _is_trained(engine, fragment.name)]
+    dtypes = stored_dtypes(directory, frozen, listing) if frozen else {}
+    held: dict[str, tuple[Fragment, Fragment]] = {}
+    for fragment in frozen:
+        target = to_fill(engine.exact, fragment, dtypes[fragment.name], engine.mesh)
+        if target is not fragment:
+            held[fragment.name] = fragment, target
+    yield [held[f.name][1] if f.name in held else f for f in fragments]
+    for fragment, target in held.values():
+        fragment.tensors[MASTER].copy_(target.tensors[MASTER])
+
+
 def _is_trained(engine: TrainEngine, name: str) -> bool:
-    return engine.module.get_parameter(name).requires_grad
+    return parameter_of(engine.module, name).requires_grad
 
 
 def _buffers(engine: TrainEngine) -> dict[str, torch.Tensor]:

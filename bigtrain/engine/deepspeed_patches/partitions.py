@@ -34,10 +34,14 @@ class PartitioningInit(deepspeed.zero.Init):  # type: ignore[misc]
 
     For that every full parameter would be in memory once, one after the other, and the partitions
     that are kept would fragment that memory, so that it is not freed. Replaces `_zero_init_param`
-    of 0.19.8 (runtime/zero/partition_parameters.py:1200), which also broadcasts.
+    of 0.19.8 (runtime/zero/partition_parameters.py:1200), which also broadcasts. Parameters that a
+    constructor makes in float32 whatever the default is get the dtype of all others, which
+    DeepSpeed needs: `bigtrain.engine.optimizers.exact_parameters` has their exact values.
     """
 
     def _zero_init_param(self, param: nn.Parameter) -> None:
+        if param.is_floating_point() and param.dtype != self.dtype:
+            param.data = param.data.to(self.dtype)
         self._convert_to_deepspeed_param(param)
         param.partition()  # type: ignore[attr-defined]
 
@@ -46,8 +50,12 @@ def partition_parameters(init: Any, parameters: list[nn.Parameter]) -> None:
     """Partition whole `parameters` by `init`, a `deepspeed.zero.Init`, as constructors' ones are.
 
     `Init(module=...)` takes a whole module (0.19.8, runtime/zero/partition_parameters.py:1181),
-    by `_convert_to_zero_parameters` (:1209); here one layer after the other is cut first.
+    by `_convert_to_zero_parameters` (:1209); here one layer after the other is cut first. They get
+    the dtype of `init`, as constructors' ones do in `PartitioningInit`.
     """
+    for parameter in parameters:
+        if parameter.is_floating_point() and parameter.dtype != init.dtype:
+            parameter.data = parameter.data.to(init.dtype)
     init._convert_to_zero_parameters(parameters)
 
 

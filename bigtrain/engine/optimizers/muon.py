@@ -28,6 +28,7 @@ from bigtrain.engine.optimizers.update_rule import (
     names_in_update,
 )
 from bigtrain.engine.startup.mesh import Mesh, open_holders
+from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.hidden_matrices import Matrix, hidden_matrices, matrices_of
 from bigtrain.models.parallel.sharding import is_expert, shard_of
 from bigtrain.settings.sections.optimizer import MuonSection
@@ -54,7 +55,7 @@ class Muon(UpdateRule):
         self._section, self._state_dtype, self._device = section, state_dtype, device
         self.sent_bytes = 0
         found = hidden_matrices(model)
-        self.parameters = {name: model.get_parameter(name) for name in found}
+        self.parameters = {name: parameter_of(model, name) for name in found}
         self._matrices: dict[bool, list[Matrix]] = {False: [], True: []}
         for name, hidden in found.items():
             parameter = self.parameters[name]

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
 
 from bigtrain.engine.deepspeed_patches.experts import as_expert_group, name_of_experts
-from bigtrain.models.build import split_by_decay
+from bigtrain.models.layers.parameter_roles import split_by_decay
+from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.hidden_matrices import hidden_matrices
 from bigtrain.models.parallel.sharding import is_expert
 from bigtrain.settings.run_config import OptimizerSection
 
 
 def parameter_groups(
-    model: nn.Module, section: OptimizerSection, expert_size: int
+    model: nn.Module,
+    section: OptimizerSection,
+    expert_size: int,
+    untrained: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Groups with and without weight decay, in this order, and of hidden matrices where the
     optimizer is for those alone; then the same groups of experts if `expert_size` ranks divide
-    them. Any may be empty.
+    them. Any may be empty. `untrained`: as in `split_by_decay`.
     """
-    split = split_by_decay(model, decay_embeddings=section.decay_embeddings)
+    split = split_by_decay(model, decay_embeddings=section.decay_embeddings, untrained=untrained)
     found: list[dict[str, Any]] = [
         {"params": split.decay, "weight_decay": section.weight_decay, "name": "decay"},
         {"params": split.no_decay, "weight_decay": 0.0, "name": "no_decay"},
@@ -43,7 +48,7 @@ def _take_matrices(
     model: nn.Module, section: OptimizerSection, groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """The group of hidden matrices; its parameters are removed from the other `groups`."""
-    chosen = {id(model.get_parameter(name)) for name in hidden_matrices(model)}
+    chosen = {id(parameter_of(model, name)) for name in hidden_matrices(model)}
     matrices = [p for group in groups for p in group["params"] if id(p) in chosen]
     for group in groups:
         group["params"] = [p for p in group["params"] if id(p) not in chosen]

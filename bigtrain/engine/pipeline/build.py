@@ -24,6 +24,7 @@ from bigtrain.engine.deepspeed_patches.marks import mark_replicated
 from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
 from bigtrain.engine.layer_options import speed_up
 from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker
+from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.optimizers.parameter_groups import parameter_groups
 from bigtrain.engine.partitioning import copy_of, cutting, is_cut, run_dtype
 from bigtrain.engine.pipeline.engine import PipelineTrainEngine
@@ -54,9 +55,12 @@ def build_pipeline_engine(
     computes_loss = stage.is_last and model_plan.loss.install(stage.model) is not None
     compiled = speed_up(stage.model, config, engine_config, device)
     module = StageModule(stage, device, model_plan.isolation, computes_loss=computes_loss)
+    exact = ExactParameters(stage.model, model_plan.parameters.kept, device)
     pipeline = _stages_module(module, mesh)
     expert_size = mesh.topology.expert_size
-    decay_groups = parameter_groups(stage.model, config.optimizer, expert_size)
+    decay_groups = parameter_groups(
+        stage.model, config.optimizer, expert_size, model_plan.parameters.untrained
+    )
     set_expert_groups(mesh.expert, mesh.expert_replicas)
     _fill_groups(pipeline, decay_groups, mesh, device)
     _mark_copies(stage)
@@ -76,7 +80,15 @@ def build_pipeline_engine(
     groups = _replica_groups(stage, mesh)
     fill_with_zeros(stage.model, device)  # the engine computes to learn what stages send
     return PipelineTrainEngine(
-        engine, plan, device, mesh, module, groups, is_compiled=compiled, moe=config.moe
+        engine,
+        plan,
+        device,
+        mesh,
+        module,
+        groups,
+        is_compiled=compiled,
+        moe=config.moe,
+        exact=exact,
     )
 
 
@@ -101,6 +113,7 @@ def _build_stage(config: RunConfig, hf_config: Any, mesh: Mesh, model_plan: Mode
         weights="left",
         adapters=config.adapters,
         run_dtype=run_dtype(config),
+        untrained=model_plan.parameters.untrained,
     )
     (stage,) = built
     return stage

@@ -23,6 +23,7 @@ from bigtrain.engine.deepspeed_patches.pipeline import (
     replace_loss,
     run_optimizer_step,
 )
+from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.optimizers.parameter_groups import set_learning_rate
 from bigtrain.engine.optimizers.skip_step import SkipPolicy
 from bigtrain.engine.pipeline.stage_module import StageModule
@@ -57,10 +58,18 @@ class PipelineTrainEngine(TrainEngine):
         *,
         is_compiled: bool = False,
         moe: MoeSection | None = None,
+        exact: ExactParameters | None = None,
     ) -> None:
         self._stage = stage
         super().__init__(
-            engine, plan, device, mesh, stage.isolation, is_compiled=is_compiled, moe=moe
+            engine,
+            plan,
+            device,
+            mesh,
+            stage.isolation,
+            is_compiled=is_compiled,
+            moe=moe,
+            exact=exact,
         )
         time_reductions(engine, self.host_time)
         self._replicas = replicas

@@ -15,6 +15,7 @@ from bigtrain.engine.optimizers.masters import MasterPart, cut_parts, master_par
 from bigtrain.engine.sites.boxes import Box
 from bigtrain.engine.sites.codecs import CODECS, Codec
 from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.sharding import Shard
 from bigtrain.settings.sections.sites import SitesSection
 
@@ -239,5 +240,5 @@ def _trained_parts(engine: TrainEngine) -> list[MasterPart]:
     return [
         part
         for part in master_parts(engine.engine, module)
-        if part.count and module.get_parameter(part.name).requires_grad
+        if part.count and parameter_of(module, part.name).requires_grad
     ]

@@ -9,7 +9,6 @@ from itertools import chain
 
 import torch
 
-from bigtrain.engine.deepspeed_patches.optimizers import refresh_parameters
 from bigtrain.engine.sites.attempt import AnyExchange, Attempt, transfer
 from bigtrain.engine.sites.codecs import CODECS
 from bigtrain.engine.sites.counterparts import Ranks
@@ -110,7 +109,7 @@ class OuterStep:
             )
         if attempt.has_taken:
             self._under_way = None
-            refresh_parameters(self._engine.engine)
+            self._engine.refresh_parameters()
 
     def is_due(self, step: int, last_step: int) -> bool:
         """Whether `after_step` has something to do."""
@@ -148,7 +147,7 @@ class OuterStep:
             is_moved = True
             taken = self.step is not None
         if is_moved or taken:
-            refresh_parameters(self._engine.engine)
+            self._engine.refresh_parameters()
         return found
 
     def settle(self) -> list[OuterFigures]:
@@ -166,7 +165,7 @@ class OuterStep:
         if sent.has_taken:
             self._merge(sent, 0.0)
             self._under_way = None
-            refresh_parameters(self._engine.engine)
+            self._engine.refresh_parameters()
         return self._figures(sent, squares, sent.seconds)
 
     def stop(self) -> None:

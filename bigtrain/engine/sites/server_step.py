@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from bigtrain.engine.deepspeed_patches.optimizers import refresh_parameters
 from bigtrain.engine.sites.boxes import split_cuts
 from bigtrain.engine.sites.codecs import CODECS, FloatCodec
 from bigtrain.engine.sites.figures import (
@@ -337,7 +336,7 @@ class ServerStep:
             if errors is not None and window.error is not None:
                 self._keep_errors(window, own, errors[index])
             window.merge(0.0)
-        refresh_parameters(self._engine.engine)
+        self._engine.refresh_parameters()
         self.number, self._base_step = int(found["number"]), int(found["step"])
         self.step = self._base_step if self._base_step > step else None
         if self.step is not None:

@@ -6,6 +6,8 @@ returns as logits. So the loss is computed again from these, and compared.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from bigtrain.errors import ModelError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import text_config
+from bigtrain.models.equivalence.gradient_reach import parameters_without_gradient
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     VOCABULARY,
@@ -35,6 +38,7 @@ from bigtrain.models.transformers_patches import modules_of_experts
 from bigtrain.settings.run_config import RunConfig
 
 _LOSS = 1e-5
+_FAR = 1e4  # of a selection bias from all router scores
 _AUXILIARY, _Z_LOSS, _BIAS = (
     "moe.auxiliary_loss",
     "moe.z_loss_coefficient",
@@ -49,7 +53,7 @@ def check_expert_balance(config: RunConfig, hf_config: PreTrainedConfig) -> list
     """
     section, problems = config.moe, []
     kind = hf_config.model_type
-    if section.bias_update_rate and (reason := _without_biases(hf_config)):
+    if section.bias_update_rate and (reason := _without_biases(hf_config, config.model.attention)):
         problems.append(Problem(_BIAS, section.bias_update_rate, reason, "0"))
     if section.auxiliary_loss == "global_batch":
         if not _has_auxiliary_loss(hf_config):
@@ -75,12 +79,63 @@ def _has_auxiliary_loss(hf_config: PreTrainedConfig) -> bool:
     )
 
 
-def _without_biases(hf_config: PreTrainedConfig) -> str | None:
+def _without_biases(hf_config: PreTrainedConfig, attention: str) -> str | None:
+    """Why the biases by which tokens choose cannot be updated; None if they can.
+
+    A block of experts without one is skipped: DeepSeek-V4's first ones choose by a hash.
+    """
+    kind = hf_config.model_type
+    absent = f"the routers of a {kind} have no bias by which tokens choose experts"
     model = empty_model(hf_config)
-    experts = sum(1 for _ in modules_of_experts(model))
-    if experts and len(selection_biases(model)) == experts:
-        return None
-    return f"the routers of a {hf_config.model_type} have no bias by which tokens choose experts"
+    if not any(True for _ in modules_of_experts(model)):
+        return absent
+    untrained = parameters_without_gradient(hf_config, attention) or ()
+    if not selection_biases(model, untrained):
+        return absent
+    try:
+        return _other_choice(hf_config, attention)
+    except ModelError as error:
+        return f"a {kind}: {error}"
+    except MODEL_FAILURES as error:
+        return f"a proxy model of {kind} failed: {_first_words(error)}"
+
+
+@torch.no_grad()
+def _other_choice(hf_config: PreTrainedConfig, attention: str) -> str | None:
+    """Why the biases of a proxy model are not such by which tokens choose experts: one that is much
+    larger than the others has to draw all tokens, and one that is much smaller none."""
+    model = _proxy(hf_config, attention)
+    untrained = parameters_without_gradient(model.config, attention) or ()
+    ids = _tokens(model)
+    for bias in selection_biases(model, untrained):
+        experts, before = model.get_submodule(bias.experts), bias.tensor.clone()
+        for change, expected in ((_FAR, True), (-_FAR, False)):
+            bias.tensor.view(-1)[0] += change
+            with _chosen(experts) as choices:
+                model(input_ids=ids, use_cache=False)
+            bias.tensor.copy_(before)
+            draws = [(chosen == 0).any(-1) for chosen in choices]
+            if not draws or not all(bool((d == expected).all()) for d in draws):
+                return (
+                    f"{bias.name} of a {hf_config.model_type} is not a bias by which tokens choose "
+                    "experts"
+                )
+    return None
+
+
+@contextmanager
+def _chosen(experts: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """The experts [tokens, k] that `experts` is called with, of each call inside."""
+    choices: list[torch.Tensor] = []
+
+    def note(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        choices.append(kwargs["top_k_index"] if "top_k_index" in kwargs else args[1])
+
+    handle = experts.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield choices
+    finally:
+        handle.remove()
 
 
 def _other_auxiliary_loss(hf_config: PreTrainedConfig, attention: str) -> str | None:
@@ -136,6 +191,12 @@ def _are_probabilities(layer: torch.Tensor) -> bool:
 
 def _tried(hf_config: PreTrainedConfig, attention: str) -> tuple[Any, PreTrainedModel]:
     """The outputs of a proxy model with router logits, and the model."""
+    model = _proxy(hf_config, attention)
+    ask_for_router_logits(model)
+    return model(input_ids=_tokens(model), use_cache=False), model
+
+
+def _proxy(hf_config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     fewer_heads = with_heads(2)
 
     def smallest(config: Any) -> None:
@@ -147,11 +208,14 @@ def _tried(hf_config: PreTrainedConfig, attention: str) -> tuple[Any, PreTrained
     model = build_proxy_model(
         deterministic(hf_config), attention, [smallest, fewer_experts, fewer_heads]
     )
-    ask_for_router_logits(model)
     randomize(model)
+    return model
+
+
+def _tokens(model: PreTrainedModel) -> torch.Tensor:
     vocabulary = min(VOCABULARY, int(text_config(model.config).vocab_size))
-    ids = torch.randint(3, vocabulary, (2, TOKENS), generator=torch.Generator().manual_seed(0))
-    return model(input_ids=ids, use_cache=False), model
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, vocabulary, (2, TOKENS), generator=generator)
 
 
 def _first_words(error: Exception) -> str:

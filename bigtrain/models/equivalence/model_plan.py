@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transformers import PreTrainedConfig
 
@@ -11,7 +11,9 @@ from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.document_isolation import plan_isolation
 from bigtrain.models.equivalence.expert_balance import check_expert_balance
 from bigtrain.models.equivalence.expert_parallel import check_expert_parallel
+from bigtrain.models.equivalence.gradient_reach import forward_failure
 from bigtrain.models.equivalence.loss import choose_loss
+from bigtrain.models.equivalence.parameter_plan import ParameterPlan, plan_parameters
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
 from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
 from bigtrain.models.layers.adapters import check_adapters
@@ -26,7 +28,8 @@ from bigtrain.settings.run_config import RunConfig
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """How a run's model is cut into stages, isolates documents, and computes its loss.
+    """How a run's model is cut into stages, isolates documents, and computes its loss, and which of
+    its parameters are trained.
 
     stages: None without pipeline stages.
     """
@@ -34,11 +37,13 @@ class ModelPlan:
     stages: StagePlan | None
     isolation: Isolation
     loss: LossPlan
+    parameters: ParameterPlan = field(default_factory=ParameterPlan)
 
     def lines(self, accumulation: int) -> list[str]:
         """The plan as human-readable lines; `accumulation`: micro-batches in a pipeline at once."""
         stages = self.stages.describe(accumulation) if self.stages else ""
-        return [line for line in (stages, self.isolation.reason, self.loss.reason) if line]
+        reasons = (self.isolation.reason, self.loss.reason, self.parameters.reason)
+        return [line for line in (stages, *reasons) if line]
 
 
 def choose(
@@ -48,11 +53,15 @@ def choose(
 
     A second or so for each kind of parallelism and packing; `check_tensor_size` comes first.
     """
+    if failure := forward_failure(hf_config, config.model.attention):
+        key = "model.path" if config.model.path is not None else "model.config"
+        rule = f"the code of a {hf_config.model_type} fails with this configuration: {failure}"
+        return None, [Problem(key, config.model.path, rule, "correct its sizes")]
     problems, stages, isolation = try_model(config, hf_config)
     if problems:
         return None, problems
     loss, problems = choose_loss(config, hf_config, plan)
-    return ModelPlan(stages, isolation, loss), problems
+    return ModelPlan(stages, isolation, loss, plan_parameters(config, hf_config)), problems
 
 
 def require_model_plan(

@@ -38,6 +38,7 @@ from bigtrain.models.layers.adapters import (
     parameter_layers,
     peft_name,
 )
+from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.weights.adapted import magnitude
 from bigtrain.models.weights.export_hf import DTYPES, write_tokenizer
 from bigtrain.models.weights.import_hf import Weights
@@ -212,6 +213,7 @@ def _load(
         options |= {"quantization_config": bits_and_bytes(section, dtype), "device_map": "cpu"}
     model = AutoModelForCausalLM.from_pretrained(base, **options)
     compute_plainly(model)
+    fit_experts(model)  # grouped products do not take every width
     return PeftModel.from_pretrained(model, str(directory), autocast_adapter_dtype=False)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from bigtrain.errors import ModelError
 from bigtrain.models.build import build_model, read_in_turn
-from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config, vocabulary_size
+from bigtrain.models.configuration import load_hf_config, vocabulary_size
+from bigtrain.models.export.base_record import BaseRecord, record_base
 from bigtrain.models.export.verified import Probe, export_model
 from bigtrain.models.weights.export_hf import DTYPES
 from bigtrain.models.weights.import_hf import find_weights
@@ -32,7 +35,7 @@ def export_grown(
     seed: int,
 ) -> Growth:
     """Write the model `source` (directory or hub name) with rows for a tokenizer of `tokens`
-    tokens, in the dtype of its configuration; returns how it has grown.
+    tokens; returns how it has grown, and a note for each other thing that differs from `source`.
 
     One process, one file's weights in memory. Raises ModelError if it need not grow, and as
     `export_model`.
@@ -54,13 +57,15 @@ def export_grown(
     ids = Probe.make_input(growth.after, _PROBE_TOKENS)
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits.float()
-    export_model(
-        weights.tensors,
-        hf_config,
-        tokenizer_directory,
-        output,
-        dtype=dtype,
-        probe=Probe(ids, logits, dtype),
-        generation_config=Path(source) / GENERATION_CONFIG,
-    )
-    return growth
+    with TemporaryDirectory() as name:
+        record_base(source, found, Path(name))
+        notes = export_model(
+            weights.tensors,
+            hf_config,
+            tokenizer_directory,
+            output,
+            dtype=None,
+            probe=Probe(ids, logits, dtype),
+            base=BaseRecord(Path(name)),
+        )
+    return replace(growth, notes=tuple(notes))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,19 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import CONFIG_NAME
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.errors import ModelError, OutputError
 from bigtrain.models.build import build_model, read_in_turn
 from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
+from bigtrain.models.export.base_record import BaseRecord
 from bigtrain.models.export.chat_ending import stop_at_end_of_turn
+from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.weights.checksums import write_checksums
 from bigtrain.models.weights.export_hf import DTYPES, MAX_SHARD_SIZE, write_model, write_tokenizer
 from bigtrain.models.weights.import_hf import find_weights
+from bigtrain.models.weights.older_readers import rewrite_config
 from bigtrain.settings.run_config import ModelSection
 from bigtrain.system.files import cannot_be_written
 
@@ -69,34 +74,62 @@ def export_model(
     tokenizer_directory: Path,
     output: Path,
     *,
-    dtype: str,
+    dtype: str | None,
     probe: Probe,
     generation_config: Path | None = None,
     card: str = "",
     replace: bool = False,
     max_shard_size: str = MAX_SHARD_SIZE,
-) -> None:
+    base: BaseRecord | None = None,
+    as_stored: Collection[str] = (),
+) -> list[str]:
     """Write `weights` as a Hugging Face directory whose logits for `probe` are the trained model's.
 
     Parameters: `weights`, full tensors by Hugging Face name, tied ones once; `dtype`, name of the
-    dtype they are stored in; `generation_config`, a file to copy if it exists (otherwise
-    transformers makes one from `hf_config`), with the end of an answer added if the tokenizer has a
-    chat template; `card`, the text of its README.md; `max_shard_size`, of a file, such as 5GB.
+    dtype they are stored in (None: that of each in the base); `generation_config`, a file to copy
+    if it exists (otherwise transformers makes one from `hf_config`), with the end of an answer
+    added if the tokenizer has a chat template; `card`, the text of its README.md; `max_shard_size`,
+    of a file, such as 5GB; `base`, the record of the model that the weights were trained from, with
+    which the directory equals that model's in all that was not trained; `as_stored`, names of
+    weights that are not cast to `dtype`.
+    Returns a note for each thing that was changed or added, which the card lists as well.
     One process. Of `LazyTensor`s it holds one file's at a time, and one layer's when verifying.
     The directory appears under its name only after it has been reloaded with plain transformers and
     its logits agree. Raises ModelError otherwise, or if `output` exists and may not be replaced;
     OutputError if it cannot be written. What is replaced stays until then.
     """
     with writing_directory(output, replace=replace) as temporary:
-        hf_config.use_cache = True  # for generation, whatever the base's says
-        is_sharded = write_model(weights, hf_config, temporary, dtype, max_shard_size)
+        hf_config.use_cache = True  # for generation, whatever the run's says
+        like_base = None
+        if base is not None:
+            like_base = partial(base.like_base, keep_dtypes=dtype is None)
+        is_sharded, notes = write_model(
+            weights, hf_config, temporary, dtype, max_shard_size, like_base, as_stored
+        )
         if generation_config is not None and generation_config.is_file():
             shutil.copyfile(generation_config, temporary / GENERATION_CONFIG)
-        write_tokenizer(tokenizer_directory, temporary, output)
-        stop_at_end_of_turn(temporary)
+        if base is None:
+            notes += rewrite_config(temporary / CONFIG_NAME, hf_config)
+        else:
+            notes += base.write_files(temporary, hf_config, dtype)
+        files = None if base is None else base.files
+        notes += write_tokenizer(tokenizer_directory, temporary, output, files)
+        notes += stop_at_end_of_turn(temporary)
         if card:
-            (temporary / CARD).write_text(card, encoding="utf-8")
-        _verify(temporary, probe, output, dtype, in_turn=is_sharded)
+            text = card + _changes(notes, base)
+            (temporary / CARD).write_text(text, encoding="utf-8")
+        coarsest = dtype if dtype is not None else base.lowest_precision if base else probe.dtype
+        _verify(temporary, probe, output, coarsest, in_turn=is_sharded)
+    return notes
+
+
+def _changes(notes: Sequence[str], base: BaseRecord | None) -> str:
+    """The part of a model card that lists what an export changed."""
+    if not notes and base is None:
+        return ""
+    head = "\n## Changes from the base\n\n" if base is not None else "\n## Notes\n\n"
+    lines = notes or ["None but the values of trained tensors: files, keys and names are the same."]
+    return head + "".join(f"- {note}\n" for note in lines)
 
 
 @contextmanager
@@ -135,6 +168,7 @@ def _verify(directory: Path, probe: Probe, output: Path, dtype: str, *, in_turn:
         read_in_turn(model, find_weights(str(directory), hf_config))
     else:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[probe.dtype])
+        fit_experts(model)  # grouped products do not take every width
     compare_logits(model, probe, output, dtype)
 
 

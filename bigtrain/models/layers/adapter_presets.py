@@ -9,7 +9,6 @@ convolution, as Mamba's) and routers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,8 +16,9 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from bigtrain.models.layers.decoder_layers import decoder_layers, expert_stacks
-from bigtrain.models.layers.parameters import local_shape
+from bigtrain.models.layers.decoder_layers import decoder_layers
+from bigtrain.models.layers.parameter_roles import Role, parameter_roles
+from bigtrain.models.layers.parameters import local_shape, parameter_of
 from bigtrain.models.transformers_patches import attention_classes
 from bigtrain.settings.sections.adapters import Preset
 
@@ -57,27 +57,34 @@ def stacks_of(model: PreTrainedModel, preset: Preset) -> list[str]:
     """Names of the stacked weights of experts of a kind: all are of `mlp`."""
     if preset != "mlp":
         return []
-    own = [p for module in expert_stacks(model) for p in module.parameters(False)]
-    stacks = {id(parameter) for parameter in own if len(local_shape(parameter)) == 3}
-    return [name for name, parameter in model.named_parameters() if id(parameter) in stacks]
+    return stacked_weights(model)
+
+
+def stacked_weights(model: nn.Module) -> list[str]:
+    """Names of the weights of experts that are stacked, [experts, ...], in the model's order."""
+    return [
+        name
+        for name, entry in parameter_roles(model).items()
+        if entry.role is Role.EXPERTS and len(local_shape(parameter_of(model, name))) == 3
+    ]
 
 
 def _kinds(model: PreTrainedModel) -> dict[str, Preset]:
     """The kind of each linear layer of a decoder layer that is of one."""
     classes = attention_classes(model)
     found: dict[str, Preset] = {}
+    routed = {e.module for e in parameter_roles(model).values() if e.role is Role.ROUTER}
     for layer_name, layer in decoder_layers(model):
         attention = {
             name for name, module in _modules(layer) if _is_attention(module, classes, layer)
         }
         mixers = {name for name, module in layer.named_children() if _has(module, _CONVOLUTIONS)}
-        routed = {local_shape(p)[0] for m in expert_stacks(layer) for p in m.parameters(False)}
         for name, module in _modules(layer):
             if not is_product(module):
                 continue
             if _is_in(name, attention):
                 found[f"{layer_name}.{name}"] = "attention"
-            elif not _is_in(name, mixers) and _outputs(module) not in routed:
+            elif not _is_in(name, mixers) and f"{layer_name}.{name}" not in routed:
                 found[f"{layer_name}.{name}"] = "mlp"
     return found if classes or "attention" in found.values() else {}
 
@@ -99,7 +106,3 @@ def _has(module: nn.Module, kinds: tuple[type, ...]) -> bool:
 
 def _is_in(name: str, parents: set[str]) -> bool:
     return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
-
-
-def _outputs(layer: Any) -> int:
-    return int(layer.nf if isinstance(layer, Conv1D) else layer.out_features)

@@ -24,7 +24,12 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from bigtrain.errors import Problem
-from bigtrain.models.layers.adapter_presets import is_product, layers_of, stacks_of
+from bigtrain.models.layers.adapter_presets import (
+    is_product,
+    layers_of,
+    stacked_weights,
+    stacks_of,
+)
 from bigtrain.models.layers.parameters import local_shape, names_of
 from bigtrain.models.torch_patches import shadowed
 from bigtrain.models.transformers_patches import (
@@ -105,7 +110,7 @@ def find_parameters(
     model: PreTrainedModel, section: AdaptersSection
 ) -> tuple[list[str], list[str]]:
     """(names of the stacked weights that get adapters, patterns that match none)."""
-    stacked = [name for name, p in model.named_parameters() if len(local_shape(p)) == 3]
+    stacked = stacked_weights(model)
     patterns = section.target_parameters
     missing = [p for p in patterns if not any(_matches(name, p) for name in stacked)]
     chosen = {name for preset in section.presets for name in stacks_of(model, preset)}

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from bigtrain.errors import Problem
+from bigtrain.models.torch_patches import own_parameter
 
 KEY = "model.frozen"
 
@@ -47,12 +48,38 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             model.get_parameter(names[0]).requires_grad_(False)
 
 
+def freeze_named(model: nn.Module, names: Iterable[str]) -> None:
+    """Freeze the parameters `names`, whose modules may have been given adapters."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in names:
+        if name in parameters:
+            parameters[name].requires_grad_(False)
+
+
+def parameter_of(model: nn.Module, name: str) -> nn.Parameter:
+    """The parameter `name` of `model`, also where the module's attribute is a property
+    (`give_properties`), which `get_parameter` refuses."""
+    prefix, _, leaf = name.rpartition(".")
+    return own_parameter(model.get_submodule(prefix), leaf)
+
+
 def names_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[int, list[str]]:
     """All names of every parameter, by its id; tied ones have several, the first counts."""
     found: dict[int, list[str]] = {}
     for name, parameter in parameters:
         found.setdefault(id(parameter), []).append(name)
     return found
+
+
+def give_properties(module: nn.Module, properties: dict[str, property], **marks: object) -> None:
+    """Let attributes of `module`, the names of parameters that it has or had, be `properties`.
+
+    Its class becomes a subclass of the same name, with `marks` as attributes: transformers uses the
+    class's full name to find what to record.
+    """
+    kind = type(module)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    module.__class__ = type(kind.__name__, (kind,), {**marks, **names, **properties})
 
 
 def local_shape(parameter: Any) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The matrices of hidden layers, which Muon updates, found by the kind of their module."""
+"""The matrices of hidden layers, which Muon updates, found by their roles."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from transformers.pytorch_utils import Conv1D
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.layers.decoder_layers import decoder_layers, expert_stacks
+from bigtrain.models.layers.parameter_roles import Role, parameter_roles
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.settings.sections.optimizer import OptimizerSection, SplitSection
 
 KEY = "optimizer.muon.split"
+_TAKEN = {Role.MATRIX, Role.EXPERTS, Role.ADAPTER}
 
 
 @dataclass(frozen=True)
@@ -34,30 +36,21 @@ class HiddenMatrix:
 def hidden_matrices(model: nn.Module) -> dict[str, HiddenMatrix]:
     """By name, in model order: weights of linear layers inside decoder layers, and experts.
 
-    Excluded: embeddings and heads, also tied ones; norms and biases; routers; parameters of any
-    other kind of module; matrices with one row or column. Parameters may be partitioned or cut. Not
-    collective.
+    By role (`bigtrain.models.layers.parameter_roles`), so neither embeddings, heads, norms and
+    biases nor routers. Excluded as well: weights that no linear layer and no stack holds; matrices
+    with one row or column. Parameters may be partitioned or cut. Not collective.
     """
-    outside = {
-        id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
-    }
+    roles = {(entry.module, entry.leaf): entry for entry in parameter_roles(model).values()}
     found: dict[str, HiddenMatrix] = {}
     for layer_name, layer in decoder_layers(model):
         stacks = {id(module) for module in expert_stacks(layer)}
-        routed = {_num_experts(module) for module in expert_stacks(layer)}
-        modules = dict(layer.named_modules(prefix=layer_name))
-        routers = [f"{n}." for n, m in modules.items() if type(m).__name__.endswith("Router")]
-        for module_name, module in modules.items():
-            if f"{module_name}.".startswith(tuple(routers)):
-                continue
-            for name, parameter, output_dim in _weights(module, id(module) in stacks):
-                shape = full_shape(parameter)
-                is_router = id(module) not in stacks and shape[output_dim] in routed
-                if id(parameter) in outside or is_router or min(shape[-2:]) == 1:
+        for module_name, module in layer.named_modules(prefix=layer_name):
+            for leaf, parameter, output_dim in _weights(module, id(module) in stacks):
+                entry, shape = roles.get((module_name, leaf)), full_shape(parameter)
+                if entry is None or entry.role not in _TAKEN or min(shape[-2:]) == 1:
                     continue
                 if parameter.requires_grad:
-                    full_name = f"{module_name}.{name}"
-                    found[full_name] = HiddenMatrix(full_name, shape, output_dim)
+                    found[entry.name] = HiddenMatrix(entry.name, shape, output_dim)
     return found
 
 
@@ -80,12 +73,6 @@ def _is_transposed(module: Any, shapes: list[tuple[int, ...]]) -> bool:
         return bool(marked)
     (_, *first), (_, *second) = shapes
     return first[0] == second[1] and first[1] == 2 * second[0]
-
-
-def _num_experts(module: Any) -> int:
-    return next(
-        (full_shape(p)[0] for p in module.parameters(recurse=False) if len(full_shape(p)) == 3), 0
-    )
 
 
 @dataclass(frozen=True)

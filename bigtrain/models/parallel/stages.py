@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from bigtrain.errors import ModelError
 from bigtrain.models.experts.router_logits import recorded
 from bigtrain.models.layers.adapters import weight_of
-from bigtrain.models.layers.parameters import names_of
+from bigtrain.models.layers.parameters import give_properties, names_of, parameter_of
 from bigtrain.models.parallel.stage_layout import Handover, StageLayout, map_tensors
 from bigtrain.models.transformers_patches import mark_initialized
 
@@ -189,7 +189,7 @@ def stages_of_parameters(
     found: dict[str, tuple[int, ...]] = {}
     prefix = f"{layout.layers}."
     for names in names_of(model.named_parameters(remove_duplicate=False)).values():
-        parameter = model.get_parameter(names[0])
+        parameter = parameter_of(model, names[0])
         layers = {int(n.removeprefix(prefix).split(".")[0]) for n in names if n.startswith(prefix)}
         stages = {_stage_of(layer, cuts) for layer in layers}
         if len(stages) > 1:
@@ -285,8 +285,4 @@ def _give_zeros(module: nn.Module, shapes: dict[str, torch.Size], like: nn.Param
 
         return zeros
 
-    kind = type(module)
-    properties: dict[str, Any] = {n: property(zeros_of(shape)) for n, shape in shapes.items()}
-    # transformers uses the class's full name to find what to record.
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    module.__class__ = type(kind.__name__, (kind,), {"is_hollow": True, **names, **properties})
+    give_properties(module, {n: property(zeros_of(s)) for n, s in shapes.items()}, is_hollow=True)

@@ -1,8 +1,8 @@
-"""Checksums of weight files: those that an export wrote, those that a run began with. No torch.
+"""Checksums of a model's files: those that an export wrote, those a run began with. No torch.
 
-An export lists its files in `checksums.json`, as ``{file name: {"bytes": size, "xxh3": XXH3-64}}``.
-A run that starts from pretrained weights records theirs in `base_model.json`, by absolute path, so
-that a later launch that reads them again can compare.
+An export lists all of its files but the card in `checksums.json`, as ``{file name: {"bytes": size,
+"xxh3": XXH3-64}}``. A run that starts from pretrained weights records theirs in `base_model.json`,
+by absolute path, so that a later launch that reads them again can compare.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from bigtrain.errors import ModelError
 from bigtrain.system.files import file_checksum, write_whole
 
 CHECKSUMS = "checksums.json"
+_DECIDING = (
+    "config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt",
+)  # fmt: skip
 BASE_MODEL = "base_model.json"
 
 
@@ -83,9 +87,42 @@ def corrupt_weights(directory: Path) -> tuple[int, list[str]]:
 
 
 def write_checksums(directory: Path) -> None:
-    """List the weights' files of an export in its `checksums.json`. Reads all of them."""
-    names = [path.name for path in directory.glob("*.safetensors")]
+    """List the files of an export in its `checksums.json`, in subfolders too, except for its card
+    and the list itself. Reads all of them."""
+    names = [
+        name
+        for path in directory.rglob("*")
+        if path.is_file()
+        and (name := path.relative_to(directory).as_posix()) not in (CHECKSUMS, "README.md")
+    ]
     write_sums(directory / CHECKSUMS, _sums(directory, names))
+
+
+def files_read_with(weights: Iterable[Path]) -> list[Path]:
+    """The weight files of a model's directory, and those beside them that decide its numbers as
+    well: configuration, index of the weights, tokenizer."""
+    weights = list(weights)
+    return [*weights, *_deciding_files(weights[0].parent)]
+
+
+def _deciding_files(directory: Path) -> list[Path]:
+    return [directory / name for name in _DECIDING if (directory / name).is_file()]
+
+
+def changed_files(directory: Path, run: Path) -> list[str]:
+    """How the small files that decide a model's numbers differ from those that an export listed in
+    the model's `directory`, and from those that the first launch of the run in `run` read.
+
+    Weights are compared where they are read. Raises ModelError if a list cannot be read.
+    """
+    files = [path.absolute() for path in _deciding_files(directory)]
+    exported, begun = directory / CHECKSUMS, run / BASE_MODEL
+    by_name = {path.name: sum_of(path) for path in files}
+    by_path = {str(path): by_name[path.name] for path in files}
+    return [
+        *differences(by_name, read_sums(exported), exported),
+        *differences(by_path, read_sums(begun), begun),
+    ]
 
 
 def _sums(directory: Path, names: Iterable[str]) -> Sums:

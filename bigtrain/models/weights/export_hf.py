@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -14,16 +15,40 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from bigtrain.errors import ModelError
+from bigtrain.errors import ModelError, first_line
 from bigtrain.models.layers.parameters import names_of
-from bigtrain.models.transformers_patches import dtype_plan, names_not_saved
+from bigtrain.models.transformers_patches import (
+    computed_in_float32,
+    dtype_plan,
+    names_not_saved,
+)
 from bigtrain.models.weights.lazy_tensors import LazyTensor, forget_computed
+from bigtrain.models.weights.older_readers import rewrite_tokenizer_config
+from bigtrain.system.text_record import RECORD_NAME
 
 MAX_SHARD_SIZE = "5GB"
 
+LikeBase = Callable[
+    [Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]],
+    tuple[dict[str, torch.Tensor], list[str]],
+]
+"""`bigtrain.models.export.base_record.BaseRecord.like_base`, or None for a model without a base."""
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+TOKENIZER_REMEDY = (
+    "train with the model's own tokenizer, or a model_type that takes any, such as llama or qwen3"
+)
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json",
+    "sentencepiece.model", "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+"""Files of a model's directory that only its tokenizer reads."""
 
 # Tokenized before and after: upper case, digits, indentation, other scripts.
 _TEXT = "The w1 of 2024:\n    if x >= 10:\n\treturn 'café 東京'  # Don't"
@@ -34,17 +59,28 @@ def write_model(
     weights: Mapping[str, torch.Tensor],
     hf_config: PreTrainedConfig,
     output: Path,
-    dtype: str,
+    dtype: str | None,
     max_shard_size: str,
-) -> bool:
-    """Write configuration and weights as `save_pretrained` does; returns whether in several files.
+    like_base: LikeBase | None = None,
+    as_stored: Collection[str] = (),
+) -> tuple[bool, list[str]]:
+    """Write configuration and weights as `save_pretrained` does; returns whether in several files,
+    and notes on tensors that differ from those of a base.
 
     That method holds all weights at once; this one holds a file's. Names and conversions of tensors
-    are transformers' here as well.
+    are transformers' here as well. Weights are written in `dtype` (None: that of the base), but for
+    those that the architecture keeps in float32, and those named `as_stored`, which keep the dtype
+    that they have. `like_base`: gives the tensors the names and dtypes of the base's files.
     """
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=DTYPES[dtype])
-    stored = revert_weight_conversion(model, _state(weights, model, DTYPES[dtype], output))
+        model: Any = AutoModelForCausalLM.from_config(
+            hf_config, dtype=None if dtype is None else DTYPES[dtype]
+        )
+    state = _state(weights, model, None if dtype is None else DTYPES[dtype], output, as_stored)
+    stored = revert_weight_conversion(model, dict(state))
+    notes: list[str] = []
+    if like_base is not None:
+        stored, notes = like_base(stored, state)
     model.save_pretrained(output, state_dict={})  # configurations, and no weights
     sizes = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -56,7 +92,7 @@ def write_model(
     for file in output.glob("model*.safetensors"):
         file.unlink()
     for file_name, names in split.filename_to_tensors.items():
-        held = {name: _materialized(stored[name]) for name in names}
+        held = _separate({name: _materialized(stored[name]) for name in names})
         save_file(held, output / file_name, metadata={"format": "pt"})
         # safetensors writes with permissions for the owner alone, whatever the umask is.
         shutil.copymode(output / CONFIG_NAME, output / file_name)
@@ -69,15 +105,29 @@ def write_model(
         }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (output / SAFE_WEIGHTS_INDEX_NAME).write_text(text)
-    return split.is_sharded
+    return split.is_sharded, notes
+
+
+def _separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies where two names have one storage, which a safetensors file cannot hold."""
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() in seen and tensor.numel():
+            tensors[name] = tensor.clone()
+        seen.add(tensor.data_ptr())
+    return tensors
 
 
 def _state(
-    weights: Mapping[str, torch.Tensor], model: Any, dtype: torch.dtype, output: Path
+    weights: Mapping[str, torch.Tensor],
+    model: Any,
+    dtype: torch.dtype | None,
+    output: Path,
+    as_stored: Collection[str],
 ) -> dict[str, torch.Tensor]:
     """`weights` by the names and in the order of the model's state dict, tied ones once.
 
-    In `dtype`, except for those that the architecture keeps in float32.
+    In the dtypes that `write_model` describes.
     """
     names = names_of(model.named_parameters(remove_duplicate=False)).values()
     alias = {name: group[0] for group in names for name in group}
@@ -92,7 +142,11 @@ def _state(
             f"{', '.join(wrong[:5])}"
         )
     skipped = set(model.all_tied_weights_keys) | names_not_saved(model)
-    exact = [pattern.replace("*", ".*") for pattern in dtype_plan(model, dtype)]
+    exact: list[str] = []
+    if dtype is not None:
+        exact += [pattern.replace("*", ".*") for pattern in dtype_plan(model, dtype)]
+        exact += [f"^{re.escape(name)}$" for name in computed_in_float32(model, dtype)]
+    unchanged = {alias.get(name, name) for name in as_stored}
     found = {}
     for name, like in model.state_dict().items():
         tensor = kept.get(alias.get(name, name))
@@ -100,7 +154,9 @@ def _state(
             continue
         if tensor.ndim > like.ndim:
             tensor = tensor[0]  # checkpoints hold scalars as vectors
-        if tensor.is_floating_point():
+        if dtype is None:
+            tensor = tensor.detach()
+        elif tensor.is_floating_point() and alias.get(name, name) not in unchanged:
             in_float32 = any(re.search(pattern, name) for pattern in exact)
             tensor = tensor.detach().to(torch.float32 if in_float32 else dtype)
         found[name] = tensor
@@ -111,23 +167,94 @@ def _materialized(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.read() if isinstance(tensor, LazyTensor) else tensor.contiguous()
 
 
-def write_tokenizer(source: Path, directory: Path, output: Path) -> None:
+def write_tokenizer(
+    source: Path, directory: Path, output: Path, base_files: Path | None = None
+) -> list[str]:
     """Write the tokenizer of `source` into `directory`, and check that transformers loads it there.
 
-    `output`: the directory's name in errors. Raises ModelError if it cannot be loaded, or gives
-    other tokens when loaded beside the model.
+    `output`: the directory's name in errors. `base_files`: a directory with the base's tokenizer
+    files, of which `directory` holds copies; they stay if they are of the same tokenizer. Returns a
+    note on what differs from them. Raises ModelError if it cannot be loaded, or gives other tokens
+    when loaded next to the model.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         what = "no such directory" if not source.is_dir() else " ".join(str(error).split())
         raise ModelError(f"tokenizer {source}: cannot be loaded: {what}") from error
-    tokenizer.save_pretrained(directory)
+    notes: list[str] = []
+    difference = _tokenizer_difference(tokenizer, base_files)
+    if difference is not None:
+        replaced = {name for name in TOKENIZER_FILES if (directory / name).is_file()}
+        for name in replaced:
+            (directory / name).unlink()
+        tokenizer.save_pretrained(directory)
+        rewrite_tokenizer_config(directory)
+        replaced |= {name for name in TOKENIZER_FILES if (directory / name).is_file()}
+        if base_files is not None:
+            files = ", ".join(sorted(replaced))
+            notes.append(f"{files}: the tokenizer of the run's data; {difference}")
+    record, written = source / RECORD_NAME, directory / RECORD_NAME
+    if record.is_file():
+        is_new = not written.is_file() or written.read_bytes() != record.read_bytes()
+        if is_new and base_files is not None:
+            notes.append(f"{RECORD_NAME}: how the texts of the run's data begin and end")
+        shutil.copyfile(record, written)
     # Beside a config.json, transformers may take the model type's own tokenizer class instead.
     again = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     if again(_TEXT).input_ids != tokenizer(_TEXT).input_ids:
         raise ModelError(
             f"{output}: not written: transformers reads the run's tokenizer ({source}) as a "
-            f"{type(again).__name__} beside this model, which gives other tokens -> train with a "
-            "byte-level BPE (`bigtrain tokenizer`) or with the model's own tokenizer"
+            f"{type(again).__name__} next to this model, which gives other tokens -> "
+            f"{TOKENIZER_REMEDY}"
         )
+    return notes
+
+
+def class_beside(model_type: str, source: Path, texts: Sequence[str]) -> str | None:
+    """The class as which transformers reads the tokenizer in `source` next to a model of this type,
+    if it then gives other tokens for one of `texts`; None if an export with it can be read.
+
+    For some types transformers takes a class of its own whatever the tokenizer's files name.
+    """
+    own = TOKENIZER_MAPPING_NAMES.get(model_type)
+    if own is None or own == "TokenizersBackend":
+        return None
+    with TemporaryDirectory() as name:
+        place = Path(name)
+        for file in TOKENIZER_FILES:
+            if (source / file).is_file():
+                shutil.copyfile(source / file, place / file)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        (place / CONFIG_NAME).write_text(json.dumps({"model_type": model_type}))
+        again = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    compared = [_TEXT, *texts]
+    same = again(compared).input_ids == tokenizer(compared).input_ids
+    return None if same else type(again).__name__
+
+
+def _tokenizer_difference(tokenizer: Any, base_files: Path | None) -> str | None:
+    """How the tokenizer differs from the one in `base_files`; None if it does not."""
+    names = [] if base_files is None else [n for n in TOKENIZER_FILES if (base_files / n).is_file()]
+    if not names:
+        return "the base has none"
+    try:
+        base = AutoTokenizer.from_pretrained(base_files, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        return f"the base's cannot be loaded ({first_line(error)})"
+    for what, read in (
+        ("class", lambda t: type(t).__name__),
+        ("tokens and rules", _backend),
+        ("special tokens", lambda t: t.special_tokens_map),
+        ("chat template", lambda t: t.chat_template),
+    ):
+        if read(base) != read(tokenizer):
+            return f"its {what} differ{'s' if what == 'class' else ''} from the base's"
+    return None
+
+
+def _backend(tokenizer: Any) -> Any:
+    if not getattr(tokenizer, "is_fast", False):
+        return tokenizer.get_vocab()
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    return {name: value for name, value in rules.items() if name not in ("padding", "truncation")}

@@ -11,9 +11,9 @@ import copy
 import json
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
 from transformers.utils import (
+    CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     WEIGHTS_INDEX_NAME,
@@ -52,17 +53,35 @@ class Weights:
     """The weights in a model's files.
 
     tensors: by all names that the model has for them; tied ones are the same tensor. setting: the
-    key and value that named them, for errors. files: the files that hold them.
+    key and value that named them, for errors. files: the files that hold them. stored: all tensors
+    of the files by their names there. copies: names of stored tensors that only repeat another one
+    (tied weights), and the name of that one.
     """
 
     setting: str
     tensors: dict[str, LazyTensor]
     files: tuple[Path, ...]
+    stored: Mapping[str, LazyTensor] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
 
-    def fill(self, name: str, offsets: Offsets, out: torch.Tensor) -> None:
+    def sources(self) -> dict[str, list[str]]:
+        """Names of the stored tensors that each of `tensors` is made of."""
+        return {name: _leaf_names(tensor) for name, tensor in self.tensors.items()}
+
+    def unused(self) -> dict[str, LazyTensor]:
+        """Stored tensors that no tensor of the model is made of, such as layers for multi-token
+        prediction, which transformers ignores."""
+        used = {leaf for names in self.sources().values() for leaf in names}
+        skipped = used | self.copies.keys()
+        return {name: tensor for name, tensor in self.stored.items() if name not in skipped}
+
+    def fill(
+        self, name: str, offsets: Offsets, out: torch.Tensor, *, is_buffer: bool = False
+    ) -> None:
         """Read a rectangle of a parameter or buffer into `out`, any dtype, device and strides.
 
-        Raises ModelError for a file that cannot be read.
+        Raises ModelError for a file that cannot be read, and for values of a parameter that are not
+        finite.
         """
         tensor = self.tensors[name]
         if tensor.ndim == 0:
@@ -71,13 +90,21 @@ class Weights:
             tensor.fill(offsets, out)
         except _Unreadable as error:
             raise ModelError(f"{self.setting}: {error}") from error
+        # A sum needs no memory, and in float64 no sum of float32 numbers overflows.
+        if not is_buffer and not math.isfinite(float(out.sum(dtype=torch.float64))):
+            where = ", ".join(map(str, tensor.origin.sources())) or name
+            raise ModelError(
+                f"{self.setting}: {where} holds numbers that are not finite (NaN or infinity), "
+                "with which every loss is NaN -> take a base without them"
+            )
 
     @torch.no_grad()
     def fill_model(self, model: PreTrainedModel) -> None:
         """Fill a full model on this rank. Raises ModelError as `fill`."""
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name in self.tensors:
-                self.fill(name, (0,) * tensor.ndim, tensor.data)
+                is_buffer = not isinstance(tensor, torch.nn.Parameter)
+                self.fill(name, (0,) * tensor.ndim, tensor.data, is_buffer=is_buffer)
         forget_computed()
 
 
@@ -99,10 +126,15 @@ def find_weights(source: str, hf_config: PreTrainedConfig, key: str = "model.pat
         model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), dtype=torch.float32)
     lazy = {name: LazyTensor(leaf.shape, leaf.dtype, leaf) for name, leaf in found.items()}
     problems = _load(model, lazy, found)
+    if problems and (method := _quantization(source)) is not None:
+        problems.append(
+            f"its config.json has quantization_config.quant_method = {method!r}: quantized weights "
+            "are not trained -> convert them to bfloat16 first, or take the unquantized model"
+        )
     if problems:
         shown = problems[:_SHOWN]
         if len(problems) > _SHOWN:
-            shown.append(f"and {len(problems) - _SHOWN} more")
+            shown.append(f"and {len(problems) - _SHOWN} more, the last: {problems[-1]}")
         raise ModelError(
             f"{setting}: its weights are not those of a {hf_config.model_type} causal LM of this "
             "configuration:\n" + "\n".join(f"  {text}" for text in shown)
@@ -111,11 +143,35 @@ def find_weights(source: str, hf_config: PreTrainedConfig, key: str = "model.pat
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
+    copies: dict[str, str] = {}
     for target, origin in model.all_tied_weights_keys.items():
         both = [tensors[name] for name in (target, origin) if isinstance(tensors[name], LazyTensor)]
+        leaves = [_leaf_names(tensor) for tensor in both]
+        if len(both) == 2 and leaves[0] != leaves[1] and len(leaves[0]) == len(leaves[1]) == 1:
+            copies[leaves[0][0]] = leaves[1][0]
         tensors[target] = tensors[origin] = both[-1]
     lazies = {n: t for n, t in tensors.items() if isinstance(t, LazyTensor)}
-    return Weights(setting, lazies, files)
+    return Weights(setting, lazies, files, lazy, copies)
+
+
+def _leaf_names(tensor: LazyTensor) -> list[str]:
+    """Names in their files of the tensors that `tensor` is made of."""
+    return [leaf.name for leaf in tensor.origin.sources() if isinstance(leaf, _Leaf)]
+
+
+def stored_tensors(file: Path) -> dict[str, LazyTensor]:
+    """All tensors of a safetensors file, unread. Raises ValueError if it cannot be opened."""
+    return {name: LazyTensor(leaf.shape, leaf.dtype, leaf) for name, leaf in _leaves(file)}
+
+
+def _quantization(source: str) -> str | None:
+    """The method by which the files in `source` are quantized, according to its config.json."""
+    path = _find(at_hand(source), CONFIG_NAME)
+    with suppress(OSError, ValueError, LookupError, AttributeError):
+        if path is not None:
+            method = json.loads(path.read_text())["quantization_config"].get("quant_method")
+            return None if method is None else str(method)
+    return None
 
 
 def _load(model: Any, lazy: dict[str, LazyTensor], found: dict[str, _Leaf]) -> list[str]:
@@ -125,7 +181,7 @@ def _load(model: Any, lazy: dict[str, LazyTensor], found: dict[str, _Leaf]) -> l
         device_map={"": "cpu"},
         weight_mapping=get_model_conversion_mapping(model),
     )
-    with _quiet():
+    with quiet_transformers():
         info, _ = convert_and_load_state_dict_in_model(model, dict(lazy), settings, None)
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     problems = [
@@ -178,7 +234,7 @@ def _where(name: str, found: dict[str, _Leaf]) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Without progress bars, and without warnings about what is an error here."""
     log = logging.getLogger("transformers")
     level = log.level

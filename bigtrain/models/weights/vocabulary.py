@@ -38,11 +38,12 @@ Rows = dict[str, torch.Tensor]
 @dataclass(frozen=True)
 class Growth:
     """A vocabulary that grows. before: rows in the files. names: of the parameters with a row for
-    each token, tied ones apart."""
+    each token, tied ones apart. notes: what else an export changed, a line each."""
 
     before: int
     after: int
     names: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def grown_configuration(

@@ -46,34 +46,35 @@ def read_rows(path: Path) -> list[dict[str, str]]:
             reader = csv.DictReader(file)
             names = reader.fieldnames or ()
             missing = [name for name in COLUMNS if name not in names]
+            if "peak_gib" in names:  # memory alone is a row
+                missing = [name for name in missing if name != "tokens_per_s_per_gpu"]
             if missing:
                 rule = f"has no column{'s' * (len(missing) > 1)} {', '.join(missing)}"
                 remedy = "give it the columns that docs/planner.md lists"
                 raise ConfigError(Problem("--evaluate", str(path), rule, remedy))
-            rows = [{key: value or "" for key, value in row.items() if key} for row in reader]
+            empty = dict.fromkeys(COLUMNS, "")
+            rows = [
+                empty | {key: value or "" for key, value in row.items() if key} for row in reader
+            ]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(Problem("--evaluate", str(path), f"cannot be read: {error}")) from error
     if not rows:
         raise ConfigError(Problem("--evaluate", str(path), "has a header and no rows"))
-    for number, row in enumerate(rows, start=2):
-        _check_measured(path, number, row)
     return rows
 
 
-def _check_measured(path: Path, number: int, row: Mapping[str, str]) -> None:
-    """Of speed and memory one has to be there; what is there, a positive number."""
-    for name in ("tokens_per_s_per_gpu", "peak_gib"):
-        other = "peak_gib" if name == "tokens_per_s_per_gpu" else ""
-        if not is_told(row, name) and (not other or is_told(row, other)):
-            continue
+def _why_not_measured(row: Mapping[str, str]) -> str:
+    """Why a row has no measurement: it needs throughput or memory, as positive numbers; empty if it
+    has one, and no wrong one."""
+    given = [name for name in ("tokens_per_s_per_gpu", "peak_gib") if is_told(row, name)]
+    for name in given:
         try:
             right = (_measured(row, name) or 0.0) > 0
         except ValueError:
             right = False
         if not right:
-            text = (row.get(name) or "").strip()
-            rule = f"line {number}: {name} = {text!r} is no measured figure"
-            raise ConfigError(Problem("--evaluate", str(path), rule, "write a positive number"))
+            return f"{name} = {(row.get(name) or '').strip()!r} is not a positive number"
+    return "" if given else "neither tokens_per_s_per_gpu nor peak_gib is given"
 
 
 def _measured(row: Mapping[str, str], name: str = "tokens_per_s_per_gpu") -> float | None:
@@ -90,6 +91,8 @@ def _measured(row: Mapping[str, str], name: str = "tokens_per_s_per_gpu") -> flo
 
 def predict(row: Mapping[str, str]) -> Prediction:
     """The prediction for one row; if a value is missing or inconsistent, `refused` says so."""
+    if reason := _why_not_measured(row):
+        return Prediction(None, None, reason)
     try:
         run = run_of(row)
     except (ValueError, KeyError, ConfigError) as error:
@@ -254,8 +257,13 @@ def error_table(errors: Sequence[SourceErrors]) -> str:
             memory = [f"{found.memory_mean:.1%}", f"{found.memory_worst:.1%}"]
         refused = f" ({found.num_refused} refused)" if found.num_refused else ""
         lines.append(
-            f"| {found.source} | {found.num_rows}{refused} | {found.mean:.1%} | {found.worst:.1%} "
-            f"| {found.baseline:.1%} | {rank} | {found.memory_rows or ''} | {memory[0]} "
-            f"| {memory[1]} |"
+            f"| {found.source} | {found.num_rows}{refused} | {_percent(found.mean)} "
+            f"| {_percent(found.worst)} | {_percent(found.baseline)} | {rank} "
+            f"| {found.memory_rows or ''} | {memory[0]} | {memory[1]} |"
         )
     return "\n".join(lines)
+
+
+def _percent(share: float) -> str:
+    """As text; empty for NaN, of a source without such rows."""
+    return "" if math.isnan(share) else f"{share:.1%}"

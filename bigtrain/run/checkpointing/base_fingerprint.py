@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import CheckpointError
-from bigtrain.models.weights.checksums import FileSum, Sums, sum_of
+from bigtrain.models.weights.checksums import FileSum, Sums, files_read_with, sum_of
 
 BASE = "base"
 _CONFIG = "config.json"
@@ -39,7 +39,9 @@ def refuse_other_base(document: dict[str, Any], weights: Sums, directory: Path) 
     different = [
         f"  {name}: {_text(listed.get(name))} there, {_text(found.get(name))} now"
         for name in sorted(listed.keys() | found.keys())
-        if listed.get(name) != found.get(name)
+        # Tokenizer files only where they were listed: releases before did not.
+        if (name in listed or name == _CONFIG or name.endswith(".safetensors"))
+        and listed.get(name) != found.get(name)
     ]
     if different:
         raise CheckpointError(
@@ -53,9 +55,12 @@ def _text(entry: dict[str, object] | None) -> str:
 
 
 def base_sums(files: tuple[Path, ...]) -> Sums:
-    """Checksums of the base's weight files by absolute path; reads all of them on this rank.
+    """Checksums of the base's weight files, and of those beside them that decide its numbers, by
+    absolute path; reads all of them on this rank.
 
     Raises ModelError where one cannot be read.
     """
-    sums: dict[str, FileSum] = {str(path.absolute()): sum_of(path) for path in files}
+    sums: dict[str, FileSum] = {
+        str(path.absolute()): sum_of(path) for path in files_read_with(files)
+    }
     return sums

@@ -5,14 +5,16 @@ Only what is read: nothing here is collective, and torch is not imported.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from bigtrain.data.samples.identity import SourceIdentity
 from bigtrain.data.samples.phases import Phase, differences, first_phase, next_phase
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.run.checkpointing import checkpoints
+from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.run_config import RunConfig
 
 # Settings that may change on resume: none of them changes the mathematics. Everything else must be
@@ -30,6 +32,7 @@ _FREE = {
     "data.path",
     "data.sources",
     "data.tokenizer",
+    "data.allow_other_tokenizer",
     "data.verify",
     "data.workers",
     "sites.address",
@@ -79,13 +82,30 @@ _FREE_SECTIONS = {
 }
 
 
+class Parameters(Protocol):
+    """Which parameters decay and which Muon updates (`bigtrain.models.equivalence.parameter_plan`).
+
+    decayed_before: those that decayed in releases whose checkpoints do not record it.
+    """
+
+    @property
+    def decayed_before(self) -> tuple[str, ...]:
+        """Names of trained parameters, with ``*`` in place of indices."""
+
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+
+
 def refuse_other_run(
-    config: RunConfig, sources: Sequence[SourceIdentity] | None = None, data_hash: str = ""
+    config: RunConfig,
+    sources: Sequence[SourceIdentity] | None = None,
+    data_hash: str = "",
+    parameters: Parameters | None = None,
 ) -> Path | None:
     """The checkpoint that the run would resume from, or None where it would begin.
 
     Reads no tensors, so that a run can be refused before there is a process group. `sources` and
-    `data_hash`: as in `resumed_phases`; without them the data is not compared. Raises
+    `data_hash`, `parameters`: as in `resumed_phases`; what is not given is not compared. Raises
     CheckpointError if the checkpoint is of a run with other settings.
     """
     directory = Path(config.output.directory)
@@ -95,7 +115,7 @@ def refuse_other_run(
         except CorruptCheckpointError:
             continue  # the run passes it over too, and says so
         if sources is not None:
-            resumed_phases(document, config, sources, data_hash, path)
+            resumed_phases(document, config, sources, data_hash, path, parameters)
         else:
             _refuse_changes(_changed_settings(document["config"], config), document, config, path)
         return path
@@ -108,15 +128,19 @@ def resumed_phases(
     sources: Sequence[SourceIdentity],
     data_hash: str,
     directory: Path,
+    parameters: Parameters | None = None,
 ) -> tuple[Phase, ...]:
     """The data phases with which a run resumes from a checkpoint; `document`: its ``state.json``.
     `sources`, `data_hash`: of the data that the run has now (`bigtrain.data.samples.identity`).
+    `parameters`: of the model that it has now.
 
     One more than in the checkpoint if the data has changed. Raises CheckpointError with every
     changed setting that ``checkpoint.allow_changes`` does not name, and for a change of the data
     that cannot be followed.
     """
     changes = _changed_settings(document["config"], config)
+    if parameters is not None:
+        changes += _changed_groups(document.get("parameters"), parameters, config)
     if "best_fit" in (document["config"]["data"].get("packing"), config.data.packing):
         _refuse_other_packing(changes, directory)
     phases = tuple(Phase.from_json(phase) for phase in document.get("phases", ()))
@@ -132,6 +156,31 @@ def resumed_phases(
     changes += [change for change in differences(phases[-1], following) if change[0] not in named]
     _refuse_changes(changes, document, config, directory)
     return phases if following is phases[-1] else (*phases, following)
+
+
+def changed_rate(document: dict[str, Any], config: RunConfig) -> str | None:
+    """The line about a learning rate that other settings change at the step that comes next;
+    `document`: the checkpoint's ``state.json``. None if it is the same, or was not recorded."""
+    try:
+        there = RunConfig.model_validate(document["config"])
+    except ValueError:  # of another release of bigtrain
+        return None
+    step = int(document["step"])
+    before, now = (
+        learning_rate_at(step, run.optimizer.lr, run.schedule, run.train.steps)
+        for run in (there, config)
+    )
+    if math.isclose(before, now, rel_tol=1e-9) or step >= config.train.steps:
+        return None
+    keys = [
+        key
+        for key, _ in _changed_settings(document["config"], config)
+        if key.startswith(("train.", "schedule.", "optimizer."))
+    ]
+    return (
+        f"learning rate of step {step + 1}: {now:.6g}; with the checkpoint's settings it would be "
+        f"{before:.6g} (changed: {', '.join(keys)})"
+    )
 
 
 def _refuse_other_packing(changes: Sequence[tuple[str, str]], directory: Path) -> None:
@@ -153,6 +202,28 @@ def _changed_settings(there: dict[str, Any], config: RunConfig) -> list[tuple[st
         for key in sorted(before.keys() | now.keys())
         for text in _differences(before.get(key), now.get(key))
     ]
+
+
+def _changed_groups(
+    there: dict[str, Any] | None, parameters: Parameters, config: RunConfig
+) -> list[tuple[str, str]]:
+    """Parameters whose group in the optimizer is another one than in the checkpoint, which may be
+    of another release of bigtrain or transformers. `there`: what it records; None: an old one."""
+    now = parameters.record()
+    changes = []
+    if there is None:
+        no_longer, others = list(parameters.decayed_before), []
+    else:
+        no_longer = sorted(set(there["decaying"]) - set(now["decaying"]))
+        others = sorted(set(now["decaying"]) - set(there["decaying"]))
+    if config.optimizer.weight_decay:
+        texts = [f"fell on {name} there, and not now" for name in no_longer]
+        texts += [f"falls on {name} now, and did not there" for name in others]
+        changes += [("optimizer.weight_decay", text) for text in texts]
+    if there is not None and there["matrices"] != now["matrices"]:
+        names = sorted(set(there["matrices"]) ^ set(now["matrices"]))
+        changes.append(("optimizer.type", f"updates other matrices now: {', '.join(names)}"))
+    return changes
 
 
 def _differences(before: Any, now: Any) -> Iterator[str]:

@@ -40,7 +40,13 @@ from bigtrain.engine.checkpoint.layout import parse_layout
 from bigtrain.engine.checkpoint.tensor_file import Identity
 from bigtrain.engine.checkpoint.tensor_files import Listing, verify_files
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
-from bigtrain.system.files import create_whole, file_checksum, sync_to_disk, write_whole
+from bigtrain.system.files import (
+    create_whole,
+    file_checksum,
+    require_regular,
+    sync_to_disk,
+    write_whole,
+)
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -122,7 +128,7 @@ def commit(
     write_whole(partial / MANIFEST, _manifest_text(Manifest(identity, files)).encode())
     final = partial.with_name(partial.name.split(".", 1)[0])
     permit()
-    if final.exists():
+    if os.path.lexists(final):
         remove(final)  # a corrupt one that resume skipped, or the run would be past this step
     partial.rename(final)
     sync_to_disk(final.parent)
@@ -155,6 +161,7 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST
     try:
+        require_regular(path)
         document = json.loads(path.read_text())
         if document["format"] == 1:
             raise CorruptCheckpointError(
@@ -204,11 +211,15 @@ def corruption(directory: Path, contents: Contents = "small") -> str | None:
 
 def _verify(directory: Path, contents: Contents) -> None:
     """Raises CorruptCheckpointError, or OSError for what cannot be read."""
+    if not directory.is_dir():
+        shown = f"a link to {os.readlink(directory)}" if directory.is_symlink() else "a file"
+        raise CorruptCheckpointError(f"{directory}: is {shown}, not a directory")
     manifest = read_manifest(directory)
     for name, (num_bytes, checksum) in manifest.files.items():
         path = directory / name
         if not path.is_file():
-            raise CorruptCheckpointError(f"{path}: missing")
+            what = "not a regular file" if os.path.lexists(path) else "missing"
+            raise CorruptCheckpointError(f"{path}: {what}")
         if path.stat().st_size != num_bytes:
             raise CorruptCheckpointError(
                 f"{path}: {path.stat().st_size} bytes, should be {num_bytes}"
@@ -245,6 +256,7 @@ def _verify_identity(directory: Path, identity: Identity) -> None:
 def read_run_id(run_directory: Path) -> str | None:
     """What ``RUN/run_id`` says; None where it is not there or is no such file."""
     try:
+        require_regular(run_directory / RUN_ID)
         text = (run_directory / RUN_ID).read_bytes()[:64].decode("ascii").strip()
     except (OSError, ValueError):
         return None
@@ -273,11 +285,13 @@ def make_run_id(run_directory: Path) -> str:
 
 
 def steps(run_directory: Path) -> list[int]:
-    """Steps that have a checkpoint, complete or corrupt, oldest first."""
+    """Steps that have a checkpoint, complete or corrupt, oldest first: also what has the name of
+    one and is none, such as a link that leads nowhere, for it is not to be passed over in silence.
+    """
     found = []
     for path in (run_directory / "checkpoints").glob("step-*"):
         match = _NAME.fullmatch(path.name)
-        if match and path.is_dir():
+        if match:
             found.append(int(match[1]))
     return sorted(found)
 
@@ -335,6 +349,7 @@ def find(
 def read_state(directory: Path) -> dict[str, Any]:
     """`state.json` of a checkpoint. Raises CorruptCheckpointError."""
     try:
+        require_regular(directory / STATE)
         state = json.loads((directory / STATE).read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{directory / STATE}: unreadable ({error})") from error
@@ -359,13 +374,22 @@ def list_tensors(directory: Path) -> Listing:
 def remove(directory: Path) -> None:
     """Remove a checkpoint; a kill in between leaves garbage, never a part that looks complete."""
     doomed = directory.with_name(f"{directory.name}.removed-{os.getpid()}")
-    shutil.rmtree(doomed, ignore_errors=True)
+    _discard(doomed)
     directory.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    _discard(doomed)
+
+
+def _discard(path: Path) -> None:
+    """Remove a directory, or a link or file in its place, if it is there and can be removed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def clear_garbage(run_directory: Path) -> None:
     """Remove what interrupted saves and deletions left. No save may be under way."""
     for path in (run_directory / "checkpoints").glob("step-*"):
         if not _NAME.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+            _discard(path)

@@ -12,6 +12,7 @@ from bigtrain.engine.checkpoint.lazy import open_weights
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
 from bigtrain.models.export.adapters import export_adapter, merged_weights, probe_beside
+from bigtrain.models.export.base_record import BaseRecord
 from bigtrain.models.export.verified import Probe, export_model
 from bigtrain.models.weights.export_hf import MAX_SHARD_SIZE
 from bigtrain.models.weights.import_hf import Weights, find_weights
@@ -36,12 +37,13 @@ def export_run(
     """Export the checkpoint of `step` (default: the newest valid one); returns its step.
 
     One process, no process group, one file's weights in memory. The weights are the fp32 masters
-    rounded to `dtype` (default: the dtype the run computed in), checked against logits that the
-    training engine itself stored. A run with adapters exports those in peft's format (default
-    dtype: float32, for they are small), or with `merge` its base with the adapters merged; a base
-    that was trained beside in 4 bits is merged as its files are, and the result is compared with
-    plain peft's, which needs all of it in memory. `warn` is called with how far the two bases are
-    apart, and for each newer checkpoint that is corrupt and passed over.
+    rounded to `dtype` (default: the dtype the run computed in), frozen ones as the base's files had
+    them, checked against logits that the training engine itself stored. A run with adapters exports
+    those in peft's format (default dtype: float32, for they are small), or with `merge` its base
+    with the adapters merged; a base that was trained beside in 4 bits is merged as its files are,
+    and the result is compared with plain peft's, which needs all of it in memory. `warn` is called
+    with how far the two bases are apart, and for each newer checkpoint that is corrupt and passed
+    over.
     Raises CheckpointError or ModelError; `output` then stays as it was.
     """
     directory = checkpoints.find(run_directory, step, warn=warn)
@@ -80,19 +82,31 @@ def export_run(
             )
             return int(state["step"])
         weights, probe = _merged(weights, config, base, hf_config, probe, warn)
-    export_model(
+    record = BaseRecord.find(run_directory)
+    notes = export_model(
         weights,
         hf_config,
         tokenizer,
         output,
-        dtype=dtype or config.precision.dtype,
+        dtype=dtype or (config.precision.dtype if record is None else None),
         probe=probe,
         generation_config=model_config / GENERATION_CONFIG,
         card=card,
         replace=replace,
         max_shard_size=max_shard_size,
+        base=record,
+        as_stored=() if merge else _frozen(config, state),
     )
+    for note in notes:
+        warn(f"{output}: {note}")
     return int(state["step"])
+
+
+def _frozen(config: RunConfig, state: dict[str, Any]) -> list[str]:
+    """Names of the parameters that leave as the base's files had them."""
+    if config.model.path is None and config.checkpoint.initialize_from is None:
+        return []
+    return list(state.get("parameters", {}).get("frozen", ()))
 
 
 def _merged(

@@ -15,12 +15,14 @@ from bigtrain.data.shards.verification import share_of
 from bigtrain.engine.checkpoint.snapshot import read_weights, restore_weights
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem
+from bigtrain.models.export.base_record import shortened
 from bigtrain.models.weights.checksums import (
     BASE_MODEL,
     CHECKSUMS,
     FileSum,
     Sums,
     differences,
+    files_read_with,
     read_sums,
     sum_of,
 )
@@ -80,6 +82,12 @@ class WeightsSource:
             inputs = session.inputs
             weights = weights or self._find_weights(session.run.config, inputs)
             session.base_model = verify_weights(session, weights)
+            session.base_weights = weights
+            if unused := weights.unused():
+                session.say(
+                    f"{weights.setting}: these tensors are not part of the model that transformers "
+                    f"builds, and are not trained: {shortened(unused)}"
+                )
             read_weights(engine, _grown(session, weights))
         checkpoint = self.checkpoint
         if checkpoint is None:
@@ -123,7 +131,7 @@ def verify_weights(session: Session, weights: Weights) -> Sums:
         sums: dict[str, FileSum] = {}
         problems: list[str] = []
         try:
-            files = [path.absolute() for path in weights.files]
+            files = [path.absolute() for path in files_read_with(weights.files)]
             sizes = [path.stat().st_size for path in files]
             for file in (files[n] for n in share_of(sizes, world.rank, world.size)):
                 sums[str(file)] = sum_of(file)

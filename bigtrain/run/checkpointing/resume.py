@@ -12,7 +12,7 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.base_fingerprint import refuse_other_base
-from bigtrain.run.checkpointing.changed_settings import resumed_phases
+from bigtrain.run.checkpointing.changed_settings import changed_rate, resumed_phases
 from bigtrain.run.health import fencing
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
 from bigtrain.run.session import Session
@@ -30,7 +30,10 @@ def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
     while (directory := _next(session, usable)) is not None:
         document = checkpoints.read_state(directory)
         sources, data_hash = session.inputs.sources, session.inputs.data_hash
-        phases = resumed_phases(document, session.run.config, sources, data_hash, directory)
+        parameters = session.inputs.model_plan.parameters
+        phases = resumed_phases(
+            document, session.run.config, sources, data_hash, directory, parameters
+        )
         if session.run.config.adapters is not None:
             assert session.base_model is not None
             refuse_other_base(document, session.base_model, directory)
@@ -54,6 +57,8 @@ def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
             document.get("outer_tokens", 0),
         )
         session.say(f"resumed at step {state.step} from {directory}")
+        if jump := changed_rate(document, session.run.config):
+            session.say(jump)
         if len(phases) > 1 and phases[-1].first_sample == state.samples:
             changes = "; ".join(f"{key}: {text}" for key, text in differences(*phases[-2:]))
             session.say(f"from sample {state.samples} on with other data: {changes}")

@@ -98,6 +98,7 @@ class Saver:
             "data_hash": data_hash,
             "config": session.run.config.model_dump(mode="json"),
             "deepspeed": session.run.engine.deepspeed,
+            "parameters": session.inputs.model_plan.parameters.record(),
             "environment": describe_environment(
                 session.run, session.inputs, session.hosts, session.device
             ),

@@ -21,11 +21,17 @@ def after_evaluation(
     value = figures.get(section.metric)
     if value is None:
         return state
-    before = _comparable(config, state)
+    best = _comparable(config, state)
+    reference = best.value if best.reference is None else best.reference
     by = 0.0 if stopping is None else stopping.min_delta
-    if before.value is None or section.is_better(value, before.value, by):
-        return replace(state, best=BestSoFar(section.metric, value, state.step))
-    return replace(state, best=replace(before, num_since=before.num_since + 1))
+    if reference is None or section.is_better(value, reference, by):
+        best = replace(best, num_since=0, reference=value)
+    else:
+        best = replace(best, num_since=best.num_since + 1, reference=reference)
+    # The best is the best whatever `min_delta` is, as `export --best` and `keep_best` take it.
+    if best.value is None or section.is_better(value, best.value, 0.0):
+        best = replace(best, value=value, step=state.step)
+    return replace(state, best=best)
 
 
 def is_over(config: RunConfig, state: TrainState) -> bool:

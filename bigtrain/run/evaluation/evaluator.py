@@ -72,11 +72,13 @@ class Evaluator:
                 {} if held_out is None else held_out.sources,
                 tasks,
             )
-        if has_stopped(config, evaluated) and not last:
+        stopping = self._section.early_stopping
+        if stopping is not None and has_stopped(config, evaluated) and not last:
             best = evaluated.best
             self._session.say(
-                f"step {state.step}: early stopping: {best.metric} = {best.value:.6g} of step "
-                f"{best.step} is the best for {best.num_since} evaluations"
+                f"step {state.step}: early stopping: {best.metric} has not improved by more than "
+                f"{stopping.min_delta:g} for {best.num_since} evaluations; its best value is "
+                f"{best.value:.6g}, at step {best.step}"
             )
         return evaluated, figures | tasks
 

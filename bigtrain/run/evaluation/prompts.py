@@ -5,8 +5,10 @@ from __future__ import annotations
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.configuration import text_config
+from bigtrain.models.generation import prompt_ids
 from bigtrain.models.lm_eval_tasks import Drawing
 from bigtrain.run.evaluation.live_model import LiveModel
+from bigtrain.run.run_directory import text_record
 from bigtrain.run.session import Session
 
 
@@ -22,11 +24,18 @@ class Prompts:
         limit = getattr(text_config(session.inputs.hf_config), "max_position_embeddings", None)
 
         def tokenize() -> list[list[int]]:
-            tokenizer = load_tokenizer(str(session.inputs.datasets[0].tokenizer_path))
+            datasets = session.inputs.datasets
+            tokenizer = load_tokenizer(str(datasets[0].tokenizer_path))
             self._tokenizer = tokenizer
+            record = text_record([dataset.table.tokenizer for dataset in datasets])
+            self._ends = {
+                tokenizer.end_of_document_id,
+                record.end_of_document_id,
+                *record.answer_end_ids,
+            }
             found: list[list[int]] = []
             for number, text in enumerate(self._texts):
-                ids = list(tokenizer.huggingface(text, add_special_tokens=False).input_ids)
+                ids = prompt_ids(tokenizer.huggingface, text, record)
                 key = f"evaluation.prompts.{number}"
                 if not ids:
                     raise ConfigError(Problem(key, text, "is empty", "write one token at least"))
@@ -44,10 +53,10 @@ class Prompts:
     def log(self, step: int) -> None:
         """Continue all prompts and write them to samples.jsonl. Collective."""
         writer = self._session.metrics
-        end = None if writer is None else self._tokenizer.end_of_document_id
+        ends = frozenset() if writer is None else self._ends
 
         def is_finished(_number: int, new: object) -> bool:
-            return isinstance(new, list) and end in new[-1:]
+            return isinstance(new, list) and not ends.isdisjoint(new[-1:])
 
         found = self._model.continue_texts(self._ids, self._drawing, is_finished)
         if writer is not None:

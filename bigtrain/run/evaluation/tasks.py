@@ -14,6 +14,7 @@ from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.models.lm_eval_tasks import Drawing, IsFinished, Tasks, Tokens
 from bigtrain.run.evaluation.live_model import LiveModel
 from bigtrain.run.session import Session
+from bigtrain.system.text_record import TextRecord
 
 
 class TaskRunner:
@@ -29,7 +30,11 @@ class TaskRunner:
             dataset = session.inputs.datasets[0]
             tokenizer = load_tokenizer(str(dataset.tokenizer_path)).huggingface
             section, hf_config = session.run.config.evaluation, session.inputs.hf_config
-            self._tasks = Tasks(section, tokenizer, hf_config)
+            listed = dataset.table.tokenizer
+            texts = None  # of a version without beginnings of texts: as lm-eval itself does
+            if listed.beginning_ids is not None:
+                texts = TextRecord(listed.beginning_ids, listed.end_of_document_id)
+            self._tasks = Tasks(section, tokenizer, hf_config, texts)
 
         session.long_work.on_main_rank(load)
 

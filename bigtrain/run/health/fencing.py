@@ -69,6 +69,7 @@ class RunToken:
     run_directory: Path
     holder: TokenHolder
     _looked_at: float = field(default=0.0)
+    _was_lost: bool = field(default=False)
 
     @property
     def attempt(self) -> str:
@@ -92,10 +93,10 @@ class RunToken:
     def lost(self) -> bool:
         """Whether `check` would raise; reads the directory twice a second at most."""
         now = time.monotonic()
-        if now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
-            return False
-        self._looked_at = now
-        return self._is_removed() or self.newer_launch() is not None
+        if not self._was_lost and now - self._looked_at >= _SECONDS_BETWEEN_LOOKS:
+            self._looked_at = now
+            self._was_lost = self._is_removed() or self.newer_launch() is not None
+        return self._was_lost
 
     def _is_removed(self) -> bool:
         """Whether both the records and what every launch writes first are gone (a save may create

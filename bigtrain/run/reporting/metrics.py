@@ -56,7 +56,7 @@ import json
 import math
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -146,6 +146,7 @@ class MetricsWriter:
     run_config: the resolved run, nested, for the trackers.
     resume_step, resume_samples: where the run resumes. Lines of ``metrics.jsonl`` about later
         steps, and a line that a kill cut off, are dropped first; 0 begins with an empty file.
+    is_stale: whether a later launch holds the run, so that this one writes no more lines.
     terminal: a progress bar (True) or plain lines (False); None: whether standard error is a tty.
 
     Raises LaunchError if a tracker does not start.
@@ -162,7 +163,9 @@ class MetricsWriter:
         resume_step: int = 0,
         resume_samples: int = 0,
         terminal: bool | None = None,
+        is_stale: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._is_stale = is_stale
         self._total_steps = total_steps
         self._shown = ""
         self._failure: OutputError | None = None
@@ -267,8 +270,10 @@ class MetricsWriter:
             json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False)
             for prompt, text in samples
         ]
-        with writing(self._samples, OUTPUT_REMEDY), self._samples.open("a", encoding="utf-8") as f:
-            f.writelines(f"{line}\n" for line in lines)
+        if not self._is_stale():
+            with writing(self._samples, OUTPUT_REMEDY):
+                with self._samples.open("a", encoding="utf-8") as file:
+                    file.writelines(f"{line}\n" for line in lines)
         for prompt, text in samples:
             self.info(f"step {step}/{self._total_steps} {prompt!r} -> {text!r}")
         self._trackers.log_samples(samples, step)
@@ -294,6 +299,8 @@ class MetricsWriter:
     def roll_back(self, step: int, samples: int) -> None:
         """The run continues from `step`, with `samples` read: lines of later steps are dropped,
         events stay. Trackers see those steps twice."""
+        if self._is_stale():
+            return
         self._failure = close_written(self._file, self._path, self._failure)
         with writing(self._path, OUTPUT_REMEDY):
             cut_lines(self._samples, step, samples)
@@ -339,6 +346,8 @@ class MetricsWriter:
         self.close()
 
     def _write(self, figures: Mapping[str, object]) -> None:
+        if self._is_stale():
+            return  # the step is another launch's, which ends this one
         line = json.dumps(_finite(figures), allow_nan=False)
         self._failure = self._failure or write_line(self._file, self._path, line)
 

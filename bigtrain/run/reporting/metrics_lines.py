@@ -24,12 +24,12 @@ def cut_lines(path: Path, last_step: int, samples: int) -> tuple[float | None, i
     """Keep the lines of `path` up to `last_step` and events that begin before sample `samples`;
     nothing if `last_step` is 0.
 
-    Returns the loss of the first step in the file, and how many complete lines were dropped. Reads
-    those and the line before them. A kill here loses nothing.
+    Returns the loss of the first step in the file, and how many complete lines were dropped. Parses
+    those and the line before them, and copies the rest. A kill here loses nothing.
     """
     if not path.exists():
         return None, 0
-    with path.open("r+b") as file:
+    with path.open("rb") as file:
         kept: list[bytes] = []  # of those after `end`, last one first
         num_dropped, end = 0, 0
         for begin, text in _backwards(file):
@@ -44,15 +44,12 @@ def cut_lines(path: Path, last_step: int, samples: int) -> tuple[float | None, i
                 end = begin + len(text)
                 break
             kept.append(text)
-        if kept:
-            # A line between kept ones is dropped, or every step line names too many samples.
-            with whole_file(path, path.with_name(f".{path.name}.tmp")) as whole:
-                file.seek(0)
-                _copy(file, whole, end)
-                whole.writelines(line.rstrip(b"\n") + b"\n" for line in reversed(kept))
-        else:
-            file.truncate(end)
-            os.fsync(file.fileno())
+        # A new file, though most lines stay: a launch that this one has fenced off may still have
+        # the old one open, and what it appends there is lost with it.
+        with whole_file(path, path.with_name(f".{path.name}.tmp")) as whole:
+            file.seek(0)
+            _copy(file, whole, end)
+            whole.writelines(line.rstrip(b"\n") + b"\n" for line in reversed(kept))
     return _first_loss(path), num_dropped
 
 

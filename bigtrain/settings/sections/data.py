@@ -47,6 +47,12 @@ class DataSection(Section):
         description="tokenizer the shards must have been made with (directory or hub name); "
         "default: the one stored beside the shards",
     )
+    allow_other_tokenizer: bool = Field(
+        default=False,
+        description="train weights (of model.path or checkpoint.initialize_from) on shards whose "
+        "token ids mean other tokens than to the tokenizer in their directory; without it that is "
+        "refused",
+    )
     mask_end_of_document: bool = Field(
         default=False,
         description="give no loss to the token after an end-of-document token, which cannot be "

@@ -75,7 +75,9 @@ class EarlyStoppingSection(Section):
         "run ends"
     )
     min_delta: NonNegativeFloat = Field(
-        default=0.0, description="a metric counts as better if it is by more than this"
+        default=0.0,
+        description="the patience starts again only when the metric improves by more than this; "
+        "the best evaluation is the best one by any amount",
     )
 
 

@@ -75,7 +75,7 @@ class ModelSection(Section):
     frozen: tuple[str, ...] = Field(
         default=(),
         description="parameters that are not trained: shell patterns of their names, such as "
-        "model.embed_tokens.*",
+        "model.embed_tokens.*; exported as the files of path hold them",
     )
 
     loss: Literal["auto", "plain", "chunked", "liger"] = Field(
@@ -168,7 +168,8 @@ class PrecisionSection(Section):
 
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="bfloat16",
-        description="of parameters in forward and backward; masters and optimizer are float32",
+        description="of parameters in forward and backward, but for those that an architecture "
+        "keeps in float32; masters and optimizer are float32",
     )
     gradient_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None,

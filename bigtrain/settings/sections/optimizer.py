@@ -105,8 +105,8 @@ class OptimizerSection(Section):
     weight_decay: Decay = Field(default=0.1, description="decoupled decay of the decay group")
     decay_embeddings: bool = Field(
         default=True,
-        description="whether embeddings are in the decay group; biases, norms and every other "
-        "parameter of fewer than two dimensions never are",
+        description="whether tables of tokens and positions are in the decay group; biases, norms, "
+        "states of recurrent layers and other parameters that multiply no activations never are",
     )
     clip_norm: Annotated[float, Field(ge=0)] = Field(
         default=1.0, description="global gradient norm to clip to; 0 turns clipping off"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from bigtrain.cli import main
 from bigtrain.errors import ConfigError
 from bigtrain.run.preflight import inspect_inputs
 from bigtrain.settings.resolve import resolve_run_files
+from bigtrain.system.files import cannot_be_written, why_not_creatable
 from tests.support.datasets import write_dataset
 from tests.support.small_checkpoint import write_small_checkpoint
 
@@ -82,3 +84,17 @@ def test_a_checkpoint_of_other_settings_is_refused_as_the_run_refuses_it(
     assert "optimizer.lr: 0.002 there, 0.001 now" in capsys.readouterr().err
     assert main(["check", "--config", path, "optimizer.lr=2e-3"]) == 0
     assert "# resumes from" in capsys.readouterr().out
+
+
+def test_a_directory_that_takes_no_files_is_named_with_its_reason() -> None:
+    """The permissions of /proc allow root everything."""
+    reason = why_not_creatable(Path("/proc/nope"))
+    assert reason is not None
+    assert reason.startswith("/proc takes no files: ") or "cannot write to /proc" in reason
+    error = FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/nope")
+    remedy = "make room, or choose another output.directory"
+    assert cannot_be_written(Path("/proc/nope"), error, remedy).endswith(
+        "-> choose another output.directory"
+    )
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert cannot_be_written(Path("x"), full, remedy).endswith(f"-> {remedy}")

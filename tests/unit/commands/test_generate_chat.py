@@ -13,8 +13,11 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from bigtrain.cli import main
+from bigtrain.errors import DataError
 from bigtrain.models.export.chat_ending import end_of_turn_ids, stop_at_end_of_turn
+from bigtrain.system.text_record import RECORD_NAME, TextRecord, read_record
 from tests.support.chats import CHATML, LLAMA3, save_chat_tokenizer
+from tests.support.worlds import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -109,3 +112,29 @@ def test_no_template_no_end(tmp_path: Path) -> None:
     assert end_of_turn_ids(AutoTokenizer.from_pretrained(directory)) == []
     stop_at_end_of_turn(directory)
     assert not (directory / "generation_config.json").exists()
+
+
+def test_the_ends_of_the_record_are_among_the_ends(tmp_path: Path) -> None:
+    """The template alone does not show all of them: a tool call ends in another role's token."""
+    directory = save_chat_tokenizer(tmp_path / "t", CHATML)
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    usual, other = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|user|>"])
+    TextRecord((), 0, (other,)).save(directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [0]}))
+    stop_at_end_of_turn(directory)
+    settings = json.loads((directory / "generation_config.json").read_text())
+    assert settings == {"eos_token_id": [0, other, usual]}
+
+
+def test_the_token_of_the_next_role_is_among_the_ends(tmp_path: Path) -> None:
+    source = (ROOT / "tests/data/chat_templates/glm4moe.jinja").read_text()
+    directory = save_chat_tokenizer(tmp_path / "t", source)
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    assert tokenizer.convert_ids_to_tokens(end_of_turn_ids(tokenizer)) == ["<|user|>"]
+
+
+def test_a_record_of_other_content_is_refused(tmp_path: Path) -> None:
+    for text in ("[]", "{", '{"beginning_ids": [1]}', '{"beginning_ids": "x"}'):
+        (tmp_path / RECORD_NAME).write_text(text)
+        with pytest.raises(DataError, match="is corrupt"):
+            read_record(tmp_path)

@@ -147,6 +147,7 @@ def test_a_person_is_asked_at_a_terminal(folder: Path) -> None:
             ("Configuration .*quickstart", ""),
             ("Data", ""),
             ("Data", "texts/"),
+            ("nothing at texts/; give it again", "texts/"),
             ("conversations", ""),
             ("Devices", ""),
             ("Optimizer steps", "many"),

@@ -13,6 +13,9 @@ import yaml
 
 from bigtrain.cli import main
 from bigtrain.planner.layout import Layout
+from bigtrain.planner.memory import MemoryUse
+from bigtrain.planner.plan_text import default_choice, parameter_count
+from bigtrain.planner.search import Candidate, Cluster
 from bigtrain.planner.tables.engines import cpu_engine
 from bigtrain.planner.tables.hardware import find_device
 from bigtrain.python_api.planning import run_and_engine
@@ -46,7 +49,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_plan_shows_the_best_layouts(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--config", str(config), "--gpus", "8xH100-80GB", "--top", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("0.000279B parameters on 8 x H100-80GB, 32 samples of 64 tokens")
+    assert lines[0].startswith("279K parameters on 8 x H100-80GB, 32 samples of 64 tokens")
     assert [line.split()[0] for line in lines[2:5]] == ["1", "2", "3"]
     assert lines[6].startswith("memory of 1, GiB of 76.0 usable")
 
@@ -219,3 +222,27 @@ def test_plans_of_published_models_are_those_in_the_docs(
 
 TITLES = {"llama31_405b": "16,384 H100", "deepseek_v3": "2,048 H800"}
 """Of rows in docs/planner.md."""
+
+
+def test_what_is_written_leaves_the_error_of_predictions_as_reserve() -> None:
+    """The fastest layout is passed by if it leaves less; it is written if it is named."""
+    cluster = Cluster(find_device("H100-80GB", "--gpus"), 8, 1e12)
+    usable = cluster.usable_memory
+
+    def candidate(share: float) -> Candidate:
+        memory = MemoryUse(
+            states=share * usable, gradients=0, gathered=0, buckets=0, activations=0, loss=0,
+            context=0, host_offload=0, host_checkpoint=0, host_export=0, stage=0,
+        )  # fmt: skip
+        return Candidate(None, memory, True, lambda: None)  # type: ignore[arg-type,return-value]
+
+    assert default_choice([candidate(0.999), candidate(0.97), candidate(0.95)], cluster) == 3
+    assert default_choice([candidate(0.9), candidate(0.95)], cluster) == 1
+    assert default_choice([candidate(0.99), candidate(0.98)], cluster) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(8.03e9, "8.03B"), (2.56e6, "2.56M"), (812_345, "812K"), (7, "7")]
+)
+def test_counts_of_parameters_are_read_by_people(number: float, text: str) -> None:
+    assert parameter_count(number) == text

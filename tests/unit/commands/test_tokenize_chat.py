@@ -302,3 +302,35 @@ def test_tokenizer_without_template(
     assert tokenize("--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "d") == 2
     assert "has no chat template -> give one: --chat-template FILE" in capsys.readouterr().err
     assert not (tmp_path / "d").exists()
+
+
+def test_inspect_shows_what_is_learned(
+    source: Path, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The marked text of a document is what transformers marks; in HTML as on the terminal."""
+    out, page = tmp_path / "out", tmp_path / "page.html"
+    assert tokenize("--input", source, "--tokenizer", tokenizer, "--output", out) == 0
+    capsys.readouterr()
+    number = len(CHATS) - 1
+    show = ["inspect", str(out), "--mask", "--document", str(number), "--html", str(page)]
+    assert main(show) == 0
+    shown = capsys.readouterr().out
+    assert "\u27e6Hello!<|im_end|>\u27e7" in shown
+    assert "\u27e6<|im_end|><|im_end|>\u27e7" in shown  # the answer is the text of a control token
+    assert "user\na < b<|im_end|>" in shown
+    assert shown.count("\u27e6") == 2
+    html = page.read_text()
+    assert "<mark>Hello!&lt;|im_end|&gt;</mark>" in html
+    assert "user\na &lt; b&lt;|im_end|&gt;" in html
+    assert html.count("<mark>") == 3  # one in the legend
+    assert main([*show, "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    (document,) = tree["documents"]
+    tokens, mask = expected(CHATS[0])
+    assert main(["inspect", str(out), "--mask", "--json"]) == 0
+    (first,) = json.loads(capsys.readouterr().out)["documents"]
+    flags = [run["is_learned"] for run in first["runs"] for _ in range(run["num_tokens"])]
+    assert (first["tokens"], flags) == (tokens, [bool(bit) for bit in mask])
+    assert "".join(run["text"] for run in document["runs"]) == document["text"]
+    assert main([*show[:-1], str(tmp_path / "no" / "page.html")]) == 2
+    assert "cannot be written" in capsys.readouterr().err

@@ -16,7 +16,7 @@ import pytest
 from pyarrow import parquet
 
 from bigtrain.cli import main
-from tests.support.chats import save_chat_tokenizer
+from tests.support.chats import CHATML, save_chat_tokenizer
 
 PAIRS = [("Who are you?", "A model."), ("Add them.\n1 2", "3")]
 MESSAGES = [
@@ -157,3 +157,43 @@ def test_what_is_refused(
     base = ["tokenize", "--input", str(file), "--tokenizer", str(tokenizer)]
     assert main([*base, "--output", str(tmp_path / "out"), *options]) != 0
     assert re.search(words, capsys.readouterr().err)
+
+
+MIXED = [ROWS["messages"], {"prompt": "a", "completion": "b"}, {"text": "c"}]
+
+
+@pytest.mark.parametrize("options", [(), ("--format", "prompt-completion"), ("--format", "text")])
+def test_rows_of_several_formats_are_refused_with_a_way_out(
+    options: tuple[str, ...], tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever format is asked for: the fix named is not the format that the other rows lack."""
+    together = tmp_path / "all.jsonl"
+    together.write_text("".join(json.dumps(row) + "\n" for row in MIXED))
+    apart = tmp_path / "apart"
+    apart.mkdir()
+    for number, row in enumerate(MIXED):
+        (apart / f"{number}.jsonl").write_text(json.dumps(row) + "\n")
+    for place in (together, apart):
+        base = ["tokenize", "--input", str(place), "--tokenizer", str(tokenizer)]
+        assert main([*base, "--output", str(tmp_path / "out"), *options]) == 2
+        error = capsys.readouterr().err
+        assert "each into an --output of its own, and mixed in the run: data.sources" in error
+    if not options:
+        assert re.search("messages: .*0.jsonl; prompt-completion: .*1.jsonl; text: ", error)
+
+
+def test_a_template_without_tool_calls_is_named_as_the_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Leaving such conversations out is no fix: there may be no others."""
+    save_chat_tokenizer(tmp_path / "t", CHATML)
+    file = tmp_path / "calls.jsonl"
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+    file.write_text(json.dumps({"messages": turns}) + "\n")
+    base = ["tokenize", "--input", str(file), "--tokenizer", str(tmp_path / "t")]
+    assert main([*base, "--output", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "calls.jsonl:1: the chat template refuses it: UndefinedError" in error
+    assert "does not know tool calls -> use a template for such messages: --chat-template" in error
+    assert "--skip-bad" not in error

@@ -253,6 +253,14 @@ CONTRACTS = [
         tells_buffers_alone,
     ),
     Contract(
+        torch_patches.own_parameter,
+        "nn.Module does not keep parameters in _parameters any more",
+        lambda: (
+            torch_patches.own_parameter(module := nn.Linear(1, 1), "weight")
+            is next(module.parameters())
+        ),
+    ),
+    Contract(
         torch_patches.observed_waits,
         "collectives of torch.distributed do not wait by Work.wait any more",
         waits_by_wait,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
     FalconConfig,
@@ -76,6 +77,14 @@ def styles() -> bool:
 def finds_experts() -> bool:
     found = list(patches.modules_of_experts(empty(MixtralConfig(**SMALL, num_local_experts=2))))
     return len(found) == 1 and not list(patches.modules_of_experts(empty(LlamaConfig(**SMALL))))
+
+
+def ernie() -> PreTrainedModel:
+    more = {"moe_num_experts": 2, "moe_k": 1, "moe_layer_start_index": 0}
+    config = AutoConfig.for_model("ernie4_5_moe", **SMALL, **more)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model
 
 
 def takes_names_for_experts() -> bool:
@@ -258,6 +267,29 @@ CONTRACTS = [
                 for config in (LlamaConfig(**SMALL), GPT2Config(n_layer=1), FalconConfig())
             ]
             == [["LlamaAttention"], ["GPT2Attention"], []]
+        ),
+    ),
+    Contract(
+        patches.computed_in_float32,
+        "_get_dtype_plan names other parameters, or constructors make none in float32 any more",
+        lambda: (
+            {
+                name.rpartition("mlp.")[2]
+                for name in patches.computed_in_float32(ernie(), torch.bfloat16)
+            }
+            == {"gate.weight", "gate.moe_statics.e_score_correction_bias"}
+            and patches.computed_in_float32(ernie(), torch.float32) == []
+        ),
+    ),
+    Contract(
+        patches.recorded_classes,
+        "_can_record_outputs names no classes of routers any more, or not as it did",
+        lambda: (
+            {
+                kind.__name__
+                for kind in patches.recorded_classes(empty(MixtralConfig(**SMALL)), "router_logits")
+            }
+            == {"MixtralTopKRouter"}
         ),
     ),
     Contract(

@@ -297,7 +297,7 @@ def test_text_and_json_say_the_same() -> None:
     table = plan_table(fitting, cluster(8), 3).splitlines()
     tree = as_json(fitting, cluster(8))
     assert len(table) == 1 + 3 + 1 + 2
-    assert f"{tree[0]['tokens_per_second_per_device']:.4g}" in table[1]
+    assert f"{tree[0]['tokens_per_second_per_device']:,.0f}" in table[1]
     for entry in tree:
         parts = [v for k, v in entry["memory_bytes"].items() if k != "total"]
         assert sum(parts) == pytest.approx(entry["memory_bytes"]["total"])

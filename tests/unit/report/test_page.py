@@ -435,3 +435,10 @@ def test_settings_that_are_nested_deeply(tmp_path: Path, depth: int) -> None:
     run = make_run(tmp_path / "run", [step_line(1)])
     (run / "config.json").write_text('{"a": ' * depth + "1" + "}" * depth)
     assert "<title>run" in page(run)
+
+
+def test_each_chart_and_each_series_is_drawn_once() -> None:
+    names = [chart.name for chart in CHARTS]
+    assert len(names) == len(set(names))
+    series = [(chart.table, one) for chart in CHARTS for one in chart.series]
+    assert len(series) == len(set(series))

@@ -497,3 +497,25 @@ def test_a_metric_of_one_set(tmp_path: Path) -> None:
     assert best.set_name == "law"
     assert best.is_better(1.0, 1.2, by=0.1)
     assert not best.is_better(1.0, 1.05, by=0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "line"),
+    [
+        ("model:\n  config: {a: 1\ndata: [\n", "line 3, column 5", "'data: ['"),
+        ('a: "x\nb: 2', "line 2, column 5", "'b: 2'"),
+        ("a: 1\na: 2\n", "line 2, column 1", "'a: 2'"),
+    ],
+)
+def test_a_fault_of_yaml_is_named_with_file_and_line(
+    text: str, where: str, line: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(str(path))
+    shown = str(caught.value)
+    assert f"YAML of {path} {where}: " in shown
+    assert line in shown
+    assert "unicode string" not in shown
+    assert "^" not in shown

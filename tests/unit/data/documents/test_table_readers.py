@@ -141,3 +141,28 @@ def test_other_rows_are_another_layout(other: Sequence[Any], tmp_path: Path) -> 
         layouts.append((reader.checksum(), reader.layout()))
     assert layouts[0][0] == layouts[1][0]  # the same letters
     assert layouts[0][1] != layouts[1][1]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "csv", "tsv"])
+def test_two_columns_of_one_name(kind: str, tmp_path: Path) -> None:
+    """Refused if it is one that is read; of others nobody asks."""
+    path = tmp_path / f"a.{kind}"
+    names = ["text", "other", "text"]
+    for columns, is_refused in ((names, True), (["other", "text", "other"], False)):
+        table = pa.Table.from_arrays([pa.array([name]) for name in "abc"], names=columns)
+        if kind == "parquet":
+            parquet.write_table(table, path)
+        elif kind == "arrow":
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+                writer.write_table(table)
+        else:
+            separator = "," if kind == "csv" else "\t"
+            path.write_text("\n".join(separator.join(row) for row in (columns, "abc")) + "\n")
+        options = ReadOptions(Selection([str(path)]))
+        (source,) = find_sources(options.selection)
+        reader = part_reader(whole(source), options, Rejects(False))
+        if is_refused:
+            with pytest.raises(DataError, match=r"2 columns are named 'text'.* -> rename them"):
+                list(reader.blocks())
+        else:
+            assert list(reader.blocks()) == [[b"b"]]

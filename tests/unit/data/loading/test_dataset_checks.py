@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from bigtrain.data.loading.dataset_checks import check_datasets, known_vocab_size, open_checked
+from bigtrain.data.shards.manifest import read_manifest, write_manifest
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.settings.run_config import RunConfig
 from tests.support.datasets import write_dataset
@@ -178,3 +179,36 @@ def test_snapshots_of_the_hub_are_links_to_their_blobs(tmp_path: Path) -> None:
     (data / "tokenizer").mkdir()
     (data / "tokenizer" / "tokenizer.json").symlink_to("../../../blobs/abcd")
     assert texts(config_for(data)) == []
+
+
+def with_record(path: Path, **values: Any) -> Path:
+    manifest = read_manifest(path)
+    tokenizer = manifest.tokenizer.model_copy(update=values)
+    write_manifest(path, manifest.model_copy(update={"tokenizer": tokenizer}))
+    return path
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_sources_whose_texts_begin_differently(dataset: Path, masked: bool, tmp_path: Path) -> None:
+    """Conversations begin as their template writes; what has no record begins with nothing."""
+    other = write_dataset(tmp_path / "other", vocab_size=50, seed=1, masked=masked)
+    data = {**mixture(dataset, with_record(other, beginning_ids=(7,))), "packing": "best_fit"}
+    found = texts(config_for(dataset, data=data))
+    if masked:
+        assert found == []
+        return
+    (problem,) = found
+    assert "its texts begin with token 7, those of" in problem
+    assert "with no token of their own -> tokenize both with the same --beginning" in problem
+    with_record(other, beginning_ids=())
+    assert texts(config_for(dataset, data=data)) == []
+
+
+def test_sources_that_end_documents_differently(dataset: Path, tmp_path: Path) -> None:
+    """Only refused where a loss depends on the token that ends them."""
+    other = write_dataset(tmp_path / "other", vocab_size=50, seed=1)
+    with_record(other, end_of_document_id=3)
+    data = mixture(dataset, other)
+    assert texts(config_for(dataset, data=data)) == []
+    (problem,) = texts(config_for(dataset, data={**data, "mask_end_of_document": True}))
+    assert "end of document 3" in problem

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bigtrain.models.equivalence.expert_balance import check_expert_balance
@@ -37,6 +38,21 @@ DEEPSEEK = {
 }
 
 
+BIASED: tuple[dict[str, Any], ...] = (
+    {
+        "model_type": "lfm2_moe",
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+    },
+    {"model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1},
+    {"model_type": "minimax_m2", "num_local_experts": 4, "head_dim": 8},
+    {"model_type": "laguna", "num_experts": 4, "head_dim": 8, "moe_intermediate_size": 16},
+)
+"""With biases of several names, as buffers and as parameters without a gradient."""
+
+
 def problems(moe: dict[str, Any], model: dict[str, Any]) -> list[str]:
     config = RunConfig.model_validate(
         {
@@ -61,6 +77,7 @@ def problems(moe: dict[str, Any], model: dict[str, Any]) -> list[str]:
         (GLOBAL | Z_LOSS, MIXTRAL | ROUTED),
         (Z_LOSS, MIXTRAL),
         (BIAS, DEEPSEEK),
+        *((BIAS, dict(model)) for model in BIASED),
     ],
 )
 def test_what_a_model_has_is_allowed(moe: dict[str, Any], model: dict[str, Any]) -> None:
@@ -97,6 +114,24 @@ def test_what_a_model_has_is_allowed(moe: dict[str, Any], model: dict[str, Any])
 )
 def test_what_it_has_not_is_refused(moe: dict[str, Any], model: dict[str, Any], said: str) -> None:
     assert problems(moe, model) == [said]
+
+
+def test_a_bias_that_does_not_decide_the_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3
+
+    router: Any = modeling_deepseek_v3.DeepseekV3TopkRouter
+    own = router.forward
+
+    def forward(self: Any, hidden_states: Any) -> Any:
+        bias = self.e_score_correction_bias
+        self.e_score_correction_bias = torch.zeros_like(bias)
+        outputs = own(self, hidden_states)
+        self.e_score_correction_bias = bias
+        return outputs
+
+    monkeypatch.setattr(router, "forward", forward)
+    (found,) = problems(BIAS, DEEPSEEK)
+    assert "is not a bias by which tokens choose experts" in found
 
 
 def test_another_formula_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,6 @@ def test_rows_come_back_with_three_columns(tmp_path: Path) -> None:
     [
         ("source,model\na,b\n", "has no columns layers, hidden"),
         (",".join(COLUMNS) + "\n", "has a header and no rows"),
-        (",".join(COLUMNS) + "\n" + ",".join(["1"] * 19 + ["fast"]) + "\n", "line 2: tokens"),
     ],
 )
 def test_files_that_are_no_rows_are_one_error(tmp_path: Path, text: str, reason: str) -> None:
@@ -186,5 +185,10 @@ def test_rows_may_have_measured_speed_or_memory_alone(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text(
         (tmp_path / "rows.csv").read_text().replace("10 GiB", "").replace('"1,000"', "")
     )
-    with pytest.raises(ConfigError, match="line 2: tokens_per_s_per_gpu = '' is no measured"):
-        read_rows(tmp_path / "rows.csv")
+    # A row without a measurement is refused by itself, and the others are predicted.
+    unmeasured, *_ = read_rows(tmp_path / "rows.csv")
+    assert predict(unmeasured).refused == "neither tokens_per_s_per_gpu nor peak_gib is given"
+    wrong = predict({**both, "tokens_per_s_per_gpu": "fast"})
+    assert wrong.refused == "tokens_per_s_per_gpu = 'fast' is not a positive number"
+    assert predict({**both, "tokens_per_s_per_gpu": ""}).refused == ""
+    assert "nan" not in error_table(summarize([{**both, "tokens_per_s_per_gpu": ""}], [wrong]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,15 @@ from bigtrain.data.samples.identity import SourceIdentity
 from bigtrain.data.samples.phases import Phase, first_phase
 from bigtrain.errors import CheckpointError
 from bigtrain.models.equivalence.model_plan import ModelPlan
+from bigtrain.models.equivalence.parameter_plan import ParameterPlan
 from bigtrain.models.layers.isolation import Isolation
 from bigtrain.models.layers.loss_plan import LossPlan
 from bigtrain.run.checkpointing import checkpoints
-from bigtrain.run.checkpointing.changed_settings import refuse_other_run, resumed_phases
+from bigtrain.run.checkpointing.changed_settings import (
+    changed_rate,
+    refuse_other_run,
+    resumed_phases,
+)
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.state import TrainState
 from bigtrain.settings.batch_plan import BatchPlan
@@ -220,3 +225,64 @@ def test_a_run_is_refused_by_what_its_directory_holds_before_it_starts(tmp_path:
     # As the run does, it passes over a checkpoint that is corrupt.
     (newest / checkpoints.STATE).write_text("{}")
     assert refuse_other_run(config) == checkpoints.checkpoint_path(tmp_path, 1)
+
+
+NOW = ParameterPlan(
+    decaying=("layers.*.up_proj.weight",),
+    decayed_before=("layers.*.mixer.A_log", "tower.*.weight"),
+    matrices=("layers.*.up_proj.weight",),
+)
+
+
+def of_plan(document: dict[str, Any], plan: ParameterPlan, **optimizer: Any) -> tuple[Phase, ...]:
+    now = tree()
+    now["optimizer"] |= optimizer
+    document = {**document, "config": RunConfig.model_validate(now).model_dump(mode="json")}
+    allowed = {**now, "checkpoint": {"allow_changes": ["optimizer.weight_decay"]}}
+    run, found = RunConfig.model_validate(now), inputs()
+    arguments = (found.sources, found.data_hash, Path("checkpoint"), plan)
+    try:
+        return resumed_phases(document, run, *arguments)
+    except CheckpointError:
+        assert resumed_phases(document, RunConfig.model_validate(allowed), *arguments)
+        raise
+
+
+def test_a_checkpoint_from_before_roles_decayed_what_does_not_decay_now() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        of_plan(with_phases(tree()), NOW)
+    assert "allow_changes=[optimizer.weight_decay]" in str(caught.value)
+    assert str(caught.value).splitlines()[1:] == [
+        "  optimizer.weight_decay: fell on layers.*.mixer.A_log there, and not now",
+        "  optimizer.weight_decay: fell on tower.*.weight there, and not now",
+    ]
+    assert of_plan(with_phases(tree()), replace(NOW, decayed_before=()))
+    assert of_plan(with_phases(tree()), NOW, weight_decay=0.0)
+
+
+def test_groups_that_an_upgrade_has_changed_are_another_run() -> None:
+    document = {**with_phases(tree()), "parameters": NOW.record()}
+    assert of_plan(document, NOW)
+    others = replace(NOW, decaying=("layers.*.mixer.A_log",))
+    with pytest.raises(CheckpointError) as caught:
+        of_plan(document, others)
+    assert str(caught.value).splitlines()[1:] == [
+        "  optimizer.weight_decay: fell on layers.*.up_proj.weight there, and not now",
+        "  optimizer.weight_decay: falls on layers.*.mixer.A_log now, and did not there",
+    ]
+    now = RunConfig.model_validate(tree())
+    fewer = replace(NOW, matrices=())
+    with pytest.raises(CheckpointError, match=r"optimizer\.type: updates other matrices now: lay"):
+        resumed_phases(document, now, inputs().sources, "h", Path("checkpoint"), fewer)
+
+
+def test_a_learning_rate_that_jumps_is_named() -> None:
+    """A longer run decays later: the rate of the next step is another one."""
+    there = RunConfig.model_validate({**tree(), "train": {"steps": 100}})
+    longer = there.model_copy(update={"train": there.train.model_copy(update={"steps": 1000})})
+    document = {"config": there.model_dump(mode="json"), "step": 50}
+    line = changed_rate(document, longer)
+    assert line is not None
+    assert line.startswith("learning rate of step 51: ")
+    assert "changed: train.steps" in line
+    assert changed_rate(document, there) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -430,3 +431,53 @@ def test_the_best_is_by_any_metric(tmp_path: Path) -> None:
         30: ["tasks/arc_easy/acc 0.5000"],
         40: ["newest"],
     }
+
+
+ODD: dict[str, Callable[[Path], object]] = {
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a link to nowhere": lambda path: path.symlink_to("/no/such/place"),
+    "a file": lambda path: path.write_text("x"),
+    "a pipe": os.mkfifo,
+}
+
+
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD.keys())
+def test_what_is_no_directory_is_not_passed_over_in_silence(
+    make: Callable[[Path], object], tmp_path: Path
+) -> None:
+    """It is named, an older checkpoint is used, and a save at that step replaces it."""
+    write_checkpoint(tmp_path, 1)
+    odd = checkpoints.checkpoint_path(tmp_path, 2)
+    make(odd)
+    said: list[str] = []
+    assert newest(tmp_path, said.append) == checkpoints.checkpoint_path(tmp_path, 1)
+    (message,) = said
+    assert message.startswith(f"checkpoint of step 2 is corrupt and passed over: {odd}: is a")
+    assert checkpoints.corruption(odd, "all") in message
+    assert newest_step_after_save(tmp_path) == 2
+    assert [
+        path.name for path in odd.parent.iterdir() if path.name.startswith("step-00000002")
+    ] == [odd.name]
+
+
+def newest_step_after_save(run: Path) -> int:
+    write_checkpoint(run, 2)
+    found = newest(run, pytest.fail)
+    assert found is not None
+    return checkpoints.read_manifest(found).identity.step
+
+
+@pytest.mark.parametrize("name", [checkpoints.MANIFEST, checkpoints.STATE, f"tensors/{FILE}"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_named_and_not_waited_for(
+    make: Callable[[Path], object], name: str, tmp_path: Path
+) -> None:
+    path = write_checkpoint(tmp_path, 1) / name
+    path.unlink()
+    make(path)
+    assert "not a regular file" in shown(
+        checkpoints.corruption(path.parent if "/" not in name else path.parent.parent)
+    )
+    (tmp_path / checkpoints.RUN_ID).unlink(missing_ok=True)
+    make(tmp_path / checkpoints.RUN_ID)
+    assert checkpoints.read_run_id(tmp_path) is None

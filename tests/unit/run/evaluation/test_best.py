@@ -39,11 +39,11 @@ def test_a_run_ends_when_nothing_is_better_for_long() -> None:
     assert run(config, [3.0, 2.0, 1.95, None, 1.8, 1.75, 1.71]) == [
         (3.0, 1, False),
         (2.0, 2, False),
-        (2.0, 2, False),  # not by more than 0.1
-        (2.0, 2, False),  # not measured: counts as nothing
-        (1.8, 5, False),
-        (1.8, 5, False),
-        (1.8, 5, True),
+        (1.95, 3, False),  # the best one, though not by more than 0.1
+        (1.95, 3, False),  # not measured: counts as nothing
+        (1.8, 5, False),  # better than 2.0 by more than 0.1: the patience starts again
+        (1.75, 6, False),
+        (1.71, 7, True),
     ]
 
 
@@ -61,7 +61,7 @@ def test_another_metric_or_more_patience_goes_on() -> None:
     other = config_of(best={"metric": "held_out_perplexity"}, early_stopping={"patience": 1})
     assert not has_stopped(other, stopped)
     state = after_evaluation(other, stopped, {"held_out_perplexity": 7.0, "held_out_loss": 0.5})
-    assert state.best == BestSoFar("held_out_perplexity", 7.0, 9)
+    assert state.best == BestSoFar("held_out_perplexity", 7.0, 9, 0, 7.0)
 
 
 @pytest.mark.parametrize("tree", [None, {"metric": "held_out_loss", "value": 1.0, "step": 3}])

@@ -513,3 +513,29 @@ def test_bits_per_byte_and_tasks(tmp_path: Path) -> None:
     assert "perplexity 7.39 bits/byte 1.2500\n" in log
     assert "step 30/400 tasks arc_easy/acc 0.5000, arc_easy/x 1.0000\n" in log
     assert read_scalars(tmp_path)["tasks/arc_easy/acc"] == [(30, 0.5)]
+
+
+def test_a_launch_that_was_overtaken_adds_no_lines(tmp_path: Path) -> None:
+    """It has the file open, and writes after the later launch has dropped lines of its steps."""
+    with writer(tmp_path) as older:
+        for step in (1, 2, 3):
+            older.log_step(step_metrics(step))
+        with writer(tmp_path, resume_step=2, resume_samples=16) as newer:
+            older.log_step(step_metrics(4, loss=1.0))
+            newer.log_step(step_metrics(3, loss=2.0))
+            older.log_step(step_metrics(5, loss=1.0))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 6.0), (2, 6.0), (3, 2.0)]
+
+
+def test_a_stale_launch_writes_neither_lines_nor_samples(tmp_path: Path) -> None:
+    stale = False
+    with writer(tmp_path, is_stale=lambda: stale) as metrics:
+        metrics.log_step(step_metrics(1))
+        stale = True
+        metrics.log_step(step_metrics(2))
+        metrics.log_samples(2, [("a", "b")])
+        metrics.roll_back(0, 0)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1]
+    assert not (tmp_path / "samples.jsonl").exists()

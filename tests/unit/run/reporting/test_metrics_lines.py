@@ -88,8 +88,9 @@ def test_a_line_without_its_end_is_given_one(tmp_path: Path) -> None:
     assert path.read_text() == '{"step": 1, "loss": 2.0, "samples": 8}\n'
 
 
-def test_a_long_file_is_not_read(tmp_path: Path) -> None:
-    """Of 200,000 steps 3 go: the same file, and no memory for the others."""
+def test_a_long_file_is_copied_unparsed(tmp_path: Path) -> None:
+    """Of 200,000 steps 3 are dropped: no memory for the others, and a new file, since a launch that
+    was fenced off may still append to the old one."""
     path = tmp_path / "metrics.jsonl"
     with path.open("w") as file:
         for step in range(1, 200_001):
@@ -100,7 +101,8 @@ def test_a_long_file_is_not_read(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1_000_000
-    assert path.stat().st_ino == inode
+    assert path.stat().st_ino != inode
+    assert list(tmp_path.iterdir()) == [path]
     assert path.read_text().endswith('{"step": 199997, "loss": 1.5, "samples": 1599976}\n')
 
 

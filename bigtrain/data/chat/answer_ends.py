@@ -1,0 +1,224 @@
+"""Makes every learned answer end in a token that ends generation.
+
+A model that never learned such a token does not stop. Most templates write one behind an answer
+(``<|im_end|>``), inside of what is learned. Some end an answer by the token of the next role
+(GLM-4.5: ``<|user|>``): then that token is learned, and is added behind the last answer of a
+conversation, as TRL's training templates do. All other answers are refused.
+
+A control token that the template also writes inside of answers (gpt-oss: ``<|end|>`` between
+reasoning and answer) ends none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bigtrain.data.chat.control_tokens import ControlTokens
+from bigtrain.data.documents.conversations import ConversationError
+from bigtrain.data.tokenizers.chat_template import ChatTemplate
+
+Span = tuple[int, int]
+Messages = Sequence[dict[str, Any]]
+Tools = Sequence[dict[str, Any]] | None
+
+_ANSWER, _THOUGHT = "\U0010fffb", "\U0010fffa"
+_ASKED = {"role": "user", "content": "a"}
+_ANSWERED = {"role": "assistant", "content": _ANSWER}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A learned message: its number from 1, and its character ranges in the rendering."""
+
+    number: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rendering whose learned answers all end in a token that ends generation.
+
+    `text`, `spans` and `control` as of the encoder's rendering; `ends`: the texts of the tokens
+    that end answers; `inside`: of other control tokens in answers.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    control: tuple[Span, ...] | None
+    ends: frozenset[str]
+    inside: frozenset[str]
+
+
+class AnswerEnds:
+    """The tokens that end answers under a chat template. Can be pickled.
+
+    by_next_role: whether the token of the next role ends an answer.
+    """
+
+    def __init__(
+        self, template: ChatTemplate, control: ControlTokens, eos: Collection[str]
+    ) -> None:
+        """`eos`: texts of the tokens that end generation by the tokenizer's own settings."""
+        self.eos = frozenset(eos)
+        self._template, self._control = template, control
+        after = self._after_answer([_ASKED, _ANSWERED])
+        self.usual = None if after is None else self._first_token(after)
+        self.by_next_role = False
+        if after is not None and not after.strip():
+            longer = self._after_answer([_ASKED, _ANSWERED, _ASKED])
+            self.usual = None if longer is None else self._first_token(longer)
+            self.by_next_role = self.usual is not None
+        self.inside = self._between_thought_and_answer()
+
+    def finish(
+        self,
+        messages: Messages,
+        tools: Tools,
+        text: str,
+        answers: Sequence[Answer],
+        control: Sequence[Span] | None,
+        *,
+        marked: bool,
+    ) -> Ended:
+        """The rendering `text` with the ends of its `answers` learned.
+
+        `control`: ranges of control tokens, None if every control token's text is one. `marked`:
+        the template has ``{% generation %}`` blocks, so that what is learned is the author's
+        choice. Raises ConversationError for an answer without an end.
+        """
+        found = [match.span() for match in self._control.find(text)] if control is None else control
+        spans: list[Span] = []
+        ends, inside = set(), set(self.inside)
+        whole = text
+        for answer in answers:
+            begin, end = answer.spans[-1]
+            own = [one for low, high in answer.spans for one in found if low <= one[0] < high]
+            last = self._last(text, own, end)
+            if last is None:
+                last, whole = self._behind(messages, tools, whole, answer, found, marked)
+                end = last[1]
+            name = whole[slice(*last)]
+            ends.add(name)
+            inside |= {text[slice(*one)] for one in own if one[0] < last[0]}
+            spans += [*answer.spans[:-1], (begin, end)]
+        for name in sorted(ends - self.eos):
+            if name in inside:
+                raise ConversationError(
+                    f"the chat template ends an answer in {name}, which it also writes inside of "
+                    "answers, so generation cannot stop there -> learn only the last answer: "
+                    "--learn last; or use a template that ends every answer in "
+                    f"{' or '.join(sorted(self.eos)) or 'eos_token'}: --chat-template FILE"
+                )
+        if whole != text and control is not None:
+            control = [*control, (len(text), len(whole))]
+        ranges = None if control is None else tuple(control)
+        return Ended(whole, tuple(spans), ranges, frozenset(ends), frozenset(inside) - self.inside)
+
+    def _last(self, text: str, own: Sequence[Span], end: int) -> Span | None:
+        """The control token that ends the answer `text[:end]`; None if there is none.
+
+        Several may follow each other at its end: Phi 3 writes the end of the text behind that of
+        the last answer, Cohere the end of a turn behind that of a response.
+        """
+        group: list[Span] = []
+        for token in reversed(own):
+            if text[token[1] : group[-1][0] if group else end].strip():
+                break
+            group.append(token)
+        for token in reversed(group):
+            if text[slice(*token)] in self.eos or text[slice(*token)] == self.usual:
+                return token
+        if group and not self.by_next_role:
+            return group[0]
+        for name in self.eos:  # one that is no control token
+            if text[:end].rstrip().endswith(name):
+                stop = len(text[:end].rstrip())
+                return stop - len(name), stop
+        return None
+
+    def _behind(
+        self,
+        messages: Messages,
+        tools: Tools,
+        text: str,
+        answer: Answer,
+        found: Sequence[Span],
+        marked: bool,
+    ) -> tuple[Span, str]:
+        """The token behind an answer that ends it, and the text, to which it may be added."""
+        end = answer.spans[-1][1]
+        behind = next((one for one in found if one[0] >= end), None)
+        if behind is not None and not text[end : behind[0]].strip():
+            name = text[slice(*behind)]
+            if marked:
+                raise _closed_early(answer.number, name)
+            if self.by_next_role or name == self.usual or name in self.eos:
+                return behind, text
+        if text[end:].strip() or not self.by_next_role or answer.number != len(messages):
+            raise _without_end(answer.number, marked)
+        role = self._next_role(messages, tools, text)
+        if role is None:
+            raise _without_end(answer.number, marked)
+        if marked:
+            raise _closed_early(answer.number, role)
+        return (len(text), len(text) + len(role)), text + role
+
+    def _next_role(self, messages: Messages, tools: Tools, text: str) -> str | None:
+        """The token that begins the message after the last one: a tool's answer or the user's."""
+        if not messages[-1].get("tool_calls"):
+            return self.usual
+        reply = {"role": "tool", "name": "a", "tool_call_id": "a", "content": "a"}
+        try:
+            longer, _ = self._template.render([*messages, reply], tools)
+        except ConversationError:
+            return None
+        return self._first_token(longer[len(text) :]) if longer.startswith(text) else None
+
+    def _after_answer(self, messages: Messages) -> str | None:
+        """What follows the answer in a probe's rendering; None if it is not rendered once."""
+        try:
+            text, _ = self._template.render(messages)
+        except ConversationError:
+            return None
+        return text.partition(_ANSWER)[2] if text.count(_ANSWER) == 1 else None
+
+    def _first_token(self, text: str) -> str | None:
+        """The control token, or end of generation, that `text` begins with after white space."""
+        text = text.lstrip()
+        match = next(self._control.find(text), None)
+        if match is not None and match.start() == 0:
+            return match.group()
+        return next((name for name in self.eos if text.startswith(name)), None)
+
+    def _between_thought_and_answer(self) -> frozenset[str]:
+        """The control tokens that the template writes between reasoning and answer."""
+        names = ("reasoning_content", "reasoning", "thinking")
+        thinking = {**_ANSWERED, **dict.fromkeys(names, _THOUGHT)}
+        try:
+            text, _ = self._template.render([_ASKED, thinking])
+        except ConversationError:
+            return frozenset()
+        before, answered, _ = text.partition(_ANSWER)
+        _, thought, between = before.partition(_THOUGHT)
+        if not answered or not thought:
+            return frozenset()
+        return frozenset(match.group() for match in self._control.find(between))
+
+
+def _closed_early(number: int, name: str) -> ConversationError:
+    return ConversationError(
+        f"the chat template closes the {{% generation %}} block of message {number} before {name}, "
+        "the token that ends the answer: it would not be learned, and generation would not stop "
+        f"-> write {{% endgeneration %}} behind {name} in the template: --chat-template FILE"
+    )
+
+
+def _without_end(number: int, marked: bool) -> ConversationError:
+    where = "inside the {% generation %} block" if marked else "behind the answer"
+    return ConversationError(
+        f"the chat template ends message {number}, an answer, in no token that ends generation: "
+        f"the model would not learn to stop -> write {{{{ eos_token }}}} {where} in the template: "
+        "--chat-template FILE"
+    )

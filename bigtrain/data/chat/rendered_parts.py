@@ -1,0 +1,360 @@
+"""Finds what a chat template drops of a conversation: content, tool calls, tools, reasoning.
+
+Every string of a conversation gets a pair of unique private-use characters around its text, and the
+conversation is rendered again. A string whose two characters are in the rendering was written by
+the template, however short it is and however the template escapes it. Without the characters the
+rendering must equal the first one; a template that looks into strings (``startswith``) may render
+them otherwise. Then each string is marked alone, and one that cannot be marked is searched as text.
+
+Reasoning that the template writes in a conversation that ends with its message, and not in a longer
+one, is dropped by design: it is counted as `STRIPPED`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bigtrain.data.documents.conversations import RESULTS, WORDLESS, ConversationError
+from bigtrain.data.tokenizers.chat_template import ChatTemplate
+
+CONTENT, CALLS, TOOLS, REASONING = "content", "tool_calls", "tools", "reasoning"
+STRIPPED = "stripped_reasoning"
+REASONING_KEYS = tuple(key for key in WORDLESS if key != "tool_calls")
+
+FIRST_MARK = 0x100000
+MAX_MARKED = 32_000
+"""Strings of a conversation that get marks: two code points of plane 16 each."""
+MAX_SINGLE_RENDERINGS = 64
+_ESCAPED = re.compile(r"\\+udb[c-f][0-9a-f]\\+ud[c-f][0-9a-f]{2}|\\+U0010[0-9a-f]{4}")
+_MARKS = re.compile("[\U00100000-\U0010ffef]")
+_THINKING = re.compile("(<think>|</think>)")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+"""Keys of a JSON schema whose value has names of the author's as keys."""
+_WORDS = ("description", "title", "enum", "default", "examples", "const")
+"""Keys of a JSON schema whose strings are the author's."""
+USUAL_ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A part of a conversation that the template drops. message: its number from 1, None for tools.
+    name: how an error names the part; number: of a tool call in its message, or of a tool."""
+
+    kind: str
+    message: int | None
+    name: str
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A string of a part. is_key: of an object, marked only at its end, so that sorting is as it
+    was. is_marked: whether it can be marked; numbers and schema keywords cannot."""
+
+    part: Lost
+    text: str
+    is_key: bool = False
+    is_marked: bool = True
+
+
+@dataclass
+class _Marking:
+    """Copies values with marks in their strings, and lists the strings as `pieces`.
+
+    only: number of the one piece to mark; None for all of them.
+    """
+
+    only: int | None = None
+    pieces: list[_Piece] = field(default_factory=list)
+
+    def text(self, part: Lost, value: str, thinks: bool = False) -> str:
+        """`value` with marks around its text, or around what is before and after ``</think>``."""
+        segments = _THINKING.split(value) if thinks and "</think>" in value else [value]
+        last = len(segments) - 1 - segments[::-1].index("</think>") if len(segments) > 1 else 0
+        marked = []
+        for place, segment in enumerate(segments):
+            core = segment.strip()
+            if not core or _THINKING.fullmatch(segment):
+                marked.append(segment)
+                continue
+            own = part
+            if place < last:
+                own = Lost(REASONING, part.message, f"the reasoning in {part.name}")
+            begin, end = self._add(_Piece(own, core))
+            left = len(segment) - len(segment.lstrip())
+            marked += [segment[:left], begin, core, end, segment[left + len(core) :]]
+        return "".join(marked)
+
+    def key(self, part: Lost, value: str) -> str:
+        return value + self._add(_Piece(part, value, is_key=True))[1]
+
+    def plain(self, part: Lost, value: object) -> None:
+        """Note a value that is searched as it is written in JSON."""
+        shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if shown.strip():
+            self._add(_Piece(part, shown.strip(), is_marked=False))
+
+    def tree(self, part: Lost, value: Any, keys: bool = True) -> Any:
+        """A JSON value with marks in its strings, and in its keys if `keys`."""
+        if isinstance(value, str):
+            return self.text(part, value)
+        if isinstance(value, list):
+            return [self.tree(part, item, keys) for item in value]
+        if isinstance(value, dict):
+            return {
+                self.key(part, key) if keys else key: item
+                if not keys and key == "type"
+                else self.tree(part, item, keys)
+                for key, item in value.items()
+            }
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            self.plain(part, value)
+        return value
+
+    def schema(self, part: Lost, node: Any) -> Any:
+        """A JSON schema with marks in the author's names and words."""
+        if isinstance(node, list):
+            return [self.schema(part, item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        names: dict[str, str] = {}
+        found: dict[str, Any] = {}
+        for key, value in node.items():
+            if key in _NAMED and isinstance(value, dict):
+                names |= {name: self.key(part, name) for name in value}
+                found[key] = {names[name]: self.schema(part, item) for name, item in value.items()}
+            elif key in _WORDS:
+                found[key] = self.tree(part, value, keys=False)
+            elif isinstance(value, dict | list) and key != "required":
+                found[key] = self.schema(part, value)
+            else:
+                if isinstance(value, str) and key != "type":
+                    self.plain(part, value)
+                found[key] = value
+        required = node.get("required")
+        if isinstance(required, list):
+            found["required"] = [names.get(r, r) if isinstance(r, str) else r for r in required]
+        return found
+
+    def _add(self, piece: _Piece) -> tuple[str, str]:
+        number = len(self.pieces)
+        self.pieces.append(piece)
+        if not piece.is_marked or number >= MAX_MARKED or self.only not in (None, number):
+            return "", ""
+        return _marks_of(number)
+
+
+def _marks_of(number: int) -> tuple[str, str]:
+    return chr(FIRST_MARK + 2 * number), chr(FIRST_MARK + 2 * number + 1)
+
+
+def _marked(
+    marking: _Marking, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    found = [_marked_message(marking, n, message) for n, message in enumerate(messages, 1)]
+    if tools is None:
+        return found, None
+    return found, [_marked_tool(marking, number, tool) for number, tool in enumerate(tools)]
+
+
+def _marked_message(marking: _Marking, number: int, message: dict[str, Any]) -> dict[str, Any]:
+    found = dict(message)
+    for key in REASONING_KEYS:
+        if key in message:
+            part = Lost(REASONING, number, f"the {key} of message {number}")
+            found[key] = marking.tree(part, message[key])
+    content = message.get("content")
+    part = Lost(CONTENT, number, f"the content of message {number}")
+    if isinstance(content, str):
+        found["content"] = marking.text(part, content, message["role"] == "assistant")
+    elif content is not None:
+        found["content"] = marking.tree(part, content, keys=False)
+    if isinstance(message.get("tool_calls"), list):
+        calls = enumerate(message["tool_calls"])
+        found["tool_calls"] = [_marked_call(marking, number, place, c) for place, c in calls]
+    return found
+
+
+def _marked_call(
+    marking: _Marking, number: int, place: int, call: dict[str, Any]
+) -> dict[str, Any]:
+    own = call["function"] if isinstance(call.get("function"), dict) else call
+    part = Lost(CALLS, number, f"the tool call {own.get('name')!s} of message {number}", place)
+    marked = dict(own)
+    if isinstance(own.get("name"), str):
+        marked["name"] = marking.text(part, own["name"])
+    if "arguments" in own:
+        marked["arguments"] = marking.tree(part, own["arguments"])
+    return marked if own is call else {**call, "function": marked}
+
+
+def _marked_tool(marking: _Marking, number: int, tool: dict[str, Any]) -> dict[str, Any]:
+    own = tool["function"] if isinstance(tool.get("function"), dict) else tool
+    part = Lost(TOOLS, None, f"the definition of the tool {own.get('name')!s}", number)
+    marked = dict(own)
+    for key, value in own.items():
+        if key in ("name", "description") and isinstance(value, str):
+            marked[key] = marking.text(part, value)
+        elif isinstance(value, dict | list):
+            marked[key] = marking.schema(part, value)
+        elif isinstance(value, str) and key != "type":
+            marking.plain(part, value)
+    return marked if own is tool else {**tool, "function": marked}
+
+
+def unrendered(
+    template: ChatTemplate,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None,
+    text: str,
+) -> list[Lost]:
+    """The parts of a conversation that are not in `text`, its rendering, each once.
+
+    Raises ConversationError for a message of an unusual role that the template ignores.
+    """
+    marking = _Marking()
+    marked = _rendered(template, *_marked(marking, messages, tools))
+    pieces = marking.pieces
+    if marked is not None and not _MARKS.search(text) and _MARKS.sub("", marked) == text:
+        missing = [n for n, piece in enumerate(pieces) if not _is_in(n, piece, marked, text)]
+    else:
+        missing = list(_missing_singly(template, messages, tools, text, pieces))
+    lost = list(dict.fromkeys(pieces[n].part for n in missing))
+    lost = [part for part in lost if not _is_written_otherwise(part, messages, lost)]
+    for part in lost:
+        if part.kind == CONTENT and part.message is not None:
+            _require_role(messages[part.message - 1], part.message)
+    return [_by_design(template, messages, tools, part) for part in lost]
+
+
+def _rendered(template: ChatTemplate, messages: Any, tools: Any) -> str | None:
+    """The rendering of marked messages, with escaped marks as characters; None if refused."""
+    try:
+        text, _ = template.render(messages, tools)
+    except ConversationError:
+        return None
+    return _ESCAPED.sub(_unescaped, text) if "\\" in text else text
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    digits = re.findall(r"[uU]([0-9a-f]{8}|[0-9a-f]{4})", match.group())
+    numbers = [int(one, 16) for one in digits]
+    if len(numbers) == 1:
+        return chr(numbers[0])
+    return chr(0x10000 + ((numbers[0] - 0xD800) << 10) + (numbers[1] - 0xDC00))
+
+
+def _is_in(number: int, piece: _Piece, marked: str, text: str) -> bool:
+    """Whether a piece is in the rendering of marked messages."""
+    if not piece.is_marked or number >= MAX_MARKED:
+        return any(form in text for form in _forms(piece.text))
+    first, last = _marks_of(number)
+    if piece.is_key:
+        forms = tuple(_forms(piece.text))
+        return any(
+            _MARKS.sub("", marked[: match.start()]).endswith(forms)
+            for match in re.finditer(last, marked)
+        )
+    begin = marked.find(first)
+    end = marked.find(last, begin)
+    if begin < 0 or end < 0:
+        return False
+    written = _MARKS.sub("", marked[begin + 1 : end])
+    return written in _forms(piece.text) or _keeps_letters(piece.text, written)
+
+
+def _keeps_letters(text: str, written: str) -> bool:
+    """Whether the letters and digits of ASCII in `text` are in `written` in their order, whatever
+    escapes are between them."""
+    rest = iter(written)
+    return all(letter in rest for letter in text if letter.isascii() and letter.isalnum())
+
+
+def _forms(text: str) -> set[str]:
+    """How templates write a string: as it is, and as JSON."""
+    return {text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]}
+
+
+def _missing_singly(
+    template: ChatTemplate,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None,
+    text: str,
+    pieces: Sequence[_Piece],
+) -> Iterator[int]:
+    """The pieces that are missing in `text`, each marked in a rendering of its own."""
+    for number, piece in enumerate(pieces):
+        marked = None
+        if piece.is_marked and number < MAX_SINGLE_RENDERINGS and not _MARKS.search(text):
+            marked = _rendered(template, *_marked(_Marking(number), messages, tools))
+        if marked is not None and _MARKS.sub("", marked) == text:
+            is_there = _is_in(number, piece, marked, text)
+        else:
+            is_there = any(form in text for form in _forms(piece.text))
+        if not is_there:
+            yield number
+
+
+def _is_written_otherwise(
+    part: Lost, messages: Sequence[Mapping[str, Any]], lost: Sequence[Lost]
+) -> bool:
+    """Whether lost reasoning is the text of another key of its message, which is not lost."""
+    if part.kind != REASONING or part.message is None:
+        return False
+    message = messages[part.message - 1]
+    gone = [key for key in REASONING_KEYS if f"the {key} of message {part.message}" == part.name]
+    names = {one.name for one in lost}
+    return bool(gone) and any(
+        message.get(key) == message[gone[0]] and f"the {key} of message {part.message}" not in names
+        for key in REASONING_KEYS
+    )
+
+
+def _require_role(message: Mapping[str, Any], number: int) -> None:
+    role = message["role"]
+    if role not in USUAL_ROLES and isinstance(message.get("content"), str):
+        meant = "system" if role == "developer" else "tool" if role in RESULTS else "user"
+        raise ConversationError(
+            f"message {number} has role {role!r}, and the chat template writes nothing of it "
+            f"-> say what it is: --role {role}={meant}"
+        )
+
+
+def _by_design(
+    template: ChatTemplate,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None,
+    part: Lost,
+) -> Lost:
+    """`part`, as `STRIPPED` if a conversation that ends with its message would keep it."""
+    if part.kind != REASONING or part.message is None or part.message == len(messages):
+        return part
+    shorter = messages[: part.message]
+    try:
+        text, _ = template.render(shorter, tools)
+        still = unrendered(template, shorter, tools, text)
+    except ConversationError:
+        return part
+    return part if part in still else Lost(STRIPPED, part.message, part.name)
+
+
+def reading_hint(template: ChatTemplate, part: Lost) -> str:
+    """The key under which the template reads reasoning, for an error; empty if it reads none."""
+    if part.kind != REASONING:
+        return ""
+    sources = template.source + template.source_with_tools
+    read = [key for key in REASONING_KEYS if re.search(rf"\b{key}\b", sources)]
+    return f" (the template reads the key {' or '.join(read)})" if read else ""
+
+
+def refuse(template: ChatTemplate, part: Lost) -> ConversationError:
+    """The error for a part that the template drops."""
+    return ConversationError(
+        f"the chat template does not write {part.name}{reading_hint(template, part)} -> use a "
+        "template that does: --chat-template FILE; or allow so many parts to be dropped: "
+        "--max-unrendered N"
+    )

@@ -1,0 +1,164 @@
+"""Links among the files of a folder: one rule for all that is found, and not named, as an input.
+
+- A link to a file in the same folder is read as that file. If that file is an input itself, it is
+  read once. A link to a folder in the same folder is not followed, for its files are found anyway.
+- A link that leads out of the folder is refused by name: whoever wrote the folder could have any
+  file of this machine read. ``--follow-links`` reads it. In a snapshot of the Hugging Face cache
+  the blobs of its repository are a part of the folder.
+- A link that leads nowhere is refused, and so is what is no regular file (a pipe, a socket).
+
+An input that is named itself is followed, whatever it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from bigtrain.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+Excluded = Callable[[str], bool]
+"""Whether a path below the folder is excluded."""
+
+
+@dataclass
+class Links:
+    """The links in `folder`, an input or the fixed part of a glob, as it was named."""
+
+    folder: str
+    follow: bool
+    _resolved: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def _allowed(self) -> tuple[str, ...]:
+        root = os.path.realpath(self.folder)
+        blobs = [
+            str(parent.with_name("blobs"))
+            for parent in (Path(root), *Path(root).parents)
+            if parent.name == "snapshots"
+        ]
+        return (root, *blobs[:1])
+
+    def files(self, excluded: Excluded) -> list[tuple[str, str]]:
+        """The files below the folder that are not excluded: paths below it, and as they are opened.
+
+        Raises DataError for a link to a folder elsewhere, unless links are followed.
+        """
+        found: list[tuple[str, str]] = []
+        seen = {os.path.realpath(self.folder)}
+        waiting = [(self.folder, "")]
+        while waiting:
+            place, below = waiting.pop()
+            try:
+                entries = sorted(os.scandir(place), key=lambda entry: entry.name)
+            except OSError as error:
+                raise DataError(f"--input {place}: cannot be read: {error.strerror}") from error
+            prefix = "" if place == "." else place
+            folders = []
+            for entry in entries:
+                name, path = os.path.join(below, entry.name), os.path.join(prefix, entry.name)
+                if not _is_folder(entry):
+                    found.append((name, path))
+                elif not excluded(name) and self._enters(entry, path, name, seen):
+                    folders.append((path, name))
+            waiting += reversed(folders)
+        return found
+
+    def _enters(self, entry: os.DirEntry[str], path: str, name: str, seen: set[str]) -> bool:
+        """Whether to look into a folder: not a second time by a link."""
+        if not entry.is_symlink():
+            if self.follow:
+                seen.add(os.path.realpath(path))
+            return True
+        target = os.path.realpath(path)
+        if not self.follow and not self._is_inside(target):
+            raise self._leads_out(path, name, target)
+        if not self.follow or target in seen or self._is_inside(target):
+            logger.warning("%s is a link to %s, which is read once", path, target)
+            return False
+        seen.add(target)
+        return True
+
+    def chosen(self, files: Sequence[tuple[str, str]]) -> list[str]:
+        """Of the files to read, as `files` has them, those that are not links to others of them.
+
+        Raises DataError for a link that leads nowhere, or out of the folder if links are not
+        followed, and for what is no regular file.
+        """
+        links = {path: self._target(path, below) for below, path in files}
+        targets = {path: target for path, target in links.items() if target is not None}
+        if not targets:
+            return list(links)
+        own = {os.path.join(self._parent(path), os.path.basename(path)) for path in links}
+        own -= {os.path.join(self._parent(path), os.path.basename(path)) for path in targets}
+        kept, again = [], []
+        for path, target in links.items():
+            if target is not None and target in own:
+                again.append(path)
+                continue
+            if target is not None:
+                own.add(target)
+            kept.append(path)
+        if again:
+            logger.warning(
+                "%d links to files that are inputs themselves are not read again, such as %s",
+                len(again),
+                again[0],
+            )
+        return kept
+
+    def _target(self, path: str, below: str) -> str | None:
+        """Where a link, or a file in a linked folder, leads to; None for a plain file."""
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            if os.path.islink(path):
+                raise DataError(
+                    f"--input {self.folder}: {path} is a link to {os.readlink(path)}, which cannot "
+                    f"be read ({error.strerror}) -> remove it, or --exclude {below}"
+                ) from error
+            raise DataError(f"--input {path}: {error.strerror}") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise DataError(
+                f"--input {self.folder}: {path} is not a regular file (a pipe, socket or device) "
+                f"-> name it as an input of its own, or --exclude {below}"
+            )
+        parent = self._parent(path)
+        if not os.path.islink(path):
+            inside = self._is_inside(parent)
+            target = None if inside else os.path.join(parent, os.path.basename(path))
+        else:
+            target = os.path.realpath(path)
+        if target is not None and not self.follow and not self._is_inside(target):
+            raise self._leads_out(path, below, target)
+        return target
+
+    def _parent(self, path: str) -> str:
+        """The real path of the folder of `path`: many files share one."""
+        folder = os.path.dirname(path) or "."
+        if folder not in self._resolved:
+            self._resolved[folder] = os.path.realpath(folder)
+        return self._resolved[folder]
+
+    def _is_inside(self, target: str) -> bool:
+        return any(target == place or target.startswith(place + os.sep) for place in self._allowed)
+
+    def _leads_out(self, path: str, below: str, target: str) -> DataError:
+        return DataError(
+            f"--input {self.folder}: {path} is a link to {target}, outside of the folder -> "
+            f"--follow-links to read what links lead to, or --exclude {below}"
+        )
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False

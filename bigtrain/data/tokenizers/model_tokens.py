@@ -1,0 +1,137 @@
+"""Compares the tokenizer of a dataset with the one beside a model's weights.
+
+By the two ``tokenizer.json`` files, without transformers: a token that both know must have one id,
+and a text must become the same tokens. Tokens that only one of them has are no difference: a
+vocabulary may have grown, or have room for tokens that the data lacks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bigtrain.data.tokenizers.edge_cases import tokenizer_edge_cases
+from bigtrain.data.tokenizers.tokenizer import own_file
+from bigtrain.errors import Problem
+from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.storage.copies import at_hand
+
+KEY, INITIAL = "data.allow_other_tokenizer", "checkpoint.initialize_from"
+_PARTS = ("normalizer", "pre_tokenizer", "model")
+
+
+def check_model_tokens(
+    config: RunConfig, directory: Path, source: str, *, resumes: bool = False
+) -> list[Problem]:
+    """Why the tokens of a dataset, whose tokenizer is in `directory`, do not mean what they mean to
+    the weights that the run begins with: ``model.path`` or ``checkpoint.initialize_from``, or, if
+    it `resumes`, its own. Nothing is known of weights without a ``tokenizer.json``.
+
+    source: the dataset, for the message.
+    """
+    if config.data.allow_other_tokenizer:
+        return []
+    if resumes:
+        return _check(config, directory, source, "output.directory", config.output.directory)
+    problems: list[Problem] = []
+    for key, name in (
+        ("model.path", config.model.path),
+        (INITIAL, config.checkpoint.initialize_from),
+    ):
+        if name is not None and not problems:
+            problems = _check(config, directory, source, key, name)
+    return problems
+
+
+def _tokenizer_file(name: str) -> Path | None:
+    """The tokenizer.json of a Hugging Face directory or hub name, a run, or a checkpoint in it."""
+    place = at_hand(name, weights=False)
+    for folder in (place, f"{place}/tokenizer", f"{place}/../../tokenizer"):
+        if Path(folder, "tokenizer.json").is_file():
+            return Path(folder, "tokenizer.json")
+    return own_file(place)
+
+
+def _check(config: RunConfig, directory: Path, source: str, key: str, name: str) -> list[Problem]:
+    ours, theirs = directory / "tokenizer.json", _tokenizer_file(name)
+    if theirs is None or not ours.is_file():
+        return []
+    contents = ours.read_bytes(), theirs.read_bytes()
+    if contents[0] == contents[1]:
+        return []
+    try:
+        trees: list[dict[str, Any]] = [json.loads(content) for content in contents]
+        vocabularies = [_vocabulary(tree) for tree in trees]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []  # not of tokenizers: the model layer, or whoever loads it, refuses it
+    why = _other_ids(*vocabularies) or _other_splits(trees, vocabularies)
+    if not why:
+        return []
+    return [
+        Problem(
+            config.data.key_of(0),
+            source,
+            f"was tokenized with another tokenizer than that of {key} = {name}: {why}",
+            f"tokenize with the model's own (bigtrain tokenize --tokenizer {theirs.parent}), or, "
+            f"if this is meant, {KEY}=true",
+        )
+    ]
+
+
+def _vocabulary(tree: Mapping[str, Any]) -> dict[str, int]:
+    """The ids of all tokens in a tokenizer.json, by their texts."""
+    known = tree["model"]["vocab"]
+    if isinstance(known, list):  # of Unigram: pairs of text and score
+        known = {entry[0]: number for number, entry in enumerate(known)}
+    added = {token["content"]: token["id"] for token in tree.get("added_tokens") or []}
+    return {**known, **added}
+
+
+def _other_ids(data: Mapping[str, int], model: Mapping[str, int]) -> str:
+    """Ids that mean different tokens, and tokens with different ids; empty for none."""
+    of_data = {number: text for text, number in data.items()}
+    of_model = {number: text for text, number in model.items()}
+    wrong = sorted(n for n in of_data.keys() & of_model.keys() if of_data[n] != of_model[n])
+    if wrong:
+        first = wrong[0]
+        return (
+            f"{len(wrong):,} ids mean other tokens, such as {first}: {of_data[first]!a} in the "
+            f"data, {of_model[first]!a} for the model"
+        )
+    moved = sorted(text for text in data.keys() & model.keys() if data[text] != model[text])
+    if not moved:
+        return ""
+    text = moved[0]
+    return f"the token {text!a} has id {data[text]} in the data and {model[text]} for the model"
+
+
+def _other_splits(trees: list[dict[str, Any]], vocabularies: list[dict[str, int]]) -> str:
+    """A text that the two split into other tokens, though their ids agree; empty for none."""
+    if all(_parts(trees[0], part) == _parts(trees[1], part) for part in _PARTS):
+        return ""
+    from tokenizers import Tokenizer as Backend
+
+    data, model = (Backend.from_str(json.dumps(tree)) for tree in trees)
+    only_one = vocabularies[0].keys() ^ vocabularies[1].keys()
+    for text in tokenizer_edge_cases("{}"):
+        if only_one and any(token in text for token in only_one):
+            continue
+        try:
+            found = [one.encode(text, add_special_tokens=False).ids for one in (data, model)]
+        except Exception:  # a tokenizer that cannot encode every text
+            continue
+        if found[0] != found[1]:
+            return (
+                f"its tokens have the same ids, but it splits text otherwise, such as {text[:40]!a}"
+            )
+    return ""
+
+
+def _parts(tree: Mapping[str, Any], part: str) -> Any:
+    value = tree.get(part)
+    if part == "model" and isinstance(value, dict):
+        merges = [m.split(" ", 1) if isinstance(m, str) else m for m in value.get("merges") or []]
+        return {**value, "vocab": None, "merges": merges}
+    return value

@@ -1,0 +1,157 @@
+"""A directory's ``tokenizer.json`` wins over the class that transformers builds a tokenizer with.
+
+transformers 5 takes vocabulary and merges from the file and gives classes such as `GPT2Tokenizer`
+and `Qwen2Tokenizer` a normalizer, pre-tokenizer and decoder of their own, whatever the file says
+(tokenization_utils_tokenizers.py, `convert_to_native_format`). A directory whose
+``tokenizer_config.json`` names a class that is not its own then gives other tokens. Here the result
+is compared with the file, and loaded again without the class if it encodes or decodes otherwise.
+transformers is imported when these are called, as in `bigtrain.data.tokenizers.tokenizer`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from bigtrain.data.tokenizers.edge_cases import tokenizer_edge_cases
+from bigtrain.errors import DataError, first_line
+
+FILE = "tokenizer.json"
+_ENCODING = ("normalizer", "pre_tokenizer", "model")
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+
+def as_in_file(tokenizer: Any, path: Path, **options: Any) -> tuple[Any, str]:
+    """`tokenizer`, which transformers loaded, if it does as the tokenizer in `path` does; else that
+    one, and why. `options`: of `from_pretrained`.
+
+    Raises DataError for a file that the library `tokenizers` cannot read, or that not even
+    transformers' plain class takes as it is.
+    """
+    own = _read(path)
+    why = _differences(tokenizer, own, path)
+    if not why:
+        return tokenizer, ""
+    rebuilt = without_class(path, tokenizer, **options)
+    still = _differences(rebuilt, own, path)
+    if still:
+        raise DataError(
+            f"{path} is not what transformers loads of it, with the class that is named beside it "
+            f"({why}) and without ({still}) -> save the tokenizer anew with PreTrainedTokenizerFast"
+        )
+    return rebuilt, (
+        f"transformers' class {type(tokenizer).__name__} does not follow {path} ({why}): the file "
+        "is used as it is"
+    )
+
+
+def without_class(path: Path, named: Any = None, **options: Any) -> Any:
+    """The tokenizer in `path` by transformers' plain class, with the special tokens of `named` that
+    are in the file's vocabulary."""
+    from transformers import PreTrainedTokenizerFast
+
+    known = _read(path).get_vocab(with_added_tokens=True)
+    given = {name: getattr(named, name, None) for name in _NAMED} if named is not None else {}
+    special = {name: str(token) for name, token in given.items() if str(token) in known}
+    plain: Any = PreTrainedTokenizerFast
+    return plain.from_pretrained(str(path.parent), **special, **options)
+
+
+def _read(path: Path) -> Any:
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        return Backend.from_file(str(path))
+    except Exception as error:  # the library raises no narrower class
+        raise DataError(f"{path} cannot be read: {first_line(error)}") from error
+
+
+def _differences(tokenizer: Any, own: Any, path: Path) -> str:
+    """What of `tokenizer` is not as `own`, the tokenizer of the file, has it; empty for nothing
+    that changes tokens or text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return ""
+    found, expected = json.loads(backend.to_str()), json.loads(own.to_str())
+    added = {token["content"]: token for token in found["added_tokens"]}
+    lost = [t["content"] for t in expected["added_tokens"] if added.get(t["content"]) != t]
+    ours = {token["content"] for token in expected["added_tokens"]}
+    extra = sorted(added.keys() - ours - own.get_vocab(with_added_tokens=False).keys())
+    if extra and (strange := [name for name in extra if name not in _settings(path)]):
+        return f"it adds the token {strange[0]}"
+    changed = [part for part in _ENCODING if _steps(found, part) != _steps(expected, part)]
+    changed += ["added_tokens"] * bool(lost)
+    if changed and (text := _encoded_otherwise(backend, own)) is not None:
+        return f"{', '.join(changed)}; for example {text[:40]!a}"
+    # Of a difference in these, some other text would show it.
+    if sure := [part for part in changed if part in ("normalizer", "pre_tokenizer")]:
+        return ", ".join(sure)
+    if "model" in changed and _bare_model(found) != _bare_model(expected):
+        return "model"
+    if _steps(found, "decoder") != _steps(expected, "decoder"):
+        return "decoder"
+    if not _sets_ends(path) and _ends(backend) != _ends(own):
+        return "post_processor"
+    return ""
+
+
+def _steps(tree: Any, part: str) -> Any:
+    """A part of a tokenizer without what changes no tokens."""
+
+    def bare(value: Any) -> Any:
+        if isinstance(value, dict):
+            without: tuple[str, ...] = ("trim_offsets",)
+            if part == "decoder" and value.get("type") == "ByteLevel":
+                without = ("trim_offsets", "add_prefix_space", "use_regex")
+            return {key: bare(item) for key, item in value.items() if key not in without}
+        return [bare(item) for item in value] if isinstance(value, list) else value
+
+    value = tree.get(part)
+    return value if part == "model" else bare(value)
+
+
+def _bare_model(tree: Any) -> Any:
+    """The model without the settings of a token for what is unknown, which most never need."""
+    without = {**tree["model"], "unk_token": None, "fuse_unk": None}
+    return {key: value or None for key, value in without.items()}  # "" is no prefix, as null
+
+
+def _texts(own: Any) -> Iterator[str]:
+    yield from tokenizer_edge_cases(own.to_str())
+
+
+def _encoded_otherwise(backend: Any, own: Any) -> str | None:
+    """The first edge case that is encoded otherwise, or not at all."""
+    for text in _texts(own):
+        expected = own.encode(text, add_special_tokens=False).ids
+        try:
+            if backend.encode(text, add_special_tokens=False).ids != expected:
+                return text
+        except Exception:  # as for an unknown token that is none
+            return text
+    return None
+
+
+def _ends(backend: Any) -> list[int]:
+    """The ids of a text with the special tokens around it."""
+    return list(backend.encode("a").ids)
+
+
+def _settings(path: Path) -> str:
+    """The texts of the files that may name further tokens."""
+    found = []
+    for name in _SETTINGS:
+        with suppress(OSError, ValueError):
+            text = json.loads((path.parent / name).read_text(encoding="utf-8"))
+            found.append(json.dumps(text, ensure_ascii=False))
+    return "\n".join(found)
+
+
+def _sets_ends(path: Path) -> bool:
+    """Whether the settings say which special tokens a text gets, so that the file need not."""
+    settings = _settings(path)
+    return '"add_bos_token"' in settings or '"add_eos_token"' in settings

@@ -1,0 +1,107 @@
+"""Parameters in their own dtype, in addition to the 16-bit copies that DeepSpeed holds.
+
+Some architectures keep parameters in float32 where the model computes in 16 bit (`ParameterPlan.
+kept`: routers, recurrent states, selection biases). DeepSpeed casts every parameter to the run's
+dtype. So modules read such a parameter from a float32 tensor on this rank, which is assembled from
+the fp32 masters after each update; its gradient goes to the 16-bit copy, as all others do.
+
+Frozen parameters have no masters. What a base's file holds of them is kept in the file's dtype
+where that is not the dtype of the copy (`bigtrain.engine.checkpoint.frozen`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bigtrain.engine.optimizers.masters import MasterPart, master_parts
+from bigtrain.engine.startup.mesh import Mesh
+from bigtrain.models.layers.adapters import base_name
+from bigtrain.models.layers.parameters import give_properties, local_shape
+from bigtrain.models.torch_patches import own_parameter
+
+
+class _Exact(torch.autograd.Function):
+    """The value of a parameter in another dtype, whose gradient is that of the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = parameter.dtype
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient.to(ctx.dtype), None
+
+
+class ExactParameters:
+    """The exact values of one engine's parameters.
+
+    values: of those that modules read in float32, by name, this rank's shard in full. owned: names
+    of those that are updated here and not by the optimizer. frozen: this rank's range of frozen
+    parameters as files held it, by name; None where another rank that has the same range keeps it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        kept: Collection[str] = (),
+        device: torch.device | None = None,
+    ) -> None:
+        """Let the modules of `model` read the parameters `kept`, by their names in the model
+        without adapters, from float32 tensors on `device`. Call this before DeepSpeed casts the
+        model; values are zeros until `refresh`."""
+        self.values: dict[str, torch.Tensor] = {}
+        self.owned: set[str] = set()
+        self.frozen: dict[str, torch.Tensor | None] = {}
+        if model is None or not kept:
+            return
+        for prefix, module in list(model.named_modules()):
+            properties = {}
+            for leaf, parameter in module.named_parameters(recurse=False):
+                name = f"{prefix}.{leaf}" if prefix else leaf
+                if base_name(name) in kept:
+                    self.values[name] = torch.zeros(local_shape(parameter), device=device)
+                    properties[leaf] = self._property(name, leaf)
+            if properties:
+                give_properties(module, properties)
+
+    def _property(self, name: str, leaf: str) -> property:
+        def read(module: nn.Module) -> torch.Tensor:
+            parameter = own_parameter(module, leaf)
+            value: torch.Tensor = _Exact.apply(parameter, self.values[name])  # type: ignore[no-untyped-call]
+            return value
+
+        return property(read)
+
+    @torch.no_grad()
+    def refresh(
+        self, engine: Any, model: nn.Module, mesh: Mesh, *, trained_only: bool = False
+    ) -> None:
+        """Assemble the values of `model`, which `engine` trains, from its masters. Collective over
+        the ranks that hold the same stage. `trained_only`: leave frozen ones as they are."""
+        if not self.values:
+            return
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        names = [name for name in self.values if name in trained or not trained_only]
+        parts: dict[str, MasterPart] = {}
+        if names:
+            parts = {part.name: part for part in master_parts(engine, model) if part.count}
+        for name in names:
+            part, flat = parts.get(name), self.values[name].view(-1)
+            if part is None or not part.is_replicated:
+                flat.zero_()
+            if part is not None:
+                held = self.frozen.get(name)
+                master = part.of(part.master.data) if held is None else held
+                flat.narrow(0, part.start, part.count).copy_(master)
+            if part is None or not part.is_replicated:
+                dist.all_reduce(flat, group=mesh.replicas)
+
+    def itemsizes(self) -> dict[str, int]:
+        """Bytes per element of frozen parameters that are kept here in another dtype, by name."""
+        return {name: t.element_size() for name, t in self.frozen.items() if t is not None}

@@ -1,0 +1,149 @@
+"""Parameters that get no gradient from text, found without computing one.
+
+A composite's vision tower, an indexer whose choice has no gradient, the cross-attention of a
+decoder without its encoder: torch leaves a parameter without a gradient as it is, while DeepSpeed
+gives it a gradient of zeros, and weight decay shrinks it. Such parameters are not trained. Which
+they are is read from autograd's graph of one forward pass, on the meta device; where a model cannot
+run there, of a proxy model with all layers.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.initialization import no_init_weights
+
+from bigtrain.models.configuration import text_config
+from bigtrain.models.equivalence.proxy_model import (
+    MODEL_FAILURES,
+    VOCABULARY,
+    build_proxy_model,
+    fewer_experts,
+    with_heads,
+)
+from bigtrain.models.equivalence.thresholds import TOKENS
+from bigtrain.models.experts.router_logits import auxiliary_loss
+from bigtrain.models.layers.document_masks import documents_known
+from bigtrain.models.torch_patches import OperatorMode
+
+_META_TOKENS = 32
+
+
+def parameters_without_gradient(
+    hf_config: PreTrainedConfig, attention: str = "auto"
+) -> tuple[str, ...] | None:
+    """First names of the parameters that the logits do not depend on, in the model's order; None
+    if no model of this configuration can be run.
+
+    Takes a tenth of a second, a few seconds where the meta device is not enough.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]):  # constructors may draw numbers
+            return _on_meta(hf_config)
+    except Exception:  # whatever model code does with tensors without values
+        pass
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return _on_cpu(hf_config, attention)
+    except (*MODEL_FAILURES, NotImplementedError, ArithmeticError):
+        return None
+
+
+def forward_failure(hf_config: PreTrainedConfig, attention: str = "auto") -> str | None:
+    """Why the model's own code cannot run a forward pass with this configuration, neither on the
+    meta device nor of a proxy model on the CPU; None if it can, or if that is not known.
+
+    Time as `parameters_without_gradient`.
+    """
+    with torch.random.fork_rng(devices=[]):
+        try:
+            _on_meta(hf_config)
+        except Exception:  # as above
+            try:
+                _on_cpu(hf_config, attention)
+            except NotImplementedError:
+                return None
+            except (*MODEL_FAILURES, ArithmeticError) as error:
+                return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return None
+
+
+def _on_meta(hf_config: PreTrainedConfig) -> tuple[str, ...]:
+    with torch.device("meta"), no_init_weights():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
+        ids = torch.zeros(1, _META_TOKENS, dtype=torch.int64)
+    model.tie_weights()  # which no_init_weights also skips
+    model.train()
+    with _WithoutValues():  # type: ignore[no-untyped-call]
+        return _unreached(model, ids)
+
+
+def _on_cpu(hf_config: PreTrainedConfig, attention: str) -> tuple[str, ...]:
+    if attention not in ("auto", "sdpa", "eager"):
+        attention = "auto"  # other kernels need a GPU
+    fewer_heads = with_heads(2)
+
+    def smallest(config: Any) -> None:
+        fewer_experts(config)
+        fewer_heads(config)
+
+    model = build_proxy_model(
+        hf_config, attention, [smallest, fewer_experts, fewer_heads], all_layers=True
+    )
+    model.train()
+    vocabulary = min(VOCABULARY, int(text_config(model.config).vocab_size))
+    ids = torch.randint(3, vocabulary, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+    return _unreached(model, ids)
+
+
+def _unreached(model: Any, ids: torch.Tensor) -> tuple[str, ...]:
+    with torch.enable_grad(), documents_known(packed=False):
+        outputs = model(input_ids=ids, use_cache=False)
+        extra = auxiliary_loss(outputs)
+        roots = [outputs.logits] if extra is None else [outputs.logits, extra]
+        reached, is_complete = _leaves(roots)
+        absent = [(name, p) for name, p in model.named_parameters() if id(p) not in reached]
+        if absent and not is_complete:
+            torch.stack([root.float().sum() for root in roots]).sum().backward()
+    return tuple(name for name, parameter in absent if parameter.grad is None)
+
+
+def _leaves(roots: list[torch.Tensor]) -> tuple[set[int], bool]:
+    """Ids of the parameters in the graph that `roots` come from; whether these are all: a function
+    with a backward pass of its own (Reformer's) may know more."""
+    found: set[int] = set()
+    seen, waiting, is_complete = set(), [root.grad_fn for root in roots], True
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        is_complete = is_complete and not isinstance(node, BackwardCFunction)
+        variable: nn.Parameter | None = getattr(node, "variable", None)
+        if variable is not None:
+            found.add(id(variable))
+        waiting += [following for following, _ in node.next_functions]
+    return found, is_complete
+
+
+class _WithoutValues(OperatorMode):
+    """Answers what the meta device cannot: grouped products in any dtype, and values that decide
+    which way a forward pass goes (1, true, one element found)."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if name == "aten::_grouped_mm":
+            rows, stack = args[0], args[1]
+            return rows.new_empty((*rows.shape[:-1], stack.shape[-1]))
+        if name == "aten::_local_scalar_dense" and args[0].is_meta:
+            if args[0].dtype == torch.bool:
+                return True
+            return 1.0 if args[0].is_floating_point() else 1
+        if name == "aten::nonzero" and args[0].is_meta:
+            return args[0].new_empty((1, args[0].dim()), dtype=torch.int64)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,307 @@
+"""Everything in a base model's directory beyond the values that are trained, kept for exports.
+
+A run that starts from `model.path` copies it into its own directory, because the base may be moved
+or changed before the export: the base's other files, the names and dtypes of its tensors, and the
+tensors that transformers does not load. An export gives them back unchanged, and lists what it had
+to change.
+
+Format of the directory: `files/`, the copied files; `tensors.json`, with `stored` (name: dtype),
+`sources` (parameter: name of the one stored tensor that it is), `copies` (name: name of the tensor
+that it repeats) and `omitted` (files that were not copied: reason); `unused.safetensors`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import save_file
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import CONFIG_NAME
+
+from bigtrain.errors import ModelError
+from bigtrain.models.configuration import GENERATION_CONFIG
+from bigtrain.models.weights.checksums import CHECKSUMS
+from bigtrain.models.weights.import_hf import Weights, stored_tensors
+from bigtrain.models.weights.lazy_tensors import LazyTensor
+from bigtrain.models.weights.older_readers import (
+    LEGACY_ROPE_KEYS,
+    ROPE,
+    add_legacy_keys,
+    write_json,
+)
+from bigtrain.system.storage.copies import at_hand
+
+BASE = "base"
+"""Folder of a run directory with the record of its base."""
+
+_FILES, _TENSORS, _UNUSED = "files", "tensors.json", "unused.safetensors"
+_WEIGHTS = (
+    ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf",
+    ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".npz", ".ckpt", ".tflite", ".mlmodel",
+)  # fmt: skip
+_MAX_FILE_BYTES = 256 << 20
+_CARD, _BASE_CARD = "README.md", "BASE_README.md"
+# Keys of a configuration that depend on who wrote or loaded it, not on the model.
+_OF_THE_WRITER = {
+    "transformers_version", "_name_or_path", "use_cache", "dtype", "torch_dtype", "architectures",
+    "quantization_config", "_attn_implementation", "auto_map",
+}  # fmt: skip
+
+
+def record_base(source: str, weights: Weights, directory: Path) -> None:
+    """Write the record of the model `source` (directory, address or hub name) into `directory`.
+
+    `weights`: as found in `source`. Copies the tensors that the model does not use. A record that
+    exists stays. One process. Raises OSError.
+    """
+    if (directory / _TENSORS).is_file():
+        return
+    shutil.rmtree(directory, ignore_errors=True)
+    (directory / _FILES).mkdir(parents=True)
+    omitted: dict[str, str] = {}
+    root = _local_directory(source)
+    for path in sorted(path for path in root.rglob("*") if path.is_file()):
+        name = path.relative_to(root).as_posix()
+        reason = _why_omitted(name, path, weights)
+        if reason is None:
+            target = directory / _FILES / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+        elif reason:
+            omitted[name] = reason
+    unused = {name: tensor.read() for name, tensor in weights.unused().items()}
+    if unused:
+        save_file(unused, directory / _UNUSED, metadata={"format": "pt"})
+    sources = {name: leaves[0] for name, leaves in weights.sources().items() if len(leaves) == 1}
+    tree = {
+        "stored": {n: str(t.dtype).removeprefix("torch.") for n, t in weights.stored.items()},
+        "sources": sources,
+        "copies": dict(weights.copies),
+        "omitted": omitted,
+    }
+    # Last: a record without it is not one.
+    (directory / _TENSORS).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+
+
+def _local_directory(source: str) -> Path:
+    """A directory of this host with the small files of `source`; of a hub model those that the
+    cache holds, if the hub cannot be reached."""
+    path = Path(at_hand(source))
+    if path.is_dir():
+        return path
+    patterns = [f"*{ending}" for ending in _WEIGHTS]
+    try:
+        return Path(snapshot_download(source, ignore_patterns=patterns))
+    except Exception:  # offline, gated or unreachable: the client's errors differ by version
+        return Path(snapshot_download(source, ignore_patterns=patterns, local_files_only=True))
+
+
+def _why_omitted(name: str, path: Path, weights: Weights) -> str | None:
+    """Why a file of a base is not copied; empty if nobody has to be informed, None if it is."""
+    parts = name.split("/")
+    if any(part.startswith(".") and part != ".gitattributes" for part in parts):
+        return ""  # a version control system's or a cache's own
+    if name == CHECKSUMS:
+        return ""  # an export lists its own files
+    if path.name.endswith(_WEIGHTS):
+        taken = any(path.samefile(file) for file in weights.files)
+        is_index = name.endswith(".index.json")
+        return "" if taken or is_index else "weights in another file or format, not read"
+    if path.stat().st_size > _MAX_FILE_BYTES:
+        return f"larger than {_MAX_FILE_BYTES >> 20} MiB"
+    return None
+
+
+@dataclass(frozen=True)
+class BaseRecord:
+    """The record in `directory`, written by `record_base`."""
+
+    directory: Path
+
+    @staticmethod
+    def find(directory: Path) -> BaseRecord | None:
+        """The record in a run's `directory`, or None."""
+        place = directory / BASE
+        return BaseRecord(place) if (place / _TENSORS).is_file() else None
+
+    @cached_property
+    def _tree(self) -> dict[str, Any]:
+        path = self.directory / _TENSORS
+        try:
+            tree: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path} cannot be read: {error} -> restore it") from error
+        return tree
+
+    @property
+    def files(self) -> Path:
+        """The directory with the base's other files."""
+        return self.directory / _FILES
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Dtype of each tensor in the base's files, by its name there."""
+        return {name: getattr(torch, dtype) for name, dtype in self._tree["stored"].items()}
+
+    @property
+    def lowest_precision(self) -> str:
+        """Name of the coarsest floating-point dtype that the base's tensors are stored in."""
+        stored = set(self._tree["stored"].values())
+        return next((d for d in ("bfloat16", "float16") if d in stored), "float32")
+
+    def like_base(
+        self,
+        stored: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
+        *,
+        keep_dtypes: bool,
+    ) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """Return `stored` tensors under the names of the base's files, with its copies and its
+        unused tensors, and a note for each kind of name that only one of the two has.
+
+        `parameters`: the same tensors by the model's names, before any conversion. `keep_dtypes`:
+        convert each to the dtype that the base stores it in.
+        """
+        sources: dict[str, str] = self._tree["sources"]
+        names = {id(tensor): sources[n] for n, tensor in parameters.items() if n in sources}
+        result: dict[str, torch.Tensor] = {}
+        new = []
+        for name, tensor in stored.items():
+            own = names.get(id(tensor), name) if name not in self._tree["stored"] else name
+            dtype = self.dtypes.get(own)
+            if dtype is None:
+                new.append(own)
+            elif keep_dtypes and tensor.is_floating_point():
+                tensor = tensor.to(dtype)
+            result[own] = tensor
+        for name, origin in self._tree["copies"].items():
+            if origin in result and name not in result:
+                result[name] = result[origin]
+            elif name in result and origin not in result:
+                result[origin] = result[name]
+        unused = self.unused()
+        result |= unused
+        notes = []
+        if unused:
+            notes.append(
+                f"tensors that transformers does not load are copied from the base, not trained: "
+                f"{shortened(unused)}"
+            )
+        if new:
+            notes.append(f"tensors that the base does not have: {shortened(new)}")
+        if absent := self._tree["stored"].keys() - result.keys():
+            notes.append(f"tensors of the base that have no counterpart: {shortened(absent)}")
+        return result, notes
+
+    def unused(self) -> dict[str, LazyTensor]:
+        """The base's tensors that transformers does not load, unread."""
+        path = self.directory / _UNUSED
+        return stored_tensors(path) if path.is_file() else {}
+
+    def write_files(
+        self, output: Path, hf_config: PreTrainedConfig, dtype: str | None
+    ) -> list[str]:
+        """Write the base's other files into an export's directory, with the configuration changed
+        where the trained model's (`hf_config`) differs. Returns a note for each change.
+
+        `dtype`: the one that all tensors are stored in, None for the base's. Raises OSError."""
+        notes = [f"{name}: not copied: {reason}" for name, reason in self._tree["omitted"].items()]
+        if not (self.files / GENERATION_CONFIG).is_file():
+            (output / GENERATION_CONFIG).unlink(missing_ok=True)  # which `save_pretrained` makes
+        for path in sorted(path for path in self.files.rglob("*") if path.is_file()):
+            name = path.relative_to(self.files).as_posix()
+            target = output / (_BASE_CARD if name == _CARD else name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+            if name == _CARD:
+                notes.append(f"{_CARD}: describes this model; the base's is {_BASE_CARD}")
+        notes += self._write_config(output / CONFIG_NAME, hf_config, dtype)
+        for path in sorted(output.glob("*.json")):
+            notes += _drop_code_references(path, output)
+        return notes
+
+    def _write_config(
+        self, path: Path, hf_config: PreTrainedConfig, dtype: str | None
+    ) -> list[str]:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        before = AutoConfig.from_pretrained(self.files, trust_remote_code=False)
+        notes = _apply_changes(raw, _plain(before), _plain(hf_config), "")
+        if "quantization_config" in raw:
+            del raw["quantization_config"]
+            notes.append("quantization_config removed: the tensors are not quantized")
+        key = "torch_dtype" if "torch_dtype" in raw and "dtype" not in raw else "dtype"
+        if dtype is not None and raw.get(key) != dtype:
+            notes.append(f"{key} = {dtype!r} (base: {raw.get(key)!r})")
+            raw[key] = dtype
+        added, missing = add_legacy_keys(raw)
+        if added:
+            notes.append(f"added for readers of transformers 4: {', '.join(added)}")
+        if notes:
+            write_json(path, raw)
+        return [f"{CONFIG_NAME}: {note}" for note in (*notes, *missing)]
+
+
+def _plain(config: PreTrainedConfig) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    return values
+
+
+def _apply_changes(
+    raw: dict[str, Any], before: Mapping[str, Any], after: Mapping[str, Any], prefix: str
+) -> list[str]:
+    """Set in `raw` what differs between two configurations; returns a note for each key."""
+    notes = []
+    for key, value in after.items():
+        known = before.get(key)
+        if value == known or (key in _OF_THE_WRITER):
+            continue
+        if isinstance(value, dict) and isinstance(known, dict) and "model_type" in value:
+            nested = raw.get(key) if isinstance(raw.get(key), dict) else dict(known)
+            assert isinstance(nested, dict)
+            raw[key] = nested
+            notes += _apply_changes(nested, known, value, f"{prefix}{key}.")
+            continue
+        if key == ROPE:  # both forms must agree; `add_legacy_keys` writes the older one again
+            for legacy in LEGACY_ROPE_KEYS:
+                raw.pop(legacy, None)
+        raw[key] = value
+        notes.append(f"{prefix}{key} = {json.dumps(value)} (base: {json.dumps(known)})")
+    return notes
+
+
+def _drop_code_references(path: Path, output: Path) -> list[str]:
+    """Remove `auto_map` entries of a JSON file whose code is not in the directory `output`."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return []
+    if not isinstance(values, dict) or not isinstance(values.get("auto_map"), dict):
+        return []
+    absent = {n: c for n, c in values["auto_map"].items() if not _has_code(c, output)}
+    if not absent:
+        return []
+    values["auto_map"] = {n: c for n, c in values["auto_map"].items() if n not in absent}
+    if not values["auto_map"]:
+        del values["auto_map"]
+    write_json(path, values)
+    return [f"{path.name}: auto_map without its code removed: {', '.join(sorted(absent))}"]
+
+
+def _has_code(reference: object, output: Path) -> bool:
+    classes = [c for c in (reference if isinstance(reference, list) else [reference]) if c]
+    names = [str(name) for name in classes]
+    return all("--" in n or (output / f"{n.split('.')[0]}.py").is_file() for n in names)
+
+
+def shortened(names: Iterable[str]) -> str:
+    """The first three of `names`, and how many more there are."""
+    ordered = sorted(names)
+    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")

@@ -1,0 +1,256 @@
+"""The role of every parameter of a model: the one table that decides what is done with each.
+
+A role follows from the type of the module that holds a parameter, from what transformers declares
+(`_can_record_outputs` names the routers) and, of parameters that a module holds directly, from the
+name that the module gives them: never from a number of dimensions or from equal widths. Weight
+decay, the choice between Muon and AdamW, targets of adapters and `docs/architectures.md` read it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from bigtrain.models.layers.parameters import local_shape, parameter_of
+from bigtrain.models.transformers_patches import modules_of_experts, recorded_classes
+
+
+class Role(StrEnum):
+    """What a parameter is to its model."""
+
+    EMBEDDING = "embedding"
+    POSITION = "position"
+    HEAD = "head"
+    MATRIX = "hidden matrix"
+    EXPERTS = "stack of experts"
+    ROUTER = "router"
+    CONVOLUTION = "convolution"
+    NORM = "norm"
+    BIAS = "bias"
+    STATE = "recurrent state"
+    ADAPTER = "adapter"
+    OTHER = "other"
+
+    def decays(self, *, decay_embeddings: bool = True) -> bool:
+        """Whether weight decay falls on it: on weights that are multiplied by activations, and on
+        tables of embeddings if `decay_embeddings`."""
+        return self in _PRODUCTS or (decay_embeddings and self in _TABLES)
+
+
+_PRODUCTS = {
+    Role.HEAD,
+    Role.MATRIX,
+    Role.EXPERTS,
+    Role.ROUTER,
+    Role.CONVOLUTION,
+    Role.ADAPTER,
+}
+_TABLES = {Role.EMBEDDING, Role.POSITION}
+
+LINEAR = (nn.Linear, Conv1D, nn.Bilinear)
+_CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+_EPSILON = ("eps", "epsilon", "variance_epsilon", "norm_eps", "layer_norm_eps")
+"""Attributes of a normalization, whatever its class is called."""
+
+# Names that modules give to parameters of their own.
+_BIAS = re.compile(r"(^|_)bias(_[a-z]|\d)?$")
+_STATE = re.compile(r"^(A_log|D|time_\w+|recurrent_param)$")
+_POSITION = re.compile(r"(^|_)(pos|position|positions|positional|wpe)(_|$)")
+_WEIGHT = re.compile(r"((^|_)(weight|proj|kernel|fn)|^[qkvor]|^[wv]\d)$")
+_ADAPTER, _MAGNITUDE = "lora_", "lora_magnitude_vector"
+_ROUTER = re.compile(r"(Router|Gating|TopKGate|Top2Gate)$")
+_ROUTER_LOGITS = "router_logits"
+
+
+@dataclass(frozen=True)
+class ParameterRole:
+    """The role of one parameter.
+
+    name: its first name, of several that tied ones have. module: the name of the module that holds
+    it, leaf: the name that the module gives it.
+    """
+
+    name: str
+    role: Role
+    module: str
+    leaf: str
+
+
+def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
+    """The role of every parameter of `model` by its first name, in the model's order.
+
+    The model may be on the meta device, partitioned, cut, a pipeline stage, and have adapters. Not
+    collective. A parameter that is an embedding and a head is an embedding.
+    """
+    found = _Classifier(model)
+    roles: dict[str, ParameterRole] = {}
+    by_id: dict[int, str] = {}
+    for prefix, module in model.named_modules():
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
+        for leaf, parameter in own:
+            role = found.role(prefix, module, leaf, parameter)
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            first = by_id.setdefault(id(parameter), name)
+            known = roles.get(first)
+            if known is None or (role in _TABLES and known.role not in _TABLES):
+                roles[first] = ParameterRole(first, role, prefix, leaf)
+    return roles
+
+
+def routers(model: nn.Module) -> list[str]:
+    """Names of the modules that choose experts for tokens: of the classes whose outputs
+    transformers records as router logits, of classes that are called so, and linear layers that a
+    block of experts calls its router."""
+    return _Classifier(model).routers
+
+
+class _Classifier:
+    """Facts about a model's modules that roles depend on."""
+
+    def __init__(self, model: Any) -> None:
+        marked = set(modules_of_experts(model))
+        modules = dict(model.named_modules())
+        self.experts = [
+            name
+            for name, module in modules.items()
+            if module in marked or type(module).__name__.endswith("Experts")
+        ]
+        declared = recorded_classes(model, _ROUTER_LOGITS)
+        # Some return router logits as a block of experts, and not as its router.
+        blocks = {name for name, m in modules.items() if isinstance(m, declared)}
+        blocks |= {name.rpartition(".")[0] for name in self.experts}
+        named = [
+            name
+            for name, module in modules.items()
+            if isinstance(module, LINEAR)
+            and "router" in name.rpartition(".")[2]
+            and name.rpartition(".")[0] in blocks
+        ]
+        self.routers = named + [
+            name
+            for name, module in modules.items()
+            if (isinstance(module, declared) or _ROUTER.search(type(module).__name__))
+            and not _holds(name, [*self.experts, *named])
+        ]
+        self._head = getattr(model, "get_output_embeddings", lambda: None)()
+
+    def role(self, prefix: str, module: nn.Module, leaf: str, parameter: nn.Parameter) -> Role:
+        """The role of `parameter`, which `module` holds as `leaf`."""
+        attribute = prefix.rpartition(".")[2]
+        if f".{_ADAPTER}" in f".{prefix}.{leaf}":
+            if _MAGNITUDE in f"{prefix}.{leaf}":
+                return Role.OTHER
+            return Role.ROUTER if _is_within(prefix, self.routers) else Role.ADAPTER
+        if _BIAS.search(leaf) or _BIAS.search(attribute):
+            return Role.BIAS
+        kind = type(module).__name__
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            if "bias" in attribute:
+                return Role.BIAS
+            is_position = _is_position(kind, *prefix.split(".")[-2:])
+            return Role.POSITION if is_position else Role.EMBEDDING
+        if _is_norm(module, leaf):
+            return Role.NORM
+        is_weight = isinstance(module, (*LINEAR, nn.MultiheadAttention)) or bool(
+            _WEIGHT.search(leaf) and not _is_vector(parameter)
+        )
+        if module is self._head and is_weight:
+            return Role.HEAD
+        if _is_within(prefix, self.routers):
+            return Role.ROUTER if is_weight else Role.OTHER
+        if not isinstance(module, LINEAR) and _is_within(prefix, self.experts):
+            return Role.OTHER if _is_vector(parameter) else Role.EXPERTS
+        if isinstance(module, LINEAR):
+            return Role.MATRIX
+        return _role_of_own(module, leaf, is_weight=is_weight)
+
+
+def _role_of_own(module: nn.Module, leaf: str, *, is_weight: bool) -> Role:
+    """Of a parameter that a module computes with itself."""
+    kind = type(module).__name__
+    if isinstance(module, _CONVOLUTIONS) or (is_weight and "conv" in kind.lower()):
+        return Role.CONVOLUTION
+    if _STATE.search(leaf):
+        return Role.STATE
+    if _is_position(kind, leaf):
+        return Role.POSITION
+    return Role.MATRIX if is_weight else Role.OTHER
+
+
+def _is_norm(module: nn.Module, leaf: str) -> bool:
+    """Whether `module` normalizes and scales its input by `leaf`."""
+    if isinstance(module, LINEAR):
+        return False
+    if "norm" in type(module).__name__.lower():
+        return True
+    is_bare = next(module.children(), None) is None
+    return is_bare and leaf in ("weight", "scale") and any(hasattr(module, n) for n in _EPSILON)
+
+
+def _is_position(kind: str, *names: str) -> bool:
+    return "Position" in kind or any(_POSITION.search(name) for name in names)
+
+
+def _is_vector(parameter: nn.Parameter) -> bool:
+    """Whether at most one dimension is longer than 1: then it is no matrix, whatever its name."""
+    return sum(length > 1 for length in local_shape(parameter)) < 2
+
+
+def _is_within(name: str, parents: Iterable[str]) -> bool:
+    return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
+
+
+def _holds(name: str, children: Iterable[str]) -> bool:
+    return any(child.startswith(f"{name}.") for child in children)
+
+
+@dataclass(frozen=True)
+class ParameterGroups:
+    """Parameters that decay and those that do not, each in the model's order."""
+
+    decay: list[nn.Parameter]
+    no_decay: list[nn.Parameter]
+
+
+def split_by_decay(
+    model: nn.Module, *, decay_embeddings: bool, untrained: Collection[str] = ()
+) -> ParameterGroups:
+    """Trained parameters by `Role.decays`; adapters of the weights `untrained` never decay.
+
+    Frozen parameters are in neither group.
+    """
+    groups = ParameterGroups([], [])
+    for name, entry in parameter_roles(model).items():
+        parameter = parameter_of(model, name)
+        if not parameter.requires_grad:
+            continue
+        decays = entry.role.decays(decay_embeddings=decay_embeddings)
+        if untrained and adapted_weight(name) in untrained:
+            decays = False
+        (groups.decay if decays else groups.no_decay).append(parameter)
+    return groups
+
+
+def adapted_weight(name: str) -> str:
+    """The weight of the model without adapters that an adapter's parameter `name` is added to; the
+    name itself of any other."""
+    head, found, _ = f".{name}".partition(f".{_ADAPTER}")
+    return f"{head[1:]}.weight" if found else name
+
+
+def collapsed(names: Iterable[str]) -> list[str]:
+    """`names` with indices of layers and experts replaced by ``*``, sorted, each once."""
+    return sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names})

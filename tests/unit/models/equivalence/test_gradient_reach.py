@@ -1,0 +1,114 @@
+"""Parameters without a gradient, found before a run, against a backward pass of plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from bigtrain.models.build import empty_model
+from bigtrain.models.equivalence import gradient_reach
+from bigtrain.models.equivalence.gradient_reach import parameters_without_gradient
+from bigtrain.models.equivalence.parameter_plan import plan_parameters, summarized
+from bigtrain.settings.run_config import RunConfig
+from tools.tiny_models import model_types, tiny_config, tiny_model
+
+SAMPLE = ("llama", "gpt2", "gemma3", "deepseek_v32", "ernie4_5_moe", "reformer", "jetmoe", "bart")
+
+
+def absent_gradients(model_type: str) -> list[str]:
+    model: Any = tiny_model(model_type)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 200, (2, 32), generator=generator)
+    outputs = model(input_ids=ids, use_cache=False)
+    (outputs.logits.float().square().mean()).backward()
+    return [name for name, p in model.named_parameters() if p.grad is None]
+
+
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_found_without_a_backward_pass(model_type: str) -> None:
+    found = parameters_without_gradient(tiny_config(model_type))
+    assert found is not None
+    assert list(found) == absent_gradients(model_type)
+    assert bool(found) == (model_type not in ("llama", "gpt2", "jetmoe"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [n for n in model_types() if n not in SAMPLE])
+def test_found_for_every_architecture(model_type: str) -> None:
+    try:
+        expected = absent_gradients(model_type)
+    except Exception as error:
+        pytest.skip(f"no tiny model: {type(error).__name__}")
+    found = parameters_without_gradient(tiny_config(model_type))
+    if model_type == "xmod":  # its configuration has no default language beside tiny_config's
+        assert found in (None, ())
+        return
+    assert found is not None
+    assert list(found) == expected
+
+
+def test_layers_that_share_keys_of_others_are_told_apart() -> None:
+    config = tiny_config("gemma3n_text")
+    assert config.num_kv_shared_layers == 1
+    found = parameters_without_gradient(config)
+    assert found == tuple(absent_gradients("gemma3n_text"))
+
+
+def test_a_model_that_cannot_be_run_is_trained_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(gradient_reach, "_on_meta", refuse)
+    assert parameters_without_gradient(tiny_config("llama")) == ()  # of a proxy model
+    monkeypatch.setattr(gradient_reach, "_on_cpu", refuse)
+    assert parameters_without_gradient(tiny_config("llama")) is None
+    plan = plan_parameters(run_of("llama"), tiny_config("llama"))
+    assert plan.untrained == ()
+    assert "not known" in plan.reason
+
+
+def run_of(model_type: str, **model: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"config": {"model_type": model_type}, **model},
+            "data": {"path": "shards"},
+            "batch": {"sequence_length": 8, "global_batch_size": 4},
+            "train": {"steps": 2},
+            "optimizer": {"lr": 1e-3},
+            "output": {"directory": "unused"},
+        }
+    )
+
+
+def test_the_log_names_modules_that_are_not_trained() -> None:
+    config = tiny_config("gemma3")
+    plan = plan_parameters(run_of("gemma3"), config)
+    assert plan.reason == (
+        "not trained, since they get no gradient from text: 82 parameters "
+        "(model.multi_modal_projector.*, model.vision_tower.*)"
+    )
+    assert "model.language_model.layers.*.mlp.up_proj.weight" in plan.decaying
+    assert not any("vision_tower" in name for name in plan.decaying)
+    assert any("vision_tower" in name for name in plan.decayed_before)
+    frozen = plan_parameters(run_of("gemma3", frozen=["model.vision_tower.*"]), config)
+    assert "vision_tower" not in frozen.reason
+    assert "multi_modal_projector" in frozen.reason
+
+
+def test_modules_are_named_where_all_of_them_is_meant() -> None:
+    every = ["a.0.x", "a.0.y", "a.1.x", "a.1.y", "b.x", "b.y"]
+    assert summarized(["a.0.x", "a.1.x", "b.x", "b.y"], every) == ["a.*.x", "b.*"]
+
+
+def test_what_decayed_by_its_number_of_dimensions() -> None:
+    config = AutoConfig.for_model(
+        "mamba", hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4
+    )
+    plan = plan_parameters(run_of("mamba"), config)
+    assert plan.decayed_before == ("backbone.layers.*.mixer.A_log",)
+    assert "backbone.layers.*.mixer.A_log" not in plan.decaying
+    assert "backbone.layers.*.mixer.conv1d.weight" in plan.decaying
+    assert len(list(empty_model(config).parameters())) > len(plan.decaying)

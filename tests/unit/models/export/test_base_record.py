@@ -1,0 +1,332 @@
+"""A model that is imported and exported without a step is the same model, file by file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
+
+from bigtrain.data.tokenizers.training import train_tokenizer
+from bigtrain.errors import ModelError
+from bigtrain.models.build import build_model
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.export.verified import Probe, export_model
+from bigtrain.models.generation import Sampling, generate
+from bigtrain.models.weights.checksums import CHECKSUMS, corrupt_weights
+from bigtrain.models.weights.import_hf import find_weights
+from bigtrain.models.weights.older_readers import legacy_rope
+from bigtrain.settings.hf_config_keys import inspect_configuration
+from bigtrain.settings.run_config import ModelSection
+from tests.support.tiny_bases import (
+    BASES,
+    assert_same_tensors,
+    exported_again,
+    files_of,
+    tensors_of,
+)
+
+WRITTEN = {"README.md", CHECKSUMS}
+"""Files that every export has."""
+
+RoundTrip = Callable[..., tuple[Path, list[str]]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer([["def read(self): return 0", "naive text 12"]], 300).save(directory)
+    return directory
+
+
+@pytest.fixture
+def round_trip(tokenizer: Path, tmp_path: Path) -> RoundTrip:
+    """Import a base, change nothing, export; returns the export and its notes."""
+    return partial(exported_again, tokenizer=tokenizer, place=tmp_path)
+
+
+def added_keys(written: dict[str, Any], config: dict[str, Any], prefix: str = "") -> set[str]:
+    """Keys that only `written` has, nested ones too; all others are equal."""
+    added = {prefix + key for key in written.keys() - config.keys()}
+    for key, value in config.items():
+        if isinstance(value, dict) and "model_type" in value:
+            added |= added_keys(written[key], value, f"{prefix}{key}.")
+        else:
+            assert written[key] == value, prefix + key
+    return added
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_every_tensor_file_and_key_comes_out_as_it_went_in(
+    name: str, round_trip: RoundTrip, tmp_path: Path, tokenizer: Path
+) -> None:
+    base = tmp_path / "base"
+    BASES[name](base)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(base)
+    extra = {
+        "preprocessor_config.json": '{"do_resize":true}',
+        "LICENSE": "Licence",
+        "assets/notes.txt": "Notes.",
+        "chat_template.jinja": "{{ messages }}",
+        "generation_config.json": '{"eos_token_id": [7, 9], "_from_model_config": false}',
+    }
+    for place, text in extra.items():
+        (base / place).parent.mkdir(exist_ok=True)
+        (base / place).write_text(text)
+    config = json.loads((base / "config.json").read_text())
+    config |= {"a_key_of_nobody": {"x": [1]}, "use_cache": False, "transformers_version": "4.40.0"}
+    (base / "config.json").write_text(json.dumps(config))
+    output, notes = round_trip(base)
+    assert_same_tensors(base, output)
+    before, after = files_of(base), files_of(output)
+    changed = {n for n in before.keys() | after.keys() if before.get(n) != after.get(n)} - WRITTEN
+    listed = {name for name in changed if any(name in note for note in notes)}
+    assert changed == listed
+    assert changed <= {"config.json"}
+    written = json.loads(after["config.json"])
+    added = added_keys(written, config)
+    assert all(any(key in note for note in notes) for key in added)
+    assert all(note in after["README.md"].decode() for note in notes)
+    # Both loaded by transformers: the same logits, to the bit.
+    ids = torch.arange(24).reshape(1, 24)
+    with torch.no_grad():
+        ours, theirs = (
+            AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)(input_ids=ids).logits
+            for place in (output, base)
+        )
+    assert torch.equal(ours, theirs)
+
+
+def test_tensors_that_transformers_does_not_load_are_kept_and_named(
+    round_trip: RoundTrip, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    BASES["deepseek_v3"](base)
+    stored = load_file(base / "model.safetensors")
+    extra = {
+        f"model.layers.61.{n}.weight": torch.randn(3, 5).bfloat16() for n in ("eh_proj", "norm")
+    }
+    save_file(stored | extra, base / "model.safetensors", {"format": "pt"})
+    output, notes = round_trip(base)
+    assert_same_tensors(base, output)
+    assert any("model.layers.61.norm.weight" in note for note in notes)
+
+
+def test_tied_copies_that_a_base_stores_get_the_trained_values(
+    round_trip: RoundTrip, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    BASES["llama-tied"](base)
+    stored = load_file(base / "model.safetensors")
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    save_file(stored, base / "model.safetensors", {"format": "pt"})
+    output, _ = round_trip(base)
+    assert_same_tensors(base, output)
+
+
+def test_each_tensor_keeps_the_dtype_of_the_base(round_trip: RoundTrip, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    BASES["llama"](base)
+    stored = load_file(base / "model.safetensors")
+    mixed = {
+        name: tensor.bfloat16() if "mlp" in name else tensor.half() if "norm" in name else tensor
+        for name, tensor in stored.items()
+    }
+    save_file(mixed, base / "model.safetensors", {"format": "pt"})
+    output, _ = round_trip(base)
+    assert_same_tensors(base, output)
+
+
+def test_names_without_the_prefix_of_the_class_stay(round_trip: RoundTrip, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    BASES["gpt2"](base)
+    stored = load_file(base / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}
+    mask = torch.ones(24, 24).tril().view(1, 1, 24, 24)
+    save_file(bare | {"h.0.attn.bias": mask}, base / "model.safetensors", {"format": "pt"})
+    output, _ = round_trip(base)
+    assert_same_tensors(base, output)
+
+
+def test_what_must_change_is_listed(round_trip: RoundTrip, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    BASES["llama"](base)
+    config = json.loads((base / "config.json").read_text())
+    config |= {
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        "auto_map": {
+            "AutoConfig": "configuration_own.Own",
+            "AutoModel": "hub/name--modeling.Own",
+            "AutoModelForCausalLM": "modeling_absent.Own",
+        },
+    }
+    (base / "config.json").write_text(json.dumps(config))
+    (base / "configuration_own.py").write_text("raise SystemExit('never run')\n")
+    (base / "README.md").write_text("The base's card.\n")
+    (base / "pytorch_model.bin").write_bytes(b"x")
+    output, notes = round_trip(base, dtype="bfloat16", rms_norm_eps=1e-3)
+    written = json.loads((output / "config.json").read_text())
+    assert "quantization_config" not in written
+    assert written["rms_norm_eps"] == 1e-3
+    assert written["dtype"] == "bfloat16"
+    assert set(written["auto_map"]) == {"AutoConfig", "AutoModel"}
+    assert (output / "configuration_own.py").is_file()
+    assert (output / "BASE_README.md").read_text() == "The base's card.\n"
+    expected = "quantization_config rms_norm_eps dtype AutoModelForCausalLM BASE_READ pytorch_model"
+    for part in expected.split():
+        assert any(part in note for note in notes), part
+    assert {tensor.dtype for tensor in tensors_of(output).values()} == {torch.bfloat16}
+
+
+def test_changed_rotary_parameters_are_written_in_both_forms(
+    round_trip: RoundTrip, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    BASES["llama"](base)
+    scaling = {"rope_type": "linear", "factor": 3.0, "rope_theta": 31.0}
+    output, _ = round_trip(base, rope_parameters=scaling)
+    written = json.loads((output / "config.json").read_text())
+    assert written["rope_theta"] == 31.0
+    assert written["rope_scaling"] == {"rope_type": "linear", "factor": 3.0}
+    assert load_hf_config(ModelSection(path=str(output))).rope_parameters == scaling
+
+
+def test_checksums_cover_every_file_that_decides_the_numbers(
+    round_trip: RoundTrip, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    BASES["llama"](base)
+    output, _ = round_trip(base)
+    listed = json.loads((output / CHECKSUMS).read_text())
+    assert listed.keys() == files_of(output).keys() - WRITTEN | {"model.safetensors"}
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        if not (output / name).is_file():
+            continue
+        whole = (output / name).read_bytes()
+        (output / name).write_bytes(whole.replace(b"1", b"2", 1))
+        assert name in "".join(corrupt_weights(output)[1])
+        (output / name).write_bytes(whole)
+    assert corrupt_weights(output)[1] == []
+
+
+def test_numbers_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    BASES["llama"](base)
+    stored = load_file(base / "model.safetensors")
+    stored["model.layers.1.mlp.up_proj.weight"][3, 2] = float("nan")
+    save_file(stored, base / "model.safetensors", {"format": "pt"})
+    section = ModelSection(path=str(base))
+    with pytest.raises(
+        ModelError, match=r"layers\.1\.mlp\.up_proj\.weight holds numbers that are not"
+    ):
+        build_model(section, load_hf_config(section), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (
+            {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            {"rope_scaling": None, "rope_theta": 5e5},
+        ),
+        (
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+                },
+            },
+            {
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                "rope_theta": 2e6,
+                "rope_local_base_freq": 3e4,
+            },
+        ),
+        (
+            {
+                "model_type": "gpt_neox",
+                "rope_parameters": {
+                    "rope_type": "default", "rope_theta": 7e3, "partial_rotary_factor": 0.5,
+                },
+            },
+            {"rope_scaling": None, "rotary_emb_base": 7e3, "rotary_pct": 0.5},
+        ),
+        # Both of its kinds of layers have one base there, so two have no older form.
+        (
+            {
+                "model_type": "olmo3",
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                },
+            },
+            None,
+        ),
+    ],
+)  # fmt: skip
+def test_rotary_keys_of_transformers_4(values: dict[str, Any], expected: object) -> None:
+    assert legacy_rope(values) == expected
+
+
+def test_expert_widths_that_grouped_products_do_not_take_are_exported(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    """Plain transformers multiplies them as groups of 16 bytes, and fails."""
+    section = ModelSection(
+        config={
+            "model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 32, "head_dim": 8,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 13,
+        }
+    )  # fmt: skip
+    hf_config = load_hf_config(section)
+    model = build_model(section, hf_config, seed=0).eval()
+    ids = Probe.make_input(512, 16)
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    export_model(
+        weights, hf_config, tokenizer, tmp_path / "hf",
+        dtype="float32", probe=Probe(ids, logits, "float32"),
+    )  # fmt: skip
+    sampling = Sampling(temperature=0, top_p=1.0, seed=0)
+    text = generate(str(tmp_path / "hf"), "def", max_new_tokens=2, sampling=sampling)
+    assert text.startswith("def")
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "llava", "t5"])
+def test_models_without_a_causal_class_are_refused_in_one_sentence(
+    model_type: str, tmp_path: Path
+) -> None:
+    """By the settings alone, as `check` does, and where the configuration is loaded."""
+    CONFIG_MAPPING[model_type]().save_pretrained(tmp_path)
+    section = ModelSection(path=str(tmp_path))
+    (problem,) = inspect_configuration(section)[1]
+    assert problem.key == "model.path"
+    assert f"model_type {model_type!r}" in problem.rule
+    assert "AutoModelForCausalLM has no class for it" in problem.rule
+    with pytest.raises(ModelError, match="has no class for it"):
+        load_hf_config(section)
+
+
+def test_weights_that_are_quantized_are_refused_with_the_method(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    BASES["llama"](base)
+    stored = load_file(base / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    stored[name] = stored[name].to(torch.float8_e4m3fn)
+    save_file(stored, base / "model.safetensors", {"format": "pt"})
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (base / "config.json").write_text(json.dumps(config))
+    hf_config = load_hf_config(ModelSection(path=str(base)))
+    with pytest.raises(ModelError, match=r"quant_method = 'fp8': quantized weights are not"):
+        find_weights(str(base), hf_config)

@@ -1,0 +1,138 @@
+"""Write what weight decay falls on and what Muon takes of every causal LM: docs/architectures.md.
+
+    python tools/parameter_table.py --output docs/architectures.md
+
+Rewrites the last section of the page that `tools/architectures.py` writes, which has the same
+section. Models are built on the meta device from tiny configurations, so it takes half a minute and
+trains nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+TITLE = "## Weight decay and Muon"
+COLUMNS = (
+    "Muon takes, decays",
+    "Muon leaves to AdamW, decays",
+    "does not decay, in addition to norms and biases",
+    "float32 in a run in bfloat16",
+    "no gradient from text",
+)
+_EXPLANATION = (
+    "Written by `python tools/parameter_table.py --output docs/architectures.md`. By the roles in "
+    "`bigtrain/models/layers/parameter_roles.py`: weight decay falls on the weights of products "
+    "(linear layers, experts, routers, convolutions, the head) and, with "
+    "`optimizer.decay_embeddings`, on tables of embeddings; not on norms, biases, states of "
+    "recurrent layers, scales, sinks and whatever else there is. `optimizer.type: muon` takes the "
+    "first column and leaves the rest to AdamW. Names are the last parts of the model's. What "
+    "transformers keeps in float32, and what gets no gradient from text, which is not trained, is "
+    "shown by modules where all of one is meant."
+)
+
+
+def cells(model: Any) -> tuple[str, str, str]:
+    """What Muon takes, what else decays, and what does not decay, of a model on the meta device."""
+    from bigtrain.models.layers.parameter_roles import Role, parameter_roles
+    from bigtrain.models.parallel.hidden_matrices import hidden_matrices
+
+    matrices = hidden_matrices(model)
+    taken, others, exempt = [], [], []
+    for name, entry in parameter_roles(model).items():
+        if name in matrices:
+            taken.append(_short(name))
+        elif entry.role.decays():
+            others.append(_short(name))
+        elif entry.role not in (Role.NORM, Role.BIAS):
+            exempt.append(_short(name))
+    return _listed(taken), _listed(others), _listed(exempt)
+
+
+def special_cells(model_type: str) -> tuple[str, str]:
+    """What is kept in float32, and what gets no gradient."""
+    import torch
+
+    from bigtrain.models.build import empty_model
+    from bigtrain.models.equivalence.gradient_reach import parameters_without_gradient
+    from bigtrain.models.equivalence.parameter_plan import summarized
+    from bigtrain.models.transformers_patches import computed_in_float32
+    from tools.tiny_models import tiny_config
+
+    config: Any = tiny_config(model_type)
+    config.use_cache = False
+    model = empty_model(config, torch.bfloat16)
+    names = [name for name, _ in model.named_parameters()]
+    kept = computed_in_float32(model, torch.bfloat16)
+    untrained = parameters_without_gradient(config)
+    return (
+        _listed(map(_short, summarized(kept, names))),
+        "not known" if untrained is None else _listed(map(_short, summarized(untrained, names))),
+    )
+
+
+def _short(name: str) -> str:
+    """The last two parts of a name, without indices and ``weight``."""
+    parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]
+    parts = [part for part in parts[:-1] if part != "*"] + parts[-1:]
+    own = len(parts) > 1 and (len(parts[-1]) <= 2 or parts[-1] in _COMMON)
+    return ".".join(parts[-2:] if own else parts[-1:])
+
+
+_COMMON = {"*", "weight", "proj", "scale", "gate", "fn", "base", "projection", "linear", "layer"}
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " ".join(f"`{name}`" for name in dict.fromkeys(names))
+
+
+def section() -> list[str]:
+    """The lines of the section."""
+    from bigtrain.models.build import empty_model
+    from tools.tiny_models import model_types, tiny_config
+
+    rows, absent = [], []
+    for model_type in model_types():
+        try:
+            model = empty_model(tiny_config(model_type))
+        except Exception:  # whatever single configurations do; why is said above
+            absent.append(model_type)
+            continue
+        rows.append(row(model_type, (*cells(model), *special_cells(model_type))))
+    return [
+        TITLE,
+        "",
+        _EXPLANATION,
+        "",
+        "| model type | " + " | ".join(COLUMNS) + " |",
+        "|---|" + "---|" * len(COLUMNS),
+        *rows,
+        "",
+        f"Without a tiny configuration: {', '.join(f'`{name}`' for name in absent)}.",
+        "",
+    ]
+
+
+def row(model_type: str, texts: Iterable[str]) -> str:
+    """A line of the table."""
+    return f"| `{model_type}` | " + " | ".join(texts) + " |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="the page to rewrite")
+    args = parser.parse_args()
+    before, _, _ = args.output.read_text(encoding="utf-8").partition(TITLE)
+    args.output.write_text(before + "\n".join(section()), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
