@@ -306,17 +306,20 @@ def test_a_crash_is_told_by_the_command(tmp_path: Path) -> None:
 
 
 MUTATIONS = {
-    "norms decay": {
+    "vectors decay": {
         "models/layers/parameter_roles.py": (
-            "    Role.ADAPTER,\n}",
-            "    Role.ADAPTER,\n    Role.NORM,\n}",
+            "(groups.decay if decays else groups.no_decay)",
+            "groups.decay",
         )
     },
     "labels are smoothed": {
         "engine/train_engine.py": ('reduction="sum",', 'reduction="sum", label_smoothing=0.01,')
     },
     "nothing is frozen": {
-        "models/layers/parameters.py": ("requires_grad_(False)", "requires_grad_(True)")
+        "models/layers/parameters.py": (
+            "get_parameter(names[0]).requires_grad_(False)",
+            "get_parameter(names[0]).requires_grad_(True)",
+        )
     },
     "the norm is clipped to another": {
         "settings/deepspeed/engine_config.py": (
