@@ -203,7 +203,7 @@ class ControlTokens:
 
 
 def _unknown_token(model: dict[str, Any]) -> str | None:
-    """The token of text that a model has none for, which is no control token."""
+    """Return the token for unknown text, which is not a control token."""
     number = model.get("unk_id")  # Unigram's
     if number is not None:
         return str(model["vocab"][number][0])

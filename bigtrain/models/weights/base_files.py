@@ -1,4 +1,4 @@
-"""Small files beside a base's weights that would make its export another model, or none."""
+"""Small files of a base that would make its export another model, or none."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def unusable_files(directory: Path) -> Iterator[tuple[str, str]]:
-    """What is wrong with the files in a base's `directory`, each with its remedy."""
+    """Yield each fault of the files in a base's `directory`, and how to correct it."""
     if (directory / ADAPTER_CONFIG).exists():
         yield (
-            f"{ADAPTER_CONFIG} is beside the weights: transformers loads the adapter's own base "
+            f"{ADAPTER_CONFIG} is in the same directory: transformers loads the adapter's own base "
             "with the adapter from such a directory, not these weights",
             f"move {ADAPTER_CONFIG} and the adapter's weights out of it; to train the merged "
             "model, merge them first (peft: merge_and_unload, save_pretrained)",
@@ -32,9 +32,9 @@ def _generation_fault(path: Path) -> str | None:
     except (OSError, ValueError) as error:
         return f"cannot be read as JSON: {error}"
     if not isinstance(settings, dict):
-        return "is no JSON object"
+        return "must be a JSON object"
     ends = settings.get("eos_token_id")
     listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if any(isinstance(one, bool) or not isinstance(one, int) for one in listed):
-        return f"eos_token_id = {ends!r} is no id of a token, or list of such"
+        return f"eos_token_id = {ends!r} must be the id of a token, or a list of ids"
     return None

@@ -144,7 +144,7 @@ def find_weights(source: str, hf_config: PreTrainedConfig, key: str = "model.pat
             shown.append(f"and {len(problems) - _SHOWN} more, the last: {problems[-1]}")
         if all(text.endswith(_UNKNOWN) for text in problems):
             shown.append(
-                "-> if these are no part of what is to be trained, write the model without them: "
+                "-> if the model does not need them, write it again without them: "
                 f"{_REWRITE.format(source=source)}"
             )
         raise ModelError(

@@ -125,7 +125,7 @@ class OutputSection(Section):
         if directory.startswith("~") or re.search(r"\$(\w|\{)", directory):
             raise ValueError(
                 "must be written out: ~ and variables are expanded by a shell, not in a file; "
-                f"{os.path.expandvars(os.path.expanduser(directory))!r}, say"
+                f"here they are {os.path.expandvars(os.path.expanduser(directory))!r}"
             )
         if is_address(directory):
             raise ValueError(

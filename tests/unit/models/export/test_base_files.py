@@ -27,9 +27,17 @@ REFUSED = {
     "an adapter": ("adapter_config.json", '{"peft_type": "LORA"}', "loads the adapter's own base"),
     "no JSON": ("generation_config.json", "{", "cannot be read as JSON"),
     "a byte order mark": ("generation_config.json", '\ufeff{"eos_token_id": 0}', "as JSON"),
-    "a list": ("generation_config.json", "[]", "is no JSON object"),
-    "an end in letters": ("generation_config.json", '{"eos_token_id": "</s>"}', "is no id of"),
-    "ends in letters": ("generation_config.json", '{"eos_token_id": [0, "1"]}', "is no id of"),
+    "a list": ("generation_config.json", "[]", "must be a JSON object"),
+    "an end in letters": (
+        "generation_config.json",
+        '{"eos_token_id": "</s>"}',
+        "must be the id of",
+    ),
+    "ends in letters": (
+        "generation_config.json",
+        '{"eos_token_id": [0, "1"]}',
+        "must be the id of",
+    ),
 }
 
 
@@ -96,7 +104,7 @@ def test_check_refuses_weights_that_are_not_the_model_s(
     assert main(["check", "--inputs", "--config", run_of(changed, tmp_path)]) == 2
     refused = capsys.readouterr().err
     assert "model.layers.0.attn.masked_bias: the model has none" in refused
-    assert "write the model without them: python -c" in refused
+    assert "write it again without them: python -c" in refused
 
 
 def test_a_missing_output_layer_is_refused_with_the_key_that_ties_it(tmp_path: Path) -> None:
