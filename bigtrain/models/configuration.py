@@ -59,6 +59,11 @@ def load_hf_config(section: ConfigurationSource) -> PreTrainedConfig:
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"{key} = {source!r}: {_why_not_found(source, error)}") from error
+    except Exception as error:  # validators raise classes that huggingface_hub does not export
+        raise ModelError(
+            f"{key} = {source!r}: transformers refuses its config.json: "
+            f"{' '.join(str(error).split())} -> correct the file"
+        ) from error
     if hasattr(config, "auto_map") and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
             f"{key} = {source!r}: is a causal language model only by code of its own (auto_map), "

@@ -72,9 +72,10 @@ def _try_inputs(resolved: ResolvedRun) -> list[str]:
     """Lines on what the run would choose for its model. Raises the errors that the run itself would
     raise about its data, its model and a checkpoint that it would resume from."""
     from bigtrain.run.checkpointing.changed_settings import refuse_other_run
-    from bigtrain.run.preflight import inspect_inputs
+    from bigtrain.run.preflight import check_base_weights, inspect_inputs
 
     inputs = inspect_inputs(resolved)
+    check_base_weights(resolved.config, inputs)
     found = refuse_other_run(
         resolved.config, inputs.sources, inputs.data_hash, inputs.model_plan.parameters
     )

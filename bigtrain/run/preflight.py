@@ -23,10 +23,12 @@ from bigtrain.models.equivalence.once import choose_once
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.models.layers.kernels import check_kernels
 from bigtrain.models.lm_eval_tasks import check_tasks
+from bigtrain.models.weights.base_files import unusable_files
 from bigtrain.models.weights.checksums import changed_files
 from bigtrain.models.weights.export_hf import TOKENIZER_REMEDY, class_beside
+from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.models.weights.quantized import check_quantization
-from bigtrain.models.weights.vocabulary import Growth, grown_configuration
+from bigtrain.models.weights.vocabulary import Growth, base_configuration, grown_configuration
 from bigtrain.run.reporting.metrics import check_trackers
 from bigtrain.settings.compatibility.check import Facts, check_model
 from bigtrain.settings.hf_config_keys import check_layer_drop
@@ -110,11 +112,27 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
     )
 
 
+def check_base_weights(config: RunConfig, inputs: Inputs) -> None:
+    """Read the headers of the weight files in a base's directory on this host, as the run does
+    before its rendezvous, unless it resumes. Raises ModelError as `find_weights`."""
+    path = config.model.path
+    if path is None or not Path(path).is_dir() or _resumes(config):
+        return
+    hf_config = inputs.hf_config
+    if inputs.growth is not None:
+        hf_config = base_configuration(hf_config, inputs.growth)
+    find_weights(path, hf_config)
+
+
+def _resumes(config: RunConfig) -> bool:
+    return any(Path(config.output.directory, "checkpoints").glob("step-*"))
+
+
 def _check_tokenizer(config: RunConfig, dataset: TokenDataset) -> Sequence[Problem]:
     """Compare the data's tokenizer with the section ``tokenizer`` and with that of the base model.
     A run that resumes keeps these settings and reads nothing of the base: its data's tokenizer
     is compared with its own."""
-    resumes = any(Path(config.output.directory, "checkpoints").glob("step-*"))
+    resumes = _resumes(config)
     place = dataset.tokenizer_path
     problems = check_model_tokens(config, place, str(dataset.path), resumes=resumes)
     if resumes:
@@ -150,13 +168,15 @@ def _check_output(directory: Path) -> Sequence[Problem]:
 
 
 def _check_base_files(config: RunConfig) -> Sequence[Problem]:
-    """Compare the small files of a base on this host with the checksums that were recorded."""
+    """Check the small files of a base on this host: their checksums, where some were recorded, and
+    whether an export could hold them."""
     path = config.model.path
     if path is None or not Path(path).is_dir():
         return []
     remedy = "restore them; if the change is meant, remove the list and start a new run"
     found = changed_files(Path(path), Path(config.output.directory))
-    return [Problem("model.path", path, text, remedy) for text in found]
+    problems = [Problem("model.path", path, text, remedy) for text in found]
+    return problems + [Problem("model.path", path, *fault) for fault in unusable_files(Path(path))]
 
 
 def _check_positions(sequence_length: int, hf_config: Any) -> Sequence[Problem]:

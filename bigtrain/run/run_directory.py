@@ -52,16 +52,22 @@ def write_run_directory(
     if base_model is not None:
         write_sums(directory / BASE_MODEL, base_model)
     save_configuration(run.config.model, inputs.hf_config, directory / MODEL_CONFIG)
-    tokens = Path(run.config.data.mixture[0].path)  # all sources have the same tokenizer
+    records = [dataset.table.tokenizer for dataset in inputs.datasets]
+    tokens = Path(run.config.data.mixture[_with_template(records)].path)
     shutil.copytree(tokens / TOKENIZER_DIRECTORY, directory / "tokenizer", dirs_exist_ok=True)
-    text_record([dataset.table.tokenizer for dataset in inputs.datasets]).save(
-        directory / "tokenizer"
-    )
+    text_record(records).save(directory / "tokenizer")
+
+
+def _with_template(tokenizers: Sequence[TokenizerRecord]) -> int:
+    """Number of the dataset whose tokenizer is the run's. All are the same, but for the chat
+    template: that of conversations is kept."""
+    return next((n for n, one in enumerate(tokenizers) if one.chat_template is not None), 0)
 
 
 def text_record(tokenizers: Sequence[TokenizerRecord]) -> TextRecord:
-    """How the texts of a mixture's datasets begin and end; the first one decides how they begin."""
-    first = tokenizers[0]
+    """How the texts of a mixture's datasets begin and end; the first one of plain text decides how
+    they begin: conversations begin as their template writes."""
+    first = next((one for one in tokenizers if one.chat_template is None), tokenizers[0])
     ends = {number for one in tokenizers for number in one.answer_end_ids or ()}
     return TextRecord(first.beginning_ids or (), first.end_of_document_id, tuple(sorted(ends)))
 

@@ -37,7 +37,7 @@ _JSON_TYPES: dict[str, type] = {
 }
 _FIGURES = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_AT_LEAST_ONE = (*_FIGURES, "vocab_size", "hidden_size")
+_AT_LEAST_ONE = (*_FIGURES, "vocab_size", "hidden_size", "intermediate_size")
 _LAYER_DROP = re.compile(r"layer_?drop(?!out)", re.IGNORECASE)
 _NO_OVERRIDES: Mapping[str, Any] = {}
 _NAME_A_MODEL = "name a directory of a Hugging Face model, or a model of the hub"
@@ -285,10 +285,11 @@ def _figures(
         value = defaults.get(key) if name is None else values[name]
         if type(value) is not int or (key in defaults and defaults[key] is None):
             continue
-        if value < 1:
+        if value < 1 and not (key == "intermediate_size" and _has_experts(values)):
             problems.append(Problem(f"{where}.{name}", value, "must be at least 1", "nearest: 1"))
         elif key in _FIGURES:
             found[key] = value
+    problems += _check_key_heads(values, where, found.get("num_attention_heads"))
     cut = of_text["cut"] if of_text else []
     if "num_attention_heads" in cut:
         found["cut_heads"] = found.get("num_attention_heads")
@@ -300,3 +301,18 @@ def _figures(
     if experts and experts[0] > 0:
         found["num_experts"] = experts[0]
     return ModelFigures(**found), problems
+
+
+def _has_experts(values: Mapping[str, Any]) -> bool:
+    """Whether all layers may be sparse, so that a dense layer's width has no meaning."""
+    return any(type(values.get(name)) is int for name in _EXPERTS)
+
+
+def _check_key_heads(values: Mapping[str, Any], where: str, heads: int | None) -> list[Problem]:
+    """The problem of query heads that key-value heads cannot be shared by evenly."""
+    found = values.get("num_key_value_heads")
+    if type(found) is not int or heads is None or (found > 0 and heads % found == 0):
+        return []
+    nearest = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(found, 1))
+    rule = f"num_attention_heads = {heads} must be a multiple of it"
+    return [Problem(f"{where}.num_key_value_heads", found, rule, f"nearest: {nearest}")]

@@ -40,7 +40,11 @@ def foreign_base(base: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nothing_but_the_card_differs(
-    dtype: str, foreign_base: Path, inputs: Inputs, tmp_path: Path
+    dtype: str,
+    foreign_base: Path,
+    inputs: Inputs,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = tmp_path / "run"
     done = train(
@@ -57,6 +61,10 @@ def test_nothing_but_the_card_differs(
     assert changed <= {"README.md", "BASE_README.md", "checksums.json"}
     assert "tensors that transformers does not load" in (run / "log.txt").read_text()
     assert "## Changes from the base" in after["README.md"].decode()
+    shutil.rmtree(run / "base")  # as of a run that an older bigtrain began
+    assert bigtrain(["export", "--run", str(run), "--output", str(tmp_path / "poor")]) == 0
+    assert "the run has no record of its base" in capsys.readouterr().err
+    assert "has no record of its base" in (tmp_path / "poor" / "README.md").read_text()
 
 
 def test_a_base_whose_configuration_changed_is_refused_at_resume(

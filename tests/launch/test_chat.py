@@ -63,6 +63,29 @@ def new_tokens(directory: Path, question: str) -> list[int]:
     return [int(token) for token in output[0, prompt.input_ids.shape[1] :]]
 
 
+def test_the_template_of_the_conversations_of_a_mixture_is_exported(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    """Also where they are not its first source."""
+    write_chats(tmp_path / "chats.jsonl", 60)
+    (tmp_path / "chat.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    words = ["tokenize", "--input", tmp_path / "chats.jsonl", "--output", tmp_path / "chats"]
+    words += ["--tokenizer", inputs.tokenizer, "--chat-template", tmp_path / "chat.jinja"]
+    assert bigtrain(list(map(str, words))) == 0
+    sources = [{"path": str(path), "weight": 1} for path in (inputs.shards, tmp_path / "chats")]
+    run = tmp_path / "run"
+    done = train(
+        *("--config", inputs.run_yaml, f"data={json.dumps({'sources': sources})}"),
+        *("data.packing=best_fit", "train.steps=2", f"output.directory={run}"),
+    )
+    assert done.code == 0, done.output
+    exported = (run / "hf" / "chat_template.jinja").read_text()
+    assert exported == (tmp_path / "chat.jinja").read_text()
+
+
 def test_a_chat_stops_by_itself(
     inputs: Inputs,
     finished_run: Path,

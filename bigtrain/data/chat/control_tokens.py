@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bigtrain.data.documents.conversations import ConversationError
+from bigtrain.data.tokenizers.encoders import hide_words
 
 MARK = "\U0010fffc"
 FIRST_NAME = 0xF0000
@@ -48,7 +49,7 @@ class ControlTokens:
         self.are_normalized = tree.get("normalizer") is not None and any(
             token["special"] and token["normalized"] for token in added
         )
-        unknown = tree["model"].get("unk_token")
+        unknown = _unknown_token(tree["model"])
         self._control_ids = [id_ for name, id_ in self.ids.items() if name != unknown]
         names = sorted(filter(None, self.ids), key=len, reverse=True)
         self._whole = re.compile("|".join(map(re.escape, names)) or "(?!)")
@@ -146,6 +147,7 @@ class ControlTokens:
         from tokenizers import Tokenizer
 
         tree = json.loads(self._tokenizer_json)
+        hide_words(tree["model"], self.ids)
         names = {
             name: chr(FIRST_NAME + number) + FILLER * (len(name) - 1)
             for number, name in enumerate(self.ids)
@@ -198,6 +200,15 @@ class ControlTokens:
         if string in self._middles or stripped[begin:] in self._middles:
             cuts.append(begin + 1)
         return cuts
+
+
+def _unknown_token(model: dict[str, Any]) -> str | None:
+    """Return the token for unknown text, which is not a control token."""
+    number = model.get("unk_id")  # Unigram's
+    if number is not None:
+        return str(model["vocab"][number][0])
+    name = model.get("unk_token")
+    return None if name is None else str(name)
 
 
 def _any_of(characters: Iterable[str]) -> re.Pattern[str]:

@@ -268,10 +268,16 @@ def _is_in(number: int, piece: _Piece, marked: str, text: str) -> bool:
 
 
 def _keeps_letters(text: str, written: str) -> bool:
-    """Whether the letters and digits of ASCII in `text` are in `written` in their order, whatever
-    escapes are between them."""
-    rest = iter(written)
-    return all(letter in rest for letter in text if letter.isascii() and letter.isalnum())
+    """Whether the letters, digits and symbols beyond ASCII of `text` are in `written` in their
+    order, whatever escapes are between them."""
+    rest, escaped = iter(written), "\\u" in written.lower()
+    return all(letter in rest for letter in text if _must_stay(letter, escaped))
+
+
+def _must_stay(letter: str, escaped: bool) -> bool:
+    if letter.isascii():
+        return letter.isalnum()
+    return not escaped and not letter.isspace()
 
 
 def _forms(text: str) -> set[str]:

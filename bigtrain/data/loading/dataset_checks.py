@@ -58,7 +58,7 @@ def check_datasets(
     problems += check_same_directory(config)
     problems += check_tokenizer_files(config)
     problems += check_masks(config, tables) + check_same_tokenizer(config, tables)
-    problems += check_same_beginnings(config, tables)
+    problems += check_same_beginnings(config, tables) + check_same_templates(config, tables)
     if model_vocab_size is None:
         model_vocab_size = known_vocab_size(config.model)
     if model_vocab_size is not None:
@@ -118,6 +118,23 @@ def check_same_beginnings(config: RunConfig, tables: Sequence[ShardTable]) -> li
         )
         for number in texts
         if beginnings[number] != beginnings[texts[0]]
+    ]
+
+
+def check_same_templates(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
+    """Whether one chat template wrote all conversations: an export can have one only."""
+    known = [table.tokenizer.chat_template for table in tables]
+    first = next((number for number, template in enumerate(known) if template is not None), 0)
+    return [
+        Problem(
+            config.data.key_of(number),
+            config.data.mixture[number].path,
+            "its conversations were written by another chat template than those of "
+            f"{config.data.mixture[first].path}, and the export can have one only",
+            "tokenize both with the same --chat-template",
+        )
+        for number, template in enumerate(known)
+        if template is not None and template != known[first]
     ]
 
 

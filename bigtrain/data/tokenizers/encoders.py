@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from itertools import chain
@@ -114,7 +114,10 @@ class ReferenceEncoder(Encoder):
     def _load(self) -> Any:
         from tokenizers import Tokenizer
 
-        backend = Tokenizer.from_str(self.tokenizer_json)
+        tokenizer_json = self.tokenizer_json
+        if not self.parse_special_tokens:
+            tokenizer_json = _without_special_words(tokenizer_json)
+        backend = Tokenizer.from_str(tokenizer_json)
         backend.encode_special_tokens = not self.parse_special_tokens
         backend.no_truncation()
         backend.no_padding()
@@ -126,6 +129,44 @@ class ReferenceEncoder(Encoder):
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         tokens = np.fromiter(chain.from_iterable(ids), np.int64, int(lengths.sum()))
         return Encoded(tokens, lengths)
+
+
+def hide_words(model: dict[str, Any], words: Collection[str]) -> dict[str, str]:
+    """Rename `words` in the vocabulary of a `tokenizer.json`'s ``model``, so that no text becomes
+    them; returns their new names. Ids stay.
+
+    A Unigram, WordPiece or WordLevel model makes a token of any text that is in its vocabulary,
+    its special tokens among them. One of BPE follows its merges, unless it ignores them for words
+    that are tokens.
+    """
+    vocabulary = model.get("vocab") or []
+    kept = {model.get("unk_token")}  # models look it up by its name
+    if "merges" in model:
+        if not model.get("ignore_merges"):
+            return {}
+        pairs = (pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"])
+        kept.update(part for pair in pairs for part in (*pair, "".join(pair)))
+    hidden = {word: f"\U0010fffd{word}" for word in words if word not in kept}
+    if isinstance(vocabulary, dict):
+        hidden = {word: name for word, name in hidden.items() if word in vocabulary}
+        model["vocab"] = {hidden.get(word, word): id_ for word, id_ in vocabulary.items()}
+        return hidden
+    present = {word for word, _ in vocabulary}
+    model["vocab"] = [[hidden.get(word, word), score] for word, score in vocabulary]
+    return {word: name for word, name in hidden.items() if word in present}
+
+
+def _without_special_words(tokenizer_json: str) -> str:
+    """The tokenizer whose model makes no special token of any text."""
+    tree = json.loads(tokenizer_json)
+    added = tree.get("added_tokens") or []
+    hidden = hide_words(tree["model"], {token["content"] for token in added if token["special"]})
+    if not hidden:
+        return tokenizer_json
+    for token in added:
+        token["content"] = hidden.get(token["content"], token["content"])
+    tree["post_processor"] = None  # it names special tokens, and adds none here
+    return json.dumps(tree)
 
 
 class _FastEncoder(Encoder):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -68,7 +68,9 @@ def record_base(source: str, weights: Weights, directory: Path) -> None:
     (directory / _FILES).mkdir(parents=True)
     omitted: dict[str, str] = {}
     root = _local_directory(source, weights)
-    for path in sorted(path for path in root.rglob("*") if path.is_file()):
+    for path in sorted(root.rglob("*")):
+        if path.is_dir() and not path.is_symlink():
+            continue
         name = path.relative_to(root).as_posix()
         reason = _why_omitted(name, path, weights)
         if reason is None:
@@ -112,6 +114,10 @@ def _why_omitted(name: str, path: Path, weights: Weights) -> str | None:
         return ""  # a version control system's or a cache's own
     if name == CHECKSUMS:
         return ""  # an export lists its own files
+    if path.is_dir():
+        return "a link to a directory"
+    if not path.is_file():
+        return "a link to nothing" if path.is_symlink() else "no regular file"
     if path.name.endswith(_WEIGHTS):
         taken = any(path.samefile(file) for file in weights.files)
         is_index = name.endswith(".index.json")
@@ -164,23 +170,28 @@ class BaseRecord:
         parameters: Mapping[str, torch.Tensor],
         *,
         keep_dtypes: bool,
+        frozen: Collection[str] = (),
     ) -> tuple[dict[str, torch.Tensor], list[str]]:
         """Return `stored` tensors under the names of the base's files, with its copies and its
         unused tensors, and a note for each kind of name that only one of the two has.
 
         `parameters`: the same tensors by the model's names, before any conversion. `keep_dtypes`:
-        convert each to the dtype that the base stores it in.
+        convert each to the dtype that the base stores it in; otherwise those of parameters named
+        `frozen`.
         """
         sources: dict[str, str] = self._tree["sources"]
         names = {id(tensor): sources[n] for n, tensor in parameters.items() if n in sources}
+        frozen = {sources.get(name, name) for name in frozen}
         result: dict[str, torch.Tensor] = {}
-        new = []
+        new, rounded = [], []
         for name, tensor in stored.items():
             own = names.get(id(tensor), name) if name not in self._tree["stored"] else name
             dtype = self.dtypes.get(own)
             if dtype is None:
                 new.append(own)
-            elif keep_dtypes and tensor.is_floating_point():
+            elif (keep_dtypes or own in frozen) and tensor.is_floating_point():
+                if dtype == torch.float64:
+                    rounded.append(own)
                 tensor = tensor.to(dtype)
             result[own] = tensor
         for name, origin in self._tree["copies"].items():
@@ -195,6 +206,11 @@ class BaseRecord:
             notes.append(
                 f"tensors that transformers does not load are copied from the base, not trained: "
                 f"{shortened(unused)}"
+            )
+        if rounded:
+            notes.append(
+                f"tensors of float64 hold numbers of float32, in which they were trained: "
+                f"{shortened(rounded)}"
             )
         if new:
             notes.append(f"tensors that the base does not have: {shortened(new)}")

@@ -82,6 +82,7 @@ def export_model(
     max_shard_size: str = MAX_SHARD_SIZE,
     base: BaseRecord | None = None,
     as_stored: Collection[str] = (),
+    known: Sequence[str] = (),
 ) -> list[str]:
     """Write `weights` as a Hugging Face directory whose logits for `probe` are the trained model's.
 
@@ -91,7 +92,7 @@ def export_model(
     added if the tokenizer has a chat template; `card`, the text of its README.md; `max_shard_size`,
     of a file, such as 5GB; `base`, the record of the model that the weights were trained from, with
     which the directory equals that model's in all that was not trained; `as_stored`, names of
-    weights that are not cast to `dtype`.
+    weights that are not cast to `dtype`, but stay as in the base; `known`, notes to begin with.
     Returns a note for each thing that was changed or added, which the card lists as well.
     One process. Of `LazyTensor`s it holds one file's at a time, and one layer's when verifying.
     The directory appears under its name only after it has been reloaded with plain transformers and
@@ -102,10 +103,11 @@ def export_model(
         hf_config.use_cache = True  # for generation, whatever the run's says
         like_base = None
         if base is not None:
-            like_base = partial(base.like_base, keep_dtypes=dtype is None)
+            like_base = partial(base.like_base, keep_dtypes=dtype is None, frozen=as_stored)
         is_sharded, notes = write_model(
             weights, hf_config, temporary, dtype, max_shard_size, like_base, as_stored
         )
+        notes = [*known, *notes]
         if generation_config is not None and generation_config.is_file():
             shutil.copyfile(generation_config, temporary / GENERATION_CONFIG)
         if base is None:

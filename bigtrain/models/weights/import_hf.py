@@ -46,6 +46,11 @@ from bigtrain.models.weights.lazy_tensors import (
 from bigtrain.system.storage.copies import at_hand
 
 _SHOWN = 5
+_UNKNOWN = ": the model has none"
+_REWRITE = (
+    'python -c "from transformers import AutoModelForCausalLM as M; '
+    "M.from_pretrained({source!r}, dtype='auto').save_pretrained('converted')\""
+)
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,8 @@ def find_weights(source: str, hf_config: PreTrainedConfig, key: str = "model.pat
     missing, unknown, or of another shape or kind than the model's.
     """
     setting = f"{key} = {source!r}"
+    if source.startswith((".", "/", "~")) and not Path(source).exists():
+        raise ModelError(f"{setting}: no such directory -> restore it, or name where it is now")
     try:
         files = tuple(_files(at_hand(source), hf_config))
         found = {name: leaf for path in files for name, leaf in _leaves(path)}
@@ -135,6 +142,11 @@ def find_weights(source: str, hf_config: PreTrainedConfig, key: str = "model.pat
         shown = problems[:_SHOWN]
         if len(problems) > _SHOWN:
             shown.append(f"and {len(problems) - _SHOWN} more, the last: {problems[-1]}")
+        if all(text.endswith(_UNKNOWN) for text in problems):
+            shown.append(
+                "-> if the model does not need them, write it again without them: "
+                f"{_REWRITE.format(source=source)}"
+            )
         raise ModelError(
             f"{setting}: its weights are not those of a {hf_config.model_type} causal LM of this "
             "configuration:\n" + "\n".join(f"  {text}" for text in shown)
@@ -207,11 +219,12 @@ def _load(model: Any, lazy: dict[str, LazyTensor], found: dict[str, _Leaf]) -> l
     drop_expected_keys(model, info)
     info.missing_keys |= absent
     wrong = {*info.conversion_errors, *(name for name, *_ in info.mismatched_keys)}
+    tied = {} if model.config.get_text_config().tie_word_embeddings else _heads(model)
     problems += [
-        f"no tensor there is the model's {name} {shapes[name]}"
+        f"no tensor there is the model's {name} {shapes[name]}{tied.get(name, '')}"
         for name in sorted(info.missing_keys - wrong)
     ]
-    problems += [f"{_where(n, found)}: the model has none" for n in sorted(info.unexpected_keys)]
+    problems += [f"{_where(n, found)}{_UNKNOWN}" for n in sorted(info.unexpected_keys)]
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, LazyTensor) and tensor.is_floating_point():
             problems += [
@@ -221,6 +234,14 @@ def _load(model: Any, lazy: dict[str, LazyTensor], found: dict[str, _Leaf]) -> l
                 if isinstance(leaf, _Leaf) and not leaf.is_plain
             ]
     return problems
+
+
+def _heads(model: Any) -> dict[str, str]:
+    """Remedy for the missing weight of the output layer, by its name."""
+    head = model.get_output_embeddings()
+    names = [f"{name}.weight" for name, module in model.named_modules() if module is head]
+    remedy = " -> set tie_word_embeddings: true in config.json, if the embedding is the output too"
+    return dict.fromkeys(names, remedy)
 
 
 def _where(name: str, found: dict[str, _Leaf]) -> str:
@@ -290,8 +311,7 @@ def _refuse_pickle(source: str, path: Path | None) -> None:
     if path is not None and path.suffix != ".safetensors":
         raise ValueError(
             f"{path} is a pickle, which can run code when it is read -> convert it, if you trust "
-            'where it comes from: python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained({source!r}, dtype='auto').save_pretrained('converted')\""
+            f"where it comes from: {_REWRITE.format(source=source)}"
         )
 
 

@@ -137,9 +137,19 @@ def _rope_of(config_class: type[PreTrainedConfig], values: Mapping[str, Any]) ->
     """Rotary parameters of a configuration made of `values`; None if the class refuses them."""
     with suppress(Exception), warnings.catch_warnings(), quiet_transformers():
         warnings.simplefilter("ignore")
-        made = config_class.from_dict(copy.deepcopy(dict(values)))
+        made = config_class.from_dict(_with_floats(dict(values)))
         return made.to_dict().get(ROPE)
     return None
+
+
+def _with_floats(value: Any) -> Any:
+    """A copy of a JSON value with the numbers that JSON has none for, as transformers 5 writes
+    them (``{"__float__": "Infinity"}``), which `from_dict` does not read."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(item) for key, item in value.items()}
+    return [_with_floats(item) for item in value] if isinstance(value, list) else value
 
 
 def rewrite_config(path: Path, config: PreTrainedConfig) -> list[str]:

@@ -96,10 +96,22 @@ def export_run(
         max_shard_size=max_shard_size,
         base=record,
         as_stored=() if merge else _frozen(config, state),
+        known=_without_record(config) if record is None else (),
     )
     for note in notes:
         warn(f"{output}: {note}")
     return int(state["step"])
+
+
+def _without_record(config: RunConfig) -> list[str]:
+    """A note on what the export of a run lacks that has kept nothing of its base."""
+    if config.model.path is None:
+        return []
+    return [
+        f"the run has no record of its base {config.model.path} (it began with an older bigtrain, "
+        "or its folder base was removed): other files of the base, tensors that transformers does "
+        "not load, and the dtype of each tensor are not kept"
+    ]
 
 
 def _frozen(config: RunConfig, state: dict[str, Any]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -120,6 +122,11 @@ class OutputSection(Section):
     def _names_a_directory(cls, directory: str) -> str:
         if not directory.strip():
             raise ValueError("must name the directory of the run, such as runs/mine")
+        if directory.startswith("~") or re.search(r"\$(\w|\{)", directory):
+            raise ValueError(
+                "must be written out: ~ and variables are expanded by a shell, not in a file; "
+                f"here they are {os.path.expandvars(os.path.expanduser(directory))!r}"
+            )
         if is_address(directory):
             raise ValueError(
                 "must be on a disk, which every host sees; copies go to output.copy_to"

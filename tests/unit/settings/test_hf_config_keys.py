@@ -130,7 +130,24 @@ def test_not_finite_at_any_depth() -> None:
     assert text.startswith("model.config.rope_parameters.factor = inf: must be a finite number")
 
 
-@pytest.mark.parametrize("key", ["num_hidden_layers", "num_attention_heads", "vocab_size"])
+@pytest.mark.parametrize(("found", "nearest"), [(3, 2), (8, 4), (0, 1), (-2, 1)])
+def test_key_heads_divide_the_query_heads(found: int, nearest: int) -> None:
+    assert problems_of(num_attention_heads=4, num_key_value_heads=found) == [
+        f"model.config.num_key_value_heads = {found}: num_attention_heads = 4 must be a multiple "
+        f"of it -> nearest: {nearest}"
+    ]
+    for right in (1, 2, 4, None):
+        assert problems_of(num_attention_heads=4, num_key_value_heads=right) == []
+
+
+def test_a_dense_layer_s_width_has_no_meaning_beside_experts() -> None:
+    sparse = {"model_type": "qwen3_moe", "intermediate_size": 0, "num_experts": 4}
+    assert inspect_configuration(ModelSection(config=sparse))[1] == []
+
+
+@pytest.mark.parametrize(
+    "key", ["num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"]
+)
 def test_counts_are_positive(key: str) -> None:
     assert problems_of(**{key: 0}) == [f"model.config.{key} = 0: must be at least 1 -> nearest: 1"]
 

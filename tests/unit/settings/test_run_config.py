@@ -216,6 +216,20 @@ def test_values_that_do_not_fit(tmp_path: Path, overrides: list[str], message: s
     assert message in "\n".join(problems_of(tmp_path, make_tree(), *overrides))
 
 
+@pytest.mark.parametrize("name", ["~/runs/a", "$HOME/a", "runs/${SLURM_JOB_ID}"])
+def test_names_that_only_a_shell_expands_are_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would make a folder named ~ where the run was started."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    (problem,) = problems_of(tmp_path, make_tree(), f"output.directory={name}")
+    assert "expanded by a shell, not in a file" in problem
+    written = {"~/runs/a": "/home/me/runs/a", "$HOME/a": "/home/me/a"}
+    assert repr(written.get(name, "runs/7")) in problem
+    load_run_config(write(tmp_path, make_tree()), ["output.directory=runs/a~b-5$"])
+
+
 @pytest.mark.parametrize("kind", ["adamw", "muon", "lion", "adafactor"])
 def test_an_optimizers_configuration_is_read_again(tmp_path: Path, kind: str) -> None:
     """A checkpoint holds every field, the defaults that an optimizer does not read too."""

@@ -323,6 +323,17 @@ def test_short_strings_are_not_found_in_others() -> None:
     assert "does not write the content of message 2" in found.problems[0][1]
 
 
+@pytest.mark.parametrize("dropped", ["b", "7", "你", "é", "🎉"])
+def test_a_letter_that_is_dropped_inside_of_a_text_is_missed(dropped: str) -> None:
+    source = CHATML.replace("message['content']", f"message['content'] | replace('{dropped}', '')")
+    assert source != CHATML
+    messages = [ASKED, said("assistant", "a b 7 你 é 🎉 c")]
+    found = encoder_of(source, True).encode([conversation_bytes(messages)])
+    assert found.unrendered == {"content": 1}
+    escaped = CHATML.replace("message['content']", "message['content'] | tojson(ensure_ascii=true)")
+    assert not encoder_of(escaped, True).encode([conversation_bytes(messages)]).unrendered
+
+
 def test_an_answer_that_is_dropped_is_not_learned() -> None:
     """Llama 3's template writes nothing of a call: its end alone would be learned."""
     source = (TEMPLATES / "llama3.jinja").read_text()

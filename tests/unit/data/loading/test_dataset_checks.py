@@ -204,6 +204,24 @@ def test_sources_whose_texts_begin_differently(dataset: Path, masked: bool, tmp_
     assert texts(config_for(dataset, data=data)) == []
 
 
+def test_conversations_of_a_mixture_have_one_chat_template(dataset: Path, tmp_path: Path) -> None:
+    """Plain text beside them has none."""
+    first, second = (
+        write_dataset(tmp_path / name, vocab_size=50, seed=seed, masked=True)
+        for seed, name in enumerate(("first", "second"), 1)
+    )
+    with_record(first, chat_template="a" * 16)
+    with_record(second, chat_template="b" * 16)
+    data = {**mixture(dataset, first, second), "packing": "best_fit"}
+    (problem,) = texts(config_for(dataset, data=data))
+    assert problem.startswith(
+        f"data.sources.2.path = '{second}': its conversations were written by"
+    )
+    assert f"than those of {first}, and" in problem
+    with_record(second, chat_template="a" * 16)
+    assert texts(config_for(dataset, data=data)) == []
+
+
 def test_sources_that_end_documents_differently(dataset: Path, tmp_path: Path) -> None:
     """Only refused where a loss depends on the token that ends them."""
     other = write_dataset(tmp_path / "other", vocab_size=50, seed=1)

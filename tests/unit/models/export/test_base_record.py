@@ -261,6 +261,17 @@ def test_numbers_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None
             },
             {"rope_scaling": None, "rotary_emb_base": 7e3, "rotary_pct": 0.5},
         ),
+        # transformers 5 writes infinity so, and its classes do not read it.
+        (
+            {
+                "model_type": "bamba",
+                "time_step_limit": [0.0, {"__float__": "Infinity"}],
+                "rope_parameters": {
+                    "rope_type": "default", "rope_theta": 7e3, "partial_rotary_factor": 0.5,
+                },
+            },
+            {"rope_scaling": None, "rope_theta": 7e3, "partial_rotary_factor": 0.5},
+        ),
         # Both of its kinds of layers have one base there, so two have no older form.
         (
             {
