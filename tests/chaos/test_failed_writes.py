@@ -50,6 +50,42 @@ def test_full_disk_is_survived_until_it_is_too_much(
     assert_same_run(run, uninterrupted)
 
 
+@pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])
+def test_weights_that_are_not_finite_are_never_saved(
+    server: Server, run_yaml: Path, uninterrupted: Path, tmp_path: Path, asynchronous: str
+) -> None:
+    """One element on one process, after step 11; without the guard, which would go back."""
+    run = tmp_path / "run"
+    words = arguments(
+        run_yaml, run, f"checkpoint.asynchronous={asynchronous}", "guard.enabled=false"
+    )
+    codes, text = server.live(words, spoil={"rank": 1, "steps": {"11": "master"}})
+    assert 2 in codes, text
+    assert "Traceback" not in text
+    reason = "the weights are not finite: master of "
+    for number, step in ((1, 12), (2, 14), (3, 16)):
+        assert f"checkpoint of step {step} could not be written: {reason}" in text
+        assert f"(failure {number} of checkpoint.max_failures = 3)" in text
+    assert checkpoints.steps(run) == [8, 10]
+    assert all(tensor.isfinite().all() for tensor in final_tensors(run, 10).values())
+    codes, text = server.live(words)
+    assert codes == [0, 0], text
+    assert "resumed at step 10 " in text
+    assert_same_run(run, uninterrupted)
+
+
+def test_a_last_checkpoint_that_is_not_finite_ends_the_run_with_an_error(
+    server: Server, run_yaml: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    codes, text = server.live(
+        arguments(run_yaml, run, "train.steps=4"), spoil={"rank": 0, "steps": {"4": "master"}}
+    )
+    assert 2 in codes, text
+    assert "1 checkpoint in a row could not be written, the last one of step 4" in text
+    assert checkpoints.steps(run) == [2]
+
+
 @contextmanager
 def disk(place: Path, size: str) -> Iterator[Path]:
     """A disk of its own, which only root may mount."""

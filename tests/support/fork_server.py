@@ -16,8 +16,9 @@ overtaken: {"request", "during"}: after its first line of the log, all processes
     codes were answered and a line was read, or, `during` it, after its first line of the log.
 hang: {"rank", "layer", "call", "how"}: that process never returns from the attention of that
     layer, the so many-th time: it sleeps, or holds the interpreter from C.
-spoil: {"rank", "steps": {number: "nan" or "gradient"}}: in those steps of its life that process
-    computes a loss that is not a number, or a gradient that is 10 000 times as large.
+spoil: {"rank", "steps": {number: "nan", "gradient" or "master"}}: in those steps of its life that
+    process computes a loss that is not a number, or a gradient that is 10 000 times as large, or
+    after them one of its masters is infinite.
 slow: {"rank", "seconds"}: that process takes so much longer for every linear layer.
 grace_seconds: what survivors of a failure are given before they are killed.
 full_disk: {"rank", "after_saves", "until_saves", "bytes"}: after so many saves, and until so many,
@@ -116,6 +117,7 @@ def spoil(steps: dict[str, str]) -> None:
     """In some steps, spoil what the model's MLPs return, or its gradient."""
     import torch
 
+    from bigtrain.engine.optimizers.masters import master_parts
     from bigtrain.engine.pipeline.engine import PipelineTrainEngine
     from bigtrain.engine.train_engine import TrainEngine
 
@@ -127,7 +129,7 @@ def spoil(steps: dict[str, str]) -> None:
             return None
         if how[0] == "nan":
             return output * float("nan")
-        if output.requires_grad:
+        if how[0] == "gradient" and output.requires_grad:
             output.register_hook(lambda gradient: gradient * 1e4)
         return None
 
@@ -135,6 +137,10 @@ def spoil(steps: dict[str, str]) -> None:
         def step(*args: Any, **kwargs: Any) -> Any:
             how[0] = steps.get(str(next(counter)))
             result = train_step(*args, **kwargs)
+            if how[0] == "master":
+                parts = master_parts(args[0].engine, args[0].module)
+                part = next(part for part in parts if part.count)
+                part.of(part.master.data)[-1] = float("inf")
             how[0] = None
             return result
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from bigtrain.engine.checkpoint.fragments import (
     MASTER,
@@ -35,6 +36,7 @@ from bigtrain.engine.deepspeed_patches.optimizers import (
 from bigtrain.engine.optimizers.update_rule import state_bytes_by_name
 from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.errors import CheckpointError
 from bigtrain.models.layers.adapters import base_name, has_adapters
 from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.sharding import full_shape
@@ -66,6 +68,37 @@ def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> Engi
         "loss_scaler": scaler_state(engine.engine.optimizer),
     }
     return EngineSnapshot(tensors, scalars)
+
+
+def refuse_not_finite(engine: TrainEngine, group: dist.ProcessGroup | None = None) -> None:
+    """Raise CheckpointError on every rank if a trained master, or a state that an outer step keeps,
+    holds NaN or an infinity on any rank: such weights can never be trained again.
+
+    Collective over `group`, of all ranks. Reads each tensor once and copies none.
+    """
+
+    def look() -> None:
+        tensors: list[tuple[str, str, torch.Tensor]] = []
+        for fragment in owned_fragments(engine.engine, engine.module):
+            if _is_trained(engine, fragment.name):
+                kinds = {MASTER: fragment.tensors[MASTER]}
+                kinds |= engine.added_states.get(fragment.name, {})
+                tensors += [(fragment.name, kind, tensor) for kind, tensor in kinds.items()]
+        by_device: dict[torch.device, list[int]] = {}
+        for index, (_, _, tensor) in enumerate(tensors):
+            if tensor.numel():
+                by_device.setdefault(tensor.device, []).append(index)
+        for indexes in by_device.values():  # one wait for each device
+            extremes = [torch.stack(torch.aminmax(tensors[index][2])).double() for index in indexes]
+            finite = torch.stack(extremes).isfinite().all(1)
+            if not finite.all():
+                name, kind, _ = tensors[indexes[int(finite.logical_not().nonzero()[0])]]
+                raise CheckpointError(
+                    f"the weights are not finite: {kind} of {name} holds NaN or an infinity, from "
+                    "which no training can continue"
+                )
+
+    on_all_ranks(look, group)
 
 
 def checkpoint_bytes(engine: TrainEngine) -> int:

@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 
 from bigtrain.engine.checkpoint.io import Staging, Written
-from bigtrain.engine.checkpoint.snapshot import EngineSnapshot, checkpoint_bytes, snapshot_engine
+from bigtrain.engine.checkpoint.snapshot import (
+    EngineSnapshot,
+    checkpoint_bytes,
+    refuse_not_finite,
+    snapshot_engine,
+)
 from bigtrain.engine.checkpoint.tensor_file import Identity
 from bigtrain.engine.startup.long_work import on_main_rank
 from bigtrain.engine.startup.process_group import cpu_group
@@ -44,15 +49,23 @@ _SPARE_BYTES = 64 * MIB
 Result = TypeVar("Result")
 
 
-@dataclass
-class _Write:
-    """One save after its copy was taken. error: why it failed, the same on every rank; lost: the
-    error if this launch has lost the run directory, which a later launch holds or which is gone."""
+@dataclass(frozen=True)
+class _Taken:
+    """The state to write: a copy of the engine's tensors, the logits of a probe, and the JSON."""
 
-    step: int
     snapshot: EngineSnapshot
     probe: Probe
     document: dict[str, Any]
+
+
+@dataclass
+class _Write:
+    """One save after its copy was taken. error: why it failed, the same on every rank; lost: the
+    error if this launch has lost the run directory, which a later launch holds or which is gone.
+    taken: None where nothing was copied, since the weights are not finite."""
+
+    step: int
+    taken: _Taken | None
     begun_at: float
     stall_seconds: float = 0.0
     error: str | None = None
@@ -113,11 +126,17 @@ class Saver:
         """Save `state`, once the save before is finished. `evaluation`: what was measured at it,
         by the names that ``evaluation.best.metric`` takes.
 
+        Weights that are not finite are never written: that counts as a save that failed.
         Asynchronous, it returns as soon as a copy is taken. Raises CheckpointError on every rank
         when saves have failed ``checkpoint.max_failures`` times in a row.
         """
         begun = time.perf_counter()
         self.wait()
+        try:
+            refuse_not_finite(self._engine, self._group)
+        except CheckpointError as error:
+            self._pending = _Write(state.step, None, begun, error=str(error))
+            return  # counted by `wait`, like any save that has failed
         snapshot = snapshot_engine(self._engine, self._staging)
         document = {
             **self._run_document,
@@ -127,7 +146,7 @@ class Saver:
             "engine": snapshot.scalars,
         }
         probe = _probe(self._session.run.config, self._engine)
-        write = _Write(state.step, snapshot, probe, document, begun)
+        write = _Write(state.step, _Taken(snapshot, probe, document), begun)
         self._pending = write
         if self._section.asynchronous:
             write.stall_seconds = time.perf_counter() - begun
@@ -197,15 +216,16 @@ class Saver:
             self.report()
 
     def _write(self, write: _Write) -> None:
-        directory = self._session.directory
+        directory, taken = self._session.directory, write.taken
+        assert taken is not None
         identity = replace(self._identity, step=write.step)
         partial = checkpoints.partial_path(directory, write.step, identity.attempt)
         try:
-            num_bytes = write.snapshot.tensors.num_bytes(self._group)
+            num_bytes = taken.snapshot.tensors.num_bytes(self._group)
             self._on_main(lambda: self._prepare(partial, num_bytes))
             tensors = partial / checkpoints.TENSORS
-            written = write.snapshot.tensors.write(tensors, self._group, identity)
-            self._on_main(lambda: self._finish(write, partial, written, identity))
+            written = taken.snapshot.tensors.write(tensors, self._group, identity)
+            self._on_main(lambda: self._finish(write, taken, partial, written, identity))
         except Exception as error:
             # Training does not end here, whatever it is; every rank has the same error.
             write.lost = self._lost_run_token(error)
@@ -247,14 +267,15 @@ class Saver:
     def _finish(
         self,
         write: _Write,
+        taken: _Taken,
         partial: Path,
         written: Written,
         identity: Identity,
     ) -> None:
         layout = json.dumps(written.layout.to_json(), separators=(",", ":"))
         (partial / checkpoints.LAYOUT).write_text(layout)
-        (partial / checkpoints.STATE).write_text(json.dumps(write.document, indent=1))
-        write.probe.save(partial / checkpoints.PROBE)
+        (partial / checkpoints.STATE).write_text(json.dumps(taken.document, indent=1))
+        taken.probe.save(partial / checkpoints.PROBE)
         final = checkpoints.commit(partial, written.files, identity, self._session.check_run_token)
         seconds = time.perf_counter() - write.begun_at
         write.notes.append(
