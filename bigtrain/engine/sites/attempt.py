@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from bigtrain.engine.sites.contribution import UnusableSiteError
 from bigtrain.engine.sites.exchange import ShardExchange
 from bigtrain.engine.sites.meeting.roster import Roster
 from bigtrain.engine.sites.meeting.start import LostSiteError
@@ -27,8 +28,9 @@ class Attempt:
     locals: the masters by window as they were, where they change meanwhile. taken: by fragment and
     window what other sites have as global weights and momentum. means, errors: by window of the
     fragment. roster: None where there was none. is_done: whether it counts, on all its sites;
-    is_settled: whether the global weights are updated by it. failure: why it does not count; error:
-    which ended it. waited: seconds for other sites; seconds: of all, beside the steps.
+    is_settled: whether the global weights are updated by it. failure: why it does not count;
+    unusable: the site for which; error: which ended it. waited: seconds for other sites; seconds:
+    of all, beside the steps.
     """
 
     fragment: int | None
@@ -43,6 +45,7 @@ class Attempt:
     num_bytes: int = 0
     thread: threading.Thread | None = None
     failure: str = ""
+    unusable: int | None = None
     error: Exception | None = None
     waited: float = 0.0
     seconds: float = 0.0
@@ -68,6 +71,9 @@ def transfer(
             _give_or_take(attempt, roster, state, exchange, sites.index)
         if roster.fragment is not None:
             _take_means(attempt, roster.fragment, state, exchange)
+    except UnusableSiteError as failure:
+        site = roster.members[failure.position]
+        raise LostSiteError(f"site {site} sent {failure}", site) from failure
     except RuntimeError as failure:
         raise LostSiteError(
             f"another site was lost, or took longer than sites.timeout_seconds = "

@@ -38,6 +38,10 @@ class Codec(Protocol):
         """Float32 values [R, num_elements] that `codes` stand for, the same on every machine."""
         ...
 
+    def is_canonical(self, codes: torch.Tensor, num_elements: int) -> bool:
+        """Return whether `encode` can have made these codes of finite values."""
+        ...
+
 
 @dataclass(frozen=True)
 class FloatCodec:
@@ -60,6 +64,10 @@ class FloatCodec:
         values = codes.view(self.dtype).float()
         assert values.shape[1] == num_elements
         return values
+
+    def is_canonical(self, codes: torch.Tensor, num_elements: int) -> bool:
+        """Return whether all values are finite."""
+        return bool(is_finite(codes.view(self.dtype)))
 
 
 @dataclass(frozen=True)
@@ -113,9 +121,24 @@ class BlockCodec:
 
     def decode(self, codes: torch.Tensor, num_elements: int) -> torch.Tensor:
         """The values of `codes`: one product each."""
+        return self.dequantize(*self._split(codes, num_elements))
+
+    def is_canonical(self, codes: torch.Tensor, num_elements: int) -> bool:
+        """Return whether scales are finite and not negative, and the integers among those that
+        `quantize` makes."""
+        return self.has_canonical(*self._split(codes, num_elements))
+
+    def has_canonical(self, scales: torch.Tensor, integers: torch.Tensor) -> bool:
+        """Return the same of scales and integers that are split already."""
+        if not integers.numel():
+            return True
+        is_scale = is_finite(scales) and bool((scales >= 0).all())
+        return is_scale and int(integers.min()) >= -self.levels
+
+    def _split(self, codes: torch.Tensor, num_elements: int) -> tuple[torch.Tensor, torch.Tensor]:
         begin = _SCALE_BYTES * self.num_blocks(num_elements)
         scales = codes[:, :begin].contiguous().view(torch.float32)
-        return self.dequantize(scales, self.unpack(codes[:, begin:], num_elements))
+        return scales, self.unpack(codes[:, begin:], num_elements)
 
     def dequantize(self, scales: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
         """Float32 values [R, N] of what `quantize` made of them."""
@@ -145,6 +168,14 @@ class BlockCodec:
         codes = codes[:, : -(-num_elements // 2)]
         halves = torch.stack([codes & 15, codes >> 4], 2).view(len(codes), -1)[:, :num_elements]
         return (halves.to(torch.int8) ^ 8) - 8  # the fourth bit is the sign
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Return whether no value is NaN or an infinity; reads them once and copies nothing."""
+    if not values.numel():
+        return True
+    low, high = torch.aminmax(values)
+    return bool(low.isfinite() & high.isfinite())
 
 
 CODECS: dict[str, Codec] = {

@@ -8,6 +8,14 @@ from typing import Any
 import torch
 
 from bigtrain.engine.sites.codecs import Codec
+from bigtrain.engine.sites.contribution import (
+    PART_SLACK,
+    UnusableError,
+    UnusableSiteError,
+    decoded,
+    refuse_norm,
+)
+from bigtrain.engine.sites.figures import square
 from bigtrain.engine.sites.outer_state import OuterState, Window
 
 
@@ -52,7 +60,9 @@ class Exchange:
 
         Every site computes the mean of one part, in float64 and in the order of the sites, and
         sends its code to all: all sites get the same bits, without the intermediate rounding of a
-        ring. Collective over the group. Raises RuntimeError if a site is gone or too slow.
+        ring. Collective over the group. Raises RuntimeError if a site is gone or too slow,
+        UnusableSiteError for values that are not finite, or moved too far, on the rank that gets
+        them.
         """
         if self._group is None:
             return local
@@ -66,8 +76,9 @@ class Exchange:
         everyones = torch.empty_like(codes)
         self._group.alltoall_base(everyones, codes, [], []).wait()
         total = torch.zeros(1, part, dtype=torch.float64)
-        for codes_of_site, weight in zip(everyones, self.weights, strict=True):
-            values_of_site = codec.decode(codes_of_site.unsqueeze(0), part)
+        before = _part(weights, self._group.rank(), part)
+        for position, weight in enumerate(self.weights):
+            values_of_site = _checked(codec, everyones[position], part, position, before)
             total.add_(values_of_site.double(), alpha=weight)
         total /= sum(self.weights)
         own = codec.encode(total)
@@ -82,8 +93,31 @@ class Exchange:
         found = torch.empty_like(codes)
         self._group.allgather([list(found)], [own[0]]).wait()
         self.num_bytes += 2 * (sites - 1) * own.numel()
-        mean = codec.decode(found, part).reshape(-1)[:length]
+        rows = [
+            _checked(codec, row, part, position, _part(weights, position, part))
+            for position, row in enumerate(found)
+        ]
+        mean = torch.cat(rows).reshape(-1)[:length]
         return mean.add_(weights) if codec.is_relative else mean
+
+
+def _part(weights: torch.Tensor, position: int, part: int) -> torch.Tensor:
+    """The global weights [part] of which a site takes the mean; zeros beyond the end."""
+    own = weights[position * part : (position + 1) * part]
+    return torch.nn.functional.pad(own, (0, part - len(own)))
+
+
+def _checked(
+    codec: Codec, codes: torch.Tensor, part: int, position: int, before: torch.Tensor
+) -> torch.Tensor:
+    """The values [1, part] that a site has sent. Raises UnusableSiteError."""
+    try:
+        values = decoded(codec, codes.unsqueeze(0), part)
+        change = square(values, torch.zeros(()) if codec.is_relative else before)
+        refuse_norm(change, square(before, torch.zeros(())), part, PART_SLACK)
+    except UnusableError as error:
+        raise UnusableSiteError(position, str(error)) from error
+    return values
 
 
 class ShardExchange:

@@ -11,6 +11,7 @@ import torch
 
 from bigtrain.engine.sites.attempt import AnyExchange, Attempt, transfer
 from bigtrain.engine.sites.codecs import CODECS
+from bigtrain.engine.sites.contribution import refuse_own_change
 from bigtrain.engine.sites.counterparts import Ranks
 from bigtrain.engine.sites.exchange import Exchange, ShardExchange
 from bigtrain.engine.sites.figures import (
@@ -30,7 +31,7 @@ from bigtrain.engine.sites.outer_state import OuterState, Window, held_twice
 from bigtrain.engine.sites.outer_update import outer_update
 from bigtrain.engine.sites.rectangle_exchange import RectangleExchange, own_boxes
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.errors import LaunchError
+from bigtrain.errors import LaunchError, TrainingError
 from bigtrain.settings.sections.sites import SitesSection
 
 
@@ -120,7 +121,8 @@ class OuterStep:
     def after_step(self, step: int, last_step: int) -> list[OuterFigures]:
         """What is due after `step` of `last_step` steps; returns what outer steps ended.
 
-        Raises LaunchError on all ranks if one of this site cannot.
+        Raises LaunchError on all ranks if one of this site cannot, TrainingError if the change of
+        this site is not finite, or too large.
         """
         found: list[OuterFigures] = []
         is_last, self.step, taken = step == last_step, None, False
@@ -140,6 +142,7 @@ class OuterStep:
             if taken or self._is_away:
                 break
             attempt = Attempt(fragment, step)
+            self._refuse_own_change(fragment, step)
             if self.sites.overlap_steps and not is_last:
                 self._begin_thread(attempt)
                 continue
@@ -228,6 +231,17 @@ class OuterStep:
         self.notes.append(f"sites differ in layout ({sizes} ranks): they exchange by rectangles")
         return meeting.agreed(open_all)
 
+    def _refuse_own_change(self, fragment: int, step: int) -> None:
+        """Leave, and raise TrainingError on every rank, if no outer step may use the change."""
+        if self.sites.count == 1:
+            return
+        windows = self.state.windows(fragment)
+        try:
+            refuse_own_change(windows, (), self.sites.index, step, self._engine.device)
+        except TrainingError as error:
+            self._rendezvous.leave(str(error.__cause__))
+            raise
+
     def _make(self, attempt: Attempt, mixing: float) -> list[OuterFigures]:
         """An outer step, tried again without those that are lost meanwhile."""
         begun = time.perf_counter()
@@ -302,14 +316,16 @@ class OuterStep:
                 lambda: transfer(attempt, roster, self.state, self._exchange, self.sites)
             )
         except LostSiteError as error:
-            attempt.failure = str(error)
+            attempt.failure, attempt.unusable = str(error), error.unusable
             # Its groups are closed, so that no other rank waits for this one.
             self._exchange = ShardExchange(self.state, Exchange(None, [1]))
         call = meeting.roll_call
 
         def decide() -> bool:
             is_done = not attempt.failure
-            return is_done if call is None else call.decide(roster, is_done=is_done)
+            if call is None:
+                return is_done
+            return call.decide(roster, is_done=is_done, unusable=attempt.unusable)
 
         attempt.is_done = meeting.on_main(decide)
 

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from bigtrain.engine.sites.boxes import split_cuts
-from bigtrain.engine.sites.codecs import CODECS, FloatCodec
+from bigtrain.engine.sites.codecs import CODECS, FloatCodec, is_finite
+from bigtrain.engine.sites.contribution import decoded, refuse_own_change
 from bigtrain.engine.sites.figures import (
     ALONE,
     LEFT_OUT,
@@ -34,7 +35,7 @@ from bigtrain.engine.sites.outer_server.messages import Header
 from bigtrain.engine.sites.outer_state import OuterState, Window
 from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.errors import LaunchError
+from bigtrain.errors import LaunchError, TrainingError
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.settings.sections.sites import SitesSection
 from bigtrain.system.world import World
@@ -156,7 +157,9 @@ class ServerStep:
         return bool(self.sites.sent_after(step, last_step))
 
     def after_step(self, step: int, last_step: int) -> list[OuterFigures]:
-        """The outer step after `step` of `last_step` steps, if the server makes it in time."""
+        """The outer step after `step` of `last_step` steps, if the server makes it in time. Raises
+        TrainingError on every rank if this site's change is not finite, or too large."""
+        self._refuse_own_change(step)
         begun = time.perf_counter()
         deadline = time.monotonic() + self.sites.timeout_seconds
         before = self._client.num_bytes
@@ -201,9 +204,22 @@ class ServerStep:
     def close(self) -> None:
         """After the last step, or the last one before a stop: the server does not wait for this
         site any longer."""
+        self._leave({})
+
+    def _refuse_own_change(self, step: int) -> None:
+        """Leave, and raise TrainingError on every rank, if no outer step may use the change."""
+        try:
+            refuse_own_change(
+                self.state.windows(0), (), self.sites.index, step, self._engine.device
+            )
+        except TrainingError as error:
+            self._leave({"reason": str(error.__cause__)})
+            raise
+
+    def _leave(self, header: Mapping[str, Any]) -> None:
         if self._world.is_main:
             try:
-                self._ask("leave", {}, time.monotonic() + _LEAVE_SECONDS)
+                self._ask("leave", header, time.monotonic() + _LEAVE_SECONDS)
             except _AwayError as error:
                 self.notes.append(f"the server was not told that this site left: {error}")
 
@@ -261,6 +277,7 @@ class ServerStep:
                 continue
             values = torch.cat([view.reshape(-1) for _, _, view in found]).unsqueeze(0)
             codes = codec.encode(values)
+            back = decoded(codec, codes, values.shape[1])  # what the server will read
             header = {
                 "attempt": attempt,
                 "rank": self._world.rank,
@@ -270,7 +287,7 @@ class ServerStep:
             self._ask("contribute", header, deadline, codes[0].numpy().tobytes())
             sent.num_messages += 1
             if window.error is not None:
-                sent.errors.append((values - codec.decode(codes, values.shape[1]))[0])
+                sent.errors.append((values - back)[0])
         return sent
 
     def _deliver(self, attempt: str, step: int, num_messages: int, deadline: float) -> Header:
@@ -360,6 +377,11 @@ class ServerStep:
         is_update = reply["form"] == "update"
         codec = CODECS[self.sites.codec] if is_update else _PLAIN
         values = split_cuts(codec, payload, [(box, shape) for box, shape, _ in found])
+        if not is_finite(values):
+            raise _AwayError(
+                f"{self.sites.server} sent weights of outer step {number} that are not finite, "
+                "which this site does not take"
+            )
         begin = 0
         for box, _, view in found:
             value = values[begin : begin + box.count].view(box.sizes)

@@ -27,12 +27,14 @@ import torch.distributed as dist
 from bigtrain.engine.sites.figures import LEFT_OUT, RETURNED, OuterEvent
 from bigtrain.engine.sites.meeting.doors import ANSWER_SECONDS, Door, Place, listens, place_of
 from bigtrain.engine.sites.meeting.roster import Presence, Roster, agreed_roster
+from bigtrain.errors import TrainingError
 from bigtrain.settings.sections.sites import SitesSection
 
 START = "start"
 _PAUSE_SECONDS = 0.05
 _WATCH_SECONDS = 0.5
 _LOOK_SECONDS = 2.0
+_LONGEST_REASON = 200
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class RollCall:
         self._last_verdict = ""
         self._events: list[OuterEvent] = []
         self._num_undecided = 0
+        self._incarnations: dict[int, str] = {}  # of those in the last roster
+        self._refused: dict[int, str] = {}  # incarnations that sent what no outer step may use
         self._ended = threading.Event()
         self._know(places)
         self._tell_status()
@@ -142,10 +146,12 @@ class RollCall:
                 self._succeed(found)
                 deadline = max(deadline, time.monotonic() + self._spare)
 
-    def decide(self, roster: Roster, *, is_done: bool) -> bool:
+    def decide(self, roster: Roster, *, is_done: bool, unusable: int | None = None) -> bool:
         """Whether all members of an attempt have done their part, on all of them: then it counts.
 
-        is_done: whether this one has.
+        is_done: whether this one has. unusable: the site whose values it cannot use, which the
+        leader leaves out then until that site is started again; raises TrainingError on the leader
+        if that is the leader.
         """
         if len(roster.members) == 1:
             self._count(roster, is_done=is_done)
@@ -154,7 +160,8 @@ class RollCall:
         if roster.leader != self._site:
             try:
                 door = self._visit(roster.leader)
-                door.set(f"{vote}/{self._site}", is_done)
+                own = is_done if unusable is None else {"unusable": unusable}
+                door.set(f"{vote}/{self._site}", own)
                 end = time.monotonic() + 2 * self._limit
                 while (found := door.get(verdict)) is None and time.monotonic() < end:
                     time.sleep(_PAUSE_SECONDS)
@@ -163,12 +170,15 @@ class RollCall:
             self._count(roster, is_done=bool(found))
             return bool(found)
         votes = {self._site: is_done}
+        blamed = set() if unusable is None else {unusable}
         end = time.monotonic() + self._limit
         missing, looked = set(roster.members) - votes.keys(), time.monotonic()
         while missing and time.monotonic() < end:
             for site in sorted(missing):
                 if (one := self.door.get(f"{vote}/{site}")) is not None:
-                    votes[site] = bool(one)
+                    votes[site] = one is True
+                    if isinstance(one, dict) and one.get("unusable") in roster.members:
+                        blamed.add(int(one["unusable"]))
                     self.door.delete(f"{vote}/{site}")
             missing -= votes.keys()
             if time.monotonic() - looked > 1:
@@ -181,7 +191,7 @@ class RollCall:
         self._last_verdict = verdict
         self._count(roster, is_done=committed)
         if not committed:
-            self._drop(roster, votes)
+            self._drop(roster, votes, blamed)
         return committed
 
     def is_called(self) -> bool:
@@ -208,12 +218,13 @@ class RollCall:
         self._watcher.join(2 * ANSWER_SECONDS)
         atexit.unregister(self.end)
 
-    def leave(self) -> None:
-        """This site stops: it is not waited for any longer."""
+    def leave(self, reason: str = "") -> None:
+        """This site stops: it is not waited for any longer. reason: that the others are told, where
+        it is not that it has trained to its end."""
         self.end()
         if self.leader != self._site:
             with suppress(dist.DistError):
-                self._visit(self.leader).set(f"left/{self._site}", self._incarnation)
+                self._visit(self.leader).set(f"left/{self._site}", {"reason": reason})
 
     def close(self) -> None:
         """Leave after the last step; who leads waits for the others of its group to do so, that
@@ -260,6 +271,7 @@ class RollCall:
         roster = agreed_roster(present, self._site, self.door.place, self._generation[1])
         roster = replace(roster, events=tuple(self._happened(roster)))
         tree = asdict(roster)
+        self._incarnations = {site: ask.incarnation for site, ask in asks.items()}
         for site, ask in asks.items():
             self.door.set(f"answer/{site}/{ask.name}", tree)
             for name in ("ask", "wanted", "knock", "left"):
@@ -275,6 +287,8 @@ class RollCall:
                 if ask := self.door.get(f"ask/{site}"):
                     presence = Presence.from_json(site, ask["presence"])
                     asked = _Ask(str(ask["id"]), str(ask["incarnation"]), presence)
+                    if self._refused.get(site) == asked.incarnation:
+                        continue
                     self._know({site: place_of(ask["place"])})
                     found[site] = asked
         return found
@@ -284,6 +298,8 @@ class RollCall:
         for site in self._others - asks.keys() - expected:
             with suppress(ValueError, TypeError, KeyError):
                 if not (card := self.door.get(f"knock/{site}")):
+                    continue
+                if self._refused.get(site) == card["incarnation"]:
                     continue
                 self._know({site: place_of(card["place"])})
                 self.door.set(f"wanted/{site}", True)
@@ -297,7 +313,10 @@ class RollCall:
         told, before = {event.who for event in found}, self._group.members
         for site in sorted(before - set(roster.members)):
             if f"site {site}" not in told:
-                found.append(OuterEvent(LEFT_OUT, f"site {site}", "missed the outer step", number))
+                left = self.door.get(f"left/{site}")
+                reason = str(left.get("reason") or "") if isinstance(left, dict) else ""
+                reason = reason[:_LONGEST_REASON] or "missed the outer step"
+                found.append(OuterEvent(LEFT_OUT, f"site {site}", reason, number))
         for site in roster.members:
             if site in roster.takers or site not in before:
                 does = "takes the global weights" if site in roster.takers else "takes part again"
@@ -348,9 +367,12 @@ class RollCall:
         self._group.leader = min(self._group.members)
         self._tell_status()
 
-    def _drop(self, roster: Roster, votes: Mapping[int, bool]) -> None:
-        """After an attempt that failed: leave out who is lost. Where all are there, and some cannot
-        reach each other, those go in turn."""
+    def _drop(self, roster: Roster, votes: Mapping[int, bool], blamed: set[int]) -> None:
+        """After an attempt that failed: leave out who is lost, or `blamed` for values that no outer
+        step may use. Where all are there, and some cannot reach each other, those go in turn."""
+        if blamed:
+            self._refuse(roster, blamed)
+            return
         lost = set(roster.members) - votes.keys()
         refused = [site for site, is_done in votes.items() if not is_done and site != self._site]
         self._num_undecided = 0 if lost else self._num_undecided + 1
@@ -360,6 +382,20 @@ class RollCall:
             reason = "was lost during the exchange"
             self._events.append(OuterEvent(LEFT_OUT, f"site {site}", reason, roster.number))
         self._group.members -= lost
+        self._generation = None
+
+    def _refuse(self, roster: Roster, blamed: set[int]) -> None:
+        """Make no outer step with these sites, as long as their processes run."""
+        if self._site in blamed:
+            raise TrainingError(
+                f"site {self._site} sent the other sites values that are not finite, or moved too "
+                "far: it ends -> start it again: it resumes from its newest checkpoint"
+            )
+        for site in sorted(blamed):
+            self._refused[site] = self._incarnations.get(site, "")
+            reason = "sent values that are not finite, or moved too far"
+            self._events.append(OuterEvent(LEFT_OUT, f"site {site}", reason, roster.number))
+        self._group.members -= blamed
         self._generation = None
 
     def _count(self, roster: Roster, *, is_done: bool) -> None:

@@ -192,10 +192,11 @@ class SiteRendezvous:
         if self.roll_call is not None:
             self.roll_call.door.set("plain", plain)
 
-    def leave(self) -> None:
-        """Stop: the others do not wait for this site. Not collective."""
+    def leave(self, reason: str = "") -> None:
+        """Stop: the others do not wait for this site. reason: as of `RollCall.leave`. Not
+        collective."""
         if self.roll_call is not None:
-            self.roll_call.leave()
+            self.roll_call.leave(reason)
 
     def close(self) -> None:
         """Leave after the last step. Collective over this site; who leads waits until the others

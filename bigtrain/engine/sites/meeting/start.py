@@ -28,7 +28,15 @@ Places = Mapping[int, Place]
 
 
 class LostSiteError(LaunchError):
-    """Another site does not answer, or not in time: this one goes on without it."""
+    """Another site does not answer, or not in time: this one goes on without it. unusable: the site
+    whose values no outer step may use, where that is the reason."""
+
+    def __init__(self, text: str, unusable: int | None = None) -> None:
+        super().__init__(text, unusable)
+        self.unusable = unusable
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ class OuterServer:
         elif action == "deliver":
             return ledger.deliver(site, header), b""
         elif action == "leave":
-            ledger.leave(site)
+            ledger.leave(site, str(header.get("reason", "")))
         else:
             raise RefusedError(f"no action {action!r}")
         return {}, b""

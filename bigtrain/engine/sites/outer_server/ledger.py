@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from bigtrain.engine.sites.boxes import Box
+from bigtrain.engine.sites.contribution import UnusableError
 from bigtrain.engine.sites.figures import LEFT_OUT, RETURNED, OuterEvent
-from bigtrain.engine.sites.outer_server.global_weights import GlobalWeights
+from bigtrain.engine.sites.outer_server.global_weights import MOST_TOKENS, GlobalWeights, NextStep
 from bigtrain.engine.sites.outer_server.messages import Header, unpack
 from bigtrain.engine.sites.outer_server.storage import Delivery, Storage
 from bigtrain.settings.sections.sites import SitesSection
@@ -25,6 +26,8 @@ _ATTEMPT = re.compile(r"[0-9a-f]{16}")
 _LONGEST_POLL_SECONDS = 20.0
 _MOST_EVENTS = 50  # of one outer step
 _KEPT_EVENTS = 500  # of all, for sites that miss outer steps
+_MOST_STEP = 10**9
+_UNUSABLE = "sent values that are not finite, or moved too far"
 
 
 class RefusedError(Exception):
@@ -60,6 +63,8 @@ class Ledger:
         self._uploader: int | None = None
         self._active = storage.read_active()
         self._delivered: dict[int, Delivery] = {}
+        self._unusable: set[int] = set()  # not waited for at the next outer step
+        self._failure = ""
         self._waits_since: float | None = None
         self._events: Counter[tuple[str, str, str]] = Counter()
         self._told: deque[dict[str, Any]] = deque(maxlen=_KEPT_EVENTS)
@@ -83,13 +88,16 @@ class Ledger:
         something else than the sites before it."""
         with self._changed:
             if self._weights is None:
+                _refuse_index(site, int(request["sites"]["count"]))
                 self._storage.write_run(request)
                 self._open(request)
             assert self._weights is not None
             self._follow_changes(request)
             _refuse_differences(self._facts, _facts_of(request))
+            _refuse_index(site, self._weights.sites.count)
             if not self._weights.is_ready and self._uploader in (None, site):
                 self._uploader = site
+                self._weights.begin_again()  # what an upload before has left counts no longer
             if site not in self._active and self._weights.number:
                 self.note(RETURNED, f"site {site}", "joined")
             self._hear(site)
@@ -111,7 +119,10 @@ class Ledger:
                 # Not each time: a stranger's messages must not keep the disk busy.
                 if self._events[key].bit_count() == 1:
                     number = self._weights.number if self._weights is not None else 0
-                    self._storage.write_events(number, self._happened(number))
+                    try:
+                        self._storage.write_events(number, self._happened(number))
+                    except OSError as error:
+                        self._say_failure(f"an event could not be kept: {error}")
 
     def _happened(self, number: int) -> list[dict[str, Any]]:
         """The events since the last outer step, as `OuterEvent`s."""
@@ -119,13 +130,6 @@ class Ledger:
             asdict(OuterEvent(event, who, reason, number, count))
             for (event, who, reason), count in self._events.items()
         ]
-
-    def _tell(self, number: int) -> list[dict[str, Any]]:
-        """The same, from now on told to sites."""
-        found = self._happened(number)
-        self._events.clear()
-        self._told.extend(found)
-        return found
 
     def state(self, heard: int | None = None) -> Header:
         """Where the run is: the last outer step, its sites, the optimizer steps it follows; and the
@@ -153,8 +157,13 @@ class Ledger:
             weights = self._require()
             if weights.is_ready:
                 raise RefusedError("the initial weights are there")
+            if len(payload) % 4 or not payload:
+                raise RefusedError(f"{len(payload)} bytes are no float32 values")
             values = torch.frombuffer(bytearray(payload), dtype=torch.float32)
-            weights.begin(self._boxes(request), values)
+            try:
+                weights.begin(self._boxes(request), values)
+            except ValueError as error:
+                raise RefusedError(str(error)) from error
 
     def uploaded(self) -> None:
         """The initial weights are complete. Raises RefusedError if they are not."""
@@ -162,10 +171,11 @@ class Ledger:
             weights = self._require()
             if not weights.is_ready:
                 try:
-                    weights.ready()
+                    weights.refuse_unfilled()
                 except ValueError as error:
                     raise RefusedError(str(error)) from error
                 self._storage.write_state(weights.tensors(), weights.record)
+                weights.ready()
             self._changed.notify_all()
 
     def contribute(self, site: int, request: Header, payload: memoryview, body: bytes) -> None:
@@ -173,8 +183,11 @@ class Ledger:
         attempt, rank, part = str(request["attempt"]), int(request["rank"]), int(request["part"])
         if not _ATTEMPT.fullmatch(attempt):
             raise RefusedError(f"attempt {attempt!r}")
+        _refuse_index(site, self._require().sites.count)
         try:
             self._require().refuse_payload(self._boxes(request), payload)
+        except UnusableError as error:
+            raise self._refused_unusable(site, error) from error
         except ValueError as error:
             raise RefusedError(str(error)) from error
         self._storage.write_message(site, attempt, f"{rank:06d}-{part:06d}", body)
@@ -192,6 +205,8 @@ class Ledger:
                 int(request["num_messages"]),
             )
             heard = int(request.get("heard", delivery.base))
+            _refuse_index(site, weights.sites.count)
+            _refuse_numbers(delivery)
             self._hear(site)
             staleness = weights.number - delivery.base
             if staleness < 0 or (staleness > 0 and not self.rules.is_asynchronous):
@@ -202,22 +217,24 @@ class Ledger:
                     f"the weights of {weights.number}"
                 )
                 return {**self.state(heard), "late": True}
-            if not _ATTEMPT.fullmatch(delivery.attempt) or delivery.tokens < 1:
-                raise RefusedError(f"attempt {delivery.attempt!r} of {delivery.tokens} tokens")
-            self._refuse_incomplete(site, delivery)
+            self._refuse_contribution(site, delivery)
             self._storage.deliver(site, delivery)
             self._delivered[site] = delivery
+            self._unusable.discard(site)
             if self._waits_since is None:
                 self._waits_since = time.monotonic()
             self.tick()
             return self.state(heard)
 
-    def leave(self, site: int) -> None:
-        """A site has trained to its end, or stops: it is not waited for."""
+    def leave(self, site: int, reason: str = "") -> None:
+        """A site has trained to its end, or stops: it is not waited for. reason: why its change
+        cannot be used, if it ends for that."""
+        _refuse_index(site, self._require().sites.count)
         with self._changed:
-            self._active.discard(site)
-            self._storage.write_active(self._active)
-            self._say(f"site {site} left")
+            self._keep_active(self._active - {site})
+            self._say(f"site {site} left" + (f": {reason}" if reason else ""))
+            if reason:
+                self.note(LEFT_OUT, f"site {site}", _UNUSABLE)
             self.tick()
 
     def weights(self, request: Header) -> tuple[Header, bytes]:
@@ -231,53 +248,137 @@ class Ledger:
             return weights.cut(self._boxes(request), form)
 
     def tick(self) -> None:
-        """Make the outer step if nobody is to be waited for any longer."""
+        """Make the outer step if nobody is to be waited for any longer. Whatever fails leaves the
+        state as it was, is said once, and is tried again at the next call."""
         with self._changed:
-            if not self._delivered or self._waits_since is None:
-                return
-            expected = set(self._active)
-            if self._require().number == 0:  # all start at about the same time
-                expected.update(range(self._require().sites.count))
-            absent = expected - self._delivered.keys()
-            waited = time.monotonic() - self._waits_since
-            if absent and not self.rules.is_asynchronous and waited < self.rules.window_seconds:
-                return
-            if absent and not self.rules.is_asynchronous:
-                self._say(
-                    f"{_named(absent)} missed outer step {self._require().number + 1} by more than "
-                    f"{self.rules.window_seconds:g} s: left out until they are back"
-                )
-                for site in absent:
-                    self.note(LEFT_OUT, f"site {site}", "missed the outer step")
-                self._active -= absent
-                self._storage.write_active(self._active)
-            self._make_step()
-            self._changed.notify_all()
+            try:
+                while (absent := self._due()) is not None:
+                    self._make_step(absent)
+                    self._changed.notify_all()
+            except Exception as error:
+                number = self._weights.number + 1 if self._weights is not None else 0
+                self._say_failure(f"outer step {number} could not be made: {error!r}")
 
-    def _make_step(self) -> None:
+    def _due(self) -> set[int] | None:
+        """The sites that an outer step is made without now; None where none is due."""
+        if not self._delivered or self._waits_since is None:
+            return None
+        if self.rules.is_asynchronous:
+            return set()
+        expected = set(self._active)
+        if self._require().number == 0:  # all start at about the same time
+            expected.update(range(self._require().sites.count))
+        absent = expected - self._delivered.keys() - self._unusable
+        waited = time.monotonic() - self._waits_since
+        return None if absent and waited < self.rules.window_seconds else absent
+
+    def _make_step(self, absent: set[int]) -> None:
+        """One outer step: on disk, then in memory."""
         weights, delivered = self._require(), dict(self._delivered)
         if self.rules.is_asynchronous:
             first = min(delivered)
             delivered = {first: delivered[first]}
-        share = 1.0
-        if self.rules.is_asynchronous:
-            ((_, one),) = delivered.items()
-            share = staleness_weight(weights.number - one.base) / max(1, len(self._active))
-        weights.step(
-            {site: one.tokens for site, one in delivered.items()},
-            {site: partial(self._read, site, one) for site, one in delivered.items()},
-            share,
-            max(one.step for one in delivered.values()),
-        )
-        weights.record["events"] = self._tell(weights.number)
-        self._storage.write_state(weights.tensors(), weights.record)
+        after = self._computed(delivered)
+        if after is None:  # a delivery was set aside
+            return
+        for site in absent:
+            self.note(LEFT_OUT, f"site {site}", "missed the outer step")
+        number = weights.number + 1
+        after.record["events"] = self._happened(number)
+        after.record["attempts"] = {str(site): one.attempt for site, one in delivered.items()}
+        try:
+            self._storage.write_state(after.tensors, after.record)
+        except BaseException:
+            for site in absent:  # noted again when it is tried again
+                self._events.pop((LEFT_OUT, f"site {site}", "missed the outer step"), None)
+            raise
+        weights.commit(after)
+        self._events.clear()
+        self._told.extend(after.record["events"])
+        self._unusable.clear()
         for site in delivered:
             self._storage.forget(site)
             del self._delivered[site]
         self._waits_since = time.monotonic() if self._delivered else None
-        self._say(f"outer step {weights.number} with {_named(delivered)}")
-        if self._delivered:  # of an asynchronous server, that came meanwhile
-            self._make_step()
+        self._failure = ""
+        if absent:
+            self._say(
+                f"{_named(absent)} missed outer step {number} by more than "
+                f"{self.rules.window_seconds:g} s: left out until they are back"
+            )
+        self._say(f"outer step {number} with {_named(delivered)}")
+        self._keep_active(self._active - absent)
+
+    def _computed(self, delivered: Mapping[int, Delivery]) -> NextStep | None:
+        """The state after a step with these; None where one of them, set aside, makes it fail."""
+        weights = self._require()
+        share = 1.0
+        if self.rules.is_asynchronous:
+            ((_, one),) = delivered.items()
+            share = staleness_weight(weights.number - one.base) / max(1, len(self._active))
+
+        def computed(of: Mapping[int, Delivery]) -> NextStep:
+            return weights.step(
+                {site: one.tokens for site, one in of.items()},
+                {site: partial(self._read, site, one) for site, one in of.items()},
+                share,
+                max(one.step for one in of.values()),
+            )
+
+        try:
+            return computed(delivered)
+        except MemoryError:
+            raise
+        except Exception as error:
+            cause: tuple[int, Exception] = max(delivered), error
+            for site, one in delivered.items() if len(delivered) > 1 else ():
+                try:
+                    computed({site: one})
+                except Exception as its:
+                    cause = site, its
+                    break
+        self._set_aside(*cause)
+        return None
+
+    def _set_aside(self, site: int, error: Exception) -> None:
+        """Take a delivery out of the next outer step, which cannot be made with it."""
+        place = self._storage.set_aside(site)
+        self._delivered.pop(site, None)
+        self._unusable.add(site)
+        self.note(LEFT_OUT, f"site {site}", "its delivery makes the outer step fail")
+        self._say(
+            f"site {site} is left out of outer step {self._require().number + 1}, which cannot be "
+            f"made with its delivery ({error!r}): set aside in {place}"
+        )
+
+    def _refused_unusable(self, site: int, error: UnusableError) -> RefusedError:
+        """Leave a site out of the next outer step; returns what it is told."""
+        with self._changed:
+            if site not in self._delivered:  # what was confirmed before stays
+                self._storage.forget(site)
+                self._unusable.add(site)
+                self._keep_active(self._active - {site})
+            self.note(LEFT_OUT, f"site {site}", _UNUSABLE)
+            self._say(
+                f"site {site} is left out of outer step {self._require().number + 1}: it sent "
+                f"{error}"
+            )
+            self.tick()
+        return RefusedError(f"site {site} sent {error}: it is left out")
+
+    def _say_failure(self, text: str) -> None:
+        """Show a failure that may come at each try once."""
+        if text != self._failure:
+            self._failure = text
+            self._say(f"{text}; it is tried again")
+
+    def _keep_active(self, sites: set[int]) -> None:
+        """Wait for these from now on; a disk that is full does not hold this up."""
+        try:
+            self._storage.write_active(sites)
+        except OSError as error:
+            self._say_failure(f"which sites are waited for could not be kept: {error}")
+        self._active = sites
 
     def _open(self, run: Mapping[str, Any]) -> GlobalWeights:
         self._facts = _facts_of(run)
@@ -310,33 +411,52 @@ class Ledger:
         self._weights.sites = _section(run)
 
     def _restore_deliveries(self) -> None:
-        number = self._require().number
+        """Take the deliveries on disk that the step after the last one may use."""
+        weights = self._require()
+        used = weights.record.get("attempts", {})
         for site, delivery in list(self._storage.deliveries()):
-            is_current = delivery.base == number or (
-                self.rules.is_asynchronous and delivery.base < number
+            if isinstance(delivery, Exception):
+                self._set_aside(site, delivery)
+                continue
+            is_current = delivery.base == weights.number or (
+                self.rules.is_asynchronous and delivery.base < weights.number
             )
-            if is_current and len(self._files(site, delivery)) == delivery.num_messages:
+            is_used = used.get(str(site)) == delivery.attempt
+            if not is_current or is_used:
+                self._storage.forget(site)
+                continue
+            try:
+                _refuse_index(site, weights.sites.count)
+                _refuse_numbers(delivery)
+                self._refuse_incomplete(site, delivery)
+            except Exception as error:
+                self._set_aside(site, error)
+            else:
                 self._delivered[site] = delivery
                 self._waits_since = time.monotonic()
-            else:
-                self._storage.forget(site)
 
-    def _refuse_incomplete(self, site: int, delivery: Delivery) -> None:
-        files = self._files(site, delivery)
-        if len(files) != delivery.num_messages:
-            raise RefusedError(f"{len(files)} of {delivery.num_messages} messages are here")
-        # Every element once, else the mean would be of something else than the model.
+    def _refuse_contribution(self, site: int, delivery: Delivery) -> None:
         try:
-            self._require().refuse_incomplete(boxes for boxes, _ in self._read(site, delivery))
+            self._refuse_incomplete(site, delivery)
+        except UnusableError as error:
+            raise self._refused_unusable(site, error) from error
         except ValueError as error:
             raise RefusedError(str(error)) from error
+
+    def _refuse_incomplete(self, site: int, delivery: Delivery) -> None:
+        # Every element once, else the mean would be of something else than the model.
+        self._require().refuse_contribution(partial(self._read, site, delivery))
 
     def _files(self, site: int, delivery: Delivery) -> list[Path]:
         return self._storage.messages(site, delivery.attempt)
 
     def _read(self, site: int, delivery: Delivery) -> Iterator[tuple[list[Box], memoryview]]:
-        """The messages of a delivery, one at a time in memory."""
-        for path in self._files(site, delivery):
+        """The messages of a delivery, one at a time in memory. Raises RefusedError if some are
+        missing."""
+        files = self._files(site, delivery)
+        if len(files) != delivery.num_messages:
+            raise RefusedError(f"{len(files)} of {delivery.num_messages} messages are here")
+        for path in files:
             header, payload = unpack(path.read_bytes())
             yield self._boxes(header), payload
 
@@ -358,8 +478,7 @@ class Ledger:
 
     def _hear(self, site: int) -> None:
         if site not in self._active:
-            self._active.add(site)
-            self._storage.write_active(self._active)
+            self._keep_active(self._active | {site})
 
 
 def staleness_weight(staleness: int) -> float:
@@ -368,6 +487,24 @@ def staleness_weight(staleness: int) -> float:
     ``(1 + s)^-0.5``: the polynomial weight of FedAsync (Xie et al. 2019, arXiv 1903.03934).
     """
     return float((1 + staleness) ** -0.5)
+
+
+def _refuse_index(site: int, count: int) -> None:
+    if not 0 <= site < count:
+        raise RefusedError(f"sites.index = {site}: sites.count = {count} has 0 to {count - 1}")
+
+
+def _refuse_numbers(delivery: Delivery) -> None:
+    if not _ATTEMPT.fullmatch(delivery.attempt):
+        raise RefusedError(f"attempt {delivery.attempt[:40]!r}")
+    for name, value, least, most in (
+        ("tokens", delivery.tokens, 1, MOST_TOKENS),
+        ("step", delivery.step, 0, _MOST_STEP),
+        ("base", delivery.base, 0, _MOST_STEP),
+        ("num_messages", delivery.num_messages, 1, _MOST_STEP),
+    ):
+        if not least <= value <= most:
+            raise RefusedError(f"{name} = {_shown(value)}: {least} to {most:,} are possible")
 
 
 def _section(run: Mapping[str, Any]) -> SitesSection:

@@ -9,6 +9,7 @@
     pending/SITE/delivered.json   the attempt that is complete
     steps.jsonl               one line for each outer step
     events.json               what has happened since the last one
+    set_aside/SITE/           the newest delivery of a site that no step could be made with
 
 Files appear whole: written under another name, synced and renamed.
 """
@@ -94,14 +95,34 @@ class Storage:
         """Keep the state after an outer step; the one before it stays, older ones go."""
         path = self.directory / f"state-{record['number']:06d}.safetensors"
         partial = path.with_suffix(".partial")
-        save_file(tensors, partial, metadata={"record": json.dumps(record)})
-        sync_to_disk(partial)
-        partial.rename(path)
-        sync_to_disk(self.directory)
-        with (self.directory / "steps.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        try:
+            save_file(tensors, partial, metadata={"record": json.dumps(record)})
+            sync_to_disk(partial)
+            self._write_line(json.dumps(record))
+            partial.rename(path)
+            sync_to_disk(self.directory)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
         for old in sorted(self.directory.glob("state-*.safetensors"))[:-_KEPT]:
             old.unlink()
+
+    def _write_line(self, line: str) -> None:
+        """Add a line to `steps.jsonl`, entire or not at all."""
+        with (self.directory / "steps.jsonl").open("ab") as file:
+            length = file.seek(0, os.SEEK_END)
+            begin = "\n" if length and not self._ends_a_line() else ""
+            try:
+                file.write(f"{begin}{line}\n".encode())
+                file.flush()
+            except OSError:
+                file.truncate(length)
+                raise
+
+    def _ends_a_line(self) -> bool:
+        with (self.directory / "steps.jsonl").open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) == b"\n"
 
     def events(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
         """What was told with outer steps up to that of `record`, the newest state's."""
@@ -111,7 +132,7 @@ class Storage:
                 with suppress(ValueError, KeyError):  # the last line may not be whole
                     one = json.loads(line)
                     found[one["number"]] = one.get("events", [])
-        # The state is on disk before its line.
+        # Its line may be of a step that did not reach the disk, and was made again.
         found[record["number"]] = record.get("events", [])
         numbers = sorted(number for number in found if number <= record["number"])
         return [event for number in numbers for event in found[number]]
@@ -148,10 +169,28 @@ class Storage:
             if other.is_dir() and other.name != delivery.attempt:
                 shutil.rmtree(other)
 
-    def deliveries(self) -> Iterator[tuple[int, Delivery]]:
-        """By site what it has delivered, in the order of the sites."""
-        for path in sorted(self._pending.glob("*/delivered.json"), key=lambda p: int(p.parts[-2])):
-            yield int(path.parts[-2]), Delivery(**json.loads(path.read_text()))
+    def deliveries(self) -> Iterator[tuple[int, Delivery | Exception]]:
+        """By site what it has delivered, in the order of the sites; an error for what is no
+        delivery."""
+        paths = [p for p in self._pending.glob("*/delivered.json") if p.parts[-2].isdecimal()]
+        for path in sorted(paths, key=lambda p: int(p.parts[-2])):
+            found: Delivery | Exception
+            try:
+                found = Delivery(**json.loads(path.read_text()))
+            except (OSError, TypeError, ValueError) as error:
+                found = error
+            yield int(path.parts[-2]), found
+
+    def set_aside(self, site: int) -> Path:
+        """Keep what a site has sent for whoever looks for the cause, out of the next outer step;
+        returns where. What was set aside of the site before goes."""
+        place = self.directory / "set_aside" / str(site)
+        shutil.rmtree(place, ignore_errors=True)
+        place.parent.mkdir(exist_ok=True)
+        (self._pending / str(site)).rename(place)
+        sync_to_disk(place.parent)
+        sync_to_disk(self._pending)
+        return place
 
     def forget(self, site: int) -> None:
         """Remove all that a site has sent for the next outer step."""
@@ -160,9 +199,13 @@ class Storage:
 
 def _write(path: Path, content: bytes) -> None:
     partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     sync_to_disk(path.parent)

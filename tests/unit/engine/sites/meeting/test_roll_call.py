@@ -14,6 +14,7 @@ from bigtrain.engine.sites.figures import LEFT_OUT, RETURNED
 from bigtrain.engine.sites.meeting.doors import Door
 from bigtrain.engine.sites.meeting.roll_call import RollCall
 from bigtrain.engine.sites.meeting.roster import Presence, Roster, agreed_roster
+from bigtrain.errors import TrainingError
 from bigtrain.settings.sections.sites import SitesSection
 
 LIMIT = 1.6
@@ -237,3 +238,47 @@ def test_what_strangers_write_at_a_door_changes_nothing(three: dict[int, RollCal
     roster = met(three)[0]
     assert roster is not None
     assert roster.sites == (0, 1, 2)
+
+
+def test_a_site_whose_values_cannot_be_used_is_left_out_until_it_starts_again(
+    three: dict[int, RollCall],
+) -> None:
+    """Also where all others can be reached: it asks again, and is not answered."""
+    roster = met(three)[0]
+    assert roster is not None
+
+    def one(site: int) -> bool:
+        return three[site].decide(roster, is_done=False, unusable=2 if site == 1 else None)
+
+    assert together([0, 1, 2], one) == [False] * 3
+    found = met(three)  # site 2 asks, and is given no answer within its limit
+    assert found[2] is None or found[2].members == (2,)
+    rest = found[0]
+    assert rest is not None
+    assert rest.members == (0, 1)
+    reasons = {event.who: event.reason for event in rest.events}
+    assert reasons == {"site 2": "sent values that are not finite, or moved too far"}
+
+
+def test_a_leader_whose_values_cannot_be_used_ends(three: dict[int, RollCall]) -> None:
+    roster = met(three)[0]
+    assert roster is not None
+
+    def one(site: int) -> Any:
+        try:
+            return three[site].decide(roster, is_done=False, unusable=0 if site else None)
+        except TrainingError as error:
+            return str(error)
+
+    found = together([0, 1, 2], one)
+    assert found[0].startswith("site 0 sent the other sites values that are not finite")
+    assert found[1:] == [False, False]
+
+
+def test_the_others_are_told_why_a_site_left(three: dict[int, RollCall]) -> None:
+    assert met(three)[0] is not None
+    three[2].leave("a change with NaN or an infinity")
+    end(three[2])
+    found = met({site: three[site] for site in (0, 1)})[0]
+    assert found is not None
+    assert {e.who: e.reason for e in found.events} == {"site 2": "a change with NaN or an infinity"}
