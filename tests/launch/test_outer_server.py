@@ -121,6 +121,30 @@ def test_sites_with_other_layouts_and_shares_end_with_the_same_weights(
         assert state["weights"].numel() == num_elements
 
 
+def test_a_site_with_a_weight_that_is_not_finite_ends_and_the_other_goes_on(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    """One element, in the step before the second outer step; it resumes from a good checkpoint."""
+    settings = ["engine.deepspeed_config=zero1", "sites.codec=int8", "checkpoint.every_steps=2"]
+    with outer_server(tmp_path / "server") as reach:
+        codes, output = train_sites(
+            inputs,
+            tmp_path,
+            [*settings, *reach],
+            [(), ()],
+            spoil={"rank": 1, "steps": {"8": "master"}},
+        )
+        assert codes == [0, 2], output
+        assert "Traceback" not in output
+        assert "step 8: site 1 would send the other sites a change with NaN" in output
+        log = (tmp_path / "server/server.log").read_text()
+        assert "site 1 left: a change with NaN or an infinity" in log
+        assert [line["sites"] for line in outer_lines(tmp_path / "0")] == [[0, 1], [0], [0]]
+        assert max(checkpoints.steps(tmp_path / "1")) == 6
+        weights = load_file(tmp_path / "0" / "hf" / "model.safetensors")
+        assert all(weight.isfinite().all() for weight in weights.values())
+
+
 @pytest.mark.slow
 def test_a_site_that_is_killed_is_left_out_and_takes_the_weights_when_it_is_back(
     inputs: Inputs, tmp_path: Path

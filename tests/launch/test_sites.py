@@ -33,12 +33,15 @@ def train_sites(
     *settings: str,
     die: tuple[int, int] | None = None,
     ranks: Sequence[int] | None = None,
+    **more: Any,
 ) -> tuple[list[int], str]:
     """Two sites of one rank each, or of so many `ranks`; exit codes by rank and all that they
     printed. `own`: settings of each site."""
     ranks = ranks or [1] * len(own)
     with held_ports(1 + len(own)) as ports:
-        return train_sites_at(ports, inputs, directory, own, *settings, die=die, ranks=ranks)
+        return train_sites_at(
+            ports, inputs, directory, own, *settings, die=die, ranks=ranks, **more
+        )
 
 
 def train_sites_at(
@@ -49,6 +52,7 @@ def train_sites_at(
     *settings: str,
     die: tuple[int, int] | None,
     ranks: Sequence[int],
+    **more: Any,
 ) -> tuple[list[int], str]:
     """As `train_sites`; ports: where the sites meet, and of each one's world."""
     common = [
@@ -70,7 +74,7 @@ def train_sites_at(
     request.write_text(json.dumps(document))
     script = [site_world.__file__, str(request)]
     return shared_server().live(
-        [], script=script, world_size=sum(ranks), grace_seconds=30.0, die=die
+        [], script=script, world_size=sum(ranks), grace_seconds=30.0, die=die, **more
     )
 
 
@@ -160,6 +164,29 @@ def test_a_site_that_is_killed_is_left_out_and_the_other_goes_on(
     # At once, since its process has ended.
     assert all(line["waited_seconds"] < 10 for line in lines)
     assert "outer step 1: site 1 is left out: missed the outer step" in output
+
+
+@pytest.mark.parametrize("how", ["master", pytest.param("unchecked", marks=pytest.mark.slow)])
+def test_a_site_with_a_weight_that_is_not_finite_is_left_out(
+    inputs: Inputs, tmp_path: Path, how: str
+) -> None:
+    """It ends, or, where it does not check what it sends, the other one finds it out."""
+    settings = ["sites.codec=int8", "sites.timeout_seconds=20", "guard.enabled=false"]
+    spoil = {"rank": 1, "steps": {"10": how}}
+    codes, output = train_sites(inputs, tmp_path, ((), ()), *settings, spoil=spoil)
+    assert codes == [0, 2], output
+    assert "Traceback" not in output
+    lines = outer_lines(tmp_path / "0")
+    assert [line["sites"] for line in lines] == [[0, 1], [0], [0]]
+    assert ("site_left_out", "site 1") in events(tmp_path / "0")
+    if how == "master":
+        assert "step 10: site 1 would send the other sites a change with NaN" in output
+        assert "outer step 2: site 1 is left out: a change with NaN or an infinity" in output
+    else:
+        assert "site 1 is left out: sent values that are not finite, or moved too far" in output
+    assert max(checkpoints.steps(tmp_path / "1")) == MIDDLE
+    weights = load_file(tmp_path / "0" / "hf" / "model.safetensors")
+    assert all(weight.isfinite().all() for weight in weights.values())
 
 
 @pytest.mark.slow

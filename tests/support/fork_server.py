@@ -16,9 +16,10 @@ overtaken: {"request", "during"}: after its first line of the log, all processes
     codes were answered and a line was read, or, `during` it, after its first line of the log.
 hang: {"rank", "layer", "call", "how"}: that process never returns from the attention of that
     layer, the so many-th time: it sleeps, or holds the interpreter from C.
-spoil: {"rank", "steps": {number: "nan", "gradient" or "master"}}: in those steps of its life that
-    process computes a loss that is not a number, or a gradient that is 10 000 times as large, or
-    after them one of its masters is infinite.
+spoil: {"rank", "steps": {number: "nan", "gradient" or "master" or "unchecked"}}: in those steps
+    of its life that process computes a loss that is not a number, or a gradient that is 10 000
+    times as large, or after them one of its masters is infinite ("unchecked": and it does not look
+    at what it sends other sites).
 slow: {"rank", "seconds"}: that process takes so much longer for every linear layer.
 grace_seconds: what survivors of a failure are given before they are killed.
 full_disk: {"rank", "after_saves", "until_saves", "bytes"}: after so many saves, and until so many,
@@ -119,7 +120,11 @@ def spoil(steps: dict[str, str]) -> None:
 
     from bigtrain.engine.optimizers.masters import master_parts
     from bigtrain.engine.pipeline.engine import PipelineTrainEngine
+    from bigtrain.engine.sites import outer_step
     from bigtrain.engine.train_engine import TrainEngine
+
+    if "unchecked" in steps.values():
+        outer_step.refuse_own_change = lambda *_: None
 
     counter = itertools.count(1)
     how: list[str | None] = [None]
@@ -137,7 +142,7 @@ def spoil(steps: dict[str, str]) -> None:
         def step(*args: Any, **kwargs: Any) -> Any:
             how[0] = steps.get(str(next(counter)))
             result = train_step(*args, **kwargs)
-            if how[0] == "master":
+            if how[0] in ("master", "unchecked"):
                 parts = master_parts(args[0].engine, args[0].module)
                 part = next(part for part in parts if part.count)
                 part.of(part.master.data)[-1] = float("inf")
