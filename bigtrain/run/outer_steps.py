@@ -83,7 +83,9 @@ class OuterSteps:
         elif meeting is not None:
             assert sites is not None
             allowed = session.run.config.checkpoint.allow_changes
-            self._step = ServerStep(engine, sites, session.world, meeting, allowed)
+            own = session.world.is_main
+            run = checkpoints.make_run_id(session.directory) if own else ""
+            self._step = ServerStep(engine, sites, session.world, meeting, allowed, run)
 
     def begin(self, state: TrainState) -> TrainState:
         """Begin at `state`, which the engine holds; returns where the run goes on, later where

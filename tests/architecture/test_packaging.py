@@ -32,7 +32,12 @@ OPTIONAL = {
     for text in PROJECT["project"]["optional-dependencies"][extra]
 }
 # Imported only together with the distribution that brings them.
-BROUGHT_ALONG = {"urllib3": "requests", "pyarrow": "datasets", "huggingface_hub": "transformers"}
+BROUGHT_ALONG = {
+    "anyio": "starlette",
+    "urllib3": "requests",
+    "pyarrow": "datasets",
+    "huggingface_hub": "transformers",
+}
 
 
 # With these the tests are not run, so their lower bounds are only what is known to work.

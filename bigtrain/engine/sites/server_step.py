@@ -70,9 +70,10 @@ class ServerStep:
     A site that cannot reach the server, or has come too late for an outer step, goes on alone, and
     takes the weights of the server's newest step when it is back: its own change is lost then.
     facts: what all sites must have alike; allowed: which of them this one may change
-    (``checkpoint.allow_changes``). notes: what happened and is to be shown; events: the same, and
-    of other sites and the server, for the metrics. step: where the run stands after it was away;
-    None where it has not moved.
+    (``checkpoint.allow_changes``). run: the id of its run directory, on the main rank: a second one
+    with the same ``sites.index`` is refused. notes: what happened and is to be shown; events: the
+    same, and of other sites and the server, for the metrics. step: where the run stands after it
+    was away; None where it has not moved.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class ServerStep:
         world: World,
         facts: Mapping[str, Any],
         allowed: Sequence[str] = (),
+        run: str = "",
     ) -> None:
         assert sites.server is not None
         assert sites.token_file is not None
@@ -89,6 +91,7 @@ class ServerStep:
         self._engine = engine
         self._world = world
         self._facts, self._allowed = facts, allowed
+        self._run = self._on_main(lambda: run)
         token = on_all_ranks(lambda: read_token(Path(sites.token_file or "")))
         certificate = None if sites.certificate_file is None else Path(sites.certificate_file)
         self._client = ServerClient(sites.server, token, certificate)
@@ -219,7 +222,7 @@ class ServerStep:
     def _leave(self, header: Mapping[str, Any]) -> None:
         if self._world.is_main:
             try:
-                self._ask("leave", header, time.monotonic() + _LEAVE_SECONDS)
+                self._ask("leave", {"run": self._run, **header}, time.monotonic() + _LEAVE_SECONDS)
             except _AwayError as error:
                 self.notes.append(f"the server was not told that this site left: {error}")
 
@@ -231,6 +234,7 @@ class ServerStep:
         """Join, with the names and shapes of what is trained."""
         sites = self.sites.model_dump(mode="json")
         header = {
+            "run": self._run,
             "facts": dict(self._facts),
             "allowed": list(self._allowed),
             "sites": {key: sites[key] for key in _MATHEMATICS},
@@ -279,6 +283,7 @@ class ServerStep:
             codes = codec.encode(values)
             back = decoded(codec, codes, values.shape[1])  # what the server will read
             header = {
+                "run": self._run,
                 "attempt": attempt,
                 "rank": self._world.rank,
                 "part": part,
@@ -294,6 +299,7 @@ class ServerStep:
         """Say that all is there; returns the state after an outer step, when that is made."""
         tokens = (step - self._base_step) * self._engine.plan.site_tokens_per_step
         header = {
+            "run": self._run,
             "attempt": attempt,
             "base": self.number,
             "step": step,

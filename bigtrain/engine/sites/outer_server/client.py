@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bigtrain.engine.sites.outer_server.messages import (
+    DIGEST,
     FORGED,
     INSTANCE,
     MOST_BYTES,
@@ -22,8 +23,10 @@ from bigtrain.engine.sites.outer_server.messages import (
     SIGNATURE,
     CorruptMessageError,
     Header,
-    is_signed,
+    digest_of,
+    is_equal,
     pack,
+    request_signature,
     sign,
     unpack,
 )
@@ -57,7 +60,8 @@ class ServerClient:
         if parts.scheme == "https":
             self._tls = ssl.create_default_context(cafile=certificate)
         self._token = token
-        self._instance = ""
+        self._instance = self._session = ""
+        self._sequence = 0
         self.num_bytes = 0
 
     def ask(
@@ -74,10 +78,13 @@ class ServerClient:
             try:
                 if not self._instance and action != "hello":
                     hello, _ = self.ask("hello", {}, deadline=deadline)
+                    self._session, self._sequence = str(hello["session"]), 0
                     self._instance = str(hello["instance"])
                 status, reply, content = self._try(action, body, left)
             except (OSError, http.client.HTTPException, CorruptMessageError) as error:
                 failure = f"{type(error).__name__}: {error}"
+                # It may have refused the headers, and closed before the body was through.
+                self._instance = ""
             else:
                 if status == OK:
                     self.num_bytes += len(payload)
@@ -93,12 +100,13 @@ class ServerClient:
 
     def _try(self, action: str, body: bytes, seconds: float) -> tuple[int, Header, memoryview]:
         """One request: status, header and payload of the reply, which the server has signed."""
+        self._sequence += 1
         nonce = secrets.token_hex(16)
-        headers = {
-            NONCE: nonce,
-            INSTANCE: self._instance,
-            SIGNATURE: sign(self._token, f"{action} {self._instance}", nonce, body),
-        }
+        if action != "hello":
+            nonce = f"{self._session}-{self._sequence}"
+        digest, instance = digest_of(body), self._instance
+        signature = request_signature(self._token, action, instance, nonce, len(body), digest)
+        headers = {NONCE: nonce, INSTANCE: instance, DIGEST: digest, SIGNATURE: signature}
         if self._tls is None:
             connection = http.client.HTTPConnection(self._host, self._port, timeout=seconds)
         else:
@@ -116,7 +124,7 @@ class ServerClient:
         if not signature:  # of a proxy, or of a server in trouble
             raise http.client.HTTPException(f"status {status} that the server did not sign")
         header, payload = unpack(content)
-        if not is_signed(self._token, f"reply {status}", nonce, content, signature):
+        if not is_equal(sign(self._token, f"reply {status}", nonce, content), signature):
             return FORGED, {"error": "the reply is not signed with sites.token_file"}, payload
         return status, header, payload
 

@@ -15,11 +15,9 @@ from bigtrain.engine.sites.boxes import Box, Update, join_cuts
 from bigtrain.engine.sites.codecs import CODECS, FloatCodec, is_finite
 from bigtrain.engine.sites.contribution import UnusableError, decoded, refuse_norm
 from bigtrain.engine.sites.figures import square
+from bigtrain.engine.sites.outer_server.requests import MOST_TOKENS
 from bigtrain.engine.sites.outer_update import outer_update
 from bigtrain.settings.sections.sites import SitesSection
-
-MOST_TOKENS = 10**15
-"""Of one delivery."""
 
 
 @dataclass(frozen=True)

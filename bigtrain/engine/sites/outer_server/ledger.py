@@ -17,8 +17,9 @@ import torch
 from bigtrain.engine.sites.boxes import Box
 from bigtrain.engine.sites.contribution import UnusableError
 from bigtrain.engine.sites.figures import LEFT_OUT, RETURNED, OuterEvent
-from bigtrain.engine.sites.outer_server.global_weights import MOST_TOKENS, GlobalWeights, NextStep
-from bigtrain.engine.sites.outer_server.messages import Header, unpack
+from bigtrain.engine.sites.outer_server.global_weights import GlobalWeights, NextStep
+from bigtrain.engine.sites.outer_server.messages import Header, escaping, unpack
+from bigtrain.engine.sites.outer_server.requests import MOST_STEP, MOST_TOKENS, RefusedError
 from bigtrain.engine.sites.outer_server.storage import Delivery, Storage
 from bigtrain.settings.sections.sites import SitesSection
 
@@ -26,12 +27,7 @@ _ATTEMPT = re.compile(r"[0-9a-f]{16}")
 _LONGEST_POLL_SECONDS = 20.0
 _MOST_EVENTS = 50  # of one outer step
 _KEPT_EVENTS = 500  # of all, for sites that miss outer steps
-_MOST_STEP = 10**9
 _UNUSABLE = "sent values that are not finite, or moved too far"
-
-
-class RefusedError(Exception):
-    """A request that cannot be followed; its text goes to the site, and no more is done for it."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +52,16 @@ class Ledger:
     def __init__(self, storage: Storage, rules: Rules, say: Callable[[str], None]) -> None:
         self.rules = rules
         self._storage = storage
-        self._say = say
+        self._say = escaping(say)
         self._changed = threading.Condition(threading.RLock())
         self._weights: GlobalWeights | None = None
         self._facts: dict[str, Any] = {}
         self._uploader: int | None = None
         self._active = storage.read_active()
+        self._holders = storage.read_holders()  # the run that each site was last
         self._delivered: dict[int, Delivery] = {}
+        self._noted: Counter[tuple[str, str, str]] = Counter()
+        self._noted_lock = threading.Lock()
         self._unusable: set[int] = set()  # not waited for at the next outer step
         self._failure = ""
         self._waits_since: float | None = None
@@ -73,7 +72,8 @@ class Ledger:
         for one in storage.read_events(0 if state is None else int(state[1]["number"])):
             self._events[one["event"], one["who"], one["reason"]] = int(one["count"])
         if run is not None:
-            weights = self._open(run)
+            weights = self._weights = _built(run, rules)
+            self._facts = _facts_of(run)
             if state is not None:
                 weights.restore(*state)
                 self._told.extend(storage.events(weights.record))
@@ -89,9 +89,12 @@ class Ledger:
         with self._changed:
             if self._weights is None:
                 _refuse_index(site, int(request["sites"]["count"]))
+                weights = _built(
+                    request, self.rules
+                )  # before it is on disk: it may not be possible
                 self._storage.write_run(request)
-                self._open(request)
-            assert self._weights is not None
+                self._facts, self._weights = _facts_of(request), weights
+            self._refuse_other_run(site, request)
             self._follow_changes(request)
             _refuse_differences(self._facts, _facts_of(request))
             _refuse_index(site, self._weights.sites.count)
@@ -123,6 +126,20 @@ class Ledger:
                         self._storage.write_events(number, self._happened(number))
                     except OSError as error:
                         self._say_failure(f"an event could not be kept: {error}")
+
+    def note_later(self, event: str, who: str, reason: str) -> None:
+        """As `note`, at the next `tick`: for whoever must not wait for an outer step."""
+        with self._noted_lock:
+            key = event, who, reason
+            if key in self._noted or len(self._noted) < _MOST_EVENTS:
+                self._noted[key] += 1
+
+    def _note_now(self) -> None:
+        with self._noted_lock:
+            noted, self._noted = self._noted, Counter()
+        for key, count in noted.items():
+            for _ in range(count):
+                self.note(*key)
 
     def _happened(self, number: int) -> list[dict[str, Any]]:
         """The events since the last outer step, as `OuterEvent`s."""
@@ -178,12 +195,15 @@ class Ledger:
                 weights.ready()
             self._changed.notify_all()
 
-    def contribute(self, site: int, request: Header, payload: memoryview, body: bytes) -> None:
+    def contribute(
+        self, site: int, request: Header, payload: memoryview, body: bytes | bytearray
+    ) -> None:
         """A message with a part of what a site has changed; kept as it came."""
         attempt, rank, part = str(request["attempt"]), int(request["rank"]), int(request["part"])
         if not _ATTEMPT.fullmatch(attempt):
             raise RefusedError(f"attempt {attempt!r}")
         _refuse_index(site, self._require().sites.count)
+        self._refuse_not_holder(site, str(request.get("run", "")))
         try:
             self._require().refuse_payload(self._boxes(request), payload)
         except UnusableError as error:
@@ -204,9 +224,11 @@ class Ledger:
                 int(request["tokens"]),
                 int(request["num_messages"]),
             )
-            heard = int(request.get("heard", delivery.base))
+            heard = request.get("heard")
+            heard = delivery.base if heard is None else int(heard)
             _refuse_index(site, weights.sites.count)
             _refuse_numbers(delivery)
+            self._refuse_not_holder(site, str(request.get("run", "")))
             self._hear(site)
             staleness = weights.number - delivery.base
             if staleness < 0 or (staleness > 0 and not self.rules.is_asynchronous):
@@ -226,11 +248,12 @@ class Ledger:
             self.tick()
             return self.state(heard)
 
-    def leave(self, site: int, reason: str = "") -> None:
+    def leave(self, site: int, reason: str = "", run: str = "") -> None:
         """A site has trained to its end, or stops: it is not waited for. reason: why its change
         cannot be used, if it ends for that."""
         _refuse_index(site, self._require().sites.count)
         with self._changed:
+            self._refuse_not_holder(site, run)
             self._keep_active(self._active - {site})
             self._say(f"site {site} left" + (f": {reason}" if reason else ""))
             if reason:
@@ -252,6 +275,7 @@ class Ledger:
         state as it was, is said once, and is tried again at the next call."""
         with self._changed:
             try:
+                self._note_now()
                 while (absent := self._due()) is not None:
                     self._make_step(absent)
                     self._changed.notify_all()
@@ -380,12 +404,30 @@ class Ledger:
             self._say_failure(f"which sites are waited for could not be kept: {error}")
         self._active = sites
 
-    def _open(self, run: Mapping[str, Any]) -> GlobalWeights:
-        self._facts = _facts_of(run)
-        shapes = {str(name): tuple(map(int, shape)) for name, shape in run["parameters"]}
-        weights = GlobalWeights(shapes, _section(run), absolute=not self.rules.is_asynchronous)
-        self._weights = weights
-        return weights
+    def _refuse_other_run(self, site: int, request: Header) -> None:
+        """Refuse a second run with the index of a site that takes part; it holds the index from now
+        on otherwise."""
+        run, holder = str(request.get("run", "")), self._holders.get(site, "")
+        if not run or run == holder:
+            return
+        is_allowed = "sites.index" in request.get("allowed", ())
+        if holder and site in self._active and not is_allowed:
+            raise RefusedError(
+                f"sites.index = {site}: another run directory (run {holder}) takes part as this "
+                "site, and has not left -> a sites.index of its own, or stop that run; if it is "
+                "lost for good, checkpoint.allow_changes=[sites.index] takes its place"
+            )
+        holders = {**self._holders, site: run}
+        self._storage.write_holders(holders)
+        self._holders = holders
+
+    def _refuse_not_holder(self, site: int, run: str) -> None:
+        holder = self._holders.get(site, "")
+        if run and holder and run != holder:
+            raise RefusedError(
+                f"sites.index = {site}: another run directory (run {holder}) takes part as this "
+                "site"
+            )
 
     def _follow_changes(self, request: Header) -> None:
         """Take what a site's ``checkpoint.allow_changes`` names from it, as its checkpoints do: the
@@ -481,6 +523,11 @@ class Ledger:
             self._keep_active(self._active | {site})
 
 
+def _built(run: Mapping[str, Any], rules: Rules) -> GlobalWeights:
+    shapes = {str(name): tuple(map(int, shape)) for name, shape in run["parameters"]}
+    return GlobalWeights(shapes, _section(run), absolute=not rules.is_asynchronous)
+
+
 def staleness_weight(staleness: int) -> float:
     """How much a change counts that is relative to weights of so many outer steps ago.
 
@@ -499,9 +546,9 @@ def _refuse_numbers(delivery: Delivery) -> None:
         raise RefusedError(f"attempt {delivery.attempt[:40]!r}")
     for name, value, least, most in (
         ("tokens", delivery.tokens, 1, MOST_TOKENS),
-        ("step", delivery.step, 0, _MOST_STEP),
-        ("base", delivery.base, 0, _MOST_STEP),
-        ("num_messages", delivery.num_messages, 1, _MOST_STEP),
+        ("step", delivery.step, 0, MOST_STEP),
+        ("base", delivery.base, 0, MOST_STEP),
+        ("num_messages", delivery.num_messages, 1, MOST_STEP),
     ):
         if not least <= value <= most:
             raise RefusedError(f"{name} = {_shown(value)}: {least} to {most:,} are possible")

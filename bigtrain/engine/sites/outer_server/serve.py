@@ -10,6 +10,7 @@ from pathlib import Path
 import uvicorn
 
 from bigtrain.engine.sites.outer_server.app import OuterServer
+from bigtrain.engine.sites.outer_server.connections import MOST_HEADERS, guarded
 from bigtrain.engine.sites.outer_server.ledger import Ledger, Rules
 from bigtrain.engine.sites.outer_server.storage import Storage
 
@@ -26,22 +27,29 @@ class Place:
     key: Path | None = None
 
 
+def configured(server: OuterServer, place: Place) -> uvicorn.Config:
+    """Return how uvicorn serves `server`: with limits for those who do not know the token."""
+    return uvicorn.Config(
+        server.application(),
+        host=place.host,
+        port=place.port,
+        http=guarded(),
+        ws="none",
+        h11_max_incomplete_event_size=MOST_HEADERS,
+        log_level="error",  # what strangers send is named by the server itself
+        access_log=False,
+        lifespan="off",
+        ssl_certfile=place.certificate,
+        ssl_keyfile=place.key,
+    )
+
+
 def serve(
     directory: Path, place: Place, token: bytes, rules: Rules, say: Callable[[str], None]
 ) -> None:
     """Serve the run of `directory` (a new one where it is empty) until SIGINT or SIGTERM."""
     ledger = Ledger(Storage(directory), rules, say)
     server = OuterServer(ledger, token, say)
-    config = uvicorn.Config(
-        server.application(),
-        host=place.host,
-        port=place.port,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ssl_certfile=place.certificate,
-        ssl_keyfile=place.key,
-    )
     ended = threading.Event()
 
     def watch() -> None:
@@ -51,7 +59,7 @@ def serve(
     ticking = threading.Thread(target=watch, name="windows", daemon=True)
     ticking.start()
     try:
-        uvicorn.Server(config).run()
+        uvicorn.Server(configured(server, place)).run()
     finally:
         ended.set()
         ticking.join()

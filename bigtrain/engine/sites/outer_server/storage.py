@@ -4,6 +4,7 @@
 
     run.json                  the run: facts, parameters, how steps are made
     active.json               the sites that are waited for
+    holders.json              by site the run that takes part as it
     state-000012.safetensors  weights, momentum and rounding error after outer step 12
     pending/SITE/ATTEMPT/     messages of a site for the next step, as they came
     pending/SITE/delivered.json   the attempt that is complete
@@ -80,6 +81,18 @@ class Storage:
         """Keep which sites are waited for."""
         _write(self.directory / "active.json", json.dumps(sorted(sites)).encode())
 
+    def read_holders(self) -> dict[int, str]:
+        """What `write_holders` wrote."""
+        try:
+            tree = json.loads((self.directory / "holders.json").read_text())
+        except FileNotFoundError:
+            return {}
+        return {int(site): str(run) for site, run in tree.items()}
+
+    def write_holders(self, runs: Mapping[int, str]) -> None:
+        """Keep which run each site is."""
+        _write(self.directory / "holders.json", json.dumps(runs).encode())
+
     def read_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
         """The newest state that can be read; None if there is none."""
         for path in sorted(self.directory.glob("state-*.safetensors"), reverse=True):
@@ -150,7 +163,7 @@ class Storage:
         except (FileNotFoundError, ValueError, KeyError):
             return []
 
-    def write_message(self, site: int, attempt: str, name: str, body: bytes) -> None:
+    def write_message(self, site: int, attempt: str, name: str, body: bytes | bytearray) -> None:
         """Keep a message of a site for the next outer step."""
         directory = self._pending / str(site) / attempt
         directory.mkdir(parents=True, exist_ok=True)
@@ -197,7 +210,7 @@ class Storage:
         shutil.rmtree(self._pending / str(site), ignore_errors=True)
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, content: bytes | bytearray) -> None:
     partial = path.with_name(f"{path.name}.partial")
     try:
         with partial.open("wb") as file:

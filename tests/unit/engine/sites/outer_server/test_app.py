@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import socket
+import struct
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import uvicorn
+import xxhash
 
 from bigtrain.engine.sites.boxes import Box, split_cuts
 from bigtrain.engine.sites.codecs import CODECS
-from bigtrain.engine.sites.outer_server.app import OuterServer
+from bigtrain.engine.sites.outer_server import connections
+from bigtrain.engine.sites.outer_server.app import OuterServer, _Marks
 from bigtrain.engine.sites.outer_server.client import (
     RefusedByServerError,
     ServerClient,
     UnreachableError,
     read_token,
 )
+from bigtrain.engine.sites.outer_server.connections import MOST_OF_ONE_HOST
 from bigtrain.engine.sites.outer_server.ledger import Ledger, Rules
 from bigtrain.engine.sites.outer_server.messages import (
-    MOST_BYTES,
+    MOST_HEADER_BYTES,
     CorruptMessageError,
+    digest_of,
     pack,
+    request_signature,
     unpack,
 )
+from bigtrain.engine.sites.outer_server.serve import Place, configured
 from bigtrain.engine.sites.outer_server.storage import Storage
 from bigtrain.errors import LaunchError
 from tests.support.worlds import free_port
@@ -55,17 +64,8 @@ def serving(
     directory: Path, said: list[str], port: int, certificate: tuple[Path, Path] | None = None
 ) -> Iterator[None]:
     ledger = Ledger(Storage(directory), Rules(False, 1000.0), said.append)
-    application = OuterServer(ledger, TOKEN, said.append).application()
-    files = certificate or (None, None)
-    config = uvicorn.Config(
-        application,
-        host="127.0.0.1",
-        port=port,
-        log_level="error",
-        lifespan="off",
-        ssl_certfile=files[0],
-        ssl_keyfile=files[1],
-    )
+    server_ = OuterServer(ledger, TOKEN, said.append)
+    config = configured(server_, Place("127.0.0.1", port, *(certificate or (None, None))))
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -169,7 +169,7 @@ def post(port: int, action: str, body: bytes, headers: dict[str, str]) -> tuple[
     return found
 
 
-def test_a_message_that_is_sent_again_and_one_that_is_too_large(tmp_path: Path) -> None:
+def test_a_message_that_is_sent_again_is_never_accepted(tmp_path: Path) -> None:
     said: list[str] = []
     port = free_port()
     client = ServerClient(f"http://127.0.0.1:{port}", TOKEN)
@@ -190,13 +190,31 @@ def test_a_message_that_is_sent_again_and_one_that_is_too_large(tmp_path: Path) 
         assert "127.0.0.1: refused a message (leave) that was sent before" in said
         # Its signature fits nothing else.
         assert post(port, "join", body, headers)[0] == 401
-        with socket.create_connection(("127.0.0.1", port), 10) as raw:
-            length = MOST_BYTES + 1
-            raw.sendall(
-                f"POST /join HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
-            )
-            assert raw.recv(100).startswith(b"HTTP/1.1 413")
-        assert any("refused a message of more than" in text for text in said)
+    # Never, however many messages later, and not at another start of the server.
+    server = OuterServer(Ledger(Storage(tmp_path), Rules(False, 1.0), said.append), TOKEN, print)
+
+    def status(marks: Any) -> int | None:
+        refusal = server._refusal_by_headers("host", marks)
+        return None if refusal is None else refusal[0]
+
+    session = server._greeted("0" * 32)["session"]
+    assert server._greeted("0" * 32)["session"] == session  # no new one for an old message
+    first = signed_marks(server, f"{session}-1")
+    assert status(first) is None
+    for sequence in range(2, 100_002):
+        server._last[session] = sequence
+    assert status(first) == 401
+    assert status(signed_marks(server, f"{session}-100002")) is None
+    assert status(signed_marks(server, f"{session}-100002")) == 401
+    assert status(signed_marks(server, f"{'0' * 16}-1")) == 412
+    assert status(replace(signed_marks(server, f"{session}-200000"), length=3)) == 401
+
+
+def signed_marks(server: OuterServer, nonce: str) -> _Marks:
+    """The headers of a message without a body."""
+    instance, digest = server._instance, digest_of(b"")
+    signature = request_signature(TOKEN, "leave", instance, nonce, 0, digest)
+    return _Marks("leave", instance, nonce, 0, digest, signature)
 
 
 def test_tls_with_a_certificate_of_ones_own(tmp_path: Path) -> None:
@@ -226,3 +244,212 @@ def test_tokens_that_can_be_guessed(tmp_path: Path) -> None:
         read_token(short)
     with pytest.raises(LaunchError, match="cannot be read"):
         read_token(tmp_path / "none")
+
+
+def unsigned(action: str, length: int, start: bytes = b"") -> bytes:
+    return (
+        f"POST /{action} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode() + start
+    )
+
+
+def answer(port: int, request: bytes) -> bytes:
+    """What comes until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", port), 10) as raw:
+        found = b""
+        try:
+            raw.sendall(request)
+            while chunk := raw.recv(1 << 16):
+                found += chunk
+        except ConnectionError:  # it does not read what was refused
+            pass
+        return found
+
+
+def test_strangers_are_answered_before_any_body_is_read(tmp_path: Path) -> None:
+    """And as they wait for nothing, they hold nothing: unfinished bodies, deep and wide JSON."""
+    said: list[str] = []
+    port = free_port()
+    deep = pack({})[:16] + b"[" * 200_000
+    wide = pack({})[:16] + b"[" + b"[]," * (4 << 20)
+    with serving(tmp_path, said, port):
+        for _ in range(200):  # of 16 MiB each, which do not come
+            assert answer(port, unsigned("wait", 16 << 20, b"x")).startswith(b"HTTP/1.1 401")
+        for body in (deep, wide):
+            found = answer(port, unsigned("join", len(body), body))
+            assert found.startswith(b"HTTP/1.1 401") or not found
+        for request in (
+            b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+            b"POST /join HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n",
+            b"\x16\x03\x01 nothing of HTTP\r\n\r\n",
+            b"POST /join HTTP/1.1\r\nHost: x\r\nA: " + b"a" * (1 << 20),
+        ):
+            assert not answer_of(port, request).startswith((b"HTTP/1.1 2", b"HTTP/1.1 5"))
+        assert ask(ServerClient(f"http://127.0.0.1:{port}", TOKEN), "join", **JOIN)[0]["uploads"]
+    text = "127.0.0.1: refused a message (wait) that nobody signed who has the token"
+    assert [line for line in said if line.startswith(text)] == [
+        text,
+        *(f"{text} ({2**n} such so far)" for n in range(1, 8)),
+    ]
+
+
+def answer_of(port: int, request: bytes) -> bytes:
+    """What comes first."""
+    with socket.create_connection(("127.0.0.1", port), 10) as raw:
+        try:
+            raw.sendall(request)
+            return raw.recv(1 << 16)
+        except ConnectionError:
+            return b""
+
+
+def test_sites_are_answered_beside_strangers_that_send_a_byte_and_stall(tmp_path: Path) -> None:
+    """Headers that do not end, and headers of all there is with a body that does not; more than
+    a host may have, of which the oldest go."""
+    said: list[str] = []
+    port = free_port()
+    client = ServerClient(f"http://127.0.0.1:{port}", TOKEN)
+    with serving(tmp_path, said, port), ExitStack() as stack:
+        stalled = []
+        for number in range(MOST_OF_ONE_HOST + 20):
+            raw = stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+            raw.sendall(b"P" if number % 2 else unsigned("contribute", 1 << 20)[:-2])
+            stalled.append(raw)
+            if number == 3:
+                assert ask(client, "join", **JOIN)[0]["uploads"]
+        assert ask(client, "join", **JOIN)[0]["uploads"]
+        assert ask(client, "wait", base=0, seconds=0)[0]["number"] == 0
+        with suppress(ConnectionError):
+            assert stalled[0].recv(10) == b""  # closed
+
+
+def test_a_connection_has_a_time_for_its_headers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.05)
+    port = free_port()
+    with serving(tmp_path, [], port):
+        for start in (b"", b"POST /jo", unsigned("join", 100)[:-1]):
+            assert answer(port, start) == b""
+        client = ServerClient(f"http://127.0.0.1:{port}", TOKEN)
+        assert ask(client, "wait", base=-1, seconds=0.2)[0]["number"] == 0
+
+
+def test_what_comes_from_outside_is_escaped_in_the_log(tmp_path: Path) -> None:
+    said: list[str] = []
+    port = free_port()
+    with serving(tmp_path, said, port):
+        answer(port, unsigned("x%0a12:00:00%20outer%20step%209%1b[2J%e2%80%ae", 0))
+        client = ServerClient(f"http://127.0.0.1:{port}", TOKEN)
+        ask(client, "join", **JOIN)
+        ask(client, "leave", site=0, reason="done\n12:00:00 outer step 9\x1b[2J")
+    assert said
+    assert all(line.isprintable() for line in said), said
+    assert any("(x\\n12:00:00 outer step 9\\x1b[2J\\u202e)" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("action", "fields", "reason"),
+    [
+        ("join", {"site": 999}, r"sites.index = 999: sites.count = 1 has 0 to 0"),
+        ("join", {"site": 10**30}, "site = 1000"),
+        ("join", {"facts": {"data": "y"}}, "data: 'x' there, 'y' here"),
+        ("join", {"parameters": [["w", [4]], ["v", [10**18]]]}, "parameters: "),
+        ("join", {"more": 1}, "more = 1: Extra inputs"),
+        ("deliver", {"tokens": 10**30}, "tokens = 1000"),
+        ("deliver", {"step": 10**12}, "step = 1000"),
+        ("deliver", {"base": -1}, "base = -1"),
+        ("deliver", {"attempt": "../../../x"}, "attempt = "),
+        ("wait", {"base": True}, "base = True"),
+        ("wait", {"seconds": 1e9}, "seconds = 1000000000"),
+        ("leave", {"reason": "x" * 501}, "reason = "),
+        ("upload", {"boxes": [[[["w"]]]], "payload": b"1234"}, "no rectangle of a parameter"),
+        ("upload", {"boxes": []}, "0 bytes are no float32 values"),
+    ],
+)
+def test_fields_out_of_range_are_refused_and_named(
+    action: str, fields: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    port = free_port()
+    good: dict[str, dict[str, Any]] = {
+        "join": JOIN,
+        "deliver": {"attempt": "0" * 16, "base": 0, "step": 5, "tokens": 9, "num_messages": 1},
+        "wait": {"base": 0, "seconds": 0},
+    }
+    client = ServerClient(f"http://127.0.0.1:{port}", TOKEN)
+    with serving(tmp_path, said, port):
+        ask(client, "join", **JOIN)
+        with pytest.raises(RefusedByServerError) as error:
+            ask(client, action, **{"site": 0, **good.get(action, {}), **fields})
+        assert reason in str(error.value)
+        assert any(f"refused {action} of" in line and reason in line for line in said), said
+
+
+def test_numbers_that_are_not_finite_and_deep_json_of_a_site_are_no_message() -> None:
+    for text in (
+        b'{"a": 1e999}',
+        b'{"a": NaN}',
+        b'{"a": -Infinity}',
+        b'{"a": ' + b"[" * 100_000,
+        b'{"a": ' + b"[" * 40 + b"]" * 40 + b"}",
+        b'{"a": ' + b"9" * 5000 + b"}",
+        b'"text"',
+        b"\xff",
+    ):
+        body = packed(text)
+        with pytest.raises(CorruptMessageError, match="header"):
+            unpack(body)
+    with pytest.raises(CorruptMessageError, match="a header of"):
+        unpack(packed(b" " * (MOST_HEADER_BYTES + 1)))
+
+
+def packed(text: bytes) -> bytes:
+    return struct.pack("<4sIQ", b"BTO1", len(text), xxhash.xxh3_64_intdigest(text)) + text
+
+
+def test_a_second_run_with_the_same_index_is_refused_while_the_first_takes_part(
+    tmp_path: Path,
+) -> None:
+    said: list[str] = []
+    port = free_port()
+    first, second = "a" * 16, "b" * 16
+    client = ServerClient(f"http://127.0.0.1:{port}", TOKEN)
+    with serving(tmp_path, said, port):
+        ask(client, "join", **JOIN, run=first)
+        ask(client, "join", **JOIN, run=first)  # started again
+    with serving(tmp_path, said, port):  # a restart of the server does not matter
+        with pytest.raises(RefusedByServerError, match=r"run a{16}\) takes part as this site"):
+            ask(client, "join", **JOIN, run=second)
+        for action, fields in (
+            ("leave", {}),
+            (
+                "deliver",
+                {"attempt": "0" * 16, "base": 0, "step": 1, "tokens": 1, "num_messages": 1},
+            ),
+        ):
+            with pytest.raises(RefusedByServerError, match=r"run a{16}\)"):
+                ask(client, action, site=0, run=second, **fields)
+        assert any("refused join of site 0: sites.index = 0: another run" in t for t in said)
+        ask(client, "leave", site=0, run=first)
+        ask(client, "join", **JOIN, run=second)
+        with pytest.raises(RefusedByServerError, match=r"run b{16}\) takes part"):
+            ask(client, "join", **JOIN, run=first)
+        ask(client, "join", **JOIN, run=first, allowed=["sites.index"])
+
+
+def test_a_full_disk_is_tried_again_by_the_site(tmp_path: Path) -> None:
+    said: list[str] = []
+    port = free_port()
+    client = ServerClient(f"http://127.0.0.1:{port}", TOKEN)
+    full = iter([True])
+    write = Storage.write_run
+
+    def write_run(self: Storage, tree: Any) -> None:
+        if next(full, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, tree)
+
+    with pytest.MonkeyPatch.context() as patch, serving(tmp_path, said, port):
+        patch.setattr(Storage, "write_run", write_run)
+        assert ask(client, "join", **JOIN)[0]["uploads"]
+    assert sum("join could not be done, and is asked for again: [Errno 28]" in t for t in said) == 1
