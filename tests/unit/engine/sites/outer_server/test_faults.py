@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from bigtrain.engine.sites.boxes import Box
 from bigtrain.engine.sites.codecs import CODECS
 from bigtrain.engine.sites.outer_server.ledger import Ledger, RefusedError, Rules
 from bigtrain.engine.sites.outer_server.storage import Storage
@@ -194,6 +195,27 @@ def test_initial_weights_may_be_sent_again_and_gaps_are_refused(tmp_path: Path) 
     site.take("full")
     for name, weight in weights.items():
         assert torch.equal(site.weights[name], weight)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "reason"),
+    [
+        ([Box("c.weight", (0, 0, 0), (2, 3, 4))], "elements of c.weight came twice"),
+        ([Box("b.weight", (0,), (150,))], "elements of b.weight came twice"),
+    ],
+)
+def test_a_delivery_with_overlaps_is_refused(boxes: list[Box], reason: str, tmp_path: Path) -> None:
+    """Beside a gap of as many elements, and without one."""
+    ledger = ledger_at(tmp_path)
+    site = Site(ledger, 0, "float32")
+    site.join(start())
+    if boxes[0].name == "b.weight":
+        full = [box for box in site.boxes[0] if box.name != "b.weight"]
+        site.boxes[0] = [*full, Box("b.weight", (0,), (150,))]
+    site.boxes.append(boxes)
+    site.errors.append(torch.empty(0))
+    with pytest.raises(RefusedError, match=reason):
+        site.deliver(changed(site.weights, 1))
 
 
 def test_numbers_out_of_range_are_refused_at_the_door(tmp_path: Path) -> None:
