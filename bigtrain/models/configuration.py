@@ -52,11 +52,10 @@ def load_hf_config(section: ConfigurationSource) -> PreTrainedConfig:
     source = section.path if section.path is not None else section.config
     assert source is not None
     key = "model.path" if section.path is not None else "model.config"
+    directory = at_hand(source, weights=False)  # errors of a store name their own cause
     try:
         # Explicit, or transformers asks at the terminal whether to run a model's own code.
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            at_hand(source, weights=False), trust_remote_code=False
-        )
+        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"{key} = {source!r}: {_why_not_found(source, error)}") from error
     except Exception as error:  # validators raise classes that huggingface_hub does not export
