@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from bigtrain.errors import ModelError, first_line
-from bigtrain.settings.hf_config_keys import check_causal
+from bigtrain.settings.hf_config_keys import not_causal
 from bigtrain.system.storage.copies import at_hand
 
 GENERATION_CONFIG = "generation_config.json"
@@ -63,15 +63,13 @@ def load_hf_config(section: ConfigurationSource) -> PreTrainedConfig:
             f"{key} = {source!r}: transformers refuses its config.json: "
             f"{' '.join(str(error).split())} -> correct the file"
         ) from error
-    if hasattr(config, "auto_map") and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(
-            f"{key} = {source!r}: is a causal language model only by code of its own (auto_map), "
-            "which is not run -> take one that transformers itself has"
-        )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        problems = check_causal(config.to_dict(), key, source)
-        if problems:
-            raise ModelError("; ".join(str(problem) for problem in problems))
+        if hasattr(config, "auto_map"):
+            raise ModelError(
+                f"{key} = {source!r}: is a causal language model only by code of its own "
+                "(auto_map), which is not run -> take one that transformers itself has"
+            )
+        raise ModelError(str(not_causal(config.to_dict(), key, source)))
     # Files of quantized tensors are refused by `find_weights`; of plain ones the key is left over,
     # and transformers would quantize what it loads.
     if hasattr(config, "quantization_config"):

@@ -32,7 +32,8 @@ def plan_table(candidates: Sequence[Candidate], cluster: Cluster, num_shown: int
     best = candidates[0]
     tight = [n for n, c in enumerate(candidates[:num_shown], start=1) if c.is_tight(cluster)]
     if tight:
-        lines += ["", f"tight, within {MEMORY_ERROR:.0%} of the usable memory: {_numbers(tight)}"]
+        named = ", ".join(map(str, tight))
+        lines += ["", f"tight, within {MEMORY_ERROR:.0%} of the usable memory: {named}"]
     return "\n".join([*lines, "", _memory_line(best, cluster), _time_line(best)])
 
 
@@ -52,10 +53,6 @@ def parameter_count(number: float) -> str:
 
 def _rate(tokens_per_second: float) -> str:
     return f"{tokens_per_second:,.0f}" if tokens_per_second >= 100 else f"{tokens_per_second:.3g}"
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:

@@ -195,11 +195,13 @@ def _name(wanted: NewRun) -> str:
 
 def _prediction(plan: Plan) -> list[str]:
     """What the plan says of the layout. Three digits: predictions know no more."""
-    best, cluster = plan.fitting[plan.default_choice - 1], plan.cluster
+    line, cluster = plan.default_choice, plan.cluster
+    best = plan.fitting[line - 1]
+    place = "the first" if line == 1 else f"line {line}, the first that is not tight,"
     rate = float(f"{best.tokens_per_second / cluster.num_devices:.3g}")
     gib = 2.0**30
     return [
-        f"Layout: the first of `bigtrain plan` for {cluster.num_devices}x{cluster.device.name}: "
+        f"Layout: {place} of `bigtrain plan` for {cluster.num_devices}x{cluster.device.name}: "
         f"{best.layout.describe()}",
         f"predicted, not measured: {best.memory.total / gib:.3g} GiB of "
         f"{cluster.usable_memory / gib:.3g} on the fullest device, {rate:,.0f} tokens/s on each",

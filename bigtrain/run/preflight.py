@@ -61,7 +61,8 @@ class Inputs:
 def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
     """Read the model's configuration and the dataset's manifest, and compare them with the run.
 
-    `check`: how much of the data is checked, as in `open_dataset`. Creates only caches of the
+    `check`: how much of the data is checked, as in `open_dataset`; "listed", for the other ranks of
+    a host, leaves out what one rank of it has read or tried already. Creates only caches of the
     dataset (packing plan, shard table); every rank may call it. Raises ModelError for a model that
     cannot be found, and one ConfigError with everything else that is wrong.
     """
@@ -69,23 +70,24 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
     hf_config = load_hf_config(config.model)
     datasets, not_opened = open_checked(config, check)
     problems: list[Problem] = [
-        *_check_output(Path(config.output.directory)),
         *check_trackers(config.logging.trackers),
         *_check_positions(config.batch.sequence_length, hf_config),
-        *_check_base_files(config),
         # Also the defaults of its class.
         *check_layer_drop(text_config(hf_config).to_dict(), "model.config"),
         *not_opened,
     ]
     growth = None
     held_out_sets: tuple[TokenDataset, ...] = ()
-    if check != "listed":  # names are the same on every rank
+    if check != "listed":  # files and names are the same for every rank of a host
+        problems += _check_output(Path(config.output.directory))
+        problems += _check_base_files(config)
         problems += check_tasks(config.evaluation)
     if datasets:
         problems += check_datasets(config, datasets, vocabulary_size(hf_config))
-        problems += _check_tokenizer(config, datasets[0])
-        if config.output.export and check != "listed":
-            problems += _check_export(hf_config, datasets[0])
+        if check != "listed":
+            problems += _check_tokenizer(config, datasets[0])
+            if config.output.export:
+                problems += _check_export(hf_config, datasets[0])
         tokens = datasets[0].table.tokenizer.vocab_size
         hf_config, growth = grown_configuration(config.model, hf_config, tokens)
         held_out_sets, of_sets = open_held_out_datasets(config, datasets, check)
@@ -160,7 +162,7 @@ def _check_export(hf_config: Any, dataset: TokenDataset) -> Sequence[Problem]:
 
 
 def _check_output(directory: Path) -> Sequence[Problem]:
-    """Check without writing that the directory, or the one it would be created in, is writable."""
+    """Check that the directory, or the one it would be created in, is writable; leaves nothing."""
     rule = why_not_creatable(directory)
     if rule is None:
         return []

@@ -84,7 +84,7 @@ def inspect_configuration(section: ModelSection) -> tuple[ModelFigures, list[Pro
         where, written, problems = _read(section)
         if written:
             key = "model.path" if section.path is not None else "model.config"
-            problems += check_causal(written, key, str(section.path or section.config))
+            problems += _check_causal(written, key, str(section.path or section.config))
     model_type = {**written, **section.overrides}.get("model_type")
     known = key_table()["model_types"].get(model_type) if isinstance(model_type, str) else None
     if where == "model.config":
@@ -150,16 +150,20 @@ def _check_type(model_type: object) -> Iterator[Problem]:
     yield Problem("model.config.model_type", model_type, rule, remedy)
 
 
-def check_causal(written: Mapping[str, Any], key: str, source: str) -> list[Problem]:
+def _check_causal(written: Mapping[str, Any], key: str, source: str) -> list[Problem]:
+    known = key_table()["model_types"]
+    if written.get("model_type") in known or not _same_release():
+        return []
+    return [not_causal(written, key, source)]
+
+
+def not_causal(written: Mapping[str, Any], key: str, source: str) -> Problem:
     """The problem of a model whose type transformers builds no causal LM of. `written`: its
     config.json; `key` and `source`: the setting that names it, and its value."""
-    types = key_table()["model_types"]
     model_type = written.get("model_type")
-    if model_type in types or not _same_release():
-        return []
     if not isinstance(model_type, str):
         rule = "its config.json has no model_type, by which transformers finds its class"
-        return [Problem(key, source, rule, _NAME_A_MODEL)]
+        return Problem(key, source, rule, _NAME_A_MODEL)
     parts = [name.removesuffix("_config") for name in written if name.endswith("_config")]
     composite = [name for name in parts if isinstance(written[f"{name}_config"], Mapping)]
     if len(composite) > 1 or "text" in composite:
@@ -168,7 +172,7 @@ def check_causal(written: Mapping[str, Any], key: str, source: str) -> list[Prob
     else:
         what, remedy = "is not a type of causal language model", _NAME_A_MODEL
     rule = f"model_type {model_type!r} {what}, and AutoModelForCausalLM has no class for it"
-    return [Problem(key, source, rule, remedy)]
+    return Problem(key, source, rule, remedy)
 
 
 def check_layer_drop(

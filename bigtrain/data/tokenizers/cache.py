@@ -21,6 +21,7 @@ from typing import Any
 
 import orjson
 
+from bigtrain.system.storage.copies import WEIGHT_SUFFIXES
 from bigtrain.system.user_cache import builds, cache_get, cache_put, key_of, source_of
 
 KIND = "tokenizers"
@@ -30,8 +31,6 @@ LIBRARIES = (
     # What is installed of these decides which class loads a tokenizer.
     *("mistral_common", "sentencepiece", "tiktoken", "protobuf"),
 )
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
-"""No tokenizer is read from these, and they may be large."""
 SUBFOLDER = "additional_chat_templates"
 """The only folder in a tokenizer's directory that transformers looks into."""
 MAX_FILE_BYTES = 1 << 28

@@ -10,6 +10,7 @@ run there, of a proxy model with all layers.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,43 +35,44 @@ from bigtrain.models.torch_patches import OperatorMode
 _META_TOKENS = 32
 
 
-def parameters_without_gradient(
-    hf_config: PreTrainedConfig, attention: str = "auto"
-) -> tuple[str, ...] | None:
-    """First names of the parameters that the logits do not depend on, in the model's order; None
-    if no model of this configuration can be run.
+@dataclass(frozen=True)
+class GradientReach:
+    """What one forward pass shows of a model.
+
+    absent: first names of the parameters that the logits do not depend on, in the model's order;
+    None if no model of this configuration can be run. failure: why its own code cannot run a
+    forward pass, neither on the meta device nor of a proxy model on the CPU; empty if it can, or if
+    that is not known.
+    """
+
+    absent: tuple[str, ...] | None
+    failure: str = ""
+
+
+def find_gradient_reach(hf_config: PreTrainedConfig, attention: str = "auto") -> GradientReach:
+    """Run a forward pass of the model, without values where that is possible.
 
     Takes a tenth of a second, a few seconds where the meta device is not enough.
     """
-    try:
-        with torch.random.fork_rng(devices=[]):  # constructors may draw numbers
-            return _on_meta(hf_config)
-    except Exception:  # whatever model code does with tensors without values
-        pass
-    try:
-        with torch.random.fork_rng(devices=[]):
-            return _on_cpu(hf_config, attention)
-    except (*MODEL_FAILURES, NotImplementedError, ArithmeticError):
-        return None
-
-
-def forward_failure(hf_config: PreTrainedConfig, attention: str = "auto") -> str | None:
-    """Why the model's own code cannot run a forward pass with this configuration, neither on the
-    meta device nor of a proxy model on the CPU; None if it can, or if that is not known.
-
-    Time as `parameters_without_gradient`.
-    """
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # constructors may draw numbers
         try:
-            _on_meta(hf_config)
-        except Exception:  # as above
-            try:
-                _on_cpu(hf_config, attention)
-            except NotImplementedError:
-                return None
-            except (*MODEL_FAILURES, ArithmeticError) as error:
-                return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return None
+            return GradientReach(_on_meta(hf_config))
+        except Exception:  # whatever model code does with tensors without values
+            pass
+        try:
+            return GradientReach(_on_cpu(hf_config, attention))
+        except NotImplementedError:
+            return GradientReach(None)
+        except (*MODEL_FAILURES, ArithmeticError) as error:
+            text = " ".join(str(error).split())[:300]
+            return GradientReach(None, f"{type(error).__name__}: {text}")
+
+
+def parameters_without_gradient(
+    hf_config: PreTrainedConfig, attention: str = "auto"
+) -> tuple[str, ...] | None:
+    """Return `GradientReach.absent` of a model."""
+    return find_gradient_reach(hf_config, attention).absent
 
 
 def _on_meta(hf_config: PreTrainedConfig) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.document_isolation import plan_isolation
 from bigtrain.models.equivalence.expert_balance import check_expert_balance
 from bigtrain.models.equivalence.expert_parallel import check_expert_parallel
-from bigtrain.models.equivalence.gradient_reach import forward_failure
+from bigtrain.models.equivalence.gradient_reach import find_gradient_reach
 from bigtrain.models.equivalence.loss import choose_loss
 from bigtrain.models.equivalence.parameter_plan import ParameterPlan, plan_parameters
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
@@ -53,15 +53,18 @@ def choose(
 
     A second or so for each kind of parallelism and packing; `check_tensor_size` comes first.
     """
-    if failure := forward_failure(hf_config, config.model.attention):
+    reach = find_gradient_reach(hf_config, config.model.attention)
+    if reach.failure:
         key = "model.path" if config.model.path is not None else "model.config"
-        rule = f"the code of a {hf_config.model_type} fails with this configuration: {failure}"
+        rule = (
+            f"the code of a {hf_config.model_type} fails with this configuration: {reach.failure}"
+        )
         return None, [Problem(key, config.model.path, rule, "correct its sizes")]
     problems, stages, isolation = try_model(config, hf_config)
     if problems:
         return None, problems
     loss, problems = choose_loss(config, hf_config, plan)
-    return ModelPlan(stages, isolation, loss, plan_parameters(config, hf_config)), problems
+    return ModelPlan(stages, isolation, loss, plan_parameters(config, hf_config, reach)), problems
 
 
 def require_model_plan(

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from bigtrain.models.build import empty_model
-from bigtrain.models.equivalence.gradient_reach import parameters_without_gradient
+from bigtrain.models.equivalence.gradient_reach import GradientReach, find_gradient_reach
 from bigtrain.models.experts.selection_biases import selection_biases
 from bigtrain.models.layers.parameter_roles import collapsed, parameter_roles
 from bigtrain.models.layers.parameters import freeze, freeze_named
@@ -53,13 +53,17 @@ class ParameterPlan:
         return {name: list(kept[name]) for name in ("decaying", "matrices", "frozen")}
 
 
-def plan_parameters(config: RunConfig, hf_config: PreTrainedConfig) -> ParameterPlan:
-    """The plan for a run's model; of a run with adapters no groups of its optimizer."""
+def plan_parameters(
+    config: RunConfig, hf_config: PreTrainedConfig, reach: GradientReach | None = None
+) -> ParameterPlan:
+    """The plan for a run's model; of a run with adapters no groups of its optimizer. `reach`: of
+    the model; found out if it is None."""
     kept = _kept(config, hf_config)
     reasons = []
     if kept:
         reasons.append(_listed("kept in float32 by its architecture", kept, kept))
-    found = parameters_without_gradient(hf_config, config.model.attention)
+    reach = reach or find_gradient_reach(hf_config, config.model.attention)
+    found = reach.absent
     if found is None:
         reasons.append(
             "parameters without a gradient: not known, since no model of this kind could be run "

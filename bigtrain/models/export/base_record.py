@@ -37,15 +37,15 @@ from bigtrain.models.weights.older_readers import (
     add_legacy_keys,
     write_json,
 )
-from bigtrain.system.storage.copies import at_hand
+from bigtrain.system.storage.copies import WEIGHT_SUFFIXES, at_hand
 
 BASE = "base"
 """Folder of a run directory with the record of its base."""
 
 _FILES, _TENSORS, _UNUSED = "files", "tensors.json", "unused.safetensors"
 _WEIGHTS = (
-    ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf",
-    ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".npz", ".ckpt", ".tflite", ".mlmodel",
+    *WEIGHT_SUFFIXES, ".safetensors.index.json", ".bin.index.json", ".onnx_data", ".ot", ".npz",
+    ".ckpt", ".tflite", ".mlmodel",
 )  # fmt: skip
 _MAX_FILE_BYTES = 256 << 20
 _CARD, _BASE_CARD = "README.md", "BASE_README.md"

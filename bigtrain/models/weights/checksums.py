@@ -116,12 +116,20 @@ def changed_files(directory: Path, run: Path) -> list[str]:
     Weights are compared where they are read. Raises ModelError if a list cannot be read.
     """
     files = [path.absolute() for path in _deciding_files(directory)]
+    return changes_of({str(path): sum_of(path) for path in files}, directory, run)
+
+
+def changes_of(sums: Sums, directory: Path, run: Path) -> list[str]:
+    """How files of the model in `directory` differ from those listed there by an export, and from
+    those that the first launch of the run in `run` read. `sums`: by absolute path.
+
+    Raises ModelError if a list cannot be read.
+    """
     exported, begun = directory / CHECKSUMS, run / BASE_MODEL
-    by_name = {path.name: sum_of(path) for path in files}
-    by_path = {str(path): by_name[path.name] for path in files}
+    by_name = {Path(path).name: found for path, found in sums.items()}
     return [
         *differences(by_name, read_sums(exported), exported),
-        *differences(by_path, read_sums(begun), begun),
+        *differences(sums, read_sums(begun), begun),
     ]
 
 

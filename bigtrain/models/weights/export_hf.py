@@ -72,11 +72,10 @@ def write_model(
     those that the architecture keeps in float32, and those named `as_stored`, which keep the dtype
     that they have. `like_base`: gives the tensors the names and dtypes of the base's files.
     """
+    cast_to = None if dtype is None else DTYPES[dtype]
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(
-            hf_config, dtype=None if dtype is None else DTYPES[dtype]
-        )
-    state = _state(weights, model, None if dtype is None else DTYPES[dtype], output, as_stored)
+        model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=cast_to)
+    state = _state(weights, model, cast_to, output, as_stored)
     stored = revert_weight_conversion(model, dict(state))
     notes: list[str] = []
     if like_base is not None:

@@ -37,13 +37,13 @@ def export_run(
     """Export the checkpoint of `step` (default: the newest valid one); returns its step.
 
     One process, no process group, one file's weights in memory. The weights are the fp32 masters
-    rounded to `dtype` (default: the dtype the run computed in), frozen ones as the base's files had
-    them, checked against logits that the training engine itself stored. A run with adapters exports
-    those in peft's format (default dtype: float32, for they are small), or with `merge` its base
-    with the adapters merged; a base that was trained beside in 4 bits is merged as its files are,
-    and the result is compared with plain peft's, which needs all of it in memory. `warn` is called
-    with how far the two bases are apart, and for each newer checkpoint that is corrupt and passed
-    over.
+    rounded to `dtype` (default: those of the base's tensors; without a record of a base the one the
+    run computed in), frozen ones as the base's files had them, checked against logits that the
+    training engine itself stored. A run with adapters exports those in peft's format (default
+    dtype: float32, for they are small), or with `merge` its base with the adapters merged; a base
+    that was trained beside in 4 bits is merged as its files are, and the result is compared with
+    plain peft's, which needs all of it in memory. `warn` is called with how far the two bases are
+    apart, and for each newer checkpoint that is corrupt and passed over.
     Raises CheckpointError or ModelError; `output` then stays as it was.
     """
     directory = checkpoints.find(run_directory, step, warn=warn)

@@ -17,13 +17,10 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem
 from bigtrain.models.export.base_record import shortened
 from bigtrain.models.weights.checksums import (
-    BASE_MODEL,
-    CHECKSUMS,
     FileSum,
     Sums,
-    differences,
+    changes_of,
     files_read_with,
-    read_sums,
     sum_of,
 )
 from bigtrain.models.weights.import_hf import Weights, find_weights
@@ -124,8 +121,7 @@ def verify_weights(session: Session, weights: Weights) -> Sums:
     Raises ModelError on every rank if they differ from those that an export listed beside them,
     or from those that an earlier launch of this run read.
     """
-    world, begun = session.world, session.directory / BASE_MODEL
-    exported = weights.files[0].with_name(CHECKSUMS)
+    world, directory = session.world, weights.files[0].parent
 
     def look() -> tuple[Sums, list[str]]:
         sums: dict[str, FileSum] = {}
@@ -135,9 +131,7 @@ def verify_weights(session: Session, weights: Weights) -> Sums:
             sizes = [path.stat().st_size for path in files]
             for file in (files[n] for n in share_of(sizes, world.rank, world.size)):
                 sums[str(file)] = sum_of(file)
-            names = {Path(path).name: found for path, found in sums.items()}
-            problems += differences(names, read_sums(exported), exported)
-            problems += differences(sums, read_sums(begun), begun)
+            problems += changes_of(sums, directory, session.directory)
         except (OSError, ModelError) as error:
             problems.append(str(error))
         return sums, problems

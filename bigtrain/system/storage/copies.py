@@ -25,7 +25,8 @@ from bigtrain.system.user_cache import cache_directory
 
 MARK = "copying.json"
 _KNOWN = ".fetched.json"
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
+"""Ends of the names of files that hold a model's weights."""
 
 Wanted = Callable[[str], bool]
 
@@ -126,7 +127,9 @@ def fetched_copy(address: str, place: Path, weights: bool) -> Path:
     """Copy what is at `address` to `place`; returns that. Raises StorageError."""
     try:
         with _alone(place):
-            fetch_tree(address.rstrip("/"), place, lambda n: weights or not n.endswith(_WEIGHTS))
+            fetch_tree(
+                address.rstrip("/"), place, lambda n: weights or not n.endswith(WEIGHT_SUFFIXES)
+            )
     except OSError as error:
         raise StorageError(
             f"{without_secrets(address)} cannot be copied to {place}: {error} -> set BIGTRAIN_CACHE"
