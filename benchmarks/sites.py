@@ -33,14 +33,14 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from bigtrain.data.loading.loader import open_held_out, open_training_data
-from bigtrain.engine.sites.codecs import CODECS, sent_bytes
-from bigtrain.engine.sites.exchange import Exchange
-from bigtrain.engine.sites.outer_update import outer_update
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.torch_patches import gloo_group
 from bigtrain.settings.batch_plan import plan_batch
 from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.run_config import RunConfig, SitesSection
+from bigtrain.sites.codecs import CODECS, sent_bytes
+from bigtrain.sites.exchange import Exchange
+from bigtrain.sites.outer_update import outer_update
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -81,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
             f"{' and '.join(missing)} cannot be imported, on which the outer server stands -> "
             "pip install 'bigtrain[sites]'"
         )
-    from bigtrain.engine.sites.outer_server.client import read_token
-    from bigtrain.engine.sites.outer_server.ledger import Rules
-    from bigtrain.engine.sites.outer_server.serve import Place, serve
+    from bigtrain.sites.server.client import read_token
+    from bigtrain.sites.server.ledger import Rules
+    from bigtrain.sites.server.serve import Place, serve
 
     token = read_token(args.token_file)
     place = Place(args.host, args.port, args.certificate, args.key)

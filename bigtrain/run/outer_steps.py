@@ -9,17 +9,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bigtrain.engine.sites.figures import OuterEvent, OuterFigures
-from bigtrain.engine.sites.meeting.site_rendezvous import SiteRendezvous
-from bigtrain.engine.sites.meeting.start import Known, Places
-from bigtrain.engine.sites.outer_step import OuterStep
-from bigtrain.engine.sites.server_step import ServerStep
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.changed_settings import mathematics
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
+from bigtrain.sites.figures import OuterEvent, OuterFigures
+from bigtrain.sites.meeting.site_rendezvous import SiteRendezvous
+from bigtrain.sites.meeting.start import Known, Places
+from bigtrain.sites.outer_step import OuterStep
+from bigtrain.sites.server_step import ServerStep
 from bigtrain.system.files import write_whole
 
 _OWN_SETTING = "sites.index"

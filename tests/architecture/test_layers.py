@@ -41,6 +41,7 @@ FLOORS = (
     ("planner",),
     ("launchers", "report", "data", "models"),
     ("engine",),
+    ("sites",),
     ("run", "parity"),
     ("python_api",),
     ("commands",),

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bigtrain.engine.sites.codecs import sent_bytes
 from bigtrain.settings.compatibility.site_rules import SITE_RULES
 from bigtrain.settings.run_config import SitesSection
+from bigtrain.sites.codecs import sent_bytes
 from tests.support.worlds import ROOT
 
 PAGE = (ROOT / "docs/howto/sites.md").read_text(encoding="utf-8")

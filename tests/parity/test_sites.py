@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from bigtrain.engine.checkpoint.io import read_full
-from bigtrain.engine.sites.codecs import sent_bytes
+from bigtrain.sites.codecs import sent_bytes
 from tests.parity.conftest import llama, run_config, train_cases
 from tests.parity.plain import Step, adamw, read_steps, root_mean_square, train
 from tests.support.lives import run_script

@@ -33,9 +33,6 @@ from bigtrain.engine.checkpoint.fragments import MASTER, ensure_optimizer_states
 from bigtrain.engine.checkpoint.snapshot import read_weights, restore_engine, save_engine
 from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer
 from bigtrain.engine.optimizers.skip_step import StepStats
-from bigtrain.engine.sites.meeting.site_rendezvous import SiteRendezvous
-from bigtrain.engine.sites.outer_step import OuterStep
-from bigtrain.engine.sites.server_step import ServerStep
 from bigtrain.engine.startup.long_work import on_main_rank
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group
@@ -61,6 +58,9 @@ from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import ModelSection, RunConfig
+from bigtrain.sites.meeting.site_rendezvous import SiteRendezvous
+from bigtrain.sites.outer_step import OuterStep
+from bigtrain.sites.server_step import ServerStep
 from bigtrain.system.processes import exit_process
 from bigtrain.system.world import World, read_world
 from tests.parity.routing import Choices, checksum

@@ -120,8 +120,8 @@ def spoil(steps: dict[str, str]) -> None:
 
     from bigtrain.engine.optimizers.masters import master_parts
     from bigtrain.engine.pipeline.engine import PipelineTrainEngine
-    from bigtrain.engine.sites import outer_step
     from bigtrain.engine.train_engine import TrainEngine
+    from bigtrain.sites import outer_step
 
     if "unchecked" in steps.values():
         outer_step.refuse_own_change = lambda *_: None

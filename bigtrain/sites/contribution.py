@@ -1,0 +1,94 @@
+"""Limits on what a site contributes to an outer step and on what it takes from one: values that are
+finite, and a change of bounded norm. No communication but the sum over a site's own ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from bigtrain.errors import TrainingError
+from bigtrain.sites.codecs import Codec, is_finite
+from bigtrain.sites.figures import square
+from bigtrain.sites.outer_state import Window
+
+MOST_CHANGE = 10.0
+"""Of a site's change to the global weights, root mean square, in units of 1 + that of the weights.
+An inner optimizer moves a weight by about its learning rate at each step: 1,000 steps at 1e-2 in
+one direction reach it for weights that are small beside 1."""
+PART_SLACK = 100.0
+"""How many times more a part of the change may have moved, of which one rank takes the mean."""
+
+
+class UnusableError(ValueError):
+    """Values that no outer step may use."""
+
+
+class UnusableSiteError(RuntimeError):
+    """Values that another site has sent and no outer step may use. position: of the site."""
+
+    def __init__(self, position: int, text: str) -> None:
+        super().__init__(text)
+        self.position = position
+
+
+def decoded(codec: Codec, codes: torch.Tensor, num_elements: int) -> torch.Tensor:
+    """Return the float32 values [R, num_elements] of `codes`. Raises UnusableError unless scales,
+    integers and values are such as a site makes of finite values."""
+    if not codec.is_canonical(codes, num_elements):
+        raise UnusableError("values or scales that are not finite, or integers out of range")
+    values = codec.decode(codes, num_elements)
+    if not is_finite(values):
+        raise UnusableError("values that are not finite")
+    return values
+
+
+def refuse_norm(change: float, weights: float, count: int, slack: float = 1.0) -> None:
+    """Raise UnusableError if a change is too large, or not finite.
+
+    change, weights: sums of the squares of a site's whole change and of the global weights before
+    it; count: their elements.
+    """
+    moved, size = (math.sqrt(total / max(1, count)) for total in (change, weights))
+    if not math.isfinite(moved):
+        raise UnusableError("a change with NaN or an infinity")
+    most = slack * MOST_CHANGE
+    if moved > most * (1 + size):
+        raise UnusableError(
+            f"a change of {moved:.4g} (root mean square) to weights of {size:.4g}, more than "
+            f"{most:g} x (1 + {size:.4g})"
+        )
+
+
+def refuse_own_change(
+    windows: Iterable[Window],
+    locals_: Sequence[torch.Tensor | None],
+    site: int,
+    step: int,
+    device: torch.device,
+) -> None:
+    """Raise TrainingError on every rank of this site if its change after `step` cannot be sent.
+
+    locals_: the masters by window; empty, or None: as they are now. Collective over the site.
+    """
+    totals = torch.zeros(3, dtype=torch.float64)
+    for index, window in enumerate(windows):
+        given = locals_[index] if locals_ else None
+        local = window.gathered() if given is None else given
+        totals[0] += square(local, window.weights)
+        totals[1] += square(window.weights, torch.zeros(()))
+        totals[2] += len(local)
+    totals = totals.to(device)
+    if dist.is_initialized():
+        dist.all_reduce(totals)
+    change, weights, count = totals.tolist()
+    try:
+        refuse_norm(change, weights, int(count))
+    except UnusableError as error:
+        raise TrainingError(
+            f"step {step}: site {site} would send the other sites {error}: it ends, and they "
+            "continue without it -> start it again: it resumes from its newest checkpoint, whose "
+            "weights are finite; if this comes again, lower optimizer.lr"
+        ) from error

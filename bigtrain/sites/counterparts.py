@@ -1,0 +1,100 @@
+"""Which ranks of sites with different layouts hold the same elements. No communication."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from bigtrain.sites.boxes import Box
+
+Ranks = tuple[int, ...]
+"""One rank of each site, in the order of the sites."""
+Layout = Sequence[Sequence[Box]]
+"""Of a site: by rank the rectangles that it exchanges, which do not overlap."""
+_Owned = tuple[int, int, Box]
+"""A rank, which of its rectangles, and that."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A rectangle that the same ranks exchange. index: of the rectangle of this rank's layout that
+    it lies in."""
+
+    index: int
+    box: Box
+
+
+def counterparts(layouts: Sequence[Layout], site: int, rank: int) -> dict[Ranks, list[Patch]]:
+    """What `rank` of `site` exchanges, by the ranks that do so together, ascending.
+
+    A rectangle that a site holds once, and each other site as well, is exchanged once. Where a site
+    holds it several times (norms of tensor-parallel ranks, tied embeddings), each of these ranks
+    takes part once, with one rank of every other site, in turn where that has fewer. All ranks of a
+    group compute the same patches in the same order.
+    """
+    owned = [_by_name(layout) for layout in layouts]
+    found: dict[Ranks, list[tuple[tuple[str, Ranks], Patch]]] = defaultdict(list)
+    for index, own in enumerate(layouts[site][rank]):
+        near = [_overlapping(own, of_site[own.name]) for of_site in owned]
+        near_here = near[site]
+        near[site] = [(rank, index, own)]
+        common: list[tuple[Box, tuple[tuple[int, int], ...]]] = [(own, ())]
+        for of_site in near:
+            common = [
+                (cut, (*members, (holder, number)))
+                for box, members in common
+                for holder, number, other in of_site
+                if (cut := box.common(other)) is not None
+            ]
+        near[site] = near_here
+        for box, members in common:
+            ranks = tuple(holder for holder, _ in members)
+            key = own.name, tuple(number for _, number in members)
+            for cell, holders in _held_alike(box, near):
+                if _meet(ranks, holders):
+                    found[ranks].append((key, Patch(index, cell)))
+    # A stable sort: the cells of one rectangle stay in the order in which all ranks find them.
+    return {
+        ranks: [patch for _, patch in sorted(found[ranks], key=lambda item: item[0])]
+        for ranks in sorted(found)
+    }
+
+
+def _by_name(layout: Layout) -> Mapping[str, list[_Owned]]:
+    """In the order of the ranks."""
+    found: dict[str, list[_Owned]] = defaultdict(list)
+    for rank, boxes in enumerate(layout):
+        for index, box in enumerate(boxes):
+            found[box.name].append((rank, index, box))
+    return found
+
+
+def _overlapping(own: Box, others: Sequence[_Owned]) -> list[_Owned]:
+    return [other for other in others if own.common(other[2]) is not None]
+
+
+def _held_alike(box: Box, near: Sequence[Sequence[_Owned]]) -> Iterator[tuple[Box, list[Ranks]]]:
+    """`box` in pieces, each of which the same ranks of every site hold; and those, ascending."""
+    cells: list[tuple[Box, list[Ranks]]] = [(box, [() for _ in near])]
+    for site, of_site in enumerate(near):
+        for holder, _, other in of_site:
+            cut: list[tuple[Box, list[Ranks]]] = []
+            for cell, holders in cells:
+                inner = cell.common(other)
+                if inner is None:
+                    cut.append((cell, holders))
+                    continue
+                more = [*holders]
+                more[site] = (*more[site], holder)
+                cut.append((inner, more))
+                cut += [(rest, holders) for rest in cell.without(inner)]
+            cells = cut
+    yield from cells
+
+
+def _meet(ranks: Ranks, holders: Sequence[Ranks]) -> bool:
+    """Whether `ranks`, one of the `holders` of each site, are those that exchange together."""
+    rounds = range(max(map(len, holders)))
+    turns = zip(*([of_site[n % len(of_site)] for n in rounds] for of_site in holders), strict=True)
+    return ranks in turns

@@ -1,0 +1,244 @@
+"""What one rank keeps for outer steps beside its masters, and in which pieces it is exchanged."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from bigtrain.engine.optimizers.masters import MasterPart, cut_parts, master_parts
+from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.models.layers.parameters import parameter_of
+from bigtrain.models.parallel.sharding import Shard
+from bigtrain.settings.sections.sites import SitesSection
+from bigtrain.sites.boxes import Box
+from bigtrain.sites.codecs import CODECS, Codec
+
+GLOBAL, MOMENTUM, ERROR = "outer_global", "outer_momentum", "outer_error"
+"""Kinds of tensors of a checkpoint: the global weights, the momentum of their optimizer, and what
+a codec has rounded off and not yet sent."""
+ELEMENTS_AT_ONCE = 1 << 24
+"""Elements of a rank's masters per exchange, which bounds the temporary memory of an outer step."""
+
+
+def fragment_of(name: str, num_fragments: int) -> int:
+    """The fragment of the parameter `name`: layers in turn, what is in no layer in the first one.
+
+    A layer is what has the first number in a Hugging Face name: ``model.layers.7.mlp.up_proj``.
+    """
+    found = re.search(r"\.(\d+)\.", name)
+    return int(found.group(1)) % num_fragments if found else 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A flat range of a master: of the parameter `name`, from element `start` of `shard` on."""
+
+    name: str
+    shard: Shard
+    start: int
+    master: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Window:
+    """Pieces of masters that are exchanged together, and their outer states: float32 [N] views in
+    host memory; None for what a run has not."""
+
+    pieces: list[Piece]
+    codec: Codec
+    weights: torch.Tensor
+    momentum: torch.Tensor | None
+    error: torch.Tensor | None
+
+    def gathered(self) -> torch.Tensor:
+        """The masters in host memory, float32 [N]; a copy."""
+        return torch.cat([piece.master.detach().cpu() for piece in self.pieces])
+
+    def merge(self, mixing: float) -> None:
+        """Move the masters to the global weights, but for a share `mixing` of the way."""
+        begin = 0
+        for master in (piece.master for piece in self.pieces):
+            weights = self.weights[begin : begin + master.numel()].to(master.device)
+            if mixing == 0:
+                master.copy_(weights)
+            else:
+                master.lerp_(weights, 1 - mixing)
+            begin += master.numel()
+
+    def boxes(
+        self, flat: torch.Tensor, own: slice, *, primary: bool
+    ) -> Iterator[tuple[Box, tuple[int, ...], torch.Tensor]]:
+        """The range `own` of a tensor [N] that lies as this window does: rectangles of parameters,
+        the parameters' shapes, and views of `flat`. primary: only what no other rank counts."""
+        begin = 0
+        for piece in self.pieces:
+            end = begin + piece.master.numel()
+            first, last = max(begin, own.start), min(end, own.stop)
+            if first < last and (piece.shard.primary or not primary):
+                start = piece.start + first - begin
+                for offsets, view in cut_parts(piece.shard, start, flat[first:last]):
+                    box = Box(piece.name, offsets, tuple(view.shape))
+                    yield box, piece.shard.shape, view
+            begin = end
+
+
+class Replicas:
+    """The ranks of a site that all hold the same masters (ZeRO 0): each exchanges a share."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self._device = device
+        self.size = dist.get_world_size(group)
+        self._rank = dist.get_rank(group)
+
+    def own(self, num_elements: int) -> slice:
+        """This rank's share of so many elements; the last ones may have less, or nothing."""
+        share = -(-num_elements // self.size)
+        begin = min(num_elements, share * self._rank)
+        return slice(begin, min(num_elements, begin + share))
+
+    def joined(self, own: torch.Tensor, num_elements: int) -> torch.Tensor:
+        """All ranks' shares, float32 [num_elements] on the CPU. Collective over the replicas."""
+        share = -(-num_elements // self.size)
+        padded = torch.zeros(share, device=self._device)
+        padded[: len(own)] = own.to(self._device)
+        shares = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(shares, padded, group=self.group)
+        return torch.cat(shares)[:num_elements].cpu()
+
+
+class OuterState:
+    """Global weights, outer momentum and rounding errors of what one rank trains.
+
+    Each is float32 in host memory, 4 bytes for each element of this rank's masters, fragment after
+    fragment, and part of the engine's checkpoints. `replicas`: None where every rank has masters of
+    its own.
+    """
+
+    def __init__(
+        self, engine: TrainEngine, sites: SitesSection, plain: Collection[str] = ()
+    ) -> None:
+        """plain: parameters that travel in float32, whatever the codec (`held_twice`)."""
+        self._engine = engine
+        self._sites = sites
+        self._codec = CODECS[sites.codec]
+        self._plain = frozenset(plain)
+        parts = self._parts()
+        assert all(part.master.dtype == torch.float32 for part in parts)
+        num_elements = sum(part.count for part in parts)
+        self.weights = torch.zeros(num_elements)
+        has_momentum = sites.outer.has_momentum and sites.server is None  # which has it
+        self.momentum = torch.zeros(num_elements) if has_momentum else None
+        self.error = torch.zeros(num_elements) if self._codec.keeps_error else None
+        kinds = {GLOBAL: self.weights, MOMENTUM: self.momentum, ERROR: self.error}
+        begin, ends = 0, [0] * sites.fragments
+        for part in parts:
+            end = begin + part.count
+            engine.added_states[part.name] = {
+                kind: state[begin:end] for kind, state in kinds.items() if state is not None
+            }
+            begin = ends[self._fragment(part)] = end
+        self._begins = [0]
+        for end in ends:
+            self._begins.append(max(end, self._begins[-1]))
+        replicas = Replicas(engine.mesh.replicas, engine.device)
+        alike = any(part.is_replicated for part in parts) and replicas.size > 1
+        self.replicas = replicas if alike else None
+
+    @property
+    def num_fragments(self) -> int:
+        """Parts of the model that are exchanged in turn."""
+        return self._sites.fragments
+
+    def own(self, length: int) -> slice:
+        """What this rank exchanges of a window of so many elements."""
+        return slice(0, length) if self.replicas is None else self.replicas.own(length)
+
+    def layout(self) -> str:
+        """A checksum of which parts of parameters this rank holds, in which order."""
+        parts = [(part.name, part.start, part.count, part.shard) for part in self._parts()]
+        return xxhash.xxh3_64_hexdigest(repr(parts).encode())
+
+    def checksum(self) -> int:
+        """Of global weights and momentum, 64 bits that do not depend on the layout once the ranks
+        of a site have added theirs: by parameter the sum of all bits, times a number of its name.
+        """
+        total = 0
+        for window in itertools.chain.from_iterable(map(self.windows, range(self.num_fragments))):
+            own = self.own(len(window.weights))
+            for kind, state in ((GLOBAL, window.weights), (MOMENTUM, window.momentum)):
+                if state is None:
+                    continue
+                for box, _, view in window.boxes(state, own, primary=True):
+                    factor = xxhash.xxh3_64_intdigest(f"{kind}/{box.name}".encode()) | 1
+                    total += int(view.view(torch.int32).sum(dtype=torch.int64)) * factor
+        return total % (1 << 64)
+
+    def windows(self, fragment: int) -> Iterator[Window]:
+        """The pieces of a fragment, of at most `ELEMENTS_AT_ONCE` elements."""
+        # A multiple of the sites, so that only the last part is filled up.
+        most = max(1, ELEMENTS_AT_ONCE // self._sites.count) * self._sites.count
+        begin = self._begins[fragment]
+        for codec, parts in self._runs(fragment):
+            pieces: list[Piece] = []
+            held = 0
+            for part in parts:
+                master, taken = part.of(part.master.data), 0
+                while taken < part.count:
+                    size = min(part.count - taken, most - held)
+                    view = master[taken : taken + size]
+                    pieces.append(Piece(part.name, part.shard, part.start + taken, view))
+                    held, taken = held + size, taken + size
+                    if held == most:
+                        yield self._window(pieces, codec, begin, held)
+                        pieces, begin, held = [], begin + held, 0
+            if pieces:
+                yield self._window(pieces, codec, begin, held)
+                begin += held
+
+    def _window(self, pieces: list[Piece], codec: Codec, begin: int, count: int) -> Window:
+        states = self.momentum, self.error if codec.keeps_error else None
+        cuts = [None if state is None else state[begin : begin + count] for state in states]
+        return Window(pieces, codec, self.weights[begin : begin + count], *cuts)
+
+    def _runs(self, fragment: int) -> Iterator[tuple[Codec, list[MasterPart]]]:
+        """The parts of a fragment that are encoded alike."""
+        own = [part for part in self._parts() if self._fragment(part) == fragment]
+        yield self._codec, [part for part in own if part.name not in self._plain]
+        yield CODECS["float32"], [part for part in own if part.name in self._plain]
+
+    def _fragment(self, part: MasterPart) -> int:
+        return fragment_of(part.name, self._sites.fragments)
+
+    def _parts(self) -> list[MasterPart]:
+        """Of what is trained, as they lie in the states: fragment after fragment, in each what is
+        encoded alike, in the order of the model's parameters."""
+        parts = _trained_parts(self._engine)
+        return sorted(parts, key=lambda p: (self._fragment(p), p.name in self._plain))
+
+
+def held_twice(engine: TrainEngine) -> set[str]:
+    """Parameters that tensor-parallel ranks or stages hold several times (norms, tied embeddings).
+
+    In blocks with other neighbours each of these would get other means; one element at a time they
+    stay equal. Collective over the site: ZeRO's ranges may end elsewhere on each of these ranks.
+    """
+    own = [part.name for part in _trained_parts(engine) if not part.shard.primary]
+    everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyones, own)
+    return set(itertools.chain.from_iterable(everyones))
+
+
+def _trained_parts(engine: TrainEngine) -> list[MasterPart]:
+    module = engine.module
+    return [
+        part
+        for part in master_parts(engine.engine, module)
+        if part.count and parameter_of(module, part.name).requires_grad
+    ]

@@ -1,0 +1,267 @@
+"""The HTTP side of an outer server: only what is signed reaches the ledger, and whoever does not
+know the token is answered before any body is read."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import secrets
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import anyio
+import anyio.to_thread
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from bigtrain.sites.figures import MESSAGE_REFUSED
+from bigtrain.sites.server.connections import STATE, GuardedConnection
+from bigtrain.sites.server.ledger import Ledger
+from bigtrain.sites.server.messages import (
+    CORRUPT,
+    DIGEST,
+    FORGED,
+    INSTANCE,
+    LATER,
+    NONCE,
+    OK,
+    OTHER_START,
+    REFUSED,
+    SIGNATURE,
+    TOO_LARGE,
+    CorruptMessageError,
+    Header,
+    escaping,
+    is_equal,
+    pack,
+    request_signature,
+    sign,
+    unpack,
+)
+from bigtrain.sites.server.requests import (
+    RefusedError,
+    is_large,
+    most_bytes,
+    refuse_fields,
+)
+
+BODIES_AT_ONCE = 4
+_WAITING_AT_ONCE = 1024
+_CHUNK_SECONDS = 20.0
+_KNOWN_SESSIONS = 100_000
+_KNOWN_HOSTS = 1000
+_LONGEST_MARK = 200
+_NONCE = re.compile(r"([0-9a-f]{16})-([1-9][0-9]{0,14})")
+_FIRST_NONCE = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """What the headers of a request hold of its signature."""
+
+    action: str
+    instance: str
+    nonce: str
+    length: int
+    digest: str
+    signature: str
+
+    @classmethod
+    def of(cls, request: Request) -> _Marks:
+        """Read the headers; a length of -1 where none is given."""
+        texts = [
+            request.headers.get(name, "")[:_LONGEST_MARK]
+            for name in (INSTANCE, NONCE, "content-length", DIGEST, SIGNATURE)
+        ]
+        instance, nonce, length, digest, signature = texts
+        number = int(length) if re.fullmatch(r"[0-9]{1,12}", length) else -1
+        action = str(request.path_params["action"])[:_LONGEST_MARK]
+        return cls(action, instance, nonce, number, digest, signature)
+
+
+class OuterServer:
+    """Answers sites that know `token`.
+
+    Headers are checked first: signature, start of the server, and a sequence number that is higher
+    than any before in its session. Only then is a body read, of the length and with the digest that
+    were signed; `BODIES_AT_ONCE` large ones at a time.
+    """
+
+    def __init__(self, ledger: Ledger, token: bytes, say: Callable[[str], None]) -> None:
+        self._ledger = ledger
+        self._token = token
+        self._say = escaping(say)
+        self._instance = secrets.token_hex(8)
+        self._sessions: OrderedDict[str, str] = OrderedDict()  # by the nonce of their first message
+        self._last: dict[str, int] = {}  # sequence number by session
+        self._refused: Counter[tuple[str, str]] = Counter()
+        self._lock = threading.Lock()
+        self._room = asyncio.Semaphore(BODIES_AT_ONCE)
+        self._waiting = anyio.CapacityLimiter(_WAITING_AT_ONCE)
+
+    def application(self) -> Starlette:
+        """Return the application that uvicorn serves."""
+        return Starlette(routes=[Route("/{action}", self._answer, methods=["POST"])])
+
+    async def _answer(self, request: Request) -> Response:
+        host = request.client.host if request.client else "?"
+        marks = _Marks.of(request)
+        refusal = self._refusal_by_headers(host, marks)
+        if refusal is not None:
+            status, text = refusal
+            return self._signed(status, marks.nonce, {"error": text})
+        connection: GuardedConnection | None = request.scope["state"][STATE]()
+        if connection is not None:
+            connection.trust()
+        if not is_large(marks.action):
+            return await self._reply(request, host, marks)
+        async with self._room:
+            return await self._reply(request, host, marks)
+
+    def _refusal_by_headers(self, host: str, marks: _Marks) -> tuple[int, str] | None:
+        """Return status and text of a refusal; None for a message whose body may be read."""
+        action = marks.action
+        expected = request_signature(
+            self._token, action, marks.instance, marks.nonce, marks.length, marks.digest
+        )
+        if marks.length < 0 or not is_equal(expected, marks.signature):
+            text = f"refused a message ({action}) that nobody signed who has the token"
+            self._note(host, "forged", text)
+            return FORGED, "the signature is not of this server's token"
+        if marks.length > most_bytes(action):
+            self._note(host, "too large", f"refused a message ({action}) of {marks.length:,} bytes")
+            return TOO_LARGE, f"a message of {marks.length:,} bytes is too large"
+        if action == "hello":
+            return None
+        if marks.instance != self._instance:
+            return OTHER_START, "the server has started again"
+        found = _NONCE.fullmatch(marks.nonce)
+        with self._lock:
+            last = self._last.get(found[1]) if found else None
+            if found is None or last is None:
+                return OTHER_START, "the session is not known any longer"
+            if int(found[2]) <= last:
+                self._note(
+                    host, "sent before", f"refused a message ({action}) that was sent before"
+                )
+                return FORGED, "the message was sent before"
+            self._last[found[1]] = int(found[2])
+        return None
+
+    async def _reply(self, request: Request, host: str, marks: _Marks) -> Response:
+        try:
+            body = await _read(request, marks.length)
+        except (ClientDisconnect, TimeoutError):
+            return Response(status_code=CORRUPT, headers={"connection": "close"})
+        limiter = self._waiting if marks.action == "wait" else None
+        work = partial(self._checked, host, marks, body)
+        status, header, payload = await anyio.to_thread.run_sync(work, limiter=limiter)
+        return self._signed(status, marks.nonce, header, payload)
+
+    def _checked(self, host: str, marks: _Marks, body: bytearray) -> tuple[int, Header, bytes]:
+        """Return the reply to a body whose headers were checked: status, header, payload."""
+        action = marks.action
+        try:
+            if hashlib.sha256(body).hexdigest() != marks.digest:
+                raise CorruptMessageError(f"checksum of {len(body)} bytes")
+            header, payload = unpack(body)
+        except CorruptMessageError as error:
+            self._note(host, "corrupted", f"refused a corrupted message ({action}): {error}")
+            return CORRUPT, {"error": f"the message came corrupted: {error}"}, b""
+        try:
+            refuse_fields(action, header)
+            if action == "hello":
+                return OK, self._greeted(marks.nonce), b""
+            reply, content = self._act(action, header, payload, body)
+        except OSError as error:
+            self._say(f"{host}: {action} could not be done, and is asked for again: {error}")
+            return LATER, {"error": str(error)}, b""
+        except Exception as error:  # of a site that has the token, whatever it is
+            text = str(error) if isinstance(error, RefusedError) else repr(error)
+            who = f"site {header['site']}" if "site" in header else "a site"
+            self._say(f"{host}: refused {action} of {who}: {'; '.join(text.splitlines())[:1000]}")
+            return REFUSED, {"error": text}, b""
+        return OK, reply, content
+
+    def _greeted(self, nonce: str) -> Header:
+        """Return this start, and the session that the message with `nonce` begins: the same one for
+        the same message again."""
+        if not _FIRST_NONCE.fullmatch(nonce):
+            raise RefusedError("the first message needs 32 random hexadecimal digits")
+        with self._lock:
+            session = self._sessions.pop(nonce, None)
+            if session is None:
+                session = secrets.token_hex(8)
+                self._last[session] = 0
+            self._sessions[nonce] = session
+            if len(self._sessions) > _KNOWN_SESSIONS:
+                self._last.pop(self._sessions.popitem(last=False)[1], None)
+        return {"instance": self._instance, "session": session}
+
+    def _act(
+        self, action: str, header: Header, payload: memoryview, body: bytearray
+    ) -> tuple[Header, bytes]:
+        ledger = self._ledger
+        if action == "weights":
+            return ledger.weights(header)
+        if action == "wait":
+            return ledger.wait(header["base"], header["seconds"], header.get("heard")), b""
+        site = header["site"]
+        if action == "join":
+            return ledger.join(site, header), b""
+        if action == "deliver":
+            return ledger.deliver(site, header), b""
+        if action == "upload":
+            ledger.upload(header, payload)
+        elif action == "uploaded":
+            ledger.uploaded()
+        elif action == "contribute":
+            ledger.contribute(site, header, payload, body)
+        else:
+            assert action == "leave"
+            ledger.leave(site, header.get("reason", ""), header.get("run", ""))
+        return {}, b""
+
+    def _note(self, host: str, reason: str, text: str) -> None:
+        """Name who sent what was refused: each time that the count of such messages doubles, so
+        that nobody fills the log."""
+        if len(self._refused) > _KNOWN_HOSTS:
+            self._refused.clear()
+        self._refused[host, reason] += 1
+        count = self._refused[host, reason]
+        if count.bit_count() == 1:
+            self._say(f"{host}: {text}" + (f" ({count} such so far)" if count > 1 else ""))
+        self._ledger.note_later(MESSAGE_REFUSED, host, reason)
+
+    def _signed(self, status: int, nonce: str, header: Header, payload: bytes = b"") -> Response:
+        body = pack(header, payload)
+        headers = {SIGNATURE: sign(self._token, f"reply {status}", nonce, body)}
+        if status != OK:
+            headers["connection"] = "close"  # what is left of its body is not read
+        return Response(body, status, headers)
+
+
+async def _read(request: Request, length: int) -> bytearray:
+    """Return the body, of the length that was signed. Raises TimeoutError if nothing comes for
+    `_CHUNK_SECONDS`, ClientDisconnect if it ends early."""
+    body, end = bytearray(length), 0
+    stream = request.stream().__aiter__()
+    while True:
+        try:
+            async with asyncio.timeout(_CHUNK_SECONDS):
+                chunk = await anext(stream)
+        except StopAsyncIteration:
+            break
+        if end + len(chunk) > length:
+            raise ClientDisconnect
+        body[end : end + len(chunk)] = chunk
+        end += len(chunk)
+    if end != length:
+        raise ClientDisconnect
+    return body

@@ -1,0 +1,143 @@
+"""Asks an outer server, over connections that a site opens."""
+
+from __future__ import annotations
+
+import http.client
+import secrets
+import ssl
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from bigtrain.errors import LaunchError
+from bigtrain.sites.server.messages import (
+    DIGEST,
+    FORGED,
+    INSTANCE,
+    MOST_BYTES,
+    NONCE,
+    OK,
+    OTHER_START,
+    REFUSED,
+    SIGNATURE,
+    CorruptMessageError,
+    Header,
+    digest_of,
+    is_equal,
+    pack,
+    request_signature,
+    sign,
+    unpack,
+)
+
+_SHORTEST_TOKEN = 16  # bytes
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
+
+
+class UnreachableError(Exception):
+    """The server did not answer in time; the text says what was tried."""
+
+
+class RefusedByServerError(Exception):
+    """The server's answer to a request that it does not follow."""
+
+
+class ServerClient:
+    """One rank's view of the server at `address`, ``http://HOST:PORT`` or ``https://HOST:PORT``.
+
+    token: which the server knows as well, and which is never sent. certificate: of the server or of
+    who signed it; None: the system's. num_bytes: of payloads sent so far.
+    """
+
+    def __init__(self, address: str, token: bytes, certificate: Path | None = None) -> None:
+        self.address = address
+        parts = urlsplit(address)
+        assert parts.hostname is not None
+        self._host, self._port = parts.hostname, parts.port
+        self._tls: ssl.SSLContext | None = None
+        if parts.scheme == "https":
+            self._tls = ssl.create_default_context(cafile=certificate)
+        self._token = token
+        self._instance = self._session = ""
+        self._sequence = 0
+        self.num_bytes = 0
+
+    def ask(
+        self, action: str, header: Mapping[str, Any], payload: bytes = b"", *, deadline: float
+    ) -> tuple[Header, memoryview]:
+        """The reply to `action`: header and payload. Tries again until `deadline` (of
+        `time.monotonic`) where nobody answers, or a message was corrupted on the way.
+
+        Raises UnreachableError, RefusedByServerError.
+        """
+        body = pack(header, payload)
+        pause, failure = _FIRST_PAUSE_SECONDS, "nothing was tried"
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                if not self._instance and action != "hello":
+                    hello, _ = self.ask("hello", {}, deadline=deadline)
+                    self._session, self._sequence = str(hello["session"]), 0
+                    self._instance = str(hello["instance"])
+                status, reply, content = self._try(action, body, left)
+            except (OSError, http.client.HTTPException, CorruptMessageError) as error:
+                failure = f"{type(error).__name__}: {error}"
+                # It may have refused the headers, and closed before the body was through.
+                self._instance = ""
+            else:
+                if status == OK:
+                    self.num_bytes += len(payload)
+                    return reply, content
+                failure = str(reply.get("error", f"status {status}"))
+                if status == OTHER_START:
+                    self._instance = ""
+                elif status in (REFUSED, FORGED):
+                    raise RefusedByServerError(failure)
+            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        raise UnreachableError(f"{self.address} did not answer in time ({failure})")
+
+    def _try(self, action: str, body: bytes, seconds: float) -> tuple[int, Header, memoryview]:
+        """One request: status, header and payload of the reply, which the server has signed."""
+        self._sequence += 1
+        nonce = secrets.token_hex(16)
+        if action != "hello":
+            nonce = f"{self._session}-{self._sequence}"
+        digest, instance = digest_of(body), self._instance
+        signature = request_signature(self._token, action, instance, nonce, len(body), digest)
+        headers = {NONCE: nonce, INSTANCE: instance, DIGEST: digest, SIGNATURE: signature}
+        if self._tls is None:
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=seconds)
+        else:
+            connection = http.client.HTTPSConnection(
+                self._host, self._port, timeout=seconds, context=self._tls
+            )
+        try:
+            connection.request("POST", f"/{action}", body, headers)
+            response = connection.getresponse()
+            content = response.read(MOST_BYTES + 1)
+            signature = response.headers.get(SIGNATURE, "")
+            status = response.status
+        finally:
+            connection.close()
+        if not signature:  # of a proxy, or of a server in trouble
+            raise http.client.HTTPException(f"status {status} that the server did not sign")
+        header, payload = unpack(content)
+        if not is_equal(sign(self._token, f"reply {status}", nonce, content), signature):
+            return FORGED, {"error": "the reply is not signed with sites.token_file"}, payload
+        return status, header, payload
+
+
+def read_token(path: Path) -> bytes:
+    """The token in a file, without white space around it. Raises LaunchError without one."""
+    try:
+        token = path.read_bytes().strip()
+    except OSError as error:
+        raise LaunchError(f"the token of the outer server cannot be read: {error}") from error
+    if len(token) < _SHORTEST_TOKEN:
+        raise LaunchError(
+            f"{path}: a token of {len(token)} bytes, which can be guessed -> at least "
+            f"{_SHORTEST_TOKEN}: openssl rand -hex 32 > {path}"
+        )
+    return token

@@ -1,0 +1,258 @@
+"""Global weights, outer momentum and rounding error of a whole model, and the outer step on them.
+No files and no communication."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bigtrain.settings.sections.sites import SitesSection
+from bigtrain.sites.boxes import Box, Update, join_cuts
+from bigtrain.sites.codecs import CODECS, FloatCodec, is_finite
+from bigtrain.sites.contribution import UnusableError, decoded, refuse_norm
+from bigtrain.sites.figures import square
+from bigtrain.sites.outer_update import outer_update
+from bigtrain.sites.server.requests import MOST_TOKENS
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """The state after an outer step that does not count yet (`GlobalWeights.commit`).
+
+    tensors: weights, momentum and rounding error; updates: by parameter; record: of the step.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    updates: dict[str, Update]
+    record: dict[str, Any]
+
+
+Parts = Callable[[], Iterable[tuple[list[Box], memoryview]]]
+"""Reads the messages of a site: rectangles, and the codes of their values one after the other."""
+
+
+class GlobalWeights:
+    """The state of an outer server: float32, 4 bytes for each parameter (momentum and rounding
+    error as much again, where there are any). While a step is made, the same again for the state
+    after it, and 8 bytes for the mean.
+
+    shapes: of all parameters that are trained. absolute: whether sites send weights where the codec
+    may (float32); else always differences. record: of the last outer step, as JSON.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], sites: SitesSection, *, absolute: bool
+    ) -> None:
+        self.shapes = dict(shapes)
+        self.sites = sites
+        codec = CODECS[sites.codec]
+        self._codec = codec
+        self.is_relative = codec.is_relative or not absolute
+        self._count = sum(math.prod(shape) for shape in self.shapes.values())
+        self._weights = torch.zeros(self._count)
+        self._momentum = torch.zeros(self._count) if sites.outer.has_momentum else None
+        self._error = torch.zeros(self._count) if codec.keeps_error else None
+        self._updates: dict[str, Update] | None = None
+        self._begins: dict[str, int] = {}
+        begin = 0
+        for name, shape in self.shapes.items():
+            self._begins[name] = begin
+            begin += math.prod(shape)
+        self._is_filled = torch.zeros(0, dtype=torch.bool)
+        self.is_ready = False
+        self.record: dict[str, Any] = {"number": 0, "step": 0, "sites": [], "tokens": {}}
+
+    @property
+    def number(self) -> int:
+        """Of the last outer step; 0 before the first."""
+        return int(self.record["number"])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What `restore` needs beside the record."""
+        states = {"weights": self._weights, "momentum": self._momentum, "error": self._error}
+        return {name: state for name, state in states.items() if state is not None}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any]) -> None:
+        """Continue from a state that was kept."""
+        for name, state in self.tensors().items():
+            state.copy_(tensors[name])
+        self.record, self.is_ready = dict(record), True
+
+    def begin_again(self) -> None:
+        """Expect all initial weights, whatever has come of them so far."""
+        self._is_filled = torch.zeros(0, dtype=torch.bool)
+
+    def begin(self, boxes: Sequence[Box], values: torch.Tensor) -> None:
+        """Fill rectangles of the initial weights with flat `values`; the same ones again change
+        nothing. Raises ValueError for values that are not finite, for another number of them, and
+        for rectangles that overlap with others that hold something else."""
+        count = sum(box.count for box in boxes)
+        if values.numel() != count:
+            raise ValueError(f"{values.numel()} values where {count} were expected")
+        if not is_finite(values):
+            raise UnusableError("initial weights that are not finite")
+        if not self._is_filled.numel():
+            self._is_filled = torch.zeros(self._count, dtype=torch.bool)
+        begin = 0
+        for box in boxes:
+            place = box.of(self._of(self._weights, box.name))
+            is_filled = box.of(self._of(self._is_filled, box.name))
+            given = values[begin : begin + box.count].view(box.sizes)
+            if is_filled.any() and not (is_filled.all() and torch.equal(place, given)):
+                raise ValueError(f"initial weights of {box.name} came twice, with other values")
+            place.copy_(given)
+            is_filled.fill_(True)
+            begin += box.count
+
+    def refuse_unfilled(self) -> None:
+        """Raise ValueError unless all initial weights have come."""
+        filled = int(self._is_filled.sum())
+        if filled != self._count:
+            raise ValueError(f"{filled} of {self._count} initial weights came")
+
+    def ready(self) -> None:
+        """Count the initial weights as the global ones."""
+        self.is_ready, self._is_filled = True, torch.zeros(0, dtype=torch.bool)
+
+    def refuse_payload(self, boxes: Sequence[Box], payload: memoryview) -> None:
+        """Raise ValueError unless `payload` has the length of the codes of `boxes`, UnusableError
+        unless these are such as a site makes of finite values."""
+        count = sum(box.count for box in boxes)
+        expected = self._codec.num_bytes(count)
+        if len(payload) != expected:
+            raise ValueError(f"{len(payload)} bytes where {expected} were expected")
+        self._decoded(payload, count)
+
+    def refuse_contribution(self, parts: Parts) -> None:
+        """Raise ValueError unless the messages of a site have every element of the model once,
+        UnusableError for values that are not finite or too far from the weights."""
+        is_here = torch.zeros(self._count, dtype=torch.bool)
+        change = 0.0
+        for box, values in self._values(parts):
+            place = box.of(self._of(is_here, box.name))
+            if place.any():
+                raise ValueError(f"elements of {box.name} came twice")
+            place.fill_(True)
+            before = box.of(self._of(self._weights, box.name))
+            change += square(values, torch.zeros(()) if self.is_relative else before)
+        count = int(is_here.sum())
+        if count != self._count:
+            raise ValueError(f"{count} of {self._count} elements are here")
+        refuse_norm(change, square(self._weights, torch.zeros(())), self._count)
+
+    @torch.no_grad()
+    def step(
+        self, tokens: Mapping[int, int], parts: Mapping[int, Parts], share: float, step: int
+    ) -> NextStep:
+        """Compute an outer step with the mean of what sites have sent, by their `tokens`; changes
+        nothing. Raises UnusableError if the weights after it would not be finite.
+
+        share: of the mean's change that counts; less than 1 only for relative codes. step: the
+        sites' optimizer steps at it.
+        """
+        if not all(0 < count <= MOST_TOKENS for count in tokens.values()):
+            raise UnusableError(f"tokens {dict(tokens)}: 1 to {MOST_TOKENS:,} are possible")
+        mean = self._mean(tokens, parts)
+        distances = {str(site): self._distance(parts[site], mean) for site in parts}
+        after = {name: state.clone() for name, state in self.tensors().items()}
+        updates = {}
+        begin = 0
+        for name, shape in self.shapes.items():
+            end = begin + math.prod(shape)
+            part = {kind: state[begin:end] for kind, state in after.items()}
+            updates[name] = self._step_parameter(part, mean[begin:end], shape, share)
+            begin = end
+        for kind, state in after.items():
+            if not is_finite(state):
+                raise UnusableError(f"{kind} that would not be finite")
+        record = {
+            "number": self.number + 1,
+            "step": max(step, int(self.record["step"])),
+            "sites": sorted(tokens),
+            "tokens": {str(site): count for site, count in tokens.items()},
+            "distances": distances if share == 1 else {},
+            "share": share,
+            "time": time.time(),
+        }
+        return NextStep(after, updates, record)
+
+    def commit(self, after: NextStep) -> None:
+        """Take the state after an outer step, which is on disk."""
+        for name, state in after.tensors.items():
+            setattr(self, f"_{name}", state)
+        self._updates, self.record = after.updates, after.record
+
+    def _step_parameter(
+        self,
+        part: Mapping[str, torch.Tensor],
+        value: torch.Tensor,
+        shape: tuple[int, ...],
+        share: float,
+    ) -> Update:
+        """Move the states of a parameter in place, flat views, by the mean `value` of the sites."""
+        weights, error = part["weights"], part.get("error")
+        before = weights.clone()
+        target = (weights.double() + share * value if self.is_relative else value).float()
+        outer_update(weights, part.get("momentum"), target, self.sites)
+        if not self._codec.is_relative:
+            return Update(self._codec, weights.view(shape).clone())
+        # What sites can be told becomes the weights; the rest is kept for later.
+        change = weights - before
+        if error is not None:
+            change += error
+        update = Update(self._codec, change.view(shape))
+        told = update.values.reshape(-1)
+        torch.add(before, told, out=weights)
+        if error is not None:
+            error.copy_(change - told)
+        return update
+
+    def cut(self, boxes: Sequence[Box], form: str) -> tuple[dict[str, Any], bytes]:
+        """Rectangles of the last ``update`` where it is known, else of the weights (``full``)."""
+        if form == "update" and self._updates is not None:
+            cuts = [self._updates[box.name].cut(box) for box in boxes]
+            return {"form": "update"}, join_cuts(self._codec, cuts)
+        full = [box.of(self._of(self._weights, box.name)).reshape(-1) for box in boxes]
+        plain = FloatCodec(torch.float32, is_relative=False)
+        return {"form": "full"}, join_cuts(plain, [(one, None) for one in full])
+
+    def _mean(self, tokens: Mapping[int, int], parts: Mapping[int, Parts]) -> torch.Tensor:
+        """The mean of the values that sites sent, float64, in the order of the sites."""
+        total = torch.zeros(self._count, dtype=torch.float64)
+        for site in sorted(parts):
+            for box, values in self._values(parts[site]):
+                box.of(self._of(total, box.name)).add_(values.double(), alpha=tokens[site])
+        return total.div_(sum(tokens.values()))
+
+    def _distance(self, parts: Parts, mean: torch.Tensor) -> float:
+        """Root mean square of the difference between what a site has sent and the mean."""
+        total = 0.0
+        for box, values in self._values(parts):
+            total += square(values.double(), box.of(self._of(mean, box.name)))
+        return math.sqrt(total / self._count)
+
+    def _values(self, parts: Parts) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The rectangles of a site, with the values that it sent, float32."""
+        for boxes, payload in parts():
+            values = self._decoded(payload, sum(box.count for box in boxes))
+            begin = 0
+            for box in boxes:
+                yield box, values[begin : begin + box.count].view(box.sizes)
+                begin += box.count
+
+    def _decoded(self, payload: memoryview, count: int) -> torch.Tensor:
+        """The values of a message, flat. Raises UnusableError."""
+        if not count:
+            return torch.empty(0)
+        raw = torch.frombuffer(bytearray(payload), dtype=torch.uint8).unsqueeze(0)
+        return decoded(self._codec, raw, count)[0]
+
+    def _of(self, flat: torch.Tensor, name: str) -> torch.Tensor:
+        """The parameter `name` in a flat tensor of all: a view."""
+        begin, shape = self._begins[name], self.shapes[name]
+        return flat[begin : begin + math.prod(shape)].view(shape)

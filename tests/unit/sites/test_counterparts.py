@@ -1,0 +1,124 @@
+"""Which ranks exchange what, for layouts that cut a model at random: every element, once a copy."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from bigtrain.sites.boxes import Box
+from bigtrain.sites.counterparts import Layout, Patch, Ranks, counterparts
+
+SHAPES = {"embed": (13, 6), "cube": (3, 4, 5), "norm": (7,), "single": (1,)}
+
+
+def cut(box: Box, draw: random.Random, pieces: int) -> list[Box]:
+    """A rectangle in so many pieces that tile it, or fewer where it is small."""
+    found = [box]
+    for _ in range(pieces):
+        whole = draw.choice(found)
+        dims = [dim for dim, size in enumerate(whole.sizes) if size > 1]
+        if not dims:
+            continue
+        dim = draw.choice(dims)
+        size = draw.randint(1, whole.sizes[dim] - 1)
+        sizes = (*whole.sizes[:dim], size, *whole.sizes[dim + 1 :])
+        first = Box(whole.name, whole.offsets, sizes)
+        found.remove(whole)
+        found += [first, *whole.without(first)]
+    return found
+
+
+def layout(draw: random.Random, ranks: int, copied: Sequence[str]) -> list[list[Box]]:
+    """Every parameter in pieces on random ranks; the `copied` ones as a whole on two as well."""
+    found: list[list[Box]] = [[] for _ in range(ranks)]
+    for name, shape in SHAPES.items():
+        whole = Box(name, (0,) * len(shape), shape)
+        holders = list(range(ranks))
+        if name in copied and ranks > 1:
+            rank = draw.choice(holders)
+            holders.remove(rank)
+            found[rank].append(whole)
+        for box in cut(whole, draw, draw.randint(0, 5)):
+            found[draw.choice(holders)].append(box)
+    for of_rank in found:
+        draw.shuffle(of_rank)
+    return found
+
+
+def groups_of(layouts: Sequence[Layout]) -> dict[tuple[int, int], dict[Ranks, list[Patch]]]:
+    return {
+        (site, rank): counterparts(layouts, site, rank)
+        for site, of_site in enumerate(layouts)
+        for rank in range(len(of_site))
+    }
+
+
+def counted(boxes: Sequence[Box]) -> dict[str, torch.Tensor]:
+    """How often every element is in one of them."""
+    found = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in SHAPES.items()}
+    for box in boxes:
+        box.of(found[box.name]).add_(1)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_element_is_exchanged_by_the_same_ranks_of_all_sites(seed: int) -> None:
+    draw = random.Random(seed)
+    copied = draw.sample(sorted(SHAPES), draw.randint(0, 3))
+    layouts = [layout(draw, draw.randint(1, 4), copied) for _ in range(draw.randint(2, 3))]
+    found = groups_of(layouts)
+    together: dict[Ranks, list[list[Box]]] = defaultdict(list)
+    for (site, rank), groups in found.items():
+        assert list(groups) == sorted(groups)
+        for ranks, patches in groups.items():
+            assert ranks[site] == rank
+            together[ranks].append([patch.box for patch in patches])
+            for patch in patches:
+                own = layouts[site][rank][patch.index]
+                assert own.common(patch.box) == patch.box
+    # All ranks of a group exchange the same rectangles in the same order.
+    for ranks, of_members in together.items():
+        assert len(of_members) == len(layouts), ranks
+        assert all(boxes == of_members[0] for boxes in of_members)
+    # Each element as often as the site with most copies has it, and by each of those.
+    exchanged = counted([box for of_members in together.values() for box in of_members[0]])
+    held = [counted([box for boxes in of_site for box in boxes]) for of_site in layouts]
+    for name, counts in exchanged.items():
+        most = torch.stack([of_site[name] for of_site in held]).amax(0)
+        assert torch.equal(counts, most), name
+    for (site, rank), groups in found.items():
+        own = counted([p.box for patches in groups.values() for p in patches])
+        for name, counts in counted(layouts[site][rank]).items():
+            assert torch.equal(own[name] > 0, counts > 0), name
+
+
+def test_equal_layouts_meet_rank_by_rank() -> None:
+    """Copies included: the second holder of one site with the second of the other."""
+    whole = Box("norm", (0,), (7,))
+    halves = [Box("embed", (0, 0), (6, 6)), Box("embed", (6, 0), (7, 6))]
+    site = [[halves[0], whole], [halves[1], whole]]
+    for rank in (0, 1):
+        (found,) = counterparts([site, site], 0, rank).items()
+        assert found[0] == (rank, rank)
+        assert Counter(p.index for p in found[1]) == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize("most", [1, 7, 30, 100])
+def test_rectangles_in_pieces_of_a_size(most: int) -> None:
+    whole = Box("cube", (0, 0, 0), (3, 4, 5))
+    pieces = list(whole.halves(most))
+    assert all(piece.count <= most for piece in pieces)
+    assert torch.equal(counted(pieces)["cube"], torch.ones(3, 4, 5, dtype=torch.int64))
+
+
+def test_a_part_of_a_rectangle_is_a_view_of_it() -> None:
+    full = torch.arange(78.0).view(13, 6)
+    whole, part = Box("embed", (4, 1), (5, 4)), Box("embed", (6, 2), (2, 3))
+    view = part.of_part(whole.of(full), whole)
+    assert torch.equal(view, part.of(full))
+    view.zero_()
+    assert not part.of(full).any()
