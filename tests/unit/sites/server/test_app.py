@@ -21,8 +21,8 @@ import uvicorn
 import xxhash
 
 from bigtrain.errors import LaunchError
-from bigtrain.sites.boxes import Box, split_cuts
 from bigtrain.sites.codecs import CODECS
+from bigtrain.sites.rectangles import Box, split_cuts
 from bigtrain.sites.server import connections
 from bigtrain.sites.server.app import OuterServer, _Marks
 from bigtrain.sites.server.client import (
