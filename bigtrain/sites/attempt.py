@@ -10,13 +10,12 @@ import torch
 
 from bigtrain.settings.sections.sites import SitesSection
 from bigtrain.sites.contribution import UnusableSiteError
-from bigtrain.sites.exchange import ShardExchange
+from bigtrain.sites.exchange import WeightExchange
 from bigtrain.sites.meeting.roster import Roster
 from bigtrain.sites.meeting.start import LostSiteError
 from bigtrain.sites.outer_state import OuterState
-from bigtrain.sites.rectangle_exchange import RectangleExchange
 
-AnyExchange = ShardExchange | RectangleExchange
+AnyExchange = WeightExchange
 _Pair = tuple[torch.Tensor, torch.Tensor | None]
 """Global weights and momentum of a window."""
 
@@ -66,7 +65,7 @@ def transfer(
     """This rank's part of an exchange. Raises LostSiteError, on this rank alone."""
     before = exchange.num_bytes
     try:
-        exchange.weigh(roster.weights)
+        exchange.set_weights(roster.weights)
         if {roster.donor, *roster.takers} & {sites.index} and roster.takers:
             _give_or_take(attempt, roster, state, exchange, sites.index)
         if roster.fragment is not None:
@@ -92,12 +91,12 @@ def _give_or_take(
     for fragment in range(state.num_fragments):
         windows = list(state.windows(fragment))
         weights = [w.weights.clone() if is_taker else w.weights for w in windows]
-        exchange.give(fragment, windows, weights, giver, takers)
+        exchange.send(fragment, windows, weights, giver, takers)
         momentum: list[torch.Tensor | None] = [None] * len(windows)
         if state.momentum is not None:
             there = [window.momentum for window in windows if window.momentum is not None]
             there = [one.clone() for one in there] if is_taker else there
-            exchange.give(fragment, windows, there, giver, takers)
+            exchange.send(fragment, windows, there, giver, takers)
             momentum = [*there]
         if is_taker:
             attempt.taken.append(list(zip(weights, momentum, strict=True)))

@@ -15,8 +15,7 @@ from bigtrain.settings.sections.sites import SitesSection
 from bigtrain.sites.attempt import AnyExchange, Attempt, transfer
 from bigtrain.sites.codecs import CODECS
 from bigtrain.sites.contribution import refuse_own_change
-from bigtrain.sites.counterparts import Ranks
-from bigtrain.sites.exchange import Exchange, ShardExchange
+from bigtrain.sites.exchange import SiteGroup, WeightExchange, rectangles_of
 from bigtrain.sites.meeting.roll_call import START
 from bigtrain.sites.meeting.roster import Presence, Roster, agreed_roster
 from bigtrain.sites.meeting.site_rendezvous import SiteRendezvous
@@ -32,7 +31,6 @@ from bigtrain.sites.metrics import (
 )
 from bigtrain.sites.outer_optimizer import outer_update
 from bigtrain.sites.outer_state import OuterState, Window, held_twice
-from bigtrain.sites.rectangle_exchange import RectangleExchange, own_boxes
 
 
 class OuterStep:
@@ -204,8 +202,9 @@ class OuterStep:
         meeting = self._rendezvous
         weights = [self.sites.weights()[site] for site in meeting.members]
 
-        def exchange(ranks: Ranks) -> Exchange:
-            return Exchange(meeting.open_group(ranks), weights)
+        def opened(one: WeightExchange) -> WeightExchange:
+            one.open({ranks: SiteGroup(meeting.open_group(ranks), weights) for ranks in one.ranks})
+            return one
 
         layouts = meeting.tell("layouts", [self.state.layout(), self._plain])
         if any(plain != self._plain for layout in layouts for _, plain in layout):
@@ -214,18 +213,21 @@ class OuterStep:
                 "they encode them otherwise -> start all sites again"
             )
         if all(layout == layouts[0] for layout in layouts):
-            return ShardExchange(self.state, meeting.agreed(lambda: exchange(meeting.own_ranks)))
-        told = meeting.tell("rectangles", own_boxes(self.state))
+            return meeting.agreed(
+                lambda: opened(WeightExchange.by_shards(self.state, meeting.own_ranks))
+            )
+        told = meeting.tell("rectangles", rectangles_of(self.state))
 
-        def open_all() -> RectangleExchange:
+        def open_all() -> WeightExchange:
             try:
-                found = RectangleExchange(self.state, told, meeting.position, meeting.rank)
+                found = WeightExchange.by_rectangles(
+                    self.state, told, meeting.position, meeting.rank
+                )
             except ValueError as error:
                 raise LaunchError(
                     f"another site has no rectangles of this model: {error}"
                 ) from error
-            found.open({ranks: exchange(ranks) for ranks in found.ranks})
-            return found
+            return opened(found)
 
         sizes = ", ".join(str(len(layout)) for layout in layouts)
         self.notes.append(f"sites differ in layout ({sizes} ranks): they exchange by rectangles")
@@ -318,7 +320,8 @@ class OuterStep:
         except LostSiteError as error:
             attempt.failure, attempt.unusable = str(error), error.unusable
             # Its groups are closed, so that no other rank waits for this one.
-            self._exchange = ShardExchange(self.state, Exchange(None, [1]))
+            self._exchange = WeightExchange.by_shards(self.state, (0,))
+            self._exchange.open({(0,): SiteGroup(None, [1])})
         call = meeting.roll_call
 
         def decide() -> bool:

@@ -19,7 +19,7 @@ from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.engine.startup.process_group import cpu_group
 from bigtrain.models.torch_patches import gloo_group
 from bigtrain.settings.sections.sites import SitesSection
-from bigtrain.sites.counterparts import Ranks
+from bigtrain.sites.peers import Ranks
 from bigtrain.sites.meeting.doors import Door, Place
 from bigtrain.sites.meeting.roll_call import START, RollCall
 from bigtrain.sites.meeting.roster import Roster
