@@ -19,6 +19,12 @@ from bigtrain.errors import LaunchError, TrainingError
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.settings.sections.sites import SitesSection
 from bigtrain.sites.boxes import split_cuts
+from bigtrain.sites.client import (
+    RefusedByServerError,
+    ServerClient,
+    UnreachableError,
+    read_token,
+)
 from bigtrain.sites.codecs import CODECS, FloatCodec, is_finite
 from bigtrain.sites.contribution import decoded, refuse_own_change
 from bigtrain.sites.figures import (
@@ -31,13 +37,7 @@ from bigtrain.sites.figures import (
     square,
 )
 from bigtrain.sites.outer_state import OuterState, Window
-from bigtrain.sites.server.client import (
-    RefusedByServerError,
-    ServerClient,
-    UnreachableError,
-    read_token,
-)
-from bigtrain.sites.server.messages import Header
+from bigtrain.sites.protocol import Header
 from bigtrain.system.world import World
 
 _POLL_SECONDS = 15.0

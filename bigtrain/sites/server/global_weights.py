@@ -17,7 +17,7 @@ from bigtrain.sites.codecs import CODECS, FloatCodec, is_finite
 from bigtrain.sites.contribution import UnusableError, decoded, refuse_norm
 from bigtrain.sites.figures import square
 from bigtrain.sites.outer_update import outer_update
-from bigtrain.sites.server.requests import MOST_TOKENS
+from bigtrain.sites.protocol import MOST_TOKENS
 
 
 @dataclass(frozen=True)
