@@ -40,7 +40,7 @@ from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.run_config import RunConfig, SitesSection
 from bigtrain.sites.codecs import CODECS, sent_bytes
 from bigtrain.sites.exchange import Exchange
-from bigtrain.sites.outer_update import outer_update
+from bigtrain.sites.outer_optimizer import outer_update
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -15,9 +15,9 @@ from bigtrain.run.checkpointing.changed_settings import mathematics
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
-from bigtrain.sites.figures import OuterEvent, OuterFigures
 from bigtrain.sites.meeting.site_rendezvous import SiteRendezvous
 from bigtrain.sites.meeting.start import Known, Places
+from bigtrain.sites.metrics import OuterEvent, OuterStepMetrics
 from bigtrain.sites.outer_step import OuterStep
 from bigtrain.sites.server_step import ServerStep
 from bigtrain.system.files import write_whole
@@ -154,7 +154,7 @@ class OuterSteps:
             tokens=state.tokens + missed * plan.tokens_per_step,
         )
 
-    def _log(self, state: TrainState, found: Sequence[OuterFigures]) -> None:
+    def _log(self, state: TrainState, found: Sequence[OuterStepMetrics]) -> None:
         metrics = self._session.metrics
         if metrics is None:
             return

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from bigtrain.errors import TrainingError
 from bigtrain.sites.codecs import Codec, is_finite
-from bigtrain.sites.figures import square
-from bigtrain.sites.outer_state import Window
+from bigtrain.sites.metrics import square
+
+if TYPE_CHECKING:  # which imports DeepSpeed; the outer server does without
+    from bigtrain.sites.outer_state import Window
 
 MOST_CHANGE = 10.0
 """Of a site's change to the global weights, root mean square, in units of 1 + that of the weights.

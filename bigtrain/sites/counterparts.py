@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bigtrain.sites.boxes import Box
+from bigtrain.sites.rectangles import Box
 
 Ranks = tuple[int, ...]
 """One rank of each site, in the order of the sites."""
@@ -88,7 +88,7 @@ def _held_alike(box: Box, near: Sequence[Sequence[_Owned]]) -> Iterator[tuple[Bo
                 more = [*holders]
                 more[site] = (*more[site], holder)
                 cut.append((inner, more))
-                cut += [(rest, holders) for rest in cell.without(inner)]
+                cut += [(rest, holders) for rest in cell.difference(inner)]
             cells = cut
     yield from cells
 

@@ -15,7 +15,7 @@ from bigtrain.sites.contribution import (
     decoded,
     refuse_norm,
 )
-from bigtrain.sites.figures import square
+from bigtrain.sites.metrics import square
 from bigtrain.sites.outer_state import OuterState, Window
 
 

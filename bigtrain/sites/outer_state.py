@@ -16,8 +16,8 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.sharding import Shard
 from bigtrain.settings.sections.sites import SitesSection
-from bigtrain.sites.boxes import Box
 from bigtrain.sites.codecs import CODECS, Codec
+from bigtrain.sites.rectangles import Box
 
 GLOBAL, MOMENTUM, ERROR = "outer_global", "outer_momentum", "outer_error"
 """Kinds of tensors of a checkpoint: the global weights, the momentum of their optimizer, and what

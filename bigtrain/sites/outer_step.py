@@ -17,21 +17,21 @@ from bigtrain.sites.codecs import CODECS
 from bigtrain.sites.contribution import refuse_own_change
 from bigtrain.sites.counterparts import Ranks
 from bigtrain.sites.exchange import Exchange, ShardExchange
-from bigtrain.sites.figures import (
-    ALONE,
-    LEFT_OUT,
-    RETURNED,
-    OuterEvent,
-    OuterFigures,
-    site_totals,
-    square,
-)
 from bigtrain.sites.meeting.roll_call import START
 from bigtrain.sites.meeting.roster import Presence, Roster, agreed_roster
 from bigtrain.sites.meeting.site_rendezvous import SiteRendezvous
 from bigtrain.sites.meeting.start import LostSiteError, Places, refuse_differences
+from bigtrain.sites.metrics import (
+    ALONE,
+    LEFT_OUT,
+    RETURNED,
+    OuterEvent,
+    OuterStepMetrics,
+    reduce_site_metrics,
+    square,
+)
+from bigtrain.sites.outer_optimizer import outer_update
 from bigtrain.sites.outer_state import OuterState, Window, held_twice
-from bigtrain.sites.outer_update import outer_update
 from bigtrain.sites.rectangle_exchange import RectangleExchange, own_boxes
 
 
@@ -118,13 +118,13 @@ class OuterStep:
         merges = sent is not None and step == sites.merged_after(sent.step)
         return merges or self._looks_for_others or bool(sites.sent_after(step, last_step))
 
-    def after_step(self, step: int, last_step: int) -> list[OuterFigures]:
+    def after_step(self, step: int, last_step: int) -> list[OuterStepMetrics]:
         """What is due after `step` of `last_step` steps; returns what outer steps ended.
 
         Raises LaunchError on all ranks if one of this site cannot, TrainingError if the change of
         this site is not finite, or too large.
         """
-        found: list[OuterFigures] = []
+        found: list[OuterStepMetrics] = []
         is_last, self.step, taken = step == last_step, None, False
         mixing = 0.0 if is_last else self.sites.mixing
         is_moved = False
@@ -153,7 +153,7 @@ class OuterStep:
             self._engine.refresh_parameters()
         return found
 
-    def settle(self) -> list[OuterFigures]:
+    def settle(self) -> list[OuterStepMetrics]:
         """Wait for what is under way, and update the global weights by it. Comes before a save: a
         checkpoint holds nothing that is under way. Raises as `after_step`."""
         sent, self.step = self._under_way, None
@@ -242,7 +242,7 @@ class OuterStep:
             self._rendezvous.leave(str(error.__cause__))
             raise
 
-    def _make(self, attempt: Attempt, mixing: float) -> list[OuterFigures]:
+    def _make(self, attempt: Attempt, mixing: float) -> list[OuterStepMetrics]:
         """An outer step, tried again without those that are lost meanwhile."""
         begun = time.perf_counter()
         for _ in range(2 * self.sites.count + 2):
@@ -272,7 +272,7 @@ class OuterStep:
         self._under_way = attempt
         attempt.thread.start()
 
-    def _come_back(self, attempt: Attempt, *, is_patient: bool = False) -> list[OuterFigures]:
+    def _come_back(self, attempt: Attempt, *, is_patient: bool = False) -> list[OuterStepMetrics]:
         """Take the global weights of the sites that are further, if there are any."""
         begun = time.perf_counter()
         self._meet(attempt, is_patient=is_patient)
@@ -458,13 +458,13 @@ class OuterStep:
 
     def _figures(
         self, attempt: Attempt, squares: torch.Tensor, seconds: float
-    ) -> list[OuterFigures]:
+    ) -> list[OuterStepMetrics]:
         """Of an outer step that was made. Collective over this site."""
         roster = attempt.roster
         if roster is None or roster.fragment is None or not attempt.is_done:
             return []
-        totals = site_totals(squares, attempt.num_bytes, self._engine.device)
-        figures = OuterFigures(
+        totals = reduce_site_metrics(squares, attempt.num_bytes, self._engine.device)
+        figures = OuterStepMetrics(
             roster.number,
             roster.fragment,
             roster.sites,

@@ -30,7 +30,7 @@ from typing import Annotated, Any, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from bigtrain.sites.figures import OuterEvent
+from bigtrain.sites.metrics import OuterEvent
 
 NONCE, SIGNATURE, INSTANCE = "x-bigtrain-nonce", "x-bigtrain-signature", "x-bigtrain-instance"
 """HTTP headers: a value that is used once (``SESSION-SEQUENCE``, random for the first message),

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from bigtrain.sites.boxes import Box
 from bigtrain.sites.codecs import Codec
 from bigtrain.sites.counterparts import Patch, Ranks, counterparts
 from bigtrain.sites.exchange import Exchange
 from bigtrain.sites.outer_state import ELEMENTS_AT_ONCE, OuterState, Window
+from bigtrain.sites.rectangles import Box
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class RectangleExchange:
                 codec = self._held[patch.index].codec
                 if codec.keeps_error != keeps_error:
                     continue
-                for box in patch.box.halves(ELEMENTS_AT_ONCE):
+                for box in patch.box.split(ELEMENTS_AT_ONCE):
                     if held and count + box.count > ELEMENTS_AT_ONCE:
                         yield _Transfer(ranks, self._held[held[0].index].codec, held)
                         held, count = [], 0

@@ -18,7 +18,6 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError, TrainingError
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.settings.sections.sites import SitesSection
-from bigtrain.sites.boxes import split_cuts
 from bigtrain.sites.client import (
     RefusedByServerError,
     ServerClient,
@@ -27,17 +26,18 @@ from bigtrain.sites.client import (
 )
 from bigtrain.sites.codecs import CODECS, FloatCodec, is_finite
 from bigtrain.sites.contribution import decoded, refuse_own_change
-from bigtrain.sites.figures import (
+from bigtrain.sites.metrics import (
     ALONE,
     LEFT_OUT,
     RETURNED,
     OuterEvent,
-    OuterFigures,
-    site_totals,
+    OuterStepMetrics,
+    reduce_site_metrics,
     square,
 )
 from bigtrain.sites.outer_state import OuterState, Window
 from bigtrain.sites.protocol import Header
+from bigtrain.sites.rectangles import split_cuts
 from bigtrain.system.world import World
 
 _POLL_SECONDS = 15.0
@@ -159,7 +159,7 @@ class ServerStep:
         """Whether `after_step` has something to do."""
         return bool(self.sites.sent_after(step, last_step))
 
-    def after_step(self, step: int, last_step: int) -> list[OuterFigures]:
+    def after_step(self, step: int, last_step: int) -> list[OuterStepMetrics]:
         """The outer step after `step` of `last_step` steps, if the server makes it in time. Raises
         TrainingError on every rank if this site's change is not finite, or too large."""
         self._refuse_own_change(step)
@@ -200,7 +200,7 @@ class ServerStep:
             )
         return [self._figures(found, sent, num_bytes, time.perf_counter() - begun, waited)]
 
-    def settle(self) -> list[OuterFigures]:
+    def settle(self) -> list[OuterStepMetrics]:
         """Nothing is under way."""
         return []
 
@@ -435,10 +435,10 @@ class ServerStep:
 
     def _figures(
         self, found: Header, sent: _Sent, num_bytes: int, seconds: float, waited: float
-    ) -> OuterFigures:
-        totals = site_totals(sent.squares, num_bytes, self._engine.device)
+    ) -> OuterStepMetrics:
+        totals = reduce_site_metrics(sent.squares, num_bytes, self._engine.device)
         distance = found.get("distances", {}).get(str(self.sites.index))
-        return OuterFigures(
+        return OuterStepMetrics(
             self.number,
             0,
             tuple(found["sites"]),

@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 from bigtrain.errors import TrainingError
 from bigtrain.settings.sections.sites import SitesSection
-from bigtrain.sites.figures import LEFT_OUT, RETURNED, OuterEvent
 from bigtrain.sites.meeting.doors import ANSWER_SECONDS, Door, Place, listens, place_of
 from bigtrain.sites.meeting.roster import Presence, Roster, agreed_roster
+from bigtrain.sites.metrics import LEFT_OUT, RETURNED, OuterEvent
 
 START = "start"
 _PAUSE_SECONDS = 0.05

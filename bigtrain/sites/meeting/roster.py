@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bigtrain.sites.figures import OuterEvent
 from bigtrain.sites.meeting.doors import Place, place_of
+from bigtrain.sites.metrics import OuterEvent
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from bigtrain.sites.figures import MESSAGE_REFUSED
+from bigtrain.sites.metrics import MESSAGE_REFUSED
 from bigtrain.sites.protocol import (
     CORRUPT,
     DIGEST,

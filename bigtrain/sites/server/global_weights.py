@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from bigtrain.settings.sections.sites import SitesSection
-from bigtrain.sites.boxes import Box, Update, join_cuts
 from bigtrain.sites.codecs import CODECS, FloatCodec, is_finite
 from bigtrain.sites.contribution import UnusableError, decoded, refuse_norm
-from bigtrain.sites.figures import square
-from bigtrain.sites.outer_update import outer_update
+from bigtrain.sites.metrics import square
+from bigtrain.sites.outer_optimizer import outer_update
 from bigtrain.sites.protocol import MOST_TOKENS
+from bigtrain.sites.rectangles import Box, Update, join_cuts
 
 
 @dataclass(frozen=True)

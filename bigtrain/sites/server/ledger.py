@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from bigtrain.settings.sections.sites import SitesSection
-from bigtrain.sites.boxes import Box
 from bigtrain.sites.contribution import UnusableError
-from bigtrain.sites.figures import LEFT_OUT, RETURNED, OuterEvent
+from bigtrain.sites.metrics import LEFT_OUT, RETURNED, OuterEvent
 from bigtrain.sites.protocol import (
     MOST_STEP,
     MOST_TOKENS,
@@ -26,6 +25,7 @@ from bigtrain.sites.protocol import (
     escaping,
     unpack,
 )
+from bigtrain.sites.rectangles import Box
 from bigtrain.sites.server.global_weights import GlobalWeights, NextStep
 from bigtrain.sites.server.storage import Delivery, Storage
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from bigtrain.sites.boxes import Box
 from bigtrain.sites.counterparts import Layout, Patch, Ranks, counterparts
+from bigtrain.sites.rectangles import Box
 
 SHAPES = {"embed": (13, 6), "cube": (3, 4, 5), "norm": (7,), "single": (1,)}
 
@@ -28,7 +28,7 @@ def cut(box: Box, draw: random.Random, pieces: int) -> list[Box]:
         sizes = (*whole.sizes[:dim], size, *whole.sizes[dim + 1 :])
         first = Box(whole.name, whole.offsets, sizes)
         found.remove(whole)
-        found += [first, *whole.without(first)]
+        found += [first, *whole.difference(first)]
     return found
 
 
@@ -110,7 +110,7 @@ def test_equal_layouts_meet_rank_by_rank() -> None:
 @pytest.mark.parametrize("most", [1, 7, 30, 100])
 def test_rectangles_in_pieces_of_a_size(most: int) -> None:
     whole = Box("cube", (0, 0, 0), (3, 4, 5))
-    pieces = list(whole.halves(most))
+    pieces = list(whole.split(most))
     assert all(piece.count <= most for piece in pieces)
     assert torch.equal(counted(pieces)["cube"], torch.ones(3, 4, 5, dtype=torch.int64))
 

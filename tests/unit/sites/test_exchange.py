@@ -15,7 +15,7 @@ from bigtrain.models.torch_patches import gloo_group
 from bigtrain.settings.sections.sites import OuterSection, SitesSection
 from bigtrain.sites.codecs import CODECS, sent_bytes
 from bigtrain.sites.exchange import Exchange
-from bigtrain.sites.outer_update import outer_update
+from bigtrain.sites.outer_optimizer import outer_update
 
 
 def section(count: int = 2, **outer: Any) -> SitesSection:

@@ -12,10 +12,10 @@ import pytest
 
 from bigtrain.errors import TrainingError
 from bigtrain.settings.sections.sites import SitesSection
-from bigtrain.sites.figures import LEFT_OUT, RETURNED
 from bigtrain.sites.meeting.doors import Door
 from bigtrain.sites.meeting.roll_call import RollCall
 from bigtrain.sites.meeting.roster import Presence, Roster, agreed_roster
+from bigtrain.sites.metrics import LEFT_OUT, RETURNED
 
 LIMIT = 1.6
 HERE = Presence(0, 3, 30, 0, 100, "same", 300)

@@ -21,7 +21,6 @@ import uvicorn
 import xxhash
 
 from bigtrain.errors import LaunchError
-from bigtrain.sites.boxes import Box, split_cuts
 from bigtrain.sites.client import (
     RefusedByServerError,
     ServerClient,
@@ -37,6 +36,7 @@ from bigtrain.sites.protocol import (
     request_signature,
     unpack,
 )
+from bigtrain.sites.rectangles import Box, split_cuts
 from bigtrain.sites.server import connections
 from bigtrain.sites.server.app import OuterServer, _Marks
 from bigtrain.sites.server.connections import MOST_OF_ONE_HOST

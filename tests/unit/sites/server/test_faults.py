@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from bigtrain.sites.boxes import Box
 from bigtrain.sites.codecs import CODECS
+from bigtrain.sites.rectangles import Box
 from bigtrain.sites.server.ledger import Ledger, RefusedError, Rules
 from bigtrain.sites.server.storage import Storage
 from tests.unit.sites.server.test_ledger import (

@@ -46,7 +46,7 @@ class Box:
         offsets = tuple(begin for begin, _ in found)
         return Box(self.name, offsets, tuple(end - begin for begin, end in found))
 
-    def without(self, inner: Box) -> Iterator[Box]:
+    def difference(self, inner: Box) -> Iterator[Box]:
         """What is left when `inner`, which lies in it, is taken out."""
         offsets, sizes = list(self.offsets), list(self.sizes)
         for dim, (first, size) in enumerate(zip(inner.offsets, inner.sizes, strict=True)):
@@ -60,7 +60,7 @@ class Box:
                     )
             offsets[dim], sizes[dim] = first, size
 
-    def halves(self, most: int) -> Iterator[Box]:
+    def split(self, most: int) -> Iterator[Box]:
         """The rectangle in pieces of at most `most` elements."""
         if self.count <= most:
             yield self
@@ -68,8 +68,8 @@ class Box:
         dim = next(dim for dim, size in enumerate(self.sizes) if size > 1)
         size = self.sizes[dim] // 2
         first = Box(self.name, self.offsets, (*self.sizes[:dim], size, *self.sizes[dim + 1 :]))
-        for half in (first, *self.without(first)):
-            yield from half.halves(most)
+        for half in (first, *self.difference(first)):
+            yield from half.split(most)
 
     def to_json(self) -> list[Any]:
         """For the header of a message."""

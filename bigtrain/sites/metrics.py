@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class OuterFigures:
+class OuterStepMetrics:
     """What an outer step did; the same on every rank of a site.
 
     number: of the outer step, from 1. fragment: of the model, that it exchanged. sites: that took
@@ -56,7 +56,7 @@ class OuterEvent:
 
 
 @dataclass(frozen=True)
-class SiteTotals:
+class SiteMetrics:
     """What the ranks of a site add up to. change, distance: root mean squares."""
 
     sent_bytes: int
@@ -65,7 +65,7 @@ class SiteTotals:
     distance: float
 
 
-def site_totals(squares: torch.Tensor, num_bytes: int, device: torch.device) -> SiteTotals:
+def reduce_site_metrics(squares: torch.Tensor, num_bytes: int, device: torch.device) -> SiteMetrics:
     """Of every rank's sums: squares of change, squares of distance, elements; and bytes sent.
 
     Collective over the site.
@@ -76,7 +76,7 @@ def site_totals(squares: torch.Tensor, num_bytes: int, device: torch.device) -> 
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     change, distance, count, sent = totals.tolist()
     means = (math.sqrt(total / max(1, count)) for total in (change, distance))
-    return SiteTotals(int(sent), int(most), *means)
+    return SiteMetrics(int(sent), int(most), *means)
 
 
 def square(first: torch.Tensor, second: torch.Tensor) -> float:
