@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             f"{' and '.join(missing)} cannot be imported, on which the outer server stands -> "
             "pip install 'bigtrain[sites]'"
         )
-    from bigtrain.sites.server.client import read_token
+    from bigtrain.sites.client import read_token
     from bigtrain.sites.server.ledger import Rules
     from bigtrain.sites.server.serve import Place, serve
 

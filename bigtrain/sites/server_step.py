@@ -18,6 +18,12 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError, TrainingError
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.settings.sections.sites import SitesSection
+from bigtrain.sites.client import (
+    RefusedByServerError,
+    ServerClient,
+    UnreachableError,
+    read_token,
+)
 from bigtrain.sites.codecs import CODECS, FloatCodec, is_finite
 from bigtrain.sites.contribution import decoded, refuse_own_change
 from bigtrain.sites.metrics import (
@@ -30,14 +36,8 @@ from bigtrain.sites.metrics import (
     square,
 )
 from bigtrain.sites.outer_state import OuterState, Window
+from bigtrain.sites.protocol import Header
 from bigtrain.sites.rectangles import split_cuts
-from bigtrain.sites.server.client import (
-    RefusedByServerError,
-    ServerClient,
-    UnreachableError,
-    read_token,
-)
-from bigtrain.sites.server.messages import Header
 from bigtrain.system.world import World
 
 _POLL_SECONDS = 15.0

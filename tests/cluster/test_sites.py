@@ -163,7 +163,7 @@ def test_sites_go_on_while_hosts_and_links_fail(lab: Lab) -> None:
         "        c.request('POST', '/deliver', body, headers)\n"
         "        print(c.getresponse().status)\n"
     )
-    script = "from bigtrain.sites.server.messages import pack\n" + script
+    script = "from bigtrain.sites.protocol import pack\n" + script
     assert lab.net.start("s0", lab.folder / "stranger.log", "-c", script).wait(60) == 0
     assert lab.text("stranger").split() == ["400", "401"] * 2
     address = lab.net.address("s0")

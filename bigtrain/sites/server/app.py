@@ -21,9 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from bigtrain.sites.metrics import MESSAGE_REFUSED
-from bigtrain.sites.server.connections import STATE, GuardedConnection
-from bigtrain.sites.server.ledger import Ledger
-from bigtrain.sites.server.messages import (
+from bigtrain.sites.protocol import (
     CORRUPT,
     DIGEST,
     FORGED,
@@ -37,19 +35,19 @@ from bigtrain.sites.server.messages import (
     TOO_LARGE,
     CorruptMessageError,
     Header,
+    RefusedError,
     escaping,
     is_equal,
+    is_large,
+    most_bytes,
     pack,
+    refuse_fields,
     request_signature,
     sign,
     unpack,
 )
-from bigtrain.sites.server.requests import (
-    RefusedError,
-    is_large,
-    most_bytes,
-    refuse_fields,
-)
+from bigtrain.sites.server.connections import STATE, GuardedConnection
+from bigtrain.sites.server.ledger import Ledger
 
 BODIES_AT_ONCE = 4
 _WAITING_AT_ONCE = 1024

@@ -16,8 +16,8 @@ from bigtrain.sites.codecs import CODECS, FloatCodec, is_finite
 from bigtrain.sites.contribution import UnusableError, decoded, refuse_norm
 from bigtrain.sites.metrics import square
 from bigtrain.sites.outer_optimizer import outer_update
+from bigtrain.sites.protocol import MOST_TOKENS
 from bigtrain.sites.rectangles import Box, Update, join_cuts
-from bigtrain.sites.server.requests import MOST_TOKENS
 
 
 @dataclass(frozen=True)

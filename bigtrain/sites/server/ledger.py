@@ -17,10 +17,16 @@ import torch
 from bigtrain.settings.sections.sites import SitesSection
 from bigtrain.sites.contribution import UnusableError
 from bigtrain.sites.metrics import LEFT_OUT, RETURNED, OuterEvent
+from bigtrain.sites.protocol import (
+    MOST_STEP,
+    MOST_TOKENS,
+    Header,
+    RefusedError,
+    escaping,
+    unpack,
+)
 from bigtrain.sites.rectangles import Box
 from bigtrain.sites.server.global_weights import GlobalWeights, NextStep
-from bigtrain.sites.server.messages import Header, escaping, unpack
-from bigtrain.sites.server.requests import MOST_STEP, MOST_TOKENS, RefusedError
 from bigtrain.sites.server.storage import Delivery, Storage
 
 _ATTEMPT = re.compile(r"[0-9a-f]{16}")

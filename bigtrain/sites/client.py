@@ -1,7 +1,8 @@
-"""Asks an outer server, over connections that a site opens."""
+"""HTTP client of an outer server: signs requests, and tries again until a deadline."""
 
 from __future__ import annotations
 
+import copy
 import http.client
 import secrets
 import ssl
@@ -12,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bigtrain.errors import LaunchError
-from bigtrain.sites.server.messages import (
+from bigtrain.sites.protocol import (
     DIGEST,
     FORGED,
     INSTANCE,
@@ -34,21 +35,24 @@ from bigtrain.sites.server.messages import (
 
 _SHORTEST_TOKEN = 16  # bytes
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
+_SILENCE_SECONDS = 60.0
+"""Timeout of a connection on which nothing moves, in addition to the ``seconds`` of a poll."""
 
 
 class UnreachableError(Exception):
-    """The server did not answer in time; the text says what was tried."""
+    """Timeout of the server; the text names the last failure."""
 
 
 class RefusedByServerError(Exception):
-    """The server's answer to a request that it does not follow."""
+    """Refusal by the server, with its reason."""
 
 
 class ServerClient:
-    """One rank's view of the server at `address`, ``http://HOST:PORT`` or ``https://HOST:PORT``.
+    """Client of the server at `address`, ``http://HOST:PORT`` or ``https://HOST:PORT``.
 
-    token: which the server knows as well, and which is never sent. certificate: of the server or of
-    who signed it; None: the system's. num_bytes: of payloads sent so far.
+    For one thread only, since the numbers of a session must ascend: see `clone`. token: shared with
+    the server, never sent. certificate: of the server or of its issuer; None: the system's.
+    num_bytes: of payloads sent so far.
     """
 
     def __init__(self, address: str, token: bytes, certificate: Path | None = None) -> None:
@@ -64,23 +68,31 @@ class ServerClient:
         self._sequence = 0
         self.num_bytes = 0
 
+    def clone(self) -> ServerClient:
+        """Return a client of the same server for another thread."""
+        other = copy.copy(self)
+        other._instance = other._session = ""
+        other._sequence = other.num_bytes = 0
+        return other
+
     def ask(
         self, action: str, header: Mapping[str, Any], payload: bytes = b"", *, deadline: float
     ) -> tuple[Header, memoryview]:
-        """The reply to `action`: header and payload. Tries again until `deadline` (of
-        `time.monotonic`) where nobody answers, or a message was corrupted on the way.
+        """Return header and payload of the reply to `action`. Tries again until `deadline` (of
+        `time.monotonic`) if nobody answers, or a message was corrupted on the way.
 
         Raises UnreachableError, RefusedByServerError.
         """
         body = pack(header, payload)
-        pause, failure = _FIRST_PAUSE_SECONDS, "nothing was tried"
+        silence = _SILENCE_SECONDS + float(header.get("seconds", 0))
+        pause, failure = _FIRST_PAUSE_SECONDS, "the deadline is over"
         while (left := deadline - time.monotonic()) > 0:
             try:
                 if not self._instance and action != "hello":
                     hello, _ = self.ask("hello", {}, deadline=deadline)
                     self._session, self._sequence = str(hello["session"]), 0
                     self._instance = str(hello["instance"])
-                status, reply, content = self._try(action, body, left)
+                status, reply, content = self._try(action, body, min(left, silence))
             except (OSError, http.client.HTTPException, CorruptMessageError) as error:
                 failure = f"{type(error).__name__}: {error}"
                 # It may have refused the headers, and closed before the body was through.
@@ -99,7 +111,7 @@ class ServerClient:
         raise UnreachableError(f"{self.address} did not answer in time ({failure})")
 
     def _try(self, action: str, body: bytes, seconds: float) -> tuple[int, Header, memoryview]:
-        """One request: status, header and payload of the reply, which the server has signed."""
+        """Return status, header and payload of the signed reply to one request."""
         self._sequence += 1
         nonce = secrets.token_hex(16)
         if action != "hello":
@@ -130,7 +142,7 @@ class ServerClient:
 
 
 def read_token(path: Path) -> bytes:
-    """The token in a file, without white space around it. Raises LaunchError without one."""
+    """Return the token in a file, without white space around it. Raises LaunchError."""
     try:
         token = path.read_bytes().strip()
     except OSError as error:
