@@ -42,6 +42,8 @@ from bigtrain.sites.codecs import CODECS, sent_bytes
 from bigtrain.sites.exchange import SiteGroup
 from bigtrain.sites.outer_optimizer import outer_update
 
+MEET = {"server": "http://127.0.0.1:1", "token_file": "unused"}
+
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -170,7 +172,7 @@ def final_loss(
     model: Any, config: RunConfig, sites: dict[str, Any], data: tuple[list[Batch], list[Batch]]
 ) -> float:
     """Held-out loss after all steps."""
-    section = SitesSection.model_validate({"address": "127.0.0.1:1", **sites})
+    section = SitesSection.model_validate(MEET | sites)
     copies = Copies(model, config, section)
     for number, batch in enumerate(data[0]):
         copies.step(number, batch)

@@ -19,9 +19,12 @@ from bigtrain.sites.outer_optimizer import outer_update
 
 
 def section(count: int = 2, **outer: Any) -> SitesSection:
-    address = "127.0.0.1:29600"
     return SitesSection(
-        count=count, inner_steps=1, address=address, outer=OuterSection.model_validate(outer)
+        count=count,
+        inner_steps=1,
+        server="http://127.0.0.1:29700",
+        token_file="token",
+        outer=OuterSection.model_validate(outer),
     )
 
 
