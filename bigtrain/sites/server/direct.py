@@ -353,7 +353,8 @@ class DirectExchange:
         if plan.digests:
             self._members.log(f"{named(plan.members)}: a new run whose weights differ is not begun")
         else:
-            self._open = _OpenRound(plan, tokens, told, set(active) - set(plan.members))
+            absent = set(active) - set(plan.members) - self._waiting.keys()
+            self._open = _OpenRound(plan, tokens, told, absent)
         self._members.changed.notify_all()
 
     def _decide(self, current: _OpenRound) -> None:
