@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             "pip install 'bigtrain[sites]'"
         )
     from bigtrain.sites.client import read_token
-    from bigtrain.sites.server.ledger import Rules
+    from bigtrain.sites.server.members import Rules
     from bigtrain.sites.server.serve import Place, serve
 
     token = read_token(args.token_file)

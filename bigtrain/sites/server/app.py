@@ -1,4 +1,4 @@
-"""The HTTP side of an outer server: only what is signed reaches the ledger, and whoever does not
+"""The HTTP side of an outer server: only what is signed reaches the state, and whoever does not
 know the token is answered before any body is read."""
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from bigtrain.sites.protocol import (
     NONCE,
     OK,
     OTHER_START,
+    POLLS,
     REFUSED,
     SIGNATURE,
     TOO_LARGE,
@@ -47,7 +48,7 @@ from bigtrain.sites.protocol import (
     unpack,
 )
 from bigtrain.sites.server.connections import STATE, GuardedConnection
-from bigtrain.sites.server.ledger import Ledger
+from bigtrain.sites.server.state import OuterServerState
 
 BODIES_AT_ONCE = 4
 _WAITING_AT_ONCE = 1024
@@ -91,8 +92,8 @@ class OuterServer:
     were signed; `BODIES_AT_ONCE` large ones at a time.
     """
 
-    def __init__(self, ledger: Ledger, token: bytes, say: Callable[[str], None]) -> None:
-        self._ledger = ledger
+    def __init__(self, state: OuterServerState, token: bytes, say: Callable[[str], None]) -> None:
+        self._state = state
         self._token = token
         self._say = escaping(say)
         self._instance = secrets.token_hex(8)
@@ -157,7 +158,7 @@ class OuterServer:
             body = await _read(request, marks.length)
         except (ClientDisconnect, TimeoutError):
             return Response(status_code=CORRUPT, headers={"connection": "close"})
-        limiter = self._waiting if marks.action == "wait" else None
+        limiter = self._waiting if marks.action in POLLS else None
         work = partial(self._checked, host, marks, body)
         status, header, payload = await anyio.to_thread.run_sync(work, limiter=limiter)
         return self._signed(status, marks.nonce, header, payload)
@@ -176,7 +177,7 @@ class OuterServer:
             refuse_fields(action, header)
             if action == "hello":
                 return OK, self._greeted(marks.nonce), b""
-            reply, content = self._act(action, header, payload, body)
+            reply, content = self._state.act(action, header, payload, body)
         except OSError as error:
             self._say(f"{host}: {action} could not be done, and is asked for again: {error}")
             return LATER, {"error": str(error)}, b""
@@ -202,30 +203,6 @@ class OuterServer:
                 self._last.pop(self._sessions.popitem(last=False)[1], None)
         return {"instance": self._instance, "session": session}
 
-    def _act(
-        self, action: str, header: Header, payload: memoryview, body: bytearray
-    ) -> tuple[Header, bytes]:
-        ledger = self._ledger
-        if action == "weights":
-            return ledger.weights(header)
-        if action == "wait":
-            return ledger.wait(header["base"], header["seconds"], header.get("heard")), b""
-        site = header["site"]
-        if action == "join":
-            return ledger.join(site, header), b""
-        if action == "deliver":
-            return ledger.deliver(site, header), b""
-        if action == "upload":
-            ledger.upload(header, payload)
-        elif action == "uploaded":
-            ledger.uploaded()
-        elif action == "contribute":
-            ledger.contribute(site, header, payload, body)
-        else:
-            assert action == "leave"
-            ledger.leave(site, header.get("reason", ""), header.get("run", ""))
-        return {}, b""
-
     def _note(self, host: str, reason: str, text: str) -> None:
         """Name who sent what was refused: each time that the count of such messages doubles, so
         that nobody fills the log."""
@@ -235,7 +212,7 @@ class OuterServer:
         count = self._refused[host, reason]
         if count.bit_count() == 1:
             self._say(f"{host}: {text}" + (f" ({count} such so far)" if count > 1 else ""))
-        self._ledger.note_later(MESSAGE_REFUSED, host, reason)
+        self._state.members.note_later(MESSAGE_REFUSED, host, reason)
 
     def _signed(self, status: int, nonce: str, header: Header, payload: bytes = b"") -> Response:
         body = pack(header, payload)

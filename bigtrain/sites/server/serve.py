@@ -11,8 +11,9 @@ import uvicorn
 
 from bigtrain.sites.server.app import OuterServer
 from bigtrain.sites.server.connections import MOST_HEADERS, guarded
-from bigtrain.sites.server.ledger import Ledger, Rules
-from bigtrain.sites.server.storage import Storage
+from bigtrain.sites.server.members import Rules
+from bigtrain.sites.server.state import OuterServerState
+from bigtrain.sites.server.store import Store
 
 _TICK_SECONDS = 0.1
 
@@ -48,13 +49,13 @@ def serve(
     directory: Path, place: Place, token: bytes, rules: Rules, say: Callable[[str], None]
 ) -> None:
     """Serve the run of `directory` (a new one where it is empty) until SIGINT or SIGTERM."""
-    ledger = Ledger(Storage(directory), rules, say)
-    server = OuterServer(ledger, token, say)
+    state = OuterServerState(Store(directory), rules, say)
+    server = OuterServer(state, token, say)
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(_TICK_SECONDS):
-            ledger.tick()
+            state.tick()
 
     ticking = threading.Thread(target=watch, name="windows", daemon=True)
     ticking.start()

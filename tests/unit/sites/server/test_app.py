@@ -19,6 +19,8 @@ import pytest
 import torch
 import uvicorn
 import xxhash
+from bigtrain.sites.server.ledger import Ledger, Rules
+from bigtrain.sites.server.storage import Storage
 
 from bigtrain.errors import LaunchError
 from bigtrain.sites.client import (
@@ -40,9 +42,7 @@ from bigtrain.sites.rectangles import Box, split_cuts
 from bigtrain.sites.server import connections
 from bigtrain.sites.server.app import OuterServer, _Marks
 from bigtrain.sites.server.connections import MOST_OF_ONE_HOST
-from bigtrain.sites.server.ledger import Ledger, Rules
 from bigtrain.sites.server.serve import Place, configured
-from bigtrain.sites.server.storage import Storage
 from tests.support.worlds import free_port
 
 TOKEN = b"0123456789abcdef"

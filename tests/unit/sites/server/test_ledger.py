@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from bigtrain.sites.server.ledger import Ledger, RefusedError, Rules, staleness_weight
+from bigtrain.sites.server.storage import Storage
 
 from bigtrain.settings.sections.sites import SitesSection
 from bigtrain.sites.codecs import CODECS, BlockCodec
 from bigtrain.sites.outer_optimizer import outer_update
 from bigtrain.sites.protocol import pack, unpack
 from bigtrain.sites.rectangles import Box, Update, join_cuts, split_cuts, touched_blocks
-from bigtrain.sites.server.ledger import Ledger, RefusedError, Rules, staleness_weight
-from bigtrain.sites.server.storage import Storage
 
 SHAPES = {"a.weight": (7, 5), "b.weight": (300,), "c.weight": (2, 3, 4)}
 HALVES = {

@@ -1,0 +1,384 @@
+"""Database and files of an outer server: what it has confirmed survives a kill and a full disk.
+
+::
+
+    server.sqlite             the run, its sites, contributions, rounds and events
+    state-000012-ID           weights, momentum and rounding error after outer step 12
+    parts/ID                  messages of a site for the next step, as they came
+    layouts/DIGEST            layout documents of sites
+    set_aside/SITE/           the newest delivery of a site with which no step could be made
+
+A file is written and synced before the row that names it; files without a row are removed at the
+start. A transaction is on disk entirely, or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from bigtrain.errors import LaunchError
+from bigtrain.system.files import sync_to_disk
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS run (document TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS sites (
+    site INTEGER PRIMARY KEY, run TEXT, num_joins INTEGER, is_active INTEGER, is_training INTEGER,
+    has_left INTEGER, number INTEGER, refused TEXT, layout TEXT, plain TEXT, timeout_seconds REAL);
+CREATE TABLE IF NOT EXISTS parts (
+    site INTEGER, attempt TEXT, rank INTEGER, part INTEGER, file TEXT NOT NULL,
+    PRIMARY KEY (site, attempt, rank, part));
+CREATE TABLE IF NOT EXISTS deliveries (
+    site INTEGER PRIMARY KEY, attempt TEXT, base INTEGER, step INTEGER, tokens INTEGER,
+    num_messages INTEGER);
+CREATE TABLE IF NOT EXISTS rounds (
+    id INTEGER PRIMARY KEY, number INTEGER, attempt TEXT UNIQUE, record TEXT, file TEXT);
+CREATE TABLE IF NOT EXISTS events (
+    event TEXT, who TEXT, reason TEXT, count INTEGER, PRIMARY KEY (event, who, reason));
+"""
+_KEPT_EVENTS = 500
+
+
+@dataclass(frozen=True)
+class SiteRow:
+    """A site that has joined.
+
+    run: id of its run directory. num_joins: how often it has started. is_active: the others wait
+    for it. is_training: it was in a round since it joined. number: of its last outer step. refused:
+    why it takes part in no round until it joins again. layout: digest. plain: JSON.
+    """
+
+    site: int
+    run: str = ""
+    num_joins: int = 0
+    is_active: bool = False
+    is_training: bool = False
+    has_left: bool = False
+    number: int = 0
+    refused: str = ""
+    layout: str = ""
+    plain: str = "[]"
+    timeout_seconds: float = 600.0
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """A complete contribution of a site to an outer step.
+
+    base: the outer step that its change is relative to. step: its optimizer steps. tokens: trained
+    on since `base`. num_messages: of all its ranks.
+    """
+
+    attempt: str
+    base: int
+    step: int
+    tokens: int
+    num_messages: int
+
+
+class Store:
+    """The directory of one outer server. Methods return when what they wrote is on disk, and raise
+    OSError, with nothing changed, if it cannot be written."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        if (directory / "run.json").exists():
+            raise LaunchError(
+                f"{directory} is of an earlier version of bigtrain (it has a run.json), which this "
+                "one does not read -> a new --directory, or that version"
+            )
+        for name in ("parts", "layouts"):
+            (directory / name).mkdir(parents=True, exist_ok=True)
+        self._lock = threading.RLock()
+        self._unused: list[Path] = []  # files without a row after the transaction
+        self._connection = self._connect()
+        with self.transaction():
+            for statement in filter(str.strip, _SCHEMA.split(";")):
+                self._connection.execute(statement)
+        self._remove_orphans()
+
+    def _connect(self) -> sqlite3.Connection:
+        path = self.directory / "server.sqlite"
+        connection = sqlite3.connect(path, timeout=1, isolation_level=None, check_same_thread=False)
+        try:
+            # Exclusive: a second server is refused, and a full disk cannot break shared memory.
+            for pragma in ("locking_mode=EXCLUSIVE", "journal_mode=WAL", "synchronous=FULL"):
+                connection.execute(f"PRAGMA {pragma}")
+        except sqlite3.OperationalError as error:
+            connection.close()
+            if "locked" in str(error):
+                raise LaunchError(f"another server uses {self.directory} ({error})") from error
+            raise OSError(f"{path}: {error}") from error
+        except sqlite3.DatabaseError as error:
+            connection.close()
+            raise LaunchError(
+                f"{path} is not a database: {error} -> restore the directory, or a new one"
+            ) from error
+        return connection
+
+    def close(self) -> None:
+        """Close the database, for another server."""
+        with self._lock:
+            self._connection.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Make all changes inside durable together, or none; one inside another is part of it."""
+        with self._lock:
+            if self._connection.in_transaction:
+                yield
+                return
+            self._unused = []
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                yield
+                self._commit()
+            except BaseException as error:
+                with suppress(sqlite3.Error):
+                    self._connection.rollback()
+                if isinstance(error, sqlite3.OperationalError):
+                    raise OSError(f"{self.directory / 'server.sqlite'}: {error}") from error
+                raise
+            for path in self._unused:
+                with suppress(OSError):  # then the next start removes it
+                    path.unlink()
+
+    def _commit(self) -> None:
+        """Commit; if that fails, find out whether the transaction is in the database all the same,
+        as after a sync that failed."""
+        version = int(self._rows("PRAGMA user_version")[0][0]) + 1
+        self._connection.execute(f"PRAGMA user_version = {version % (1 << 31)}")
+        try:
+            self._connection.execute("COMMIT")
+        except sqlite3.OperationalError:
+            with suppress(sqlite3.Error):
+                self._connection.close()
+            self._connection = self._connect()
+            if int(self._rows("PRAGMA user_version")[0][0]) != version:
+                raise
+
+    def _rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        with self._lock:
+            return self._connection.execute(sql, values).fetchall()
+
+    def _write(self, sql: str, *values: Any) -> None:
+        with self.transaction():
+            self._connection.execute(sql, values)
+
+    # The run and its sites
+
+    def run(self) -> dict[str, Any] | None:
+        """Return the description of the run; None in a new directory."""
+        rows = self._rows("SELECT document FROM run")
+        return json.loads(rows[0][0]) if rows else None
+
+    def write_run(self, document: Mapping[str, Any]) -> None:
+        """Replace the description of the run."""
+        with self.transaction():
+            self._write("DELETE FROM run")
+            self._write("INSERT INTO run VALUES (?)", json.dumps(document))
+
+    def sites(self) -> dict[int, SiteRow]:
+        """Return all sites that have joined."""
+        names = ", ".join(field.name for field in fields(SiteRow))
+        rows = [SiteRow(*row) for row in self._rows(f"SELECT {names} FROM sites ORDER BY site")]
+        return {row.site: row for row in rows}
+
+    def write_site(self, row: SiteRow) -> None:
+        """Replace the row of a site."""
+        marks = ", ".join("?" * len(fields(SiteRow)))
+        self._write(f"INSERT OR REPLACE INTO sites VALUES ({marks})", *astuple(row))
+
+    def layout(self, digest: str) -> bytes | None:
+        """Return a layout document; None where it is not stored."""
+        try:
+            return (self.directory / "layouts" / digest).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write_layout(self, digest: str, document: bytes | memoryview) -> None:
+        """Store a layout document."""
+        _write_file(self.directory / "layouts" / digest, document)
+
+    # Contributions (exchange: server)
+
+    def write_part(self, site: int, key: tuple[str, int, int], body: bytes | bytearray) -> None:
+        """Store a message of a site for the next step. key: attempt, rank and part; the same one
+        again replaces it."""
+        path = self.directory / "parts" / secrets.token_hex(8)
+        _write_file(path, body)
+        where = "site = ? AND attempt = ? AND rank = ? AND part = ?"
+        try:
+            with self.transaction():
+                self._delete_parts(where, site, *key)
+                self._write("INSERT INTO parts VALUES (?, ?, ?, ?, ?)", site, *key, path.name)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+    def _delete_parts(self, where: str, *values: Any) -> None:
+        rows = self._rows(f"SELECT file FROM parts WHERE {where}", *values)
+        self._unused += [self.directory / "parts" / name for (name,) in rows]
+        self._write(f"DELETE FROM parts WHERE {where}", *values)
+
+    def parts(self, site: int, attempt: str) -> list[Path]:
+        """Return the files of an attempt's messages, in the order of ranks and parts."""
+        sql = "SELECT file FROM parts WHERE site = ? AND attempt = ? ORDER BY rank, part"
+        return [self.directory / "parts" / name for (name,) in self._rows(sql, site, attempt)]
+
+    def deliver(self, site: int, delivery: Delivery) -> None:
+        """Store that an attempt is complete; earlier ones of the site are removed."""
+        with self.transaction():
+            self._delete_parts("site = ? AND attempt != ?", site, delivery.attempt)
+            row = (site, *astuple(delivery))
+            self._write("INSERT OR REPLACE INTO deliveries VALUES (?, ?, ?, ?, ?, ?)", *row)
+
+    def deliveries(self) -> dict[int, Delivery]:
+        """Return the complete contributions for the next step, by site."""
+        rows = self._rows("SELECT * FROM deliveries ORDER BY site")
+        return {site: Delivery(*values) for site, *values in rows}
+
+    def forget(self, sites: Iterable[int]) -> None:
+        """Remove what sites have sent for the next step."""
+        with self.transaction():
+            for site in sites:
+                self._delete_parts("site = ?", site)
+                self._write("DELETE FROM deliveries WHERE site = ?", site)
+
+    def set_aside(self, site: int) -> Path:
+        """Move what a site has sent out of the next step, for whoever looks for the cause; return
+        where. What was set aside of the site before is removed."""
+        place = self.directory / "set_aside" / str(site)
+        place.mkdir(parents=True, exist_ok=True)
+        for old in place.iterdir():
+            old.unlink()
+        rows = self._rows("SELECT attempt, rank, part, file FROM parts WHERE site = ?", site)
+        delivery = self.deliveries().get(site)
+        if delivery is not None:
+            (place / "delivery.json").write_text(json.dumps(asdict(delivery)))
+        for attempt, rank, part, name in rows:
+            with suppress(FileNotFoundError):
+                target = place / f"{attempt}-{rank:06d}-{part:06d}"
+                os.link(self.directory / "parts" / name, target)
+        self.forget([site])
+        return place
+
+    # Rounds
+
+    def record(self) -> dict[str, Any] | None:
+        """Return the record of the last round; None before the first."""
+        rows = self._rows("SELECT record FROM rounds ORDER BY id DESC LIMIT 1")
+        return json.loads(rows[0][0]) if rows else None
+
+    def records_after(self, number: int) -> list[dict[str, Any]]:
+        """Return the records of the newest rounds later than outer step `number`, oldest first."""
+        sql = "SELECT record FROM rounds WHERE number > ? ORDER BY id DESC LIMIT ?"
+        return [json.loads(one) for (one,) in reversed(self._rows(sql, number, _KEPT_EVENTS))]
+
+    def is_committed(self, attempt: str) -> bool:
+        """Return whether the round of an attempt is in the database."""
+        return bool(self._rows("SELECT 1 FROM rounds WHERE attempt = ?", attempt))
+
+    def write_round(
+        self,
+        record: Mapping[str, Any],
+        sites: Iterable[SiteRow],
+        events: Mapping[tuple[str, str, str], int],
+        *,
+        attempt: str | None = None,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        used: Sequence[int] = (),
+    ) -> None:
+        """Store a round: its record, sites and events after it, and the state of the weights, if
+        the server has them. Contributions of the sites `used` are removed."""
+        number, path = int(record["number"]), None
+        if tensors is not None:
+            path = self.directory / f"state-{number:06d}-{secrets.token_hex(4)}"
+        try:
+            if path is not None and tensors is not None:
+                save_file(dict(tensors), path)
+                sync_to_disk(path)
+                sync_to_disk(self.directory)
+            with self.transaction():
+                self._unused += [self.directory / name for name in self._state_files()]
+                name = None if path is None else path.name
+                columns = "(number, attempt, record, file) VALUES (?, ?, ?, ?)"
+                self._write("UPDATE rounds SET file = NULL WHERE file IS NOT NULL")
+                self._write(
+                    f"INSERT INTO rounds {columns}", number, attempt, json.dumps(record), name
+                )
+                for row in sites:
+                    self.write_site(row)
+                self.forget(used)
+                self._write("DELETE FROM events")
+                for key, count in events.items():
+                    self.write_event(key, count)
+        except BaseException:
+            if path is not None:
+                path.unlink(missing_ok=True)
+            raise
+
+    def _state_files(self) -> list[str]:
+        return [name for (name,) in self._rows("SELECT file FROM rounds WHERE file IS NOT NULL")]
+
+    def state(self) -> dict[str, torch.Tensor] | None:
+        """Return the tensors after the last round; None if there are none yet."""
+        names = self._state_files()
+        if not names:
+            return None
+        path = self.directory / names[0]
+        try:
+            with safe_open(path, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}
+        except Exception as error:  # whatever safetensors raises for a file that is damaged
+            raise LaunchError(f"{path} cannot be read: {error} -> restore the directory") from error
+
+    # Events
+
+    def events(self) -> dict[tuple[str, str, str], int]:
+        """Return how often each event (event, who, reason) happened since the last round."""
+        return {(a, b, c): n for a, b, c, n in self._rows("SELECT * FROM events ORDER BY rowid")}
+
+    def write_event(self, key: tuple[str, str, str], count: int) -> None:
+        """Store how often an event has happened."""
+        self._write(
+            "INSERT INTO events VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET count = ?",
+            *(*key, count, count),
+        )
+
+    def _remove_orphans(self) -> None:
+        """Remove files that no row names, of writes that were cut off."""
+        named = {
+            self.directory / "parts" / name for (name,) in self._rows("SELECT file FROM parts")
+        }
+        named |= {self.directory / "layouts" / row.layout for row in self.sites().values()}
+        named |= {self.directory / name for name in self._state_files()}
+        for pattern in ("parts/*", "layouts/*", "state-*"):
+            for path in set(self.directory.glob(pattern)) - named:
+                path.unlink()
+
+
+def _write_file(path: Path, content: bytes | bytearray | memoryview) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+        sync_to_disk(path.parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
