@@ -12,9 +12,10 @@ from typing import Any
 import uvicorn
 
 from bigtrain.sites.server.app import OuterServer
-from bigtrain.sites.server.ledger import Ledger, Rules
+from bigtrain.sites.server.members import Rules
 from bigtrain.sites.server.serve import Place, configured
-from bigtrain.sites.server.storage import Storage
+from bigtrain.sites.server.state import OuterServerState
+from bigtrain.sites.server.store import Store
 from tests.support.worlds import free_port
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
@@ -27,15 +28,15 @@ def outer_server(directory: Path, *, window_seconds: float) -> Iterator[dict[str
     token_file = directory / "token"
     token_file.write_bytes(TOKEN)
     log: list[str] = []
-    ledger = Ledger(Storage(directory / "state"), Rules(False, window_seconds), log.append)
+    state = OuterServerState(Store(directory / "state"), Rules(False, window_seconds), log.append)
     port = free_port()
     place = Place("127.0.0.1", port)
-    server = uvicorn.Server(configured(OuterServer(ledger, TOKEN, log.append), place))
+    server = uvicorn.Server(configured(OuterServer(state, TOKEN, log.append), place))
     ended = threading.Event()
 
     def tick() -> None:
         while not ended.wait(0.1):
-            ledger.tick()
+            state.tick()
 
     threads = [threading.Thread(target=work) for work in (server.run, tick)]
     for thread in threads:
