@@ -208,6 +208,7 @@ class Members:
 
     def pending(self) -> Counter[EventKey]:
         """Return how often each event has happened since the last round."""
+        self.note_now()
         return self._events.copy()
 
     def note(self, event: str, who: str, reason: str) -> None:
