@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import uvicorn
 import xxhash
 
 from bigtrain.errors import LaunchError
@@ -38,10 +37,9 @@ from bigtrain.sites.protocol import (
 )
 from bigtrain.sites.rectangles import Box, split_cuts
 from bigtrain.sites.server import connections
-from bigtrain.sites.server.app import OuterServer, _Marks
+from bigtrain.sites.server.app import HTTPServer, OuterServer, Place, _Marks
 from bigtrain.sites.server.connections import MOST_OF_ONE_HOST
 from bigtrain.sites.server.members import Rules
-from bigtrain.sites.server.serve import Place, configured
 from bigtrain.sites.server.state import OuterServerState
 from bigtrain.sites.server.store import Store
 from tests.support.worlds import free_port
@@ -67,8 +65,7 @@ def serving(
     store = Store(directory)
     state = OuterServerState(store, Rules(False, 1000.0), said.append)
     server_ = OuterServer(state, TOKEN, said.append)
-    config = configured(server_, Place("127.0.0.1", port, *(certificate or (None, None))))
-    server = uvicorn.Server(config)
+    server = HTTPServer(server_, Place("127.0.0.1", port, *(certificate or (None, None))))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
