@@ -4,7 +4,7 @@ python benchmarks/sites.py [--inner-steps 1 10 50 200] [--sites 2 4] [--codecs f
     [--seeds 1]
 Held-out loss of a small Llama on the quickstart's text (`make quickstart` makes it) after the same
 tokens: trained synchronously, and by so many sites with an outer step every so many steps. Sites
-are copies in one process, in turn; what they exchange goes through the run's own code, `Exchange`
+are copies in one process, in turn; what they exchange goes through the run's own code, `SiteGroup`
 and `outer_update`, between threads over gloo. Each seed is a model of its own; with several, a last
 table has the spread of the losses over them, beside which a difference between codecs is small.
 """
@@ -39,8 +39,10 @@ from bigtrain.settings.batch_plan import plan_batch
 from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.run_config import RunConfig, SitesSection
 from bigtrain.sites.codecs import CODECS, sent_bytes
-from bigtrain.sites.exchange import Exchange
+from bigtrain.sites.exchange import SiteGroup
 from bigtrain.sites.outer_optimizer import outer_update
+
+MEET = {"server": "http://127.0.0.1:1", "token_file": "unused"}
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -125,10 +127,10 @@ class Copies:
         store, count = dist.HashStore(), sites.count
         self.threads = ThreadPoolExecutor(count)
 
-        def exchange(site: int) -> Exchange:
+        def exchange(site: int) -> SiteGroup:
             limit = timedelta(seconds=300)
             group = gloo_group(store, site, count, limit, "127.0.0.1") if count > 1 else None
-            return Exchange(group, sites.weights())
+            return SiteGroup(group, sites.weights())
 
         self.exchanges = list(self.threads.map(exchange, range(count)))
 
@@ -170,7 +172,7 @@ def final_loss(
     model: Any, config: RunConfig, sites: dict[str, Any], data: tuple[list[Batch], list[Batch]]
 ) -> float:
     """Held-out loss after all steps."""
-    section = SitesSection.model_validate({"address": "127.0.0.1:1", **sites})
+    section = SitesSection.model_validate(MEET | sites)
     copies = Copies(model, config, section)
     for number, batch in enumerate(data[0]):
         copies.step(number, batch)

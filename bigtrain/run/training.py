@@ -31,7 +31,7 @@ from bigtrain.run.evaluation.best import is_over
 from bigtrain.run.evaluation.evaluator import Evaluator
 from bigtrain.run.finish import closing_result, finish, is_complete, stop_early
 from bigtrain.run.loop import train
-from bigtrain.run.outer_steps import OuterSteps, join_sites
+from bigtrain.run.outer_steps import OuterSteps
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.reporting.closing import TrainingResult
 from bigtrain.run.session import Session, open_session
@@ -59,7 +59,6 @@ def train_inputs(
     with open_session(run, inputs, world, signals) as session:
         for line in notes:
             session.note(line)
-        rendezvous = join_sites(session, inputs)
         if run.config.data.verify == "contents":
             verify_data(session)
         limit = run.config.watchdog.collective_timeout_seconds
@@ -69,7 +68,7 @@ def train_inputs(
         warm_up(mesh, session.device)
         session.heartbeat.at("building the model", slow=True)
         engine = _build(session, inputs, source, mesh)
-        outer = OuterSteps(session, engine, rendezvous)
+        outer = OuterSteps(session, inputs, engine)
         _say_plan(session, inputs)
         begun = _begin(session, engine, inputs, mesh, source, weights)
         if begun is None:
@@ -86,7 +85,7 @@ def train_inputs(
             state, received = train(session, engine, batches, evaluator, state, saver, outer)
         batches.close()
         if received is not None:
-            outer.stop()
+            outer.close()
             stop_early(session, engine, state, received)
             return closing_result(session, state.step, received)
         outer.close()

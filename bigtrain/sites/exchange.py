@@ -1,8 +1,16 @@
-"""The mean over sites of the weights that ranks of different sites hold alike."""
+"""The mean over sites of their weights, whatever part of the model each rank holds.
+
+Ranks of different sites that hold the same elements exchange them in a `SiteGroup`. Where all sites
+have the same layout, that is rank by rank and window by window (`by_shards`); else by the
+rectangles that ranks have in common (`peers` finds them).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,14 +24,19 @@ from bigtrain.sites.contribution import (
     refuse_norm,
 )
 from bigtrain.sites.metrics import square
-from bigtrain.sites.outer_state import OuterState, Window
+from bigtrain.sites.outer_state import ELEMENTS_AT_ONCE, OuterState, Window
+from bigtrain.sites.peers import Patch, Ranks, overlapping_peers
+from bigtrain.sites.rectangles import Box
+
+Tensors = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
+"""By the number of a window in its fragment."""
 
 
-class Exchange:
-    """Takes means over the ranks of `group`, one of each site, in the order of the sites.
+class SiteGroup:
+    """Means over the ranks of `group`, one of each site, in the order of the sites.
 
-    group: a `ProcessGroupGloo` beside the default one; None where this site is the only one.
-    weights: how much each site counts, which may change. num_bytes: sent so far, without headers.
+    group: a `ProcessGroupGloo` in addition to the default one; None if this site is the only one.
+    weights: of the sites in the mean; may change. num_bytes: sent so far, without headers.
     """
 
     def __init__(self, group: Any, weights: Sequence[int]) -> None:
@@ -32,18 +45,19 @@ class Exchange:
         self.weights = weights
         self.num_bytes = 0
 
-    def give(self, tensor: torch.Tensor, giver: int, takers: Sequence[int]) -> None:
-        """Overwrite the `tensor` of `takers` by that of `giver`, of the same size: contiguous on
-        the CPU, sites by their positions in the group. Raises RuntimeError if a site is gone."""
+    def send(self, tensor: torch.Tensor, donor: int, takers: Sequence[int]) -> None:
+        """Overwrite the `tensor` of `takers` with that of `donor`, which has the same size:
+        contiguous on the CPU; sites are positions in the group. Raises RuntimeError if a site is
+        lost."""
         if self._group is None or not tensor.numel():
             return
         own = self._group.rank()
-        if own == giver:
+        if own == donor:
             for taker in takers:
                 self._group.send([tensor], taker, 0).wait()
                 self.num_bytes += tensor.nbytes
         elif own in takers:
-            self._group.recv([tensor], giver, 0).wait()
+            self._group.recv([tensor], donor, 0).wait()
 
     def mean(
         self,
@@ -52,17 +66,17 @@ class Exchange:
         weights: torch.Tensor,
         error: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The mean of all sites' `local` weights, which `local` may be.
+        """Return the mean of all sites' `local` weights; may return `local` itself.
 
         Parameters: `local`, `weights` (global, the same on all sites), float32 [N] on the CPU;
-        `error` [N], what rounding has lost so far, which is added to what this site sends, and
-        overwritten by what is lost now; None for a codec that keeps none.
+        `error` [N], the rounding error so far, which is added to what this site sends, and
+        overwritten with the new one; None for a codec that keeps none.
 
         Every site computes the mean of one part, in float64 and in the order of the sites, and
         sends its code to all: all sites get the same bits, without the intermediate rounding of a
-        ring. Collective over the group. Raises RuntimeError if a site is gone or too slow,
-        UnusableSiteError for values that are not finite, or moved too far, on the rank that gets
-        them.
+        ring. Collective over the group. Raises RuntimeError if a site is lost or too slow,
+        UnusableSiteError for values that are not finite, or moved too far, on the rank that
+        receives them.
         """
         if self._group is None:
             return local
@@ -73,36 +87,36 @@ class Exchange:
         if error is not None:
             values[:length] += error
         codes = codec.encode(values.view(sites, part))
-        everyones = torch.empty_like(codes)
-        self._group.alltoall_base(everyones, codes, [], []).wait()
+        received = torch.empty_like(codes)
+        self._group.alltoall_base(received, codes, [], []).wait()
         total = torch.zeros(1, part, dtype=torch.float64)
         before = _part(weights, self._group.rank(), part)
         for position, weight in enumerate(self.weights):
-            values_of_site = _checked(codec, everyones[position], part, position, before)
-            total.add_(values_of_site.double(), alpha=weight)
+            of_site = _checked(codec, received[position], part, position, before)
+            total.add_(of_site.double(), alpha=weight)
         total /= sum(self.weights)
         own = codec.encode(total)
         if error is not None:
             lost = values.view(sites, part) - codec.decode(codes, part)
-            # Of the mean as well, as what only this site has lost.
+            # The rounding of the mean as well, as if only this site had lost it.
             index = self._group.rank()
             share = self.weights[index] / sum(self.weights)
             if share:
                 lost[index] += (total[0] - codec.decode(own, part)[0]) / share
             error.copy_(lost.view(-1)[:length])
-        found = torch.empty_like(codes)
-        self._group.allgather([list(found)], [own[0]]).wait()
+        means = torch.empty_like(codes)
+        self._group.allgather([list(means)], [own[0]]).wait()
         self.num_bytes += 2 * (sites - 1) * own.numel()
         rows = [
             _checked(codec, row, part, position, _part(weights, position, part))
-            for position, row in enumerate(found)
+            for position, row in enumerate(means)
         ]
         mean = torch.cat(rows).reshape(-1)[:length]
         return mean.add_(weights) if codec.is_relative else mean
 
 
 def _part(weights: torch.Tensor, position: int, part: int) -> torch.Tensor:
-    """The global weights [part] of which a site takes the mean; zeros beyond the end."""
+    """Return the global weights [part] of which a site takes the mean; zeros beyond the end."""
     own = weights[position * part : (position + 1) * part]
     return torch.nn.functional.pad(own, (0, part - len(own)))
 
@@ -110,7 +124,7 @@ def _part(weights: torch.Tensor, position: int, part: int) -> torch.Tensor:
 def _checked(
     codec: Codec, codes: torch.Tensor, part: int, position: int, before: torch.Tensor
 ) -> torch.Tensor:
-    """The values [1, part] that a site has sent. Raises UnusableSiteError."""
+    """Return the values [1, part] that a site sent. Raises UnusableSiteError."""
     try:
         values = decoded(codec, codes.unsqueeze(0), part)
         change = square(values, torch.zeros(()) if codec.is_relative else before)
@@ -120,57 +134,242 @@ def _checked(
     return values
 
 
-class ShardExchange:
-    """Takes means over sites whose ranks of the same number hold the same part of the model.
+@dataclass(frozen=True)
+class _Owned:
+    """A rectangle of this rank, of a parameter of `shape`: number `index` of its window."""
 
-    `RectangleExchange` does so for other layouts, with the same methods.
+    box: Box
+    shape: tuple[int, ...]
+    fragment: int
+    window: int
+    index: int
+    codec: Codec
+
+
+@dataclass(frozen=True)
+class _Region:
+    """A part of a window: the patch `box` of the rectangle `owned`, or all that this rank
+    exchanges of the window (None)."""
+
+    window: int
+    owned: _Owned | None = None
+    box: Box | None = None
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """Regions that are exchanged at once, encoded as one row."""
+
+    ranks: Ranks
+    codec: Codec
+    regions: Sequence[_Region]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Transfers of `windows`, by number, whose temporary memory is needed at once."""
+
+    windows: Sequence[int]
+    transfers: Sequence[_Transfer]
+
+
+class WeightExchange:
+    """Means of this rank's weights over sites, and copies of them between sites.
+
+    A rank exchanges with every rank of another site that holds some of its elements, and only
+    these. All ranks process their groups in one order, so that none waits in a circle. ranks: the
+    groups of this rank, of which `open` takes one `SiteGroup` each.
     """
 
-    def __init__(self, state: OuterState, exchange: Exchange) -> None:
+    def __init__(self, state: OuterState, batches: Sequence[Sequence[_Batch]]) -> None:
+        """batches: by fragment."""
         self._state = state
-        self._exchange = exchange
+        self._batches = batches
+        self._groups: Mapping[Ranks, SiteGroup] = {}
+        transfers = chain.from_iterable(b.transfers for of_one in batches for b in of_one)
+        self.ranks = sorted({transfer.ranks for transfer in transfers})
+
+    @classmethod
+    def by_shards(cls, state: OuterState, ranks: Ranks) -> WeightExchange:
+        """Return the exchange of sites with equal layouts: of each window between `ranks`, which
+        hold the same of it."""
+        batches = [
+            [
+                _Batch([number], [_Transfer(ranks, window.codec, [_Region(number)])])
+                for number, window in enumerate(state.windows(fragment))
+            ]
+            for fragment in range(state.num_fragments)
+        ]
+        return cls(state, batches)
+
+    @classmethod
+    def by_rectangles(
+        cls, state: OuterState, layouts: Sequence[Sequence[Any]], site: int, rank: int
+    ) -> WeightExchange:
+        """Return the exchange of sites with different layouts. layouts: by position of the site and
+        by rank the `rectangles_of`, as JSON. Raises ValueError for what are not rectangles of this
+        model."""
+        owned = list(_owned(state))
+        shapes = {one.box.name: one.shape for one in owned}
+        parsed = [
+            [
+                [Box.from_json(tree, shapes) for tree in of_rank if tree[0] in shapes]
+                for of_rank in of_site
+            ]
+            for of_site in layouts
+        ]
+        groups = overlapping_peers(parsed, site, rank)
+        _assert_complete(owned, groups)
+        batches = []
+        for fragment in range(state.num_fragments):
+            windows = range(sum(1 for _ in state.windows(fragment)))
+            packed = (_packed(ranks, own, owned, fragment) for ranks, own in groups.items())
+            batches.append([_Batch(windows, list(chain.from_iterable(packed)))])
+        return cls(state, batches)
+
+    def open(self, groups: Mapping[Ranks, SiteGroup]) -> None:
+        """Exchange in these groups from now on."""
+        self._groups = groups
 
     @property
     def num_bytes(self) -> int:
-        """Sent so far, without headers."""
-        return self._exchange.num_bytes
+        """Bytes sent so far, without headers."""
+        return sum(group.num_bytes for group in self._groups.values())
 
-    def weigh(self, weights: Sequence[int]) -> None:
-        """Count sites so much from now on."""
-        self._exchange.weights = weights
+    def set_weights(self, weights: Sequence[int]) -> None:
+        """Set the weight of each site in the mean."""
+        for group in self._groups.values():
+            group.weights = weights
 
     def means(
         self,
         fragment: int,
         windows: Sequence[Window],
-        local: Sequence[torch.Tensor | None],
+        local: Tensors,
         weights: Sequence[torch.Tensor],
-        errors: Sequence[torch.Tensor | None],
+        errors: Tensors,
     ) -> list[torch.Tensor]:
-        """By window of a fragment the mean of what this rank exchanges of it.
+        """Return, by window of a fragment, the mean of what this rank exchanges of it.
 
         Parameters, each by window, float32 [N]: `local`, the weights of this site, None for the
-        masters as they are; `weights`, the global ones; `errors`, what rounding has lost so far,
-        overwritten by what is lost now. Collective over the group, not over the site. Raises
-        RuntimeError if a site is gone or too slow.
+        current masters; `weights`, the global ones; `errors`, the rounding errors so far,
+        overwritten with the new ones. Collective over all groups of this rank, not over the site.
+        Raises RuntimeError if a site is lost or too slow.
         """
-        found = []
-        for window, given, before, error in zip(windows, local, weights, errors, strict=True):
-            own = self._state.own(len(before))
-            part = (window.gathered() if given is None else given)[own]
-            lost = None if error is None else error[own]
-            found.append(self._exchange.mean(window.codec, part, before[own], lost))
-        return found
+        means: dict[int, torch.Tensor] = {}
+        for batch in self._batches[fragment]:
+            given = {n: _or_gathered(local[n], windows[n]) for n in batch.windows}
+            mean = {n: one.clone() for n, one in given.items()}  # padding is in no rectangle
+            sent, result, before, lost = (
+                _Views(self._state, windows, tensors) for tensors in (given, mean, weights, errors)
+            )
+            for transfer in batch.transfers:
+                error = lost.pack(transfer) if transfer.codec.keeps_error else None
+                values = self._groups[transfer.ranks].mean(
+                    transfer.codec, sent.pack(transfer), before.pack(transfer), error
+                )
+                result.unpack(values, transfer)
+                if error is not None:
+                    lost.unpack(error, transfer)
+            means |= {n: one[self._state.own(len(one))] for n, one in mean.items()}
+        return [means[n] for n in range(len(windows))]
 
-    def give(
+    def send(
         self,
         fragment: int,
         windows: Sequence[Window],
         tensors: Sequence[torch.Tensor],
-        giver: int,
+        donor: int,
         takers: Sequence[int],
     ) -> None:
-        """Give `takers` what this rank exchanges of `tensors`, float32 [N] by window of a fragment;
-        as `Exchange.give`."""
-        for tensor in tensors:
-            self._exchange.give(tensor[self._state.own(len(tensor))], giver, takers)
+        """Send `takers` what this rank exchanges of `tensors`, float32 [N] by window; collective
+        and raising as `means`."""
+        for batch in self._batches[fragment]:
+            views = _Views(self._state, windows, tensors)
+            for transfer in batch.transfers:
+                flat = views.pack(transfer)
+                self._groups[transfer.ranks].send(flat, donor, takers)
+                views.unpack(flat, transfer)
+
+
+class _Views:
+    """Views of the regions of tensors that have the layout of windows."""
+
+    def __init__(self, state: OuterState, windows: Sequence[Window], tensors: Tensors) -> None:
+        self._state = state
+        self._windows = windows
+        self._tensors = tensors
+        self._boxes: dict[int, list[torch.Tensor]] = {}
+
+    def pack(self, transfer: _Transfer) -> torch.Tensor:
+        """Return the values of a transfer, a flat copy."""
+        return torch.cat([view.reshape(-1) for view in map(self._view, transfer.regions)])
+
+    def unpack(self, flat: torch.Tensor, transfer: _Transfer) -> None:
+        """Write flat values back to where `pack` read them."""
+        views = [self._view(region) for region in transfer.regions]
+        for view, values in zip(views, flat.split([v.numel() for v in views]), strict=True):
+            view.copy_(values.view(view.shape))
+
+    def _view(self, region: _Region) -> torch.Tensor:
+        tensor = self._tensors[region.window]
+        assert tensor is not None
+        own = self._state.own(len(tensor))
+        if region.owned is None or region.box is None:
+            return tensor[own]
+        if region.window not in self._boxes:
+            boxes = self._windows[region.window].boxes(tensor, own, primary=False)
+            self._boxes[region.window] = [view for _, _, view in boxes]
+        view = self._boxes[region.window][region.owned.index]
+        return region.box.of_part(view, region.owned.box)
+
+
+def rectangles_of(state: OuterState) -> list[Any]:
+    """Return the rectangles that this rank exchanges, fragment after fragment, as JSON."""
+    return [owned.box.to_json() for owned in _owned(state)]
+
+
+def _owned(state: OuterState) -> Iterator[_Owned]:
+    for fragment in range(state.num_fragments):
+        for number, window in enumerate(state.windows(fragment)):
+            own = state.own(len(window.weights))
+            boxes = window.boxes(window.weights, own, primary=False)
+            for index, (box, shape, _) in enumerate(boxes):
+                yield _Owned(box, shape, fragment, number, index, window.codec)
+
+
+def _packed(
+    ranks: Ranks, patches: Sequence[Patch], owned: Sequence[_Owned], fragment: int
+) -> Iterator[_Transfer]:
+    """Yield the patches of one group and fragment, as many at once as memory allows."""
+    of_fragment = [(owned[patch.index], patch.box) for patch in patches]
+    of_fragment = [(one, box) for one, box in of_fragment if one.fragment == fragment]
+    for keeps_error in (True, False):  # there is one codec of each kind
+        regions: list[_Region] = []
+        codec, count = None, 0
+        for one, patch in of_fragment:
+            if one.codec.keeps_error != keeps_error:
+                continue
+            codec = one.codec
+            for box in patch.split(ELEMENTS_AT_ONCE):
+                if regions and count + box.count > ELEMENTS_AT_ONCE:
+                    yield _Transfer(ranks, codec, regions)
+                    regions, count = [], 0
+                regions.append(_Region(one.window, one, box))
+                count += box.count
+        if codec is not None and regions:
+            yield _Transfer(ranks, codec, regions)
+
+
+def _or_gathered(given: torch.Tensor | None, window: Window) -> torch.Tensor:
+    return window.gathered() if given is None else given
+
+
+def _assert_complete(owned: Sequence[_Owned], groups: Mapping[Ranks, Sequence[Patch]]) -> None:
+    """Assert that all sites train the same parameters, and send what is in blocks once."""
+    counts: Counter[int] = Counter()
+    for patch in chain.from_iterable(groups.values()):
+        counts[patch.index] += patch.box.count
+    for index, one in enumerate(owned):
+        assert counts[index] >= one.box.count, one.box
+        assert counts[index] == one.box.count or not one.codec.keeps_error, one.box

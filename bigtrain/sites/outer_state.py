@@ -1,10 +1,10 @@
-"""What one rank keeps for outer steps beside its masters, and in which pieces it is exchanged."""
+"""State of the outer steps on one rank, in addition to its masters."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,39 +117,50 @@ class OuterState:
     """Global weights, outer momentum and rounding errors of what one rank trains.
 
     Each is float32 in host memory, 4 bytes for each element of this rank's masters, fragment after
-    fragment, and part of the engine's checkpoints. `replicas`: None where every rank has masters of
-    its own.
+    fragment, and part of the engine's checkpoints. plain: parameters that are sent in float32,
+    whatever the codec. `replicas`: None if every rank has masters of its own.
     """
 
     def __init__(
         self, engine: TrainEngine, sites: SitesSection, plain: Collection[str] = ()
     ) -> None:
-        """plain: parameters that travel in float32, whatever the codec (`held_twice`)."""
         self._engine = engine
         self._sites = sites
         self._codec = CODECS[sites.codec]
-        self._plain = frozenset(plain)
+        self.plain = frozenset(plain)
         parts = self._parts()
         assert all(part.master.dtype == torch.float32 for part in parts)
-        num_elements = sum(part.count for part in parts)
+        self._allocate(parts)
+        replicas = Replicas(engine.mesh.replicas, engine.device)
+        alike = any(part.is_replicated for part in parts) and replicas.size > 1
+        self.replicas = replicas if alike else None
+
+    def _allocate(self, parts: Sequence[MasterPart]) -> None:
+        sites, num_elements = self._sites, sum(part.count for part in parts)
         self.weights = torch.zeros(num_elements)
-        has_momentum = sites.outer.has_momentum and sites.server is None  # which has it
+        has_momentum = sites.outer.has_momentum and not sites.server_holds_weights
         self.momentum = torch.zeros(num_elements) if has_momentum else None
         self.error = torch.zeros(num_elements) if self._codec.keeps_error else None
         kinds = {GLOBAL: self.weights, MOMENTUM: self.momentum, ERROR: self.error}
         begin, ends = 0, [0] * sites.fragments
         for part in parts:
             end = begin + part.count
-            engine.added_states[part.name] = {
+            self._engine.added_states[part.name] = {
                 kind: state[begin:end] for kind, state in kinds.items() if state is not None
             }
             begin = ends[self._fragment(part)] = end
         self._begins = [0]
         for end in ends:
             self._begins.append(max(end, self._begins[-1]))
-        replicas = Replicas(engine.mesh.replicas, engine.device)
-        alike = any(part.is_replicated for part in parts) and replicas.size > 1
-        self.replicas = replicas if alike else None
+
+    def set_plain(self, plain: Collection[str]) -> None:
+        """Change `plain`; states keep their values, windows and rectangles change."""
+        before = {part.name: self._engine.added_states[part.name] for part in self._parts()}
+        self.plain = frozenset(plain)
+        self._allocate(self._parts())
+        for name, states in before.items():
+            for kind, state in states.items():
+                self._engine.added_states[name][kind].copy_(state)
 
     @property
     def num_fragments(self) -> int:
@@ -210,8 +221,8 @@ class OuterState:
     def _runs(self, fragment: int) -> Iterator[tuple[Codec, list[MasterPart]]]:
         """The parts of a fragment that are encoded alike."""
         own = [part for part in self._parts() if self._fragment(part) == fragment]
-        yield self._codec, [part for part in own if part.name not in self._plain]
-        yield CODECS["float32"], [part for part in own if part.name in self._plain]
+        yield self._codec, [part for part in own if part.name not in self.plain]
+        yield CODECS["float32"], [part for part in own if part.name in self.plain]
 
     def _fragment(self, part: MasterPart) -> int:
         return fragment_of(part.name, self._sites.fragments)
@@ -220,7 +231,7 @@ class OuterState:
         """Of what is trained, as they lie in the states: fragment after fragment, in each what is
         encoded alike, in the order of the model's parameters."""
         parts = _trained_parts(self._engine)
-        return sorted(parts, key=lambda p: (self._fragment(p), p.name in self._plain))
+        return sorted(parts, key=lambda p: (self._fragment(p), p.name in self.plain))
 
 
 def held_twice(engine: TrainEngine) -> set[str]:

@@ -27,7 +27,10 @@ def test_the_section_is_read_and_its_defaults_are_those_of_the_page() -> None:
     sites = SitesSection(**yaml.safe_load(block)["sites"])
     assert sites.outer.type == "nesterov"
     assert f"momentum {sites.outer.decay} and a rate of {sites.outer_lr} for up to 4" in TEXT
-    rates = [SitesSection(count=n, inner_steps=1, address="a:1").outer_lr for n in (4, 5)]
+    meet = {"server": "http://a:1", "token_file": "token"}
+    rates = [
+        SitesSection.model_validate({"count": n, "inner_steps": 1} | meet).outer_lr for n in (4, 5)
+    ]
     assert f"{rates[0]} for up to 4 sites and {rates[1]} beyond" in TEXT
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -21,6 +22,7 @@ from bigtrain.sites.codecs import sent_bytes
 from tests.parity.conftest import llama, run_config, train_cases
 from tests.parity.plain import Step, adamw, read_steps, root_mean_square, train
 from tests.support.lives import run_script
+from tests.support.outer_servers import outer_server
 from tests.support.worlds import held_ports
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
@@ -92,14 +94,15 @@ def config_of(
     )
 
 
-def by_site(case: dict[str, Any], directory: Path, name: str, port: int) -> list[dict[str, Any]]:
-    """A case for each site, which meet at `port`; it keeps its weights, and what it names of a
-    checkpoint, apart. `of_sites`: what some of them have otherwise."""
+def by_site(
+    case: dict[str, Any], directory: Path, name: str, meeting: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """A case for each site, with the settings `meeting`; it keeps its weights, and what it names of
+    a checkpoint, apart. `of_sites`: what some of them have otherwise."""
     sites = case["config"]["sites"]
-    address = f"127.0.0.1:{port}"
     found = []
     for index in range(sites["count"]):
-        section = sites | {"index": index, "address": address, "timeout_seconds": LIMIT_SECONDS}
+        section = sites | meeting | {"index": index, "timeout_seconds": LIMIT_SECONDS}
         other = case.get("of_sites", {}).get(index, {})
         config = other.get("config", case["config"])
         own: dict[str, Any] = {**other, "config": config | {"sites": section}}
@@ -116,14 +119,13 @@ def train_sites(
 ) -> dict[str, list[dict[str, Any]]]:
     """Results of each case by site, with the weights that it keeps; `ranks`: of each site."""
     outputs = [directory / f"results-{index}.json" for index in range(len(ranks))]
-    # A case's port is listened at when it is its turn, which may be a minute from now.
-    with held_ports(len(ranks) + len(cases)) as ports:
-        meeting = zip(cases.items(), ports[len(ranks) :], strict=True)
-        request: dict[str, Any] = {
-            "ports": ports[: len(ranks)],
-            "ranks": list(ranks),
-            "cases": {name: by_site(case, directory, name, port) for (name, case), port in meeting},
-        }
+    with held_ports(len(ranks)) as ports, ExitStack() as stack:
+        request: dict[str, Any] = {"ports": ports, "ranks": list(ranks), "cases": {}}
+        for name, case in cases.items():
+            server = outer_server(directory / f"server of {name}", window_seconds=LIMIT_SECONDS / 2)
+            meeting = {"exchange": "direct"} | stack.enter_context(server)
+            meeting |= case["config"]["sites"]
+            request["cases"][name] = by_site(case, directory, name, meeting)
         (directory / "request.json").write_text(json.dumps(request))
         run_script(sum(ranks), WORKER, directory / "request.json", *outputs)
     found = [json.loads(output.read_text()) for output in outputs]
@@ -314,6 +316,7 @@ def between(*names: str, **more: Any) -> Case:
 
 
 STEPS = INNER_STEPS * OUTER_STEPS
+THROUGH_SERVER = {"exchange": "server"}
 STREAMING = {"fragments": 2, "overlap_steps": 2, "mixing": 0.25}
 PAIRS = [("zero2", "tensor 2"), ("zero2", "one rank"), ("tensor 2", "zero3")]
 PAIRS += [("pipeline 2", "one rank"), ("zero0", "pipeline 2"), ("tensor 2", "pipeline 2")]
@@ -351,15 +354,22 @@ CASES = {
     "streaming int8 between": between(
         "zero3", "one rank", codec="int8", inner_steps=6, more=STREAMING
     ),
+    "server": Case(LAYOUTS["zero2"], more=THROUGH_SERVER),
+    "server zero0": Case(LAYOUTS["zero0"], more=THROUGH_SERVER),
+    "server pipeline 2": Case(
+        LAYOUTS["pipeline 2"], outer={"type": "average"}, more=THROUGH_SERVER
+    ),
+    "server between": between("tensor 2", "one rank", more=THROUGH_SERVER),
+    "server int8 between": between("zero3", "tensor 2", codec="int8", more=THROUGH_SERVER),
 }
 BETWEEN = [name for name, case in CASES.items() if case.others]
 NORMAL = ["zero0", "zero3", "pipeline 2", "streaming zero3", "int8 zero0"]
-NORMAL += ["zero2 and tensor 2", "int8 between"]
+NORMAL += ["zero2 and tensor 2", "int8 between", "server", "server int8 between"]
 SLOW = [name for name in CASES if name not in NORMAL]
 BY_SHARDS = [
     name
     for name in SLOW
-    if CASES[name].ranks == (2, 2) and "fragments" not in CASES[name].more and name not in BETWEEN
+    if CASES[name].ranks == (2, 2) and not CASES[name].more and name not in BETWEEN
 ]
 
 
@@ -497,7 +507,12 @@ def test_sites_with_other_layouts_send_each_element_once(name: str, normal: Comp
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [n for n in BETWEEN if n in SLOW and "fragments" not in CASES[n].more]
+    "name",
+    [
+        name
+        for name in BETWEEN
+        if name in SLOW and not CASES[name].more.keys() & {"fragments", "exchange"}
+    ],
 )
 def test_so_they_do_with_every_layout_and_codec(name: str, slow: Compared) -> None:
     assert_bytes_between(name, slow)

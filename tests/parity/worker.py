@@ -58,9 +58,7 @@ from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import ModelSection, RunConfig
-from bigtrain.sites.meeting.site_rendezvous import SiteRendezvous
 from bigtrain.sites.outer_step import OuterStep
-from bigtrain.sites.server_step import ServerStep
 from bigtrain.system.processes import exit_process
 from bigtrain.system.world import World, read_world
 from tests.parity.routing import Choices, checksum
@@ -79,11 +77,9 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     hf_config, growth = grown_configuration(config.model, load_hf_config(config.model), tokens)
     model_plan = model_plan_of(config, run.plan)
     engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh, model_plan)
-    outer: OuterStep | ServerStep | None = None
-    if config.sites is not None and config.sites.server is not None:
-        outer = ServerStep(engine, config.sites, world, case.get("facts", {}))
-    elif config.sites is not None:
-        outer = OuterStep(engine, SiteRendezvous.join(config.sites, world, case.get("facts", {})))
+    outer: OuterStep | None = None
+    if config.sites is not None:
+        outer = OuterStep(engine, config.sites, world, case.get("facts", {}))
     if config.model.path is not None:
         read_weights(engine, weights_of(config, hf_config, growth))
     place = mesh.coordinates
@@ -324,7 +320,7 @@ def samples_of_steps(own: list[list[int]], data_rank: int, world: World) -> list
 
 
 def save(
-    engine: TrainEngine, directory: Path, world: World, outer: OuterStep | ServerStep | None = None
+    engine: TrainEngine, directory: Path, world: World, outer: OuterStep | None = None
 ) -> None:
     if world.is_main:
         directory.mkdir(parents=True)

@@ -35,11 +35,11 @@ _FREE = {
     "data.allow_other_tokenizer",
     "data.verify",
     "data.workers",
-    "sites.address",
     "sites.timeout_seconds",
     "sites.server",
     "sites.token_file",
     "sites.certificate_file",
+    "sites.start_server",
 }
 # Settings that older checkpoints lack, with the value that such a run had in effect.
 _BEFORE: dict[str, Any] = {
@@ -55,6 +55,7 @@ _BEFORE: dict[str, Any] = {
 }
 # The same, of runs with sites.
 _BEFORE_OF_SITES: dict[str, Any] = {
+    "sites.exchange": "direct",
     "sites.fragments": 1,
     "sites.overlap_steps": 0,
     "sites.mixing": 0.0,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
@@ -13,7 +14,6 @@ from bigtrain.settings.sections.failures import Seconds
 _FEW_SITES = 4
 _LR_OF_FEW, _LR_OF_MANY = 0.6, 0.8
 _MOMENTUM = 0.9
-_LAST_PORT = (1 << 16) - 1
 
 
 class OuterSection(Section):
@@ -63,23 +63,28 @@ class SitesSection(Section):
 
     count: PositiveInt = Field(description="sites that train together")
     index: NonNegativeInt = Field(default=0, description="which of them this one is, from 0")
-    address: str | None = Field(
-        default=None,
-        description="host:port at which sites meet at the start, the same for all: the host of "
-        "site 0's main rank, as the other sites reach it; required for two sites or more",
-    )
     server: str | None = Field(
         default=None,
-        description="http://host:port or https://host:port of a `bigtrain outer-server`, which "
-        "holds the global weights, instead of address: sites then open connections only outwards",
+        description="http://host:port or https://host:port of the `bigtrain outer-server` at which "
+        "sites meet, the same for all; required for two sites or more",
     )
     token_file: str | None = Field(
         default=None, description="file with the server's token; required with server"
     )
     certificate_file: str | None = Field(
         default=None,
-        description="of an https server, or of who signed its certificate; default: those that the "
-        "system trusts",
+        description="certificate of an https server, or of its issuer; default: the system's",
+    )
+    exchange: Literal["server", "direct"] = Field(
+        default="server",
+        description="how weights travel: to the server, which keeps the global weights and the "
+        "outer momentum, so that sites open connections only outwards; or direct, from rank to "
+        "rank between sites that the server introduces, whose hosts must reach each other",
+    )
+    start_server: bool = Field(
+        default=False,
+        description="site 0's main rank starts the server, at the port of server, in "
+        "output.directory/outer_server; it ends when all sites have left",
     )
     inner_steps: PositiveInt = Field(
         description="optimizer steps of each site between two outer steps; the last window of a "
@@ -137,23 +142,32 @@ class SitesSection(Section):
             )
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _address_is_gone(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and "address" in values:
+            raise ValueError(
+                f"sites.address = {values['address']!r} no longer exists: sites meet at an outer "
+                "server -> sites.server: http://HOST:29700 and sites.token_file; with "
+                "sites.exchange: direct and sites.start_server: true, site 0 starts it and weights "
+                "travel between the sites as before"
+            )
+        return values
+
     @model_validator(mode="after")
     def _they_can_meet(self) -> Self:
         if self.server is not None:
             self._check_server(self.server)
-            return self
-        if self.address is None:
-            if self.count > 1:
-                raise ValueError(
-                    f"sites.address is missing, and sites.count = {self.count} sites have to meet "
-                    "-> host:port of site 0's main rank"
-                )
-            return self
-        host, _, port = self.address.rpartition(":")
-        if not host.strip("[]") or not port.isdecimal() or not 1 <= int(port) <= _LAST_PORT:
+        elif self.count > 1:
             raise ValueError(
-                f"sites.address = {self.address!r} is not host:port with a port from 1 to "
-                f"{_LAST_PORT} -> such as 10.0.0.1:29600"
+                f"sites.server is missing, and sites.count = {self.count} sites have to meet -> "
+                "http://HOST:PORT of a `bigtrain outer-server`, or of site 0 with "
+                "sites.start_server: true"
+            )
+        elif self.start_server:
+            raise ValueError(
+                "sites.start_server = true needs the address at which sites meet -> sites.server: "
+                "http://HOST:PORT of site 0, or leave sites.start_server out"
             )
         return self
 
@@ -170,19 +184,20 @@ class SitesSection(Section):
             )
         if self.token_file is None:
             raise ValueError(
-                f"sites.token_file is missing, and the server at {server} answers only those who "
-                "know its token -> the file that it was started with (--token-file)"
+                f"sites.token_file is missing, and the server at {server} answers only sites that "
+                "have its token -> the file that it was started with (--token-file)"
             )
-        if self.address is not None:
+        if self.start_server and parts.scheme == "https":
             raise ValueError(
-                f"sites.address = {self.address!r} and sites.server = {server!r} are two ways to "
-                "meet -> leave one of them out"
+                f"sites.server = {server!r} is https, and sites.start_server = true starts a "
+                "server without a certificate -> http://HOST:PORT, or start it yourself: "
+                "`bigtrain outer-server` with --certificate and --key"
             )
-        if self.fragments > 1 or self.overlap_steps or self.mixing:
+        if self.exchange == "server" and (self.fragments > 1 or self.overlap_steps or self.mixing):
             raise ValueError(
                 f"sites.fragments = {self.fragments}, overlap_steps = {self.overlap_steps}, mixing "
-                f"= {self.mixing:g}: a server takes whole models, after which sites have its "
-                "weights -> fragments: 1, overlap_steps: 0, mixing: 0, or sites.address"
+                f"= {self.mixing:g} with sites.exchange = 'server': a server exchanges complete "
+                "models -> fragments: 1, overlap_steps: 0, mixing: 0, or sites.exchange: direct"
             )
 
     @model_validator(mode="after")
@@ -206,16 +221,17 @@ class SitesSection(Section):
         return self
 
     @property
-    def host(self) -> str:
-        """The host in `address`, which must be set; an IPv6 address without its brackets."""
-        assert self.address is not None
-        return self.address.rpartition(":")[0].strip("[]")
+    def server_place(self) -> tuple[str, int]:
+        """Host and port of the server, which must be set."""
+        parts = urlsplit(self.server or "")
+        assert parts.hostname
+        assert parts.port
+        return parts.hostname, parts.port
 
     @property
-    def port(self) -> int:
-        """The port in `address`, which must be set."""
-        assert self.address is not None
-        return int(self.address.rpartition(":")[2])
+    def server_holds_weights(self) -> bool:
+        """Whether the server keeps the global weights and the outer momentum."""
+        return self.server is not None and self.exchange == "server"
 
     @property
     def outer_lr(self) -> float:

@@ -17,7 +17,7 @@ from bigtrain.sites.contribution import (
     decoded,
     refuse_norm,
 )
-from bigtrain.sites.exchange import Exchange
+from bigtrain.sites.exchange import SiteGroup
 
 BAD = [float("nan"), float("inf"), -float("inf")]
 
@@ -78,7 +78,7 @@ def test_sites_name_the_one_whose_values_they_cannot_use(codec: str, bad: float)
         if index == 1:
             local[80] = bad
         error = torch.zeros_like(weights) if CODECS[codec].keeps_error else None
-        exchange = Exchange(group, [1, 1, 1])
+        exchange = SiteGroup(group, [1, 1, 1])
         try:
             exchange.mean(CODECS[codec], local, weights, error)
         except UnusableSiteError as failure:

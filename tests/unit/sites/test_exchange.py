@@ -14,14 +14,17 @@ import torch.distributed as dist
 from bigtrain.models.torch_patches import gloo_group
 from bigtrain.settings.sections.sites import OuterSection, SitesSection
 from bigtrain.sites.codecs import CODECS, sent_bytes
-from bigtrain.sites.exchange import Exchange
+from bigtrain.sites.exchange import SiteGroup
 from bigtrain.sites.outer_optimizer import outer_update
 
 
 def section(count: int = 2, **outer: Any) -> SitesSection:
-    address = "127.0.0.1:29600"
     return SitesSection(
-        count=count, inner_steps=1, address=address, outer=OuterSection.model_validate(outer)
+        count=count,
+        inner_steps=1,
+        server="http://127.0.0.1:29700",
+        token_file="token",
+        outer=OuterSection.model_validate(outer),
     )
 
 
@@ -57,14 +60,14 @@ def test_an_average_at_rate_1_is_the_mean_to_the_bit() -> None:
 def exchanged(
     codec: str, local: torch.Tensor, weights: torch.Tensor, shares: Sequence[int] = ()
 ) -> list[tuple[list[torch.Tensor], Any, int]]:
-    """What `Exchange.mean` gives each site of `local` [rounds, sites, N], one round after another;
+    """What `SiteGroup.mean` gives each site of `local` [rounds, sites, N], one round after another;
     its error at the end, and the bytes it counts."""
     count = local.shape[1]
     store = dist.HashStore()
 
     def of_site(index: int) -> tuple[list[torch.Tensor], Any, int]:
         group = gloo_group(store, index, count, timedelta(seconds=30), "127.0.0.1")
-        exchange = Exchange(group, shares or [1] * count)
+        exchange = SiteGroup(group, shares or [1] * count)
         kind = CODECS[codec]
         error = torch.zeros_like(weights) if kind.keeps_error else None
         found = [exchange.mean(kind, own[index].clone(), weights, error) for own in local]
@@ -175,7 +178,7 @@ def test_a_site_that_sends_nothing_is_not_waited_for_longer() -> None:
         group = gloo_group(store, index, 2, timedelta(seconds=0.5), "127.0.0.1")
         if index == 0:
             with pytest.raises(RuntimeError, match="Timed out"):
-                Exchange(group, [1, 1]).mean(CODECS["float32"], torch.zeros(4), torch.zeros(4))
+                SiteGroup(group, [1, 1]).mean(CODECS["float32"], torch.zeros(4), torch.zeros(4))
         return group
 
     with ThreadPoolExecutor(2) as threads:

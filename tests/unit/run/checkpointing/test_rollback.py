@@ -14,9 +14,9 @@ from bigtrain.settings.run_config import GuardSection, SitesSection
 
 
 def test_a_site_does_not_go_back_alone() -> None:
-    config = SimpleNamespace(
-        guard=GuardSection(), sites=SitesSection(count=2, inner_steps=5, address="10.0.0.1:29600")
-    )
+    meet = {"server": "http://10.0.0.1:29700", "token_file": "token"}
+    sites = SitesSection.model_validate({"count": 2, "inner_steps": 5} | meet)
+    config = SimpleNamespace(guard=GuardSection(), sites=sites)
     session: Any = SimpleNamespace(run=SimpleNamespace(config=config))
     state = TrainState(step=7, guard=GuardState(streak=10))
     with pytest.raises(

@@ -12,13 +12,12 @@ from bigtrain.settings.batch_plan import plan_batch
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import BatchSection, RunConfig, SitesSection
 
-ADDRESS = "10.0.0.1:29600"
+MEET = {"server": "http://10.0.0.1:29700", "token_file": "token"}
 
 
 def section(**values: Any) -> SitesSection:
-    return SitesSection.model_validate(
-        {"count": 2, "inner_steps": 100, "address": ADDRESS} | values
-    )
+    meet = MEET | {"exchange": "direct"}
+    return SitesSection.model_validate({"count": 2, "inner_steps": 100} | meet | values)
 
 
 @pytest.mark.parametrize(
@@ -45,10 +44,31 @@ def test_rates_by_the_number_of_sites(count: int, outer: dict[str, Any], expecte
             {"index": 2},
             "sites.index = 2 is none of sites.count = 2 sites, counted from 0 -> 0 to 1",
         ),
-        ({"address": None}, "sites.address is missing, and sites.count = 2 sites have to meet"),
-        ({"address": "10.0.0.1"}, "sites.address = '10.0.0.1' is not host:port"),
-        ({"address": ":29600"}, "sites.address = ':29600' is not host:port"),
-        ({"address": "host:70000"}, "sites.address = 'host:70000' is not host:port"),
+        ({"server": None}, "sites.server is missing, and sites.count = 2 sites have to meet"),
+        ({"server": "10.0.0.1:29700"}, "sites.server = '10.0.0.1:29700' is not http://host:port"),
+        ({"server": "http://host"}, "sites.server = 'http://host' is not http://host:port"),
+        ({"server": "http://host:70000"}, "sites.server = 'http://host:70000' is not http://"),
+        ({"token_file": None}, "sites.token_file is missing, and the server at http://10.0.0.1"),
+        (
+            {"address": "10.0.0.1:29600"},
+            "sites.address = '10.0.0.1:29600' no longer exists: sites meet at an outer server -> "
+            "sites.server: http://HOST:29700 and sites.token_file",
+        ),
+        (
+            {"exchange": "server", "inner_steps": 10, "fragments": 2, "overlap_steps": 1},
+            "sites.fragments = 2, overlap_steps = 1, mixing = 0 with sites.exchange = 'server': a "
+            "server exchanges complete models -> fragments: 1, overlap_steps: 0, mixing: 0, or "
+            "sites.exchange: direct",
+        ),
+        ({"exchange": "gossip"}, "'server' or 'direct'"),
+        (
+            {"server": "https://10.0.0.1:29700", "start_server": True},
+            "sites.server = 'https://10.0.0.1:29700' is https, and sites.start_server = true",
+        ),
+        (
+            {"count": 1, "server": None, "start_server": True},
+            "sites.start_server = true needs the address at which sites meet",
+        ),
         ({"inner_steps": 0}, "greater than or equal to 1"),
         ({"outer": {"type": "average", "momentum": 0.5}}, "sites.outer.type = average has none"),
         ({"codec": "int3"}, "'float32', 'bfloat16', 'int8' or 'int4'"),
@@ -70,9 +90,14 @@ def test_refusals(values: dict[str, Any], text: str) -> None:
 
 
 def test_addresses_are_taken_apart() -> None:
-    assert (section().host, section().port) == ("10.0.0.1", 29600)
-    six = section(address="[fd00::1]:29600")
-    assert (six.host, six.port) == ("fd00::1", 29600)
+    assert section().server_place == ("10.0.0.1", 29700)
+    assert section(server="http://[fd00::1]:29600").server_place == ("fd00::1", 29600)
+
+
+def test_a_server_holds_the_weights_unless_sites_exchange_them() -> None:
+    assert SitesSection.model_validate({"count": 2, "inner_steps": 1} | MEET).server_holds_weights
+    assert not section().server_holds_weights
+    assert not SitesSection(count=1, inner_steps=1).server_holds_weights
 
 
 def test_the_last_window_may_be_short() -> None:
@@ -104,7 +129,7 @@ def run(**sections: Any) -> RunConfig:
             "train": {"steps": 10},
             "optimizer": {"lr": 1e-3},
             "output": {"directory": "unused"},
-            "sites": {"count": 2, "inner_steps": 5, "address": ADDRESS},
+            "sites": {"count": 2, "inner_steps": 5} | MEET,
             **sections,
         }
     )

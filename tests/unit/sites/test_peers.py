@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from bigtrain.sites.counterparts import Layout, Patch, Ranks, counterparts
+from bigtrain.sites.peers import Layout, Patch, Ranks, overlapping_peers
 from bigtrain.sites.rectangles import Box
 
 SHAPES = {"embed": (13, 6), "cube": (3, 4, 5), "norm": (7,), "single": (1,)}
@@ -51,7 +51,7 @@ def layout(draw: random.Random, ranks: int, copied: Sequence[str]) -> list[list[
 
 def groups_of(layouts: Sequence[Layout]) -> dict[tuple[int, int], dict[Ranks, list[Patch]]]:
     return {
-        (site, rank): counterparts(layouts, site, rank)
+        (site, rank): overlapping_peers(layouts, site, rank)
         for site, of_site in enumerate(layouts)
         for rank in range(len(of_site))
     }
@@ -102,7 +102,7 @@ def test_equal_layouts_meet_rank_by_rank() -> None:
     halves = [Box("embed", (0, 0), (6, 6)), Box("embed", (6, 0), (7, 6))]
     site = [[halves[0], whole], [halves[1], whole]]
     for rank in (0, 1):
-        (found,) = counterparts([site, site], 0, rank).items()
+        (found,) = overlapping_peers([site, site], 0, rank).items()
         assert found[0] == (rank, rank)
         assert Counter(p.index for p in found[1]) == {0: 1, 1: 1}
 

@@ -1,4 +1,4 @@
-"""Which ranks of sites with different layouts hold the same elements. No communication."""
+"""Ranks of sites with different layouts that hold the same elements. No communication."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from bigtrain.sites.rectangles import Box
 Ranks = tuple[int, ...]
 """One rank of each site, in the order of the sites."""
 Layout = Sequence[Sequence[Box]]
-"""Of a site: by rank the rectangles that it exchanges, which do not overlap."""
+"""The rectangles that each rank of a site exchanges, which do not overlap."""
 _Owned = tuple[int, int, Box]
-"""A rank, which of its rectangles, and that."""
+"""A rank, the index of one of its rectangles, and the rectangle."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """A rectangle that the same ranks exchange. index: of the rectangle of this rank's layout that
-    it lies in."""
+    """A rectangle that the same ranks exchange, inside rectangle `index` of this rank's layout."""
 
     index: int
     box: Box
 
 
-def counterparts(layouts: Sequence[Layout], site: int, rank: int) -> dict[Ranks, list[Patch]]:
-    """What `rank` of `site` exchanges, by the ranks that do so together, ascending.
+def overlapping_peers(layouts: Sequence[Layout], site: int, rank: int) -> dict[Ranks, list[Patch]]:
+    """Return what `rank` of `site` exchanges, by the ranks that exchange it together, ascending.
 
-    A rectangle that a site holds once, and each other site as well, is exchanged once. Where a site
-    holds it several times (norms of tensor-parallel ranks, tied embeddings), each of these ranks
-    takes part once, with one rank of every other site, in turn where that has fewer. All ranks of a
-    group compute the same patches in the same order.
+    A rectangle that every site holds once is exchanged once. Where a site holds it several times
+    (norms of tensor-parallel ranks, tied embeddings), each of these ranks takes part once, with one
+    rank of every other site, in turn if that site has fewer. All ranks of a group compute the same
+    patches in the same order.
     """
     owned = [_by_name(layout) for layout in layouts]
     found: dict[Ranks, list[tuple[tuple[str, Ranks], Patch]]] = defaultdict(list)
@@ -52,9 +51,9 @@ def counterparts(layouts: Sequence[Layout], site: int, rank: int) -> dict[Ranks,
             ranks = tuple(holder for holder, _ in members)
             key = own.name, tuple(number for _, number in members)
             for cell, holders in _held_alike(box, near):
-                if _meet(ranks, holders):
+                if _are_paired(ranks, holders):
                     found[ranks].append((key, Patch(index, cell)))
-    # A stable sort: the cells of one rectangle stay in the order in which all ranks find them.
+    # A stable sort keeps the cells of one rectangle in the order in which all ranks find them.
     return {
         ranks: [patch for _, patch in sorted(found[ranks], key=lambda item: item[0])]
         for ranks in sorted(found)
@@ -62,7 +61,7 @@ def counterparts(layouts: Sequence[Layout], site: int, rank: int) -> dict[Ranks,
 
 
 def _by_name(layout: Layout) -> Mapping[str, list[_Owned]]:
-    """In the order of the ranks."""
+    """Return the rectangles by parameter, in the order of the ranks."""
     found: dict[str, list[_Owned]] = defaultdict(list)
     for rank, boxes in enumerate(layout):
         for index, box in enumerate(boxes):
@@ -75,7 +74,7 @@ def _overlapping(own: Box, others: Sequence[_Owned]) -> list[_Owned]:
 
 
 def _held_alike(box: Box, near: Sequence[Sequence[_Owned]]) -> Iterator[tuple[Box, list[Ranks]]]:
-    """`box` in pieces, each of which the same ranks of every site hold; and those, ascending."""
+    """Split `box` into pieces that the same ranks of every site hold; yield these ranks too."""
     cells: list[tuple[Box, list[Ranks]]] = [(box, [() for _ in near])]
     for site, of_site in enumerate(near):
         for holder, _, other in of_site:
@@ -93,8 +92,8 @@ def _held_alike(box: Box, near: Sequence[Sequence[_Owned]]) -> Iterator[tuple[Bo
     yield from cells
 
 
-def _meet(ranks: Ranks, holders: Sequence[Ranks]) -> bool:
-    """Whether `ranks`, one of the `holders` of each site, are those that exchange together."""
+def _are_paired(ranks: Ranks, holders: Sequence[Ranks]) -> bool:
+    """Return whether `ranks`, one holder of each site, exchange together."""
     rounds = range(max(map(len, holders)))
     turns = zip(*([of_site[n % len(of_site)] for n in rounds] for of_site in holders), strict=True)
     return ranks in turns

@@ -1,0 +1,301 @@
+"""Outer steps by connections between the ranks of different sites, which the server introduces."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.errors import LaunchError
+from bigtrain.models.torch_patches import gloo_group
+from bigtrain.settings.sections.sites import SitesSection
+from bigtrain.sites.codecs import CODECS
+from bigtrain.sites.contribution import UnusableSiteError
+from bigtrain.sites.exchange import SiteGroup, WeightExchange, rectangles_of
+from bigtrain.sites.membership import DetachedError, Membership, ServerStore
+from bigtrain.sites.outer_round import OuterRound
+from bigtrain.sites.outer_state import OuterState, held_twice
+from bigtrain.sites.peers import Ranks
+from bigtrain.sites.protocol import RoundPlan, digest_of
+from bigtrain.sites.site_ranks import SiteRanks
+
+_Failure = tuple[str, int | None]
+"""Why a transfer failed, empty if it did not; the site whose values cannot be used, if any."""
+
+
+class DirectRounds:
+    """Makes outer steps with the sites of a `RoundPlan`: their ranks exchange means by gloo, every
+    site votes, and the step counts if the server commits it, for all its members or for none.
+
+    membership: None for a single site, which has nothing to exchange. join: fields of the request
+    to join.
+    """
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        sites: SitesSection,
+        ranks: SiteRanks,
+        membership: Membership | None,
+        join: Mapping[str, Any],
+    ) -> None:
+        self._sites = sites
+        self._ranks = ranks
+        self._membership = membership
+        self._join = join
+        # Parameters replicated inside a site are sent in float32 by every site.
+        self._plain = sorted(held_twice(engine)) if CODECS[sites.codec].keeps_error else []
+        self.state = OuterState(engine, sites, self._plain)
+        self._exchange: WeightExchange | None = None
+        self._generation: str | None = None
+
+    def begin(self, number: int, *, is_new: bool) -> None:
+        """Join the other sites (`RoundMaker.begin`)."""
+        membership = self._membership
+        if membership is None:
+            return
+        document = self._layout_document()
+        header = {
+            **self._join,
+            "number": number,
+            "is_new": is_new,
+            "layout": digest_of(document),
+            "plain": self._plain,
+        }
+
+        def join() -> None:
+            if membership.join(header).get("needs_layout", True):
+                membership.ask("layout", {}, payload=document)
+
+        self._ranks.on_main(join)
+
+    def make(self, attempt: OuterRound) -> None:
+        """Make an attempt (`RoundMaker.make`)."""
+        try:
+            self._make(attempt)
+        except DetachedError as error:
+            self._close()
+            attempt.detached = str(error)
+
+    def leave(self, reason: str = "") -> str:
+        """Leave; return why the server could not be told, or an empty text."""
+        return "" if self._membership is None else self._membership.leave(reason)
+
+    def _make(self, attempt: OuterRound) -> None:
+        begun = time.perf_counter()
+        plan = self._plan(attempt)
+        attempt.waited = time.perf_counter() - begun
+        if plan.digests:
+            digests = ", ".join(f"{digest} at site {site}" for site, digest in plan.digests.items())
+            raise LaunchError(
+                f"sites of a new run begin with different global weights ({digests}) -> give all "
+                "of them the same model, seed and versions"
+            )
+        failure: _Failure = "", None
+        if self.state.plain != set(plan.plain):
+            failure = "sites hold other parameters several times than before", None
+        else:
+            failure = self._exchanged(attempt, plan)
+        attempt.is_done = self._commit(plan, failure)
+        if not attempt.is_done:
+            attempt.failure = failure[0] or "another site was lost"
+            self._close()
+            if self.state.plain != set(plan.plain):
+                self._change_plain(plan.plain)
+            return
+        attempt.new_number, attempt.new_step = plan.number, plan.step
+        attempt.new_tokens_seen = plan.tokens_seen
+        attempt.sites, attempt.num_members = plan.sites, len(plan.members)
+        attempt.mean_of, attempt.events = plan.fragment, list(plan.events)
+
+    def _plan(self, attempt: OuterRound) -> RoundPlan:
+        """Enter the attempt; return the plan. Collective over the site."""
+        membership, fragment = self._membership, attempt.fragment
+        if membership is None:
+            return _plan_of_one(attempt, self.state.plain)
+        checksum = sum(self._ranks.gathered(self.state.checksum())) % (1 << 64)
+        entry = {
+            "number": attempt.number,
+            "step": attempt.step,
+            "fragment": fragment,
+            "tokens": attempt.tokens,
+            "digest": f"{checksum:016x}",
+            "tokens_seen": attempt.tokens_seen,
+        }
+        return self._ranks.on_main(lambda: membership.enter(entry))
+
+    def _exchanged(self, attempt: OuterRound, plan: RoundPlan) -> _Failure:
+        """Transfer what the plan says; changes only the attempt. Collective over the site."""
+        layouts = None
+        if plan.generation != self._generation:
+            self._close()
+            layouts = self._layouts(attempt, plan)
+
+        def work() -> _Failure:
+            try:
+                if layouts is not None:
+                    self._open(plan, layouts)
+                self._transfer(attempt, plan)
+            except UnusableSiteError as error:
+                site = plan.members[error.position]
+                return f"site {site} sent {error}", site
+            except (RuntimeError, DetachedError) as error:
+                return (
+                    "a site was lost, cannot be reached on any port of its hosts, or took longer "
+                    f"than sites.timeout_seconds = {self._sites.timeout_seconds:g}: {error}"
+                ), None
+            return "", None
+
+        failures = [one for one in self._ranks.gathered(self._ranks.agreed(work)) if one[0]]
+        return max(failures, key=lambda one: one[1] is not None, default=("", None))
+
+    def _commit(self, plan: RoundPlan, failure: _Failure) -> bool:
+        membership, (text, unusable) = self._membership, failure
+        if membership is None:
+            return not text
+        return self._ranks.on_main(
+            lambda: membership.commit(plan.attempt, is_done=not text, unusable=unusable)
+        )
+
+    # Layouts and groups of ranks
+
+    def _layout_document(self) -> bytes:
+        """Return the rectangles that each rank of this site holds, and a checksum of their order,
+        as JSON. Collective over the site."""
+        own = {"parts": self.state.layout(), "rectangles": rectangles_of(self.state)}
+        return json.dumps({"ranks": self._ranks.gathered(own)}).encode()
+
+    def _change_plain(self, plain: Sequence[str]) -> None:
+        membership = self._membership
+        assert membership is not None
+        self.state.set_plain(plain)
+        document = self._layout_document()
+        self._ranks.on_main(lambda: membership.ask("layout", {}, payload=document))
+
+    def _layouts(self, attempt: OuterRound, plan: RoundPlan) -> list[list[Any]]:
+        """Return, by member and rank, the rectangles; empty if all members have the same layout.
+        Collective over the site."""
+        if len(set(plan.layouts.values())) <= 1:
+            return []
+        membership = self._membership
+        assert membership is not None
+
+        def fetch() -> list[list[Any]]:
+            documents: dict[str, Any] = {}
+            for site, digest in plan.layouts.items():
+                if digest not in documents:
+                    _, payload = membership.fetch("layout_of", {"of_site": site})
+                    documents[digest] = json.loads(bytes(payload))
+            of_members = [documents[plan.layouts[site]] for site in plan.members]
+            return [[rank["rectangles"] for rank in one["ranks"]] for one in of_members]
+
+        layouts = self._ranks.on_main(fetch)
+        sizes = ", ".join(str(len(of_site)) for of_site in layouts)
+        attempt.notes.append(f"sites differ in layout ({sizes} ranks): they exchange by rectangles")
+        return layouts
+
+    def _open(self, plan: RoundPlan, layouts: Sequence[Sequence[Any]]) -> None:
+        """Connect this rank to its peers of the other members. Raises RuntimeError."""
+        position, rank = plan.members.index(self._sites.index), self._ranks.rank
+        if not layouts:
+            exchange = WeightExchange.by_shards(self.state, (rank,) * len(plan.members))
+        else:
+            try:
+                exchange = WeightExchange.by_rectangles(self.state, layouts, position, rank)
+            except ValueError as error:
+                raise LaunchError(
+                    f"the layout of another site does not fit this model: {error}"
+                ) from error
+        exchange.open(
+            {
+                ranks: SiteGroup(self._group(plan, ranks, position), plan.weights)
+                for ranks in exchange.ranks
+            }
+        )
+        self._exchange, self._generation = exchange, plan.generation
+
+    def _group(self, plan: RoundPlan, ranks: Ranks, position: int) -> Any:
+        if len(plan.members) == 1:
+            return None
+        assert self._membership is not None
+        store = ServerStore(self._membership, plan.generation, "-".join(map(str, ranks)))
+        timeout = timedelta(seconds=self._sites.timeout_seconds)
+        address = self._membership.own_address()
+        return gloo_group(store, position, len(plan.members), timeout, address)
+
+    def _close(self) -> None:
+        """Close the connections, so that no other rank waits for this one."""
+        self._exchange, self._generation = None, None
+
+    # Transfers
+
+    def _transfer(self, attempt: OuterRound, plan: RoundPlan) -> None:
+        """Transfer this rank's part. Raises UnusableSiteError, RuntimeError."""
+        exchange = self._exchange
+        assert exchange is not None
+        before = exchange.num_bytes
+        exchange.set_weights(plan.weights)
+        received: list[list[tuple[torch.Tensor, torch.Tensor | None]]] = []
+        if plan.takers and self._sites.index in (plan.donor, *plan.takers):
+            received = self._sent_states(plan, exchange)
+            attempt.received = [pair for of_fragment in received for pair in of_fragment]
+        if plan.fragment is not None:
+            windows = list(self.state.windows(plan.fragment))
+            local = attempt.local or [None] * len(windows)
+            weights = [window.weights for window in windows]
+            errors = [None if w.error is None else w.error.clone() for w in windows]
+            if received:  # this site's own change does not count
+                weights = [one for one, _ in received[plan.fragment]]
+                local = weights
+                errors = [None if one is None else torch.zeros_like(one) for one in errors]
+            attempt.means = exchange.means(plan.fragment, windows, local, weights, errors)
+            attempt.errors = errors
+        attempt.num_bytes = exchange.num_bytes - before
+
+    def _sent_states(
+        self, plan: RoundPlan, exchange: WeightExchange
+    ) -> list[list[tuple[torch.Tensor, torch.Tensor | None]]]:
+        """Send or receive global weights and momentum, by fragment and window; return copies where
+        they are received, else nothing."""
+        is_taker = self._sites.index in plan.takers
+        donor = plan.members.index(plan.donor)
+        takers = [plan.members.index(site) for site in plan.takers]
+        received = []
+        for fragment in range(self.state.num_fragments):
+            windows = list(self.state.windows(fragment))
+            weights = [w.weights.clone() if is_taker else w.weights for w in windows]
+            exchange.send(fragment, windows, weights, donor, takers)
+            momentum: list[torch.Tensor | None] = [None] * len(windows)
+            if self.state.momentum is not None:
+                there = [w.momentum for w in windows if w.momentum is not None]
+                there = [one.clone() for one in there] if is_taker else there
+                exchange.send(fragment, windows, there, donor, takers)
+                momentum = [*there]
+            received.append(list(zip(weights, momentum, strict=True)))
+        return received if is_taker else []
+
+
+def _plan_of_one(attempt: OuterRound, plain: Iterable[str]) -> RoundPlan:
+    """Return the plan of the only site of a run."""
+    fragment = attempt.fragment
+    return RoundPlan(
+        attempt="",
+        generation="",
+        members=(0,),
+        weights=(1,),
+        takers=(),
+        donor=0,
+        fragment=fragment,
+        number=attempt.number + (fragment is not None),
+        step=attempt.step,
+        tokens_seen=attempt.tokens_seen + attempt.tokens,
+        layouts={},
+        plain=tuple(plain),
+        events=(),
+        digests={},
+    )

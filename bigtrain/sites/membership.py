@@ -1,0 +1,224 @@
+"""Membership of a site at an outer server: requests, heartbeats, rounds of the direct exchange."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from bigtrain.errors import LaunchError, TrainingError
+from bigtrain.settings.sections.sites import SitesSection
+from bigtrain.sites.client import (
+    RefusedByServerError,
+    ServerClient,
+    UnreachableError,
+    read_token,
+)
+from bigtrain.sites.protocol import HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT, Header, RoundPlan
+
+_POLL_SECONDS = 15.0
+_LEAVE_SECONDS = 5.0
+_LONGEST_REASON = 500
+_MOST_NAMED = 8
+
+
+class DetachedError(LaunchError):
+    """The server is unreachable, or refuses a request (`is_refused`): the site trains alone."""
+
+    def __init__(self, text: str, is_refused: bool = False) -> None:
+        super().__init__(text, is_refused)
+        self.is_refused = is_refused
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Membership:
+    """Membership of this site at the server, for one rank.
+
+    Every rank may `ask`; the other methods are for the main rank, which joins and sends heartbeats.
+    Not collective. run: id of the run directory; a second run with the same ``sites.index`` is
+    refused.
+    """
+
+    def __init__(self, sites: SitesSection, run: str) -> None:
+        assert sites.server is not None
+        token = read_token(Path(sites.token_file or ""))
+        certificate = None if sites.certificate_file is None else Path(sites.certificate_file)
+        self.sites = sites
+        self._run = run
+        self._client = ServerClient(sites.server, token, certificate)
+        self._ended = threading.Event()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of payloads that this rank sent so far."""
+        return self._client.num_bytes
+
+    def deadline(self) -> float:
+        """Return when a request that begins now times out."""
+        return time.monotonic() + self.sites.timeout_seconds
+
+    def ask(
+        self,
+        action: str,
+        header: Mapping[str, Any],
+        deadline: float | None = None,
+        payload: bytes = b"",
+    ) -> Header:
+        """Return the header of the reply. Raises DetachedError."""
+        return self.fetch(action, header, deadline, payload)[0]
+
+    def fetch(
+        self,
+        action: str,
+        header: Mapping[str, Any],
+        deadline: float | None = None,
+        payload: bytes = b"",
+    ) -> tuple[Header, memoryview]:
+        """Return header and payload of the reply. Raises DetachedError."""
+        header = {"site": self.sites.index, "run": self._run, **header}
+        deadline = self.deadline() if deadline is None else deadline
+        try:
+            return self._client.ask(action, header, payload, deadline=deadline)
+        except UnreachableError as error:
+            raise DetachedError(str(error)) from error
+        except RefusedByServerError as error:
+            raise DetachedError(str(error), is_refused=True) from error
+
+    def join(self, header: Mapping[str, Any]) -> Header:
+        """Join, and send heartbeats from now on; return the reply. Raises LaunchError if the server
+        is unreachable, serves a different run, or waits for others longer than this site."""
+        seconds = self.sites.timeout_seconds
+        reply = self.ask(
+            "join", {**header, "exchange": self.sites.exchange, "timeout_seconds": seconds}
+        )
+        window = reply["window_seconds"]
+        if window >= seconds:
+            raise LaunchError(
+                f"sites.timeout_seconds = {seconds:g} is not more than the server's "
+                f"--window-seconds = {window:g}, so this site would time out before the server "
+                "makes a round without a missing one -> a larger sites.timeout_seconds"
+            )
+        interval = float(reply.get("heartbeat_seconds", HEARTBEAT_SECONDS))
+        # A daemon: a request that hangs must not keep the process from ending.
+        threading.Thread(
+            target=self._send_heartbeats, args=(interval,), name="heartbeat", daemon=True
+        ).start()
+        return reply
+
+    def _send_heartbeats(self, interval: float) -> None:
+        client = self._client.clone()
+        header = {"site": self.sites.index, "run": self._run}
+        while not self._ended.wait(interval):
+            with suppress(UnreachableError, RefusedByServerError):
+                client.ask("heartbeat", header, deadline=time.monotonic() + HEARTBEAT_TIMEOUT / 2)
+
+    def enter(self, header: Mapping[str, Any]) -> RoundPlan:
+        """Enter a round of the direct exchange; return its plan once it is made.
+
+        Raises DetachedError if the server is unreachable for ``sites.timeout_seconds``, LaunchError
+        if sites of a new run do not join in that time, TrainingError if the server refuses this
+        site.
+        """
+        entry = {"entry": secrets.token_hex(8), **header}
+        end = self.deadline()
+        while True:
+            self._ask_as_member("enter", entry)  # again each time: the server may have restarted
+            left = max(0.1, end - time.monotonic())
+            poll = {"entry": entry["entry"], "seconds": min(_POLL_SECONDS, left)}
+            reply = self._ask_as_member("plan", poll)
+            if reply["is_ready"]:
+                return RoundPlan.from_json(reply["plan"])
+            if reply.get("is_new") and time.monotonic() > end:
+                raise _missing_sites(self.sites, reply["missing"])
+
+    def commit(self, attempt: str, *, is_done: bool, unusable: int | None) -> bool:
+        """Vote on an attempt; return whether all members voted that it is done: then it counts, on
+        all of them. unusable: the site whose values this one cannot use. Raises as `enter`."""
+        vote = {"attempt": attempt, "is_done": is_done, "unusable": unusable}
+        self._ask_as_member("vote", vote)
+        while True:
+            poll = {"attempt": attempt, "seconds": _POLL_SECONDS}
+            reply = self._ask_as_member("verdict", poll)
+            if reply["is_decided"]:
+                return bool(reply["is_committed"])
+
+    def _ask_as_member(self, action: str, header: Mapping[str, Any]) -> Header:
+        try:
+            return self.ask(action, header)
+        except DetachedError as error:
+            if error.is_refused:
+                raise TrainingError(
+                    f"the outer server refuses site {self.sites.index}: {error} -> start this site "
+                    "again: it resumes from its newest checkpoint"
+                ) from error
+            raise
+
+    def leave(self, reason: str = "") -> str:
+        """Leave: the other sites do not wait for this one. Return why the server could not be told,
+        or an empty text."""
+        self._ended.set()
+        try:
+            deadline = time.monotonic() + _LEAVE_SECONDS
+            self.ask("leave", {"reason": reason[:_LONGEST_REASON]}, deadline)
+        except DetachedError as error:
+            return f"could not notify the server that this site is leaving: {error}"
+        return ""
+
+    def own_address(self) -> str:
+        """Return the address of this host on the route to the server, where other sites connect."""
+        host, port = self.sites.server_place
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing
+            return str(probe.getsockname()[0])
+
+
+class ServerStore(dist.Store):
+    """Store of the outer server for gloo's handshake between the members of one `generation`."""
+
+    def __init__(self, membership: Membership, generation: str, prefix: str) -> None:
+        super().__init__()
+        self._membership = membership
+        self._generation = generation
+        self._prefix = prefix
+
+    def _header(self, key: str) -> Header:
+        return {"generation": self._generation, "key": f"{self._prefix}/{key}"}
+
+    def set(self, key: str, value: Any) -> None:
+        """Store a value."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._membership.ask("put", self._header(key), payload=data)
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value and return it. Raises DetachedError after ``sites.timeout_seconds``."""
+        deadline = self._membership.deadline()
+        while True:
+            header = {**self._header(key), "seconds": _POLL_SECONDS}
+            reply, payload = self._membership.fetch("get", header, deadline)
+            if reply["is_there"]:
+                return bytes(payload)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait for values."""
+        for key in keys:
+            self.get(key)
+
+
+def _missing_sites(sites: SitesSection, missing: Sequence[int]) -> LaunchError:
+    shown = ", ".join(map(str, missing[:_MOST_NAMED])) + (", ..." * (len(missing) > _MOST_NAMED))
+    return LaunchError(
+        f"site {shown} did not join the start within sites.timeout_seconds = "
+        f"{sites.timeout_seconds:g} -> see the logs of that site and of the outer server; a larger "
+        "sites.timeout_seconds waits longer for a slower one"
+    )

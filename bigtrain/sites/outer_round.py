@@ -1,0 +1,86 @@
+"""One attempt at an outer step, as one rank of a site sees it, and the two ways to make it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from bigtrain.sites.metrics import OuterEvent
+from bigtrain.sites.outer_state import OuterState
+
+
+@dataclass
+class OuterRound:
+    """An attempt at an outer step with `fragment`, after `step` optimizer steps.
+
+    What the site enters it with: fragment (None: it only takes the weights of others), number and
+    tokens_seen (of its global weights), tokens (trained on since the fragment's last exchange),
+    local (masters by window, where they change meanwhile; None: as they are).
+
+    What comes of it. Exactly one of: is_done (it counts, on all its members), detached (why this
+    site trains alone instead), failure (why it does not count). new_number, new_tokens_seen: after
+    it; new_step: optimizer step of the sites in the mean; sites: those; num_members: of all that
+    exchanged; mean_of: the fragment of which there is a mean. received: by window of the model, the
+    weights and momentum that this site takes instead of its own; means, errors: by window of the
+    fragment, the mean of what this rank exchanges and the new rounding errors, None: unchanged.
+    distances: by site, where the server computes them. squares: sums for the metrics (change,
+    distance, elements). waited: seconds of waiting for other sites.
+    """
+
+    fragment: int | None
+    step: int
+    number: int = 0
+    tokens_seen: int = 0
+    tokens: int = 0
+    local: Sequence[torch.Tensor | None] = ()
+
+    is_done: bool = False
+    detached: str = ""
+    failure: str = ""
+    new_number: int = 0
+    new_tokens_seen: int = 0
+    new_step: int = 0
+    sites: tuple[int, ...] = ()
+    num_members: int = 1
+    mean_of: int | None = None
+    received: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
+    means: list[torch.Tensor] = field(default_factory=list)
+    errors: Sequence[torch.Tensor | None] = ()
+    distances: Mapping[str, float] | None = None
+    squares: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+    events: list[OuterEvent] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+    waited: float = 0.0
+    seconds: float = 0.0
+
+    is_settled: bool = False  # the global weights are updated
+    thread: threading.Thread | None = None
+    error: Exception | None = None  # raised in the thread
+
+    @property
+    def has_received(self) -> bool:
+        """Whether it counts, and this site takes the weights of others."""
+        return self.is_done and bool(self.received)
+
+
+class RoundMaker(Protocol):
+    """A way to make outer steps: `direct.DirectRounds` or `through_server.ServerRounds`. Collective
+    over this site. state: which rounds read, and `OuterStep` changes after them."""
+
+    state: OuterState
+
+    def begin(self, number: int, *, is_new: bool) -> None:
+        """Join the other sites, with the global weights of outer step `number` in the state.
+        Raises LaunchError."""
+
+    def make(self, attempt: OuterRound) -> None:
+        """Fill in what comes of an attempt; may run in a thread next to training. Raises
+        LaunchError, TrainingError if this site cannot continue."""
+
+    def leave(self, reason: str = "") -> str:
+        """Leave; return why the others could not be told, or an empty text. Not collective."""

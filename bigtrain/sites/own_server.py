@@ -1,0 +1,73 @@
+"""Start of an outer server by site 0 (`sites.start_server`)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from bigtrain.errors import LaunchError
+from bigtrain.settings.sections.sites import SitesSection
+from bigtrain.sites.client import (
+    RefusedByServerError,
+    ServerClient,
+    UnreachableError,
+    read_token,
+)
+
+_LONGEST_WINDOW_SECONDS = 300.0
+_ANSWER_SECONDS = 2.0
+_START_SECONDS = 120.0
+LOG = "server.log"
+
+
+def start_own_server(sites: SitesSection, directory: Path) -> str:
+    """Start the outer server of `sites` as a process of its own, which outlives this one and ends
+    when all sites have left; a server that answers there already is used. Return a line for the
+    log.
+
+    Raises LaunchError if it cannot be started, with the end of its log.
+    """
+    assert sites.server is not None
+    client = ServerClient(sites.server, read_token(Path(sites.token_file or "")))
+    if _answers(client):
+        return f"the outer server at {sites.server} is running already"
+    directory.mkdir(parents=True, exist_ok=True)
+    log = directory / LOG
+    window = min(_LONGEST_WINDOW_SECONDS, sites.timeout_seconds / 2)
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "bigtrain.cli", "outer-server", "--until-left"),
+                *("--directory", str(directory), "--token-file", str(sites.token_file)),
+                *("--port", str(sites.server_place[1]), "--window-seconds", f"{window:g}"),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # signals to the trainer's process group do not reach it
+        )
+    end = time.monotonic() + _START_SECONDS
+    while not _answers(client):
+        if process.poll() is not None or time.monotonic() > end:
+            last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+            raise LaunchError(
+                f"sites.start_server: the outer server at {sites.server} did not start: {last} -> "
+                f"see {log}; end what uses its port, or choose another one on all sites"
+            )
+    return f"started the outer server at {sites.server}, log {log}"
+
+
+def _answers(client: ServerClient) -> bool:
+    """Return whether a server with this token answers. Raises LaunchError for another token."""
+    try:
+        client.ask("hello", {}, deadline=time.monotonic() + _ANSWER_SECONDS)
+    except UnreachableError:
+        return False
+    except RefusedByServerError as error:
+        raise LaunchError(
+            f"sites.server = {client.address} is an outer server with a different token ({error}) "
+            "-> the token_file it was started with, or another port"
+        ) from error
+    return True

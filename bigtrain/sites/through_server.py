@@ -1,0 +1,271 @@
+"""Outer steps through a server, which holds the global weights and the outer momentum."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.errors import LaunchError
+from bigtrain.models.parallel.sharding import full_shape
+from bigtrain.settings.sections.sites import SitesSection
+from bigtrain.sites.codecs import CODECS, FloatCodec, is_finite
+from bigtrain.sites.contribution import decoded
+from bigtrain.sites.membership import DetachedError, Membership
+from bigtrain.sites.metrics import LEFT_OUT, RETURNED, OuterEvent, square
+from bigtrain.sites.outer_round import OuterRound
+from bigtrain.sites.outer_state import OuterState, Window
+from bigtrain.sites.protocol import Header
+from bigtrain.sites.rectangles import split_cuts
+from bigtrain.sites.site_ranks import SiteRanks
+
+_POLL_SECONDS = 15.0
+_TRIES = 3
+_PLAIN = FloatCodec(torch.float32, is_relative=False)
+
+
+@dataclass
+class _Contribution:
+    """What one rank sent: the rounding errors by window, which count once the server has used the
+    change, sums for the metrics, and messages."""
+
+    errors: list[torch.Tensor | None] = field(default_factory=list)
+    squares: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+    num_messages: int = 0
+
+
+class ServerRounds:
+    """Makes outer steps by sending this site's change to the server and taking its weights.
+
+    A site that missed an outer step takes the weights of the server's newest one; its own change is
+    lost then. join: fields of the request to join.
+    """
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        sites: SitesSection,
+        ranks: SiteRanks,
+        membership: Membership,
+        join: Mapping[str, Any],
+    ) -> None:
+        self._sites = sites
+        self._ranks = ranks
+        self._membership = membership
+        self._join = join
+        self.state = OuterState(engine, sites)
+        self._is_new = False
+        self._is_absolute = True  # a synchronous server takes weights instead of differences
+        self._heard = 0  # the outer step up to which the server has sent its events
+
+    def begin(self, number: int, *, is_new: bool) -> None:
+        """Join the server, and upload the initial weights if it asks for them
+        (`RoundMaker.begin`)."""
+        membership = self._membership
+        header = {**self._join, "number": number, "is_new": is_new}
+        reply = self._ranks.on_main(lambda: membership.join(header))
+        self._is_new, self._is_absolute = is_new, not reply["is_asynchronous"]
+        if reply["uploads"]:
+            self._ranks.agreed(self._upload)
+            self._ranks.on_main(lambda: membership.ask("uploaded", {}))
+
+    def make(self, attempt: OuterRound) -> None:
+        """Make an attempt (`RoundMaker.make`)."""
+        deadline = self._membership.deadline()
+        try:
+            if attempt.fragment is None:
+                self._resync(attempt, deadline)
+            else:
+                self._take_part(attempt, deadline)
+        except DetachedError as error:
+            attempt.detached = str(error)
+
+    def leave(self, reason: str = "") -> str:
+        """Leave; return why the server could not be told, or an empty text."""
+        return self._membership.leave(reason)
+
+    def _resync(self, attempt: OuterRound, deadline: float) -> None:
+        """Take the server's weights at the beginning, if they are not those of this site."""
+        found = self._ranks.on_main(lambda: self._wait(-1, deadline))
+        if attempt.number > found["number"]:
+            raise LaunchError(
+                f"this site was at outer step {attempt.number}, and the server at "
+                f"{self._sites.server} is at {found['number']} -> start the server with the "
+                "directory it had"
+            )
+        self._heard = int(found["number"]) if self._is_new else attempt.number
+        if self._is_new or attempt.number != found["number"]:
+            found = self._receive(attempt, found, deadline, is_update=False)
+        if attempt.number != found["number"]:
+            reason = f"took the global weights of outer step {found['number']}"
+            attempt.events.append(self._event(RETURNED, reason, found))
+        self._finish(attempt, {**found, "sites": [], "distances": {}})
+
+    def _take_part(self, attempt: OuterRound, deadline: float) -> None:
+        name, before = self._ranks.on_main(lambda: secrets.token_hex(8)), self._membership.num_bytes
+        sent = self._ranks.agreed(lambda: self._contribute(name, deadline))
+        attempt.num_bytes = self._membership.num_bytes - before
+        begun = time.perf_counter()
+        num_messages = sum(self._ranks.gathered(sent.num_messages))
+        found = self._ranks.on_main(lambda: self._deliver(attempt, name, num_messages, deadline))
+        attempt.waited = time.perf_counter() - begun
+        took_part = self._sites.index in found["sites"] and not found.get("late")
+        found = self._receive(attempt, found, deadline, is_update=took_part)
+        attempt.squares, attempt.mean_of = sent.squares, 0
+        attempt.events += [OuterEvent(**one) for one in found.get("events", ())]
+        self._heard = int(found["number"])
+        if took_part:
+            attempt.errors = sent.errors
+        else:
+            reason = f"missed outer step {attempt.number + 1}; loaded the weights of outer step"
+            reason += f" {found['number']}"
+            attempt.events.append(self._event(LEFT_OUT, reason, found))
+            attempt.notes.append(f"{reason}; this site's own change is discarded")
+        self._finish(attempt, found)
+
+    def _finish(self, attempt: OuterRound, found: Header) -> None:
+        attempt.is_done = True
+        attempt.new_number, attempt.new_step = int(found["number"]), int(found["step"])
+        attempt.sites, attempt.distances = tuple(found["sites"]), found.get("distances", {})
+
+    def _event(self, kind: str, reason: str, found: Header) -> OuterEvent:
+        return OuterEvent(kind, f"site {self._sites.index}", reason, int(found["number"]))
+
+    # Requests
+
+    def _upload(self) -> None:
+        """Send this rank's part of the initial weights."""
+        for window in self.state.windows(0):
+            own = self.state.own(len(window.weights))
+            found = list(window.boxes(window.weights, own, primary=True))
+            if found:
+                flat = torch.cat([view.reshape(-1) for _, _, view in found])
+                header = {"boxes": [box.to_json() for box, _, _ in found]}
+                self._membership.ask("upload", header, payload=flat.numpy().tobytes())
+
+    def _contribute(self, name: str, deadline: float) -> _Contribution:
+        """Send what this rank's masters have changed since the last outer step."""
+        sent, codec = _Contribution(), CODECS[self._sites.codec]
+        relative = codec.is_relative or not self._is_absolute
+        for part, window in enumerate(self.state.windows(0)):
+            local = window.gathered()
+            own = self.state.own(len(local))
+            sent.squares[0] += square(local, window.weights)
+            sent.squares[2] += len(local)
+            change = local - window.weights if relative else local
+            if window.error is not None:
+                change += window.error
+            error = None if window.error is None else window.error.clone()
+            sent.errors.append(error)
+            found = list(window.boxes(change, own, primary=True))
+            if not found:
+                continue
+            values = torch.cat([view.reshape(-1) for _, _, view in found]).unsqueeze(0)
+            codes = codec.encode(values)
+            header = {
+                "attempt": name,
+                "rank": self._ranks.rank,
+                "part": part,
+                "boxes": [box.to_json() for box, _, _ in found],
+            }
+            self._membership.ask("contribute", header, deadline, codes[0].numpy().tobytes())
+            sent.num_messages += 1
+            if error is not None:  # error feedback: what the server does not get
+                lost = (values - decoded(codec, codes, values.shape[1]))[0]
+                boxes = [view for _, _, view in window.boxes(error, own, primary=True)]
+                for view, part_of in zip(
+                    boxes, lost.split([view.numel() for view in boxes]), strict=True
+                ):
+                    view.copy_(part_of.view(view.shape))
+        return sent
+
+    def _deliver(
+        self, attempt: OuterRound, name: str, num_messages: int, deadline: float
+    ) -> Header:
+        """Report that all parts are sent; return the server's state after an outer step."""
+        header = {
+            "attempt": name,
+            "base": attempt.number,
+            "step": attempt.step,
+            "tokens": max(1, attempt.tokens),
+            "num_messages": num_messages,
+            "heard": self._heard,
+        }
+        found = self._membership.ask("deliver", header, deadline)
+        if found.get("late") or found["number"] > attempt.number:
+            return found
+        return self._wait(attempt.number, deadline)
+
+    def _wait(self, base: int, deadline: float) -> Header:
+        """Return the server's state once it has weights of an outer step after `base`."""
+        while True:
+            header = {"base": base, "seconds": _POLL_SECONDS, "heard": self._heard}
+            found = self._membership.ask("wait", header, deadline)
+            if found["is_ready"] and found["number"] > base:
+                return found
+            if time.monotonic() > deadline:
+                raise DetachedError(f"{self._sites.server} made no outer step in time")
+
+    def _receive(
+        self, attempt: OuterRound, found: Header, deadline: float, *, is_update: bool
+    ) -> Header:
+        """Receive the global weights of the outer step in `found`, as an update if this rank has
+        the weights before it; return the state that they are of, which may be a newer one."""
+        windows = list(self.state.windows(0))
+        for tries_left in reversed(range(_TRIES)):
+            number = int(found["number"])
+            form = "update" if is_update and number == attempt.number + 1 else "full"
+
+            def fetch(number: int = number, form: str = form) -> list[torch.Tensor]:
+                return [self._fetched(window, number, form, deadline) for window in windows]
+
+            try:
+                weights = self._ranks.agreed(fetch)
+                break
+            except DetachedError:
+                # The server may have made another step meanwhile, which one site cannot hold up.
+                if not tries_left:
+                    raise
+                last = number - 1
+                found = self._ranks.on_main(functools.partial(self._wait, last, deadline))
+        attempt.received = [(one, None) for one in weights]
+        return found
+
+    def _fetched(self, window: Window, number: int, form: str, deadline: float) -> torch.Tensor:
+        """Return the new global weights of a window, of which this rank's own share is filled."""
+        new = window.weights.clone()
+        found = list(window.boxes(new, self.state.own(len(new)), primary=False))
+        if not found:
+            return new
+        header = {"number": number, "form": form, "boxes": [box.to_json() for box, _, _ in found]}
+        reply, payload = self._membership.fetch("weights", header, deadline)
+        is_update = reply["form"] == "update"
+        codec = CODECS[self._sites.codec] if is_update else _PLAIN
+        values = split_cuts(codec, payload, [(box, shape) for box, shape, _ in found])
+        if not is_finite(values):
+            raise DetachedError(
+                f"{self._sites.server} sent weights of outer step {number} that are not finite, "
+                "which this site does not take"
+            )
+        begin = 0
+        for box, _, view in found:
+            value = values[begin : begin + box.count].view(box.sizes)
+            view.copy_(view + value if is_update and codec.is_relative else value)
+            begin += box.count
+        return new
+
+
+def full_shapes(engine: TrainEngine, ranks: SiteRanks) -> dict[str, tuple[int, ...]]:
+    """Return the full shapes of what is trained, on all pipeline stages. Collective."""
+    own = {
+        name: tuple(full_shape(parameter)) or (1,)
+        for name, parameter in engine.module.named_parameters()
+        if parameter.requires_grad
+    }
+    return {name: shape for shapes in ranks.gathered(own) for name, shape in shapes.items()}
