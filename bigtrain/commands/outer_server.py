@@ -1,4 +1,4 @@
-"""`bigtrain outer-server`: global weights and outer momentum for sites behind firewalls."""
+"""`bigtrain outer-server`: membership of sites, and global weights for those behind firewalls."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=Path,
         metavar="DIR",
-        help="where the weights are kept; a server that is started again with it goes on",
+        help="where the state is stored; a server that is restarted with it continues",
     )
     parser.add_argument(
         "--token-file",
         required=True,
         type=Path,
         metavar="FILE",
-        help="a secret of at least 16 bytes, which sites have too (sites.token_file); it signs all "
+        help="a secret of at least 16 bytes, which sites need too (sites.token_file); it signs all "
         "messages and is never sent",
     )
     parser.add_argument("--host", default="0.0.0.0", help="address to listen at (default: all)")
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=WINDOW_SECONDS,
         metavar="S",
-        help="how long the first site that delivers is let wait for the others, which are left out "
+        help="how long the first site at an outer step waits for the others, which are left out "
         f"then; less than their sites.timeout_seconds (default: {WINDOW_SECONDS:g})",
     )
     parser.add_argument(
@@ -50,11 +50,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="make an outer step for every delivery, weighted by its staleness, instead of one for "
         "all sites",
     )
+    parser.add_argument(
+        "--until-left",
+        action="store_true",
+        help="end when every site that joined has left, or none was heard of for an hour",
+    )
 
 
 def _port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port: a whole number from 1 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: a whole number from 1 to 65535")
     return int(text)
 
 
@@ -64,7 +69,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} are no seconds: a number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration: a number above 0")
     return seconds
 
 
@@ -78,20 +83,19 @@ def run(args: argparse.Namespace) -> int:
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise LaunchError(
-            f"{' and '.join(missing)} cannot be imported, on which the outer server stands -> "
-            "pip install 'bigtrain[sites]'"
+            f"the outer server requires {' and '.join(missing)} -> pip install 'bigtrain[sites]'"
         )
     from bigtrain.sites.client import read_token
+    from bigtrain.sites.server.app import Place, serve
     from bigtrain.sites.server.members import Rules
-    from bigtrain.sites.server.serve import Place, serve
 
     token = read_token(args.token_file)
     place = Place(args.host, args.port, args.certificate, args.key)
     rules = Rules(args.asynchronous, args.window_seconds)
     scheme = "http" if args.certificate is None else "https"
     _say(f"outer server at {scheme}://{args.host}:{args.port}, directory {args.directory}")
-    serve(args.directory, place, token, rules, _say)
-    _say("ended; started again with the same directory it goes on")
+    serve(args.directory, place, token, rules, _say, until_left=args.until_left)
+    _say("stopped; restart with the same directory to continue")
     return 0
 
 

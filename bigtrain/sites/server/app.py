@@ -1,5 +1,5 @@
 """The HTTP side of an outer server: only what is signed reaches the state, and whoever does not
-know the token is answered before any body is read."""
+know the token is answered before any body is read. On Starlette and uvicorn."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import asyncio
 import hashlib
 import re
 import secrets
+import socket
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -47,12 +51,25 @@ from bigtrain.sites.protocol import (
     sign,
     unpack,
 )
-from bigtrain.sites.server.connections import STATE, GuardedConnection
+from bigtrain.sites.server.connections import (
+    MOST_HEADERS,
+    STATE,
+    GuardedConnection,
+    HandshakeLimitLoop,
+    guarded,
+)
+from bigtrain.sites.server.members import Rules
 from bigtrain.sites.server.state import OuterServerState
+from bigtrain.sites.server.store import Store
 
 BODIES_AT_ONCE = 4
 _WAITING_AT_ONCE = 1024
 _CHUNK_SECONDS = 20.0
+_LEAST_RATE = 16 << 10
+"""Bytes a second of a body, over all of it."""
+_TICK_SECONDS = 0.1
+IDLE_SECONDS = 3600.0
+"""Silence of all sites after which a server that a site has started ends."""
 _KNOWN_SESSIONS = 100_000
 _KNOWN_HOSTS = 1000
 _LONGEST_MARK = 200
@@ -224,19 +241,89 @@ class OuterServer:
 
 async def _read(request: Request, length: int) -> bytearray:
     """Return the body, of the length that was signed. Raises TimeoutError if nothing comes for
-    `_CHUNK_SECONDS`, ClientDisconnect if it ends early."""
+    `_CHUNK_SECONDS`, or less than `_LEAST_RATE` over all, ClientDisconnect if it ends early."""
     body, end = bytearray(length), 0
     stream = request.stream().__aiter__()
-    while True:
-        try:
-            async with asyncio.timeout(_CHUNK_SECONDS):
-                chunk = await anext(stream)
-        except StopAsyncIteration:
-            break
-        if end + len(chunk) > length:
-            raise ClientDisconnect
-        body[end : end + len(chunk)] = chunk
-        end += len(chunk)
+    async with asyncio.timeout(_CHUNK_SECONDS + length / _LEAST_RATE):
+        while True:
+            try:
+                async with asyncio.timeout(_CHUNK_SECONDS):
+                    chunk = await anext(stream)
+            except StopAsyncIteration:
+                break
+            if end + len(chunk) > length:
+                raise ClientDisconnect
+            body[end : end + len(chunk)] = chunk
+            end += len(chunk)
     if end != length:
         raise ClientDisconnect
     return body
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a server listens. certificate, key: files of TLS, both or neither."""
+
+    host: str
+    port: int
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+class HTTPServer(uvicorn.Server):
+    """uvicorn with limits for those who do not know the token."""
+
+    def __init__(self, server: OuterServer, place: Place) -> None:
+        super().__init__(
+            uvicorn.Config(
+                server.application(),
+                host=place.host,
+                port=place.port,
+                http=guarded(),
+                ws="none",
+                h11_max_incomplete_event_size=MOST_HEADERS,
+                log_level="error",  # the server itself logs what strangers send
+                access_log=False,
+                lifespan="off",
+                ssl_certfile=place.certificate,
+                ssl_keyfile=place.key,
+            )
+        )
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until SIGINT, SIGTERM or `should_exit`."""
+        with asyncio.Runner(loop_factory=HandshakeLimitLoop) as runner:
+            runner.run(self.serve(sockets))
+
+
+def serve(
+    directory: Path,
+    place: Place,
+    token: bytes,
+    rules: Rules,
+    say: Callable[[str], None],
+    *,
+    until_left: bool = False,
+) -> None:
+    """Serve the run of `directory` (a new one where it is empty) until SIGINT or SIGTERM.
+
+    until_left: or until every site that joined has left, or none was heard of for `IDLE_SECONDS`.
+    """
+    with closing(Store(directory)) as store:
+        state = OuterServerState(store, rules, say)
+        server = HTTPServer(OuterServer(state, token, say), place)
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(_TICK_SECONDS):
+                state.tick()
+                if until_left and state.members.is_over(IDLE_SECONDS):
+                    server.should_exit = True
+
+        ticking = threading.Thread(target=watch, name="windows", daemon=True)
+        ticking.start()
+        try:
+            server.run()
+        finally:
+            ended.set()
+            ticking.join()

@@ -80,3 +80,14 @@ class GuardedConnection(H11Protocol):
 def guarded() -> type[GuardedConnection]:
     """Return the class of the connections of one server."""
     return type("OwnGuardedConnection", (GuardedConnection,), {"strangers": _Strangers()})
+
+
+class HandshakeLimitLoop(asyncio.SelectorEventLoop):
+    """An event loop whose servers give a TLS handshake `HEADER_SECONDS`: a connection is guarded
+    only after it."""
+
+    async def create_server(self, *args: Any, **kwargs: Any) -> asyncio.Server:
+        """Listen, as uvicorn asks for."""
+        if kwargs.get("ssl") is not None:
+            kwargs["ssl_handshake_timeout"] = HEADER_SECONDS
+        return await super().create_server(*args, **kwargs)

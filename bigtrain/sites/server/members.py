@@ -115,10 +115,11 @@ class Members:
             return True
         return self.clock() - self._heard.get(site, -HEARTBEAT_TIMEOUT) < HEARTBEAT_TIMEOUT
 
-    def have_all_left(self) -> bool:
-        """Return whether sites have joined, and all of them have left."""
+    def is_over(self, idle_seconds: float) -> bool:
+        """Return whether all sites that have joined have left, or none was heard of for so long."""
         rows = self.store.sites().values()
-        return bool(rows) and all(row.has_left for row in rows)
+        have_left = bool(rows) and all(row.has_left for row in rows)
+        return have_left or self.clock() - self.last_heard >= idle_seconds
 
     def hear(self, site: int, run: str, *, is_beat: bool) -> None:
         """Note that a site is alive; without the lock, which an outer step may hold."""
@@ -208,6 +209,7 @@ class Members:
 
     def pending(self) -> Counter[EventKey]:
         """Return how often each event has happened since the last round."""
+        self.note_now()
         return self._events.copy()
 
     def note(self, event: str, who: str, reason: str) -> None:

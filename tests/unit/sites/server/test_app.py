@@ -17,10 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-import uvicorn
 import xxhash
-from bigtrain.sites.server.ledger import Ledger, Rules
-from bigtrain.sites.server.storage import Storage
 
 from bigtrain.errors import LaunchError
 from bigtrain.sites.client import (
@@ -40,9 +37,11 @@ from bigtrain.sites.protocol import (
 )
 from bigtrain.sites.rectangles import Box, split_cuts
 from bigtrain.sites.server import connections
-from bigtrain.sites.server.app import OuterServer, _Marks
+from bigtrain.sites.server.app import HTTPServer, OuterServer, Place, _Marks
 from bigtrain.sites.server.connections import MOST_OF_ONE_HOST
-from bigtrain.sites.server.serve import Place, configured
+from bigtrain.sites.server.members import Rules
+from bigtrain.sites.server.state import OuterServerState
+from bigtrain.sites.server.store import Store
 from tests.support.worlds import free_port
 
 TOKEN = b"0123456789abcdef"
@@ -63,10 +62,10 @@ JOIN: dict[str, Any] = {
 def serving(
     directory: Path, said: list[str], port: int, certificate: tuple[Path, Path] | None = None
 ) -> Iterator[None]:
-    ledger = Ledger(Storage(directory), Rules(False, 1000.0), said.append)
-    server_ = OuterServer(ledger, TOKEN, said.append)
-    config = configured(server_, Place("127.0.0.1", port, *(certificate or (None, None))))
-    server = uvicorn.Server(config)
+    store = Store(directory)
+    state = OuterServerState(store, Rules(False, 1000.0), said.append)
+    server_ = OuterServer(state, TOKEN, said.append)
+    server = HTTPServer(server_, Place("127.0.0.1", port, *(certificate or (None, None))))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -76,6 +75,7 @@ def serving(
     finally:
         server.should_exit = True
         thread.join(20)
+        store.close()
 
 
 def ask(client: ServerClient, action: str, limit: float = 10.0, **header: Any) -> Any:
@@ -191,7 +191,9 @@ def test_a_message_that_is_sent_again_is_never_accepted(tmp_path: Path) -> None:
         # Its signature fits nothing else.
         assert post(port, "join", body, headers)[0] == 401
     # Never, however many messages later, and not at another start of the server.
-    server = OuterServer(Ledger(Storage(tmp_path), Rules(False, 1.0), said.append), TOKEN, print)
+    server = OuterServer(
+        OuterServerState(Store(tmp_path), Rules(False, 1.0), said.append), TOKEN, print
+    )
 
     def status(marks: Any) -> int | None:
         refusal = server._refusal_by_headers("host", marks)
@@ -365,7 +367,7 @@ def test_what_comes_from_outside_is_escaped_in_the_log(tmp_path: Path) -> None:
         ("wait", {"seconds": 1e9}, "seconds = 1000000000"),
         ("leave", {"reason": "x" * 501}, "reason = "),
         ("upload", {"boxes": [[[["w"]]]], "payload": b"1234"}, "no rectangle of a parameter"),
-        ("upload", {"boxes": []}, "0 bytes are no float32 values"),
+        ("upload", {"boxes": []}, "0 bytes are not float32 values"),
     ],
 )
 def test_fields_out_of_range_are_refused_and_named(
@@ -444,14 +446,14 @@ def test_a_full_disk_is_tried_again_by_the_site(tmp_path: Path) -> None:
     port = free_port()
     client = ServerClient(f"http://127.0.0.1:{port}", TOKEN)
     full = iter([True])
-    write = Storage.write_run
+    write = Store.write_run
 
-    def write_run(self: Storage, tree: Any) -> None:
+    def write_run(self: Store, tree: Any) -> None:
         if next(full, False):
             raise OSError(errno.ENOSPC, "No space left on device")
         write(self, tree)
 
     with pytest.MonkeyPatch.context() as patch, serving(tmp_path, said, port):
-        patch.setattr(Storage, "write_run", write_run)
+        patch.setattr(Store, "write_run", write_run)
         assert ask(client, "join", **JOIN)[0]["uploads"]
     assert sum("join could not be done, and is asked for again: [Errno 28]" in t for t in said) == 1

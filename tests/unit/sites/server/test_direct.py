@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -389,14 +388,17 @@ def test_a_full_disk_delays_the_verdict(run: DirectRun, monkeypatch: pytest.Monk
     assert sum("No space left" in line for line in run.said) == 1
 
 
-def test_all_have_left(run: DirectRun) -> None:
+def test_a_run_is_over_when_all_have_left_or_nobody_is_heard_of(run: DirectRun) -> None:
     members = run.state.members
-    assert not members.have_all_left()
+    assert not members.is_over(10)
     sites = begin(run)
     for site in sites:
-        assert not members.have_all_left()
+        assert not members.is_over(10)
         site.ask("leave")
-    assert members.have_all_left()
+    assert members.is_over(10)
     sites[0].join()
-    assert not members.have_all_left()
-    assert json.loads(json.dumps(members.summary()))["number"] == 0
+    assert not members.is_over(10)
+    run.pass_time(10, sites[0])
+    assert not members.is_over(10)
+    run.pass_time(10)
+    assert members.is_over(10)

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import errno
-import json
+import sqlite3
 from collections import Counter
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from bigtrain.errors import LaunchError
 from bigtrain.sites.codecs import CODECS
+from bigtrain.sites.protocol import HEARTBEAT_TIMEOUT, RefusedError
 from bigtrain.sites.rectangles import Box
-from bigtrain.sites.server.ledger import Ledger, RefusedError, Rules
-from bigtrain.sites.server.storage import Storage
-from tests.unit.sites.server.test_ledger import (
+from bigtrain.sites.server import store
+from bigtrain.sites.server.members import Rules
+from bigtrain.sites.server.state import OuterServerState
+from bigtrain.sites.server.store import Store
+from bigtrain.system.files import sync_to_disk
+from tests.unit.sites.server.test_deliveries import (
     SHAPES,
     Site,
+    answer,
     changed,
     ledger_at,
     quiet,
@@ -25,34 +32,50 @@ from tests.unit.sites.server.test_ledger import (
 )
 
 
-class Trouble(Storage):
-    """A disk that is full for the next so many writes of a kind."""
+class Trouble(Store):
+    """A disk that is full for the next so many writes of a kind: state files, messages, or the
+    database before or while a transaction is committed."""
 
     failing: ClassVar[Counter[str]] = Counter()
 
-    def _fail(self, name: str) -> None:
+    def fail(self, name: str) -> None:
         if self.failing[name]:
             self.failing[name] -= 1
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    def write_state(self, tensors: Any, record: Any) -> None:
-        self._fail("state")
-        super().write_state(tensors, record)
+    def write_round(self, *arguments: Any, **more: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store, "sync_to_disk", self._sync)
+            super().write_round(*arguments, **more)
 
-    def _write_line(self, line: str) -> None:
-        self._fail("line")
-        super()._write_line(line)
+    def _sync(self, path: Path) -> None:
+        self.fail("state")
+        sync_to_disk(path)
 
-    def write_active(self, sites: set[int]) -> None:
-        self._fail("active")
-        super().write_active(sites)
+    def write_site(self, row: Any) -> None:
+        self.fail("row")
+        super().write_site(row)
 
     def deliver(self, site: int, delivery: Any) -> None:
-        self._fail("deliver")
+        self.fail("deliver")
         super().deliver(site, delivery)
 
+    def _commit(self) -> None:
+        self.fail("commit")
+        super()._commit()
 
-@pytest.mark.parametrize("kind", ["state", "line", "active", "nothing"])
+
+class PatientSite(Site):
+    """Asks again where it is told to, as `ServerClient` does."""
+
+    def ask(self, action: str, payload: bytes = b"", **header: Any) -> Any:
+        for _ in range(9):
+            with suppress(OSError):
+                return super().ask(action, payload, **header)
+        raise AssertionError
+
+
+@pytest.mark.parametrize("kind", ["state", "row", "commit", "nothing"])
 @pytest.mark.parametrize("codec", ["float32", "int8"])
 def test_a_full_disk_delays_a_step_and_loses_nothing(codec: str, kind: str, tmp_path: Path) -> None:
     """Bit for bit the weights of a server that had room; memory is never ahead of the disk."""
@@ -60,44 +83,95 @@ def test_a_full_disk_delays_a_step_and_loses_nothing(codec: str, kind: str, tmp_
     ends = []
     for troubled in (False, True):
         directory = tmp_path / str(troubled)
-        ledger = Ledger(Trouble(directory), Rules(False, 1000.0), said.append)
-        sites = [Site(ledger, 0, codec), Site(ledger, 1, codec)]
+        disk = Trouble(directory)
+        ledger = OuterServerState(disk, Rules(False, 1000.0), said.append)
+        sites = [PatientSite(ledger, index, codec) for index in range(2)]
         for site in sites:
             site.join(start())
         for number in range(3):
             sites[0].deliver(changed(sites[0].weights, 2 * number))
-            Trouble.failing = Counter({kind: 2} if troubled else {})
-            state = sites[1].deliver(changed(sites[1].weights, 2 * number + 1))
-            on_disk = Storage(directory).read_state()
-            assert on_disk is not None
-            assert on_disk[1]["number"] == ledger.state()["number"] == state["number"]
-            ledger.tick()
-            ledger.tick()
-            assert ledger.state()["number"] == number + 1
+            Trouble.failing = Counter({kind: 3} if troubled else {})
+            sites[1].deliver(changed(sites[1].weights, 2 * number + 1))
+            record = disk.record()
+            assert record is not None
+            assert record["number"] == ledger.members.summary()["number"]
+            assert ledger.exchange is not None
+            assert ledger.exchange._weights.number == record["number"]  # type: ignore[union-attr]
+            for _ in range(3):
+                ledger.tick()
+            assert ledger.members.summary()["number"] == number + 1
             for site in sites:
                 site.take("full")
-        lines = [json.loads(one) for one in (directory / "steps.jsonl").read_text().splitlines()]
-        assert [line["number"] for line in lines] == [0, 1, 2, 3]
+        assert [line["number"] for line in disk.records_after(-1)] == [0, 1, 2, 3]
         ends.append(sites[0].weights)
-        assert not list(directory.glob("*.partial"))
+        assert len(list(directory.glob("state-*"))) == 1
+        assert not list(directory.glob("*/*"))
     for name, weight in ends[0].items():
         assert torch.equal(weight, ends[1][name])
-    if kind in ("state", "line"):
-        text = "outer step 1 could not be made: OSError(28, 'No space left on device')"
-        assert said.count(f"{text}; it is tried again") == 1
+    if kind in ("state", "row"):
+        text = "the next outer step could not be made: OSError(28, 'No space left on device')"
+        assert said.count(f"{text}; it is tried again") == 3
+
+
+def test_a_commit_that_fails_after_it_was_written_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a sync that fails: the database is opened again, and asked."""
+    disk = Store(tmp_path)
+    plain = disk._connection
+
+    class Connection:
+        """Commits, and says that it has not; or rolls back, and says that it failed."""
+
+        def __init__(self, is_written: bool) -> None:
+            self.is_written = is_written
+
+        def execute(self, sql: str, *values: Any) -> Any:
+            if sql == "COMMIT":
+                plain.execute("COMMIT" if self.is_written else "ROLLBACK")
+                raise sqlite3.OperationalError("disk I/O error")
+            return plain.execute(sql, *values)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(plain, name)
+
+    for is_written in (True, False):
+        plain = disk._connection
+        monkeypatch.setattr(disk, "_connection", Connection(is_written))
+        if is_written:
+            disk.write_run({"number": 1})
+        else:
+            with pytest.raises(OSError, match="disk I/O error"):
+                disk.write_run({"number": 2})
+        assert disk.run() == {"number": 1}
+        assert isinstance(disk._connection, sqlite3.Connection)
+
+
+def test_a_directory_has_one_server_of_this_version(tmp_path: Path) -> None:
+    with closing(Store(tmp_path)), pytest.raises(LaunchError, match="another server uses"):
+        Store(tmp_path)
+    Store(tmp_path).close()
+    (tmp_path / "server.sqlite").write_bytes(b"x" * 4096)
+    with pytest.raises(LaunchError, match="is not a database"):
+        Store(tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(
+        LaunchError, match=r"of an earlier version of bigtrain \(it has a run\.json"
+    ):
+        Store(tmp_path)
 
 
 def test_a_delivery_that_is_not_on_disk_is_not_in_memory(tmp_path: Path) -> None:
-    ledger = Ledger(Trouble(tmp_path), Rules(False, 1000.0), quiet)
+    ledger = OuterServerState(Trouble(tmp_path), Rules(False, 1000.0), quiet)
     site = Site(ledger, 0, "float32")
     site.request["sites"]["count"] = 1
     site.join(start())
     Trouble.failing = Counter({"deliver": 1})
     attempt = site.send(changed(site.weights, 1))
     with pytest.raises(OSError, match="No space left"):
-        ledger.deliver(0, site.delivery(attempt))
-    assert ledger.state()["number"] == 0
-    assert ledger.deliver(0, site.delivery(attempt))["number"] == 1
+        site.ask("deliver", **site.delivery(attempt))
+    assert ledger.members.summary()["number"] == 0
+    assert site.ask("deliver", **site.delivery(attempt))["number"] == 1
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -115,13 +189,13 @@ def test_values_that_are_not_finite_or_too_large_are_refused_and_the_site_left_o
     local["a.weight"].view(-1)[3] = bad
     with pytest.raises(RefusedError, match=r"site 1 sent .*: it is left out"):
         sites[1].deliver(local)
-    state = ledger.state()  # which does not wait for it
+    state = ledger.members.summary()  # which does not wait for it
     assert (state["number"], state["sites"]) == (1, [0])
     assert ("site_left_out", "site 1") in {(e["event"], e["who"]) for e in state["events"]}
     assert any(text.startswith("site 1 is left out of outer step 1: it sent ") for text in said)
-    on_disk = Storage(tmp_path).read_state()
+    on_disk = ledger.members.store.state()
     assert on_disk is not None
-    assert all(tensor.isfinite().all() for tensor in on_disk[0].values())
+    assert all(tensor.isfinite().all() for tensor in on_disk.values())
     # With good values it is back.
     for site in sites:
         site.take("full")
@@ -130,67 +204,65 @@ def test_values_that_are_not_finite_or_too_large_are_refused_and_the_site_left_o
     assert sites[0].deliver(changed(sites[0].weights, 3))["sites"] == [0, 1]
 
 
-def test_what_makes_a_step_fail_is_set_aside_also_after_a_restart(tmp_path: Path) -> None:
-    """A file that is damaged on the disk after it was confirmed; and tokens as an older server
-    took them."""
-    for name, spoil in {
-        "damaged": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"?"),
-        "gone": lambda path: path.unlink(),
-        "tokens": lambda path: _replace_json(path.parents[1] / "delivered.json", tokens=10**30),
-        "no delivery": lambda path: (path.parents[1] / "delivered.json").write_text("{"),
-    }.items():
-        for restarts in (False, True):
-            said: list[str] = []
-            directory = tmp_path / f"{name} {restarts}"
-            ledger = ledger_at(directory, say=said.append)
-            sites = [Site(ledger, 0, "int8"), Site(ledger, 1, "int8")]
-            for site in sites:
-                site.join(start())
-            sites[1].deliver(changed(sites[1].weights, 1))
-            spoil(next(p for p in (directory / "pending/1").glob("*/*")))
-            if restarts:
-                ledger = ledger_at(directory, say=said.append)
-                sites[0].ledger = ledger
-            elif name in ("tokens", "no delivery"):
-                continue  # of which memory has a copy
-            state = sites[0].deliver(changed(sites[0].weights, 2))
-            assert (state["number"], state["sites"]) == (1, [0]), said
-            assert any(text.startswith("site 1 is left out of outer step 1") for text in said)
-            assert (directory / "set_aside/1").is_dir()
-            assert ledger_at(directory).state()["number"] == 1
-
-
-def _replace_json(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("how", ["damaged", "gone", "tokens", "no message"])
+def test_what_makes_a_step_fail_is_set_aside_also_after_a_restart(
+    how: str, restarts: bool, tmp_path: Path
+) -> None:
+    """A file that is damaged on the disk after it was confirmed; and rows that no server wrote."""
+    said: list[str] = []
+    ledger = ledger_at(tmp_path, say=said.append)
+    sites = [Site(ledger, 0, "int8"), Site(ledger, 1, "int8")]
+    for site in sites:
+        site.join(start())
+    sites[1].deliver(changed(sites[1].weights, 1))
+    (path,) = tmp_path.glob("parts/*")
+    if how == "damaged":
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    elif how == "gone":
+        path.unlink()
+    else:
+        sql = "UPDATE deliveries SET tokens = 10000000000000000"
+        ledger.members.store._write(sql if how == "tokens" else "DELETE FROM parts")
+    if restarts:
+        ledger = ledger_at(tmp_path, say=said.append)
+        sites[0].ledger = ledger
+    state = sites[0].deliver(changed(sites[0].weights, 2))
+    assert (state["number"], state["sites"]) == (1, [0]), said
+    assert any(text.startswith("site 1 is left out of outer step 1") for text in said)
+    assert (tmp_path / "set_aside/1/delivery.json").exists()
+    assert len(list((tmp_path / "set_aside/1").iterdir())) == (1 if how[0] in "gn" else 2)
+    assert ledger_at(tmp_path).members.summary()["number"] == 1
+    assert not list(tmp_path.glob("parts/*"))
 
 
 def test_initial_weights_may_be_sent_again_and_gaps_are_refused(tmp_path: Path) -> None:
     ledger = ledger_at(tmp_path)
     site = Site(ledger, 0, "float32", halves=True)
-    assert ledger.join(0, site.request)["uploads"]
+    assert site.ask("join", **site.request)["uploads"]
     weights = start()
 
     def upload(rank: int, by: float = 0.0) -> None:
         boxes = site.boxes[rank]
         flat = torch.cat([box.of(weights[box.name]).reshape(-1) + by for box in boxes])
         header = {"boxes": [box.to_json() for box in boxes]}
-        ledger.upload(header, memoryview(flat.numpy().tobytes()))
+        site.ask("upload", flat.numpy().tobytes(), **header)
 
     upload(0)
     upload(0)  # its reply was lost
     with pytest.raises(RefusedError, match="came twice, with other values"):
         upload(0, by=1.0)
     with pytest.raises(RefusedError, match="of 359 initial weights came"):
-        ledger.uploaded()
+        site.ask("uploaded")
     # Killed there, it begins again, here with other values and in another order.
-    assert ledger.join(0, site.request)["uploads"]
+    assert site.ask("join", **site.request)["uploads"]
     weights = changed(weights, 5)
     for rank in (1, 0):
         upload(rank)
     with pytest.raises(RefusedError, match="not finite"):
         upload(0, by=float("nan"))
-    ledger.uploaded()
-    ledger.uploaded()
+    site.ask("uploaded")
+    site.ask("uploaded")
     site.weights = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     site.take("full")
     for name, weight in weights.items():
@@ -218,11 +290,11 @@ def test_a_delivery_with_overlaps_is_refused(boxes: list[Box], reason: str, tmp_
         site.deliver(changed(site.weights, 1))
 
 
-def test_numbers_out_of_range_are_refused_at_the_door(tmp_path: Path) -> None:
+def test_numbers_out_of_range_are_refused(tmp_path: Path) -> None:
     ledger = ledger_at(tmp_path)
     site = Site(ledger, 0, "float32")
     with pytest.raises(RefusedError, match=r"sites\.index = 999: sites\.count = 2 has 0 to 1"):
-        ledger.join(999, site.request)
+        answer(ledger, "join", site=999, **site.request)
     site.join(start())
     attempt = site.send(changed(site.weights, 1))
     for change in (
@@ -234,25 +306,51 @@ def test_numbers_out_of_range_are_refused_at_the_door(tmp_path: Path) -> None:
         {"base": 10**400},
     ):
         with pytest.raises(RefusedError, match=f"{next(iter(change))} = "):
-            ledger.deliver(0, site.delivery(attempt) | change)
-    for act in (lambda: ledger.deliver(2, site.delivery(attempt)), lambda: ledger.leave(-1)):
+            site.ask("deliver", **site.delivery(attempt) | change)
+    for action, fields in (("deliver", site.delivery(attempt)), ("leave", {})):
         with pytest.raises(RefusedError, match=r"sites\.count = 2"):
-            act()
-    assert ledger.deliver(0, site.delivery(attempt))["number"] == 0
+            answer(ledger, action, site=2, **fields)
+    assert site.ask("deliver", **site.delivery(attempt))["number"] == 0
 
 
-def test_a_delivery_that_was_used_is_not_used_again_after_a_restart(tmp_path: Path) -> None:
-    """Killed after a step was on disk and before its delivery was removed, by staleness."""
-
-    class Keeping(Storage):
-        def forget(self, site: int) -> None:
-            pass
-
-    ledger = Ledger(Keeping(tmp_path), Rules(True, 1000.0), quiet)
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_a_delivery_whose_reply_was_lost_is_used_once(
+    is_asynchronous: bool, tmp_path: Path
+) -> None:
+    """Also where the server was started again after the step: the site did take part."""
+    ledger = ledger_at(tmp_path, asynchronous=is_asynchronous)
     site = Site(ledger, 0, "float32")
     site.request["sites"]["count"] = 1
     site.join(start())
-    assert site.deliver(changed(site.weights, 1))["number"] == 1
-    again = ledger_at(tmp_path, asynchronous=True)
-    again.tick()
-    assert again.state()["number"] == 1
+    delivery = site.delivery(site.send(changed(site.weights, 1)))
+    state = site.ask("deliver", **delivery)
+    assert state["number"] == 1
+    site.ledger = ledger_at(tmp_path, asynchronous=is_asynchronous)
+    assert site.ask("deliver", **delivery) == state
+    assert "late" not in state
+    site.ledger.tick()
+    assert site.ledger.members.summary()["number"] == 1
+
+
+def test_a_site_without_heartbeats_is_not_waited_for_until_the_window_ends(tmp_path: Path) -> None:
+    """One that has sent some and is lost is left out when these have stopped for their limit."""
+    now = [0.0]
+    ledger = OuterServerState(Store(tmp_path), Rules(False, 1000.0), quiet, lambda: now[0])
+    sites = [Site(ledger, index, "float32") for index in range(3)]
+    for site in sites:
+        site.request["sites"]["count"] = 3
+        site.join(start())
+    for number, beating in enumerate([(), (1, 2)]):
+        for index in beating:
+            sites[index].ask("heartbeat")
+        sites[0].deliver(changed(sites[0].weights, number))
+        sites[1].deliver(changed(sites[1].weights, number))
+        now[0] += HEARTBEAT_TIMEOUT - 1
+        ledger.tick()
+        assert ledger.members.summary()["number"] == 0
+        now[0] += 1
+        ledger.tick()
+    state = ledger.members.summary()
+    assert (state["number"], state["sites"]) == (1, [0, 1])
+    assert [event["who"] for event in state["events"]] == ["site 2"]
+    assert sites[2].deliver(changed(sites[2].weights, 9))["late"]
