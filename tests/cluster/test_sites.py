@@ -21,6 +21,7 @@ from tests.launch.conftest import Inputs
 from tests.launch.test_sites import outer_lines
 from tests.support.cluster import wait_until
 from tests.support.cluster.network import Network, network, why_no_network
+from tests.support.outer_servers import rounds
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -215,8 +216,8 @@ def test_a_site_ten_times_slower_is_left_out_of_a_synchronous_mean(lab: Lab) -> 
     assert max(line["waited_seconds"] for line in of_fast[2:]) < window + 1.5
     # And only where the slow site has been heard of since.
     assert len([line for line in alone if line["waited_seconds"] > window / 2]) <= len(of_slow)
-    text = (lab.folder / "state/steps.jsonl").read_text()
-    for record in map(json.loads, text.splitlines()[1:]):
+    lab.end("hub", signal.SIGTERM)
+    for record in rounds(lab.folder / "state")[1:]:
         assert record["tokens"].keys() == {str(site) for site in record["sites"]}
         assert record["sites"] in ([0], [0, 1])
     told = {(one["event"], one["who"], one["reason"]) for one in events(lab.folder / "0")}
@@ -242,11 +243,11 @@ def test_a_site_ten_times_slower_takes_part_in_an_asynchronous_server(lab: Lab) 
         return len([one for one in lab.outer_steps() if one[1] == "1"]) >= before + 2
 
     paused(lab.running["s1"], delivered)
-    text = (lab.folder / "state/steps.jsonl").read_text()
-    records = [json.loads(line) for line in text.splitlines()]
+    for name in ("s0", "s1"):
+        assert lab.end(name, signal.SIGTERM) == 75
+    lab.end("hub", signal.SIGTERM)
+    records = rounds(lab.folder / "state")
     slow = [record["share"] for record in records if record["sites"] == [1]]
     assert min(slow) < (1 + 3) ** -0.5 / 2  # relative to weights of more than 3 outer steps ago
     fast = [record["share"] for record in records if record["sites"] == [0]]
     assert sorted(fast)[len(fast) // 2] > min(slow)
-    for name in ("s0", "s1"):
-        assert lab.end(name, signal.SIGTERM) == 75

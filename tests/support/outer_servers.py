@@ -5,15 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
-from bigtrain.sites.server.app import OuterServer
+from bigtrain.sites.server.app import HTTPServer, OuterServer, Place
 from bigtrain.sites.server.members import Rules
-from bigtrain.sites.server.serve import Place, configured
 from bigtrain.sites.server.state import OuterServerState
 from bigtrain.sites.server.store import Store
 from tests.support.worlds import free_port
@@ -33,10 +30,10 @@ def outer_server(directory: Path, *, window_seconds: float) -> Iterator[dict[str
         with (directory / "server.log").open("a") as file:
             file.write(f"{text}\n")
 
-    state = OuterServerState(Store(directory / "state"), Rules(False, window_seconds), log)
+    store = Store(directory / "state")
+    state = OuterServerState(store, Rules(False, window_seconds), log)
     port = free_port()
-    place = Place("127.0.0.1", port)
-    server = uvicorn.Server(configured(OuterServer(state, TOKEN, log), place))
+    server = HTTPServer(OuterServer(state, TOKEN, log), Place("127.0.0.1", port))
     ended = threading.Event()
 
     def tick() -> None:
@@ -55,3 +52,10 @@ def outer_server(directory: Path, *, window_seconds: float) -> Iterator[dict[str
         ended.set()
         for thread in threads:
             thread.join(20)
+        store.close()
+
+
+def rounds(directory: Path) -> list[dict[str, Any]]:
+    """The records of a server that has ended, oldest first; the initial weights are the first."""
+    with closing(Store(directory)) as store:
+        return store.records_after(-1, limit=1_000_000)

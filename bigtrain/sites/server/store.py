@@ -48,7 +48,7 @@ CREATE TABLE IF NOT EXISTS rounds (
 CREATE TABLE IF NOT EXISTS events (
     event TEXT, who TEXT, reason TEXT, count INTEGER, PRIMARY KEY (event, who, reason));
 """
-_KEPT_EVENTS = 500
+_KEPT_RECORDS = 500
 
 
 @dataclass(frozen=True)
@@ -282,10 +282,10 @@ class Store:
         rows = self._rows("SELECT record FROM rounds ORDER BY id DESC LIMIT 1")
         return json.loads(rows[0][0]) if rows else None
 
-    def records_after(self, number: int) -> list[dict[str, Any]]:
+    def records_after(self, number: int, limit: int = _KEPT_RECORDS) -> list[dict[str, Any]]:
         """Return the records of the newest rounds later than outer step `number`, oldest first."""
         sql = "SELECT record FROM rounds WHERE number > ? ORDER BY id DESC LIMIT ?"
-        return [json.loads(one) for (one,) in reversed(self._rows(sql, number, _KEPT_EVENTS))]
+        return [json.loads(one) for (one,) in reversed(self._rows(sql, number, limit))]
 
     def is_committed(self, attempt: str) -> bool:
         """Return whether the round of an attempt is in the database."""
