@@ -182,7 +182,9 @@ def test_a_site_with_a_weight_that_is_not_finite_is_left_out(
     """It ends, or, where it does not check what it sends, the other one finds it out."""
     settings = ["sites.codec=int8", "sites.timeout_seconds=20", "guard.enabled=false"]
     spoil = {"rank": 1, "steps": {"10": how}}
-    codes, output = train_sites(inputs, tmp_path, ((), ()), *settings, spoil=spoil)
+    codes, output = train_sites(
+        inputs, tmp_path, ((), ()), *settings, spoil=spoil, window_seconds=10.0
+    )
     assert codes == [0, 2], output
     assert "Traceback" not in output
     lines = outer_lines(tmp_path / "0")
