@@ -86,7 +86,8 @@ class Membership:
     ) -> tuple[Header, memoryview]:
         """Return header and payload of the reply. Raises DetachedError."""
         header = {"site": self.sites.index, "run": self._run, **header}
-        deadline = self.deadline() if deadline is None else deadline
+        if deadline is None:
+            deadline = self.deadline() + float(header.get("seconds", 0))
         try:
             return self._client.ask(action, header, payload, deadline=deadline)
         except UnreachableError as error:
@@ -133,8 +134,7 @@ class Membership:
         end = self.deadline()
         while True:
             self._ask_as_member("enter", entry)  # again each time: the server may have restarted
-            left = max(0.1, end - time.monotonic())
-            poll = {"entry": entry["entry"], "seconds": min(_POLL_SECONDS, left)}
+            poll = {"entry": entry["entry"], "seconds": poll_seconds(end)}
             reply = self._ask_as_member("plan", poll)
             if reply["is_ready"]:
                 return RoundPlan.from_json(reply["plan"])
@@ -204,7 +204,7 @@ class ServerStore(dist.Store):
         """Wait for a value and return it. Raises DetachedError after ``sites.timeout_seconds``."""
         deadline = self._membership.deadline()
         while True:
-            header = {**self._header(key), "seconds": _POLL_SECONDS}
+            header = {**self._header(key), "seconds": poll_seconds(deadline)}
             reply, payload = self._membership.fetch("get", header, deadline)
             if reply["is_there"]:
                 return bytes(payload)
@@ -213,6 +213,11 @@ class ServerStore(dist.Store):
         """Wait for values."""
         for key in keys:
             self.get(key)
+
+
+def poll_seconds(deadline: float) -> float:
+    """Return how long the server may keep a poll, so that its answer comes before `deadline`."""
+    return min(_POLL_SECONDS, max(0.1, (deadline - time.monotonic()) / 2))
 
 
 def _missing_sites(sites: SitesSection, missing: Sequence[int]) -> LaunchError:

@@ -17,7 +17,7 @@ from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.settings.sections.sites import SitesSection
 from bigtrain.sites.codecs import CODECS, FloatCodec, is_finite
 from bigtrain.sites.contribution import decoded
-from bigtrain.sites.membership import DetachedError, Membership
+from bigtrain.sites.membership import DetachedError, Membership, poll_seconds
 from bigtrain.sites.metrics import LEFT_OUT, RETURNED, OuterEvent, square
 from bigtrain.sites.outer_round import OuterRound
 from bigtrain.sites.outer_state import OuterState, Window
@@ -25,7 +25,6 @@ from bigtrain.sites.protocol import Header
 from bigtrain.sites.rectangles import split_cuts
 from bigtrain.sites.site_ranks import SiteRanks
 
-_POLL_SECONDS = 15.0
 _TRIES = 3
 _PLAIN = FloatCodec(torch.float32, is_relative=False)
 
@@ -205,11 +204,11 @@ class ServerRounds:
     def _wait(self, base: int, deadline: float) -> Header:
         """Return the server's state once it has weights of an outer step after `base`."""
         while True:
-            header = {"base": base, "seconds": _POLL_SECONDS, "heard": self._heard}
+            header = {"base": base, "seconds": poll_seconds(deadline), "heard": self._heard}
             found = self._membership.ask("wait", header, deadline)
             if found["is_ready"] and found["number"] > base:
                 return found
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline - 1:
                 raise DetachedError(f"{self._sites.server} made no outer step in time")
 
     def _receive(

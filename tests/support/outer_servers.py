@@ -20,15 +20,20 @@ TOKEN = b"0123456789abcdef0123456789abcdef"
 
 @contextmanager
 def outer_server(directory: Path, *, window_seconds: float) -> Iterator[dict[str, Any]]:
-    """A server with its state in `directory`; the settings with which sites reach it."""
-    directory.mkdir()
+    """A server with its state in `directory`, which it continues if it has one, and `server.log`;
+    the settings with which sites reach it."""
+    directory.mkdir(parents=True, exist_ok=True)
     token_file = directory / "token"
     token_file.write_bytes(TOKEN)
-    log: list[str] = []
+
+    def log(text: str) -> None:
+        with (directory / "server.log").open("a") as file:
+            file.write(f"{text}\n")
+
     store = Store(directory / "state")
-    state = OuterServerState(store, Rules(False, window_seconds), log.append)
+    state = OuterServerState(store, Rules(False, window_seconds), log)
     port = free_port()
-    server = HTTPServer(OuterServer(state, TOKEN, log.append), Place("127.0.0.1", port))
+    server = HTTPServer(OuterServer(state, TOKEN, log), Place("127.0.0.1", port))
     ended = threading.Event()
 
     def tick() -> None:

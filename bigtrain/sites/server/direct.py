@@ -198,13 +198,11 @@ class DirectExchange:
             self._members.note(LEFT_OUT, f"site {site}", "left")
 
     def layout(self, site: int, document: memoryview) -> None:
-        """Store the layout document of a site."""
-        digest, expected = digest_of(bytes(document)), self._members.row(site).layout
-        if digest != expected:
-            raise RefusedError(
-                f"a layout of digest {digest}, and site {site} joined with {expected}"
-            )
-        self._store.write_layout(digest, document)
+        """Store the layout document of a site, instead of one before it."""
+        digest = digest_of(bytes(document))
+        with self._members.changed:
+            self._store.write_layout(digest, document)
+            self._store.write_site(replace(self._members.row(site), layout=digest))
 
     def layout_of(self, site: int) -> bytes:
         """Return the layout document of a site."""
@@ -258,6 +256,8 @@ class DirectExchange:
             if current is not None and current.plan.attempt == attempt:
                 if site in current.plan.members:
                     current.votes.setdefault(site, is_done)
+                    if not is_done:
+                        self._end_generation()
                     if current.first_vote is None:
                         current.first_vote = self._members.clock()
                     if unusable in current.plan.members:
@@ -407,7 +407,7 @@ class DirectExchange:
         """End the open round without effect; leave out sites for which it failed."""
         plan = current.plan
         self._open, self._aborted = None, plan
-        self._incarnations = (), ""  # whose groups are broken
+        self._end_generation()  # whose groups are broken
         self._members.log(f"no outer step with {named(plan.members)}: {_reason(current, silent)}")
         self._members.changed.notify_all()
         for site in sorted(silent):
@@ -483,6 +483,12 @@ class DirectExchange:
             self._open.votes.setdefault(site, False)
             if self._open.first_vote is None:
                 self._open.first_vote = self._members.clock()
+
+    def _end_generation(self) -> None:
+        """Refuse `get` and `put` of a round that fails: other members may wait there for a site
+        that has voted against it."""
+        self._incarnations = (), ""
+        self._members.changed.notify_all()
 
     def _refuse_blamed(self, row: SiteRow) -> None:
         if row.refused:
