@@ -24,6 +24,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
@@ -156,10 +157,12 @@ def one_line(text: str) -> str:
 
 
 def escaping(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Return `say` for texts that contain what others have sent: each is one line (`one_line`)."""
+    """Return `say` for texts that contain what others have sent: each is one line (`one_line`). A
+    log that cannot be written, as on a full disk, stops nothing."""
 
     def say_one_line(text: str) -> None:
-        say(one_line(text))
+        with suppress(OSError):
+            say(one_line(text))
 
     return say_one_line
 
