@@ -1,4 +1,5 @@
-"""Sites that meet at an address on hosts of their own, while hosts and links fail."""
+"""Sites and their server on hosts of their own, while hosts and links fail: the same scenario for
+both ways to exchange, and losses in the middle of a direct exchange."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from tests.support.cluster.network import Network, network, why_no_network
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+PORT = 29700
 INNER_STEPS = 10
 LONG = 100_000
 """Steps of a run that is stopped before."""
@@ -30,18 +32,35 @@ LONG = 100_000
 
 @dataclass
 class Lab:
-    """Site N on sN; no server."""
+    """Site N on sN; the server on hub, or started by site 0 on its host."""
 
     net: Network
     folder: Path
     run_yaml: Path
     count: int
+    exchange: str = "direct"
+    server: str = "hub"
     running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    serving: subprocess.Popen[bytes] | None = None
+
+    def serve(self, window: float = 3.0) -> None:
+        """Start the server, again with the directory it had."""
+        command = ("-m", "bigtrain.cli", "outer-server", "--window-seconds", str(window))
+        place = ("--directory", self.folder / "state", "--port", str(PORT))
+        token = ("--token-file", self.token())
+        log = self.folder / "hub.log"
+        self.serving = self.net.start("hub", log, *command, *place, *token)
+
+    def token(self) -> Path:
+        token = self.folder / "token"
+        token.write_text("0123456789abcdef0123456789abcdef")
+        return token
 
     def train(self, site: int, steps: int, *settings: str) -> None:
         command = [
             *(TRAIN, "--config", self.run_yaml, f"sites.index={site}", f"sites.count={self.count}"),
-            f"sites.address={self.net.address('s0')}:29600",
+            f"sites.server=http://{self.net.address(self.server)}:{PORT}",
+            *(f"sites.token_file={self.token()}", f"sites.exchange={self.exchange}"),
             *(f"sites.inner_steps={INNER_STEPS}", "sites.timeout_seconds=8"),
             f"output.directory={self.folder / str(site)}",
             *(f"train.steps={steps}", "engine.deepspeed_config=zero1"),
@@ -81,13 +100,22 @@ class Lab:
 
         wait_until(f"outer steps with {sites}", made, 150)
 
+    def wait_until_alone(self, *sites: int) -> None:
+        """Until these have gone on without an outer step that they could not make."""
+        before = {site: self.text(site).count("trains alone") for site in sites}
+
+        def alone() -> bool:
+            return all(self.text(n).count("trains alone") > count for n, count in before.items())
+
+        wait_until(f"sites {sites} train alone", alone, 150)
+
 
 @pytest.fixture
 def net() -> Iterator[Network]:
     reason = why_no_network()
     if reason is not None:
         pytest.skip(reason)
-    with network(["s0", "s1", "s2"]) as found:
+    with network(["hub", "s0", "s1", "s2"]) as found:
         yield found
 
 
@@ -106,28 +134,35 @@ def finish(lab: Lab, *settings: str) -> None:
     assert_same_weights(lab.folder, *map(str, range(lab.count)))
 
 
-@pytest.mark.parametrize(
-    "settings", [("sites.codec=int8",), ("sites.fragments=2", "sites.overlap_steps=2")]
-)
+SETTINGS = {
+    "direct": ("sites.codec=int8",),
+    "server": ("sites.codec=int8",),
+    "streaming": ("sites.fragments=2", "sites.overlap_steps=2"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
 def test_sites_go_on_without_those_that_are_lost(
-    settings: tuple[str, ...], net: Network, inputs: Inputs, tmp_path: Path
+    name: str, net: Network, inputs: Inputs, tmp_path: Path
 ) -> None:
-    lab = Lab(net, tmp_path, inputs.run_yaml, 3)
+    settings, exchange = SETTINGS[name], "server" if name == "server" else "direct"
+    lab = Lab(net, tmp_path, inputs.run_yaml, 3, exchange)
+    lab.serve()
     for site in range(3):
         lab.train(site, LONG, *settings)
     lab.wait_for_steps([0, 1, 2])
-    # A link is cut, and mended: the others go on, and the one behind it by itself.
+    # A link is cut, and mended: the others go on, and the one behind it trains alone.
     net.link("s2", "down")
     lab.wait_for_steps([0, 1])
-    lab.wait_for_steps([2])
+    lab.wait_until_alone(2)
     net.link("s2", "up")
     lab.wait_for_steps([0, 1, 2])
-    # The site at sites.address is killed, and is back.
+    # A site is killed, and is back.
     lab.end(0, signal.SIGKILL)
     lab.wait_for_steps([1, 2])
     lab.train(0, LONG, *settings)
     lab.wait_for_steps([0, 1, 2])
-    # Two are killed, one after the other, and one of them is back while site 0 is not.
+    # Two are killed, one after the other, and come back one after the other.
     lab.end(1, signal.SIGKILL)
     lab.wait_for_steps([0, 2])
     lab.end(0, signal.SIGKILL)
@@ -136,12 +171,46 @@ def test_sites_go_on_without_those_that_are_lost(
     lab.wait_for_steps([1, 2])
     lab.train(0, LONG, *settings)
     lab.wait_for_steps([0, 1, 2])
+    # The host of the server is cut off, and is back: nobody has made an outer step meanwhile.
+    net.link("hub", "down")
+    lab.wait_until_alone(0, 1, 2)
+    net.link("hub", "up")
+    lab.wait_for_steps([0, 1, 2])
+    # The server is killed, and started again with its directory.
+    assert lab.serving is not None
+    lab.serving.kill()
+    lab.serving.wait(60)
+    lab.wait_until_alone(0, 1, 2)
+    lab.serve()
+    lab.wait_for_steps([0, 1, 2])
     finish(lab, *settings)
     told = {(one["event"], one["who"]) for one in events(tmp_path / "2")}
     assert {("site_alone", "site 2"), ("site_returned", "site 2")} <= told
     assert {
         (event, f"site {n}") for event in ("site_left_out", "site_returned") for n in (0, 1)
     } <= told
+    numbers = [line["outer_step"] for line in outer_lines(tmp_path / "2")]
+    assert numbers == sorted(numbers)
+
+
+def test_site_0_starts_the_server_and_finds_it_again(
+    net: Network, inputs: Inputs, tmp_path: Path
+) -> None:
+    """It outlives the training process, and ends when all sites have left."""
+    lab = Lab(net, tmp_path, inputs.run_yaml, 2, server="s0")
+    settings = ("sites.start_server=true", "batch.global_batch_size=8")
+    for site in (1, 0):
+        lab.train(site, LONG, *settings)
+    lab.wait_for_steps([0, 1])
+    lab.end(0, signal.SIGKILL)
+    lab.wait_for_steps([1])
+    lab.train(0, LONG, *settings)
+    lab.wait_for_steps([0, 1])
+    assert "started the outer server at" in lab.text(0)
+    assert "is running already" in lab.text(0)
+    finish(lab, *settings)
+    log = tmp_path / "0" / "outer_server" / "server.log"
+    wait_until("the server ends", lambda: log.read_text().count("stopped; restart") == 2, 60)
 
 
 @pytest.mark.parametrize("how", ["killed", "cut"])
@@ -150,6 +219,7 @@ def test_a_site_is_lost_in_the_middle_of_an_exchange(
 ) -> None:
     """Which takes most of the time here: it does not count, and the others try again."""
     lab = Lab(net, tmp_path, inputs.run_yaml, 3)
+    lab.serve()
     net.limit("s2", "400kbit")
     for site in range(3):
         lab.train(site, LONG)
@@ -177,6 +247,7 @@ def test_a_site_ten_times_slower_is_left_out(
     """The other waits for it no longer than its limit, and takes it back when it can follow; so it
     does where the slow one has led."""
     lab = Lab(net, tmp_path, inputs.run_yaml, 2)
+    lab.serve(window=2.0)
     settings = ("batch.global_batch_size=8", "sites.timeout_seconds=4", "sites.inner_steps=50")
     for site in range(2):
         lab.train(site, LONG, *settings)
