@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import bigtrain
 from bigtrain.errors import LaunchError
 from bigtrain.settings.sections.sites import SitesSection
 from bigtrain.sites.client import (
@@ -36,27 +39,48 @@ def start_own_server(sites: SitesSection, directory: Path) -> str:
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / LOG
     window = min(_LONGEST_WINDOW_SECONDS, sites.timeout_seconds / 2)
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "bigtrain.cli", "outer-server", "--until-left"),
-                *("--directory", str(directory), "--token-file", str(sites.token_file)),
-                *("--port", str(sites.server_place[1]), "--window-seconds", f"{window:g}"),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,  # signals to the trainer's process group do not reach it
-        )
+    pid = _start_detached(
+        [
+            *(sys.executable, "-m", "bigtrain.cli", "outer-server", "--until-left"),
+            *("--directory", str(directory), "--token-file", str(sites.token_file)),
+            *("--port", str(sites.server_place[1]), "--window-seconds", f"{window:g}"),
+        ],
+        log,
+    )
     end = time.monotonic() + _START_SECONDS
     while not _answers(client):
-        if process.poll() is not None or time.monotonic() > end:
+        if not _exists(pid) or time.monotonic() > end:
             last = log.read_text(errors="replace").strip().rpartition("\n")[2]
             raise LaunchError(
                 f"sites.start_server: the outer server at {sites.server} did not start: {last} -> "
                 f"see {log}; end what uses its port, or choose another one on all sites"
             )
     return f"started the outer server at {sites.server}, log {log}"
+
+
+def _start_detached(command: Sequence[str], log: Path) -> int:
+    """Start a process that neither signals to this one's group nor a launcher that ends its
+    descendants can reach: in a session of its own, not a child of this process. Return its id."""
+    root = str(Path(bigtrain.__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    script = '"$@" >> "$0" 2>&1 < /dev/null & echo $!'
+    started = subprocess.run(
+        ["/bin/sh", "-c", script, str(log), *command],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    return int(started.stdout)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _answers(client: ServerClient) -> bool:
