@@ -138,6 +138,7 @@ def drip(port: int, ended: threading.Event) -> None:
             try:
                 raw.send(b"a")
             except OSError:
+                raw.close()
                 raws.remove(raw)
         ended.wait(0.01)
     for raw in raws:
