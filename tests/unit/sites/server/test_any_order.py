@@ -130,8 +130,8 @@ class DirectOrders(RuleBasedStateMachine):
         for index in self.alive:
             self.plan_of(index)
         before = set(self.plans)
-        for index in self.alive:
-            reply = asked(self.sites[index].poll)
+        polls = {index: asked(self.sites[index].poll) for index in self.alive}
+        for index, reply in polls.items():
             if reply is None or reply["is_ready"] or not reply["is_known"]:
                 self.enter(index, 0, tokens[index])
         plans = [self.plan_of(index) for index in self.alive]
