@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -26,14 +27,13 @@ def child(request: dict[str, int | str], lives: int) -> None:
     calls.test_arm(ctypes.c_long(int(request["kill_at"])))
     place = Place("127.0.0.1", int(request["port"]))
     rules = Rules(False, float(request["window_seconds"]))
+    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn sends it again when it has ended
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
     try:
-        serve(
-            Path(str(request["directory"])),
-            place,
-            TOKEN,
-            rules,
-            lambda text: print(text, flush=True),
-        )
+        serve(Path(str(request["directory"])), place, TOKEN, rules, say)
     finally:
         os.write(lives, calls.test_count().to_bytes(8, "little"))
         os._exit(0)

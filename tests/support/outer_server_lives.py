@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -78,8 +78,9 @@ class ServerLives:
         finally:
             self._ended.set()
             while thread.is_alive():
-                if self._pid:
-                    os.kill(self._pid, signal.SIGTERM)
+                with suppress(ProcessLookupError):  # ended meanwhile
+                    if self._pid:
+                        os.kill(self._pid, signal.SIGTERM)
                 thread.join(0.2)
             forks.communicate(timeout=20)
 

@@ -7,11 +7,10 @@ that their transfers are done, in one transaction; else it never was, and its me
 from __future__ import annotations
 
 import json
-import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -25,19 +24,12 @@ from bigtrain.sites.protocol import (
     digest_of,
 )
 from bigtrain.sites.server.members import UNUSABLE, EventKey, Members, events_of, named
+from bigtrain.sites.server.plan import Waiting, due, plan_round
 from bigtrain.sites.server.store import SiteRow
 
 _MOST_VALUES_BYTES = 64 << 20
 """Limit of the key/value store of a generation."""
 _MOST_SKIPPED = 64
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A site at an outer step. since: seconds of the clock."""
-
-    entry: RoundEntry
-    since: float
 
 
 @dataclass
@@ -55,87 +47,6 @@ class _OpenRound:
     votes: dict[int, bool] = field(default_factory=dict)
     blamed: set[int] = field(default_factory=set)
     first_vote: float | None = None
-
-
-def due(
-    waiting: Mapping[int, Waiting],
-    expected: Mapping[int, SiteRow],
-    count: int,
-    *,
-    is_new: bool,
-    window_seconds: float,
-    now: float,
-) -> bool:
-    """Return whether the sites that are `waiting` begin a round now.
-
-    expected: sites that are alive and take part, those that wait among them. count: of the run.
-    is_new: no round was made, and no site is from a checkpoint.
-    """
-    if not waiting:
-        return False
-    if is_new:
-        return len(waiting) == count
-    if not any(row.is_training for row in expected.values()):  # all begin
-        first = min(one.since for one in waiting.values())
-        return len(waiting) == count or now - first >= window_seconds
-    if expected.keys() <= waiting.keys():
-        return True
-    # Sites that are behind, or begin, wait for those that are further.
-    numbers = {site: row.number for site, row in expected.items()}
-    numbers |= {site: one.entry.number for site, one in waiting.items()}
-    newest = max(numbers.values())
-    giving = [
-        one.since
-        for one in waiting.values()
-        if one.entry.fragment is not None and one.entry.number == newest
-    ]
-    return bool(giving) and now - min(giving) >= window_seconds
-
-
-def plan_round(
-    entries: Mapping[int, RoundEntry],
-    *,
-    is_new: bool,
-    generation: str,
-    layouts: Mapping[int, str],
-    plain: Sequence[str],
-) -> RoundPlan:
-    """Return the round of these sites.
-
-    Of sites that have other global weights, or are after another outer step, those whose weights
-    have seen most tokens stay (of several groups the larger one, then that of the smallest site):
-    the others take theirs.
-    """
-    alike: dict[tuple[int, str], list[RoundEntry]] = {}
-    for _, one in sorted(entries.items()):
-        alike.setdefault((one.number, one.digest), []).append(one)
-    best = max(alike.values(), key=lambda group: (group[0].tokens_seen, len(group), -group[0].site))
-    fragment = next((one.fragment for one in best if one.fragment is not None), None)
-    giving = {one.site: one for one in best if fragment is not None and one.fragment == fragment}
-    members = tuple(sorted(entries))
-    tokens = [giving[site].tokens if site in giving else 0 for site in members]
-    common = math.gcd(*tokens) or 1
-    if fragment is None:  # no mean is taken
-        takers = tuple(site for site in members if entries[site] not in best)
-    else:
-        takers = tuple(site for site in members if site not in giving)
-    differ = is_new and len(alike) > 1
-    return RoundPlan(
-        attempt=secrets.token_hex(8),
-        generation=generation,
-        members=members,
-        weights=tuple(tokens_ // common for tokens_ in tokens),
-        takers=takers,
-        donor=min(giving) if giving else best[0].site,
-        fragment=fragment,
-        number=best[0].number + (fragment is not None),
-        step=max(one.step for one in (list(giving.values()) or best)),
-        tokens_seen=best[0].tokens_seen + sum(tokens),
-        layouts=dict(layouts),
-        plain=tuple(plain),
-        events=(),
-        digests={site: one.digest for site, one in entries.items()} if differ else {},
-    )
 
 
 class DirectExchange:

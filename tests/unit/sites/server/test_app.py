@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,7 @@ from bigtrain.sites.protocol import (
     unpack,
 )
 from bigtrain.sites.rectangles import Box, split_cuts
-from bigtrain.sites.server import connections
 from bigtrain.sites.server.app import HTTPServer, OuterServer, Place, _Marks
-from bigtrain.sites.server.connections import MOST_OF_ONE_HOST
 from bigtrain.sites.server.members import Rules
 from bigtrain.sites.server.state import OuterServerState
 from bigtrain.sites.server.store import Store
@@ -219,8 +217,9 @@ def signed_marks(server: OuterServer, nonce: str) -> _Marks:
     return _Marks("leave", instance, nonce, 0, digest, signature)
 
 
-def test_tls_with_a_certificate_of_ones_own(tmp_path: Path) -> None:
-    certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
+def own_certificate(directory: Path) -> tuple[Path, Path]:
+    """And its key; skips the test where nothing can make them."""
+    certificate, key = directory / "c.pem", directory / "k.pem"
     made = subprocess.run(
         [
             *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
@@ -231,6 +230,11 @@ def test_tls_with_a_certificate_of_ones_own(tmp_path: Path) -> None:
     )
     if made.returncode:
         pytest.skip("no openssl here to make a certificate")
+    return certificate, key
+
+
+def test_tls_with_a_certificate_of_ones_own(tmp_path: Path) -> None:
+    certificate, key = own_certificate(tmp_path)
     port = free_port()
     with serving(tmp_path / "state", [], port, (certificate, key)):
         address = f"https://127.0.0.1:{port}"
@@ -265,77 +269,6 @@ def answer(port: int, request: bytes) -> bytes:
         except ConnectionError:  # it does not read what was refused
             pass
         return found
-
-
-def test_strangers_are_answered_before_any_body_is_read(tmp_path: Path) -> None:
-    """And as they wait for nothing, they hold nothing: unfinished bodies, deep and wide JSON."""
-    said: list[str] = []
-    port = free_port()
-    deep = pack({})[:16] + b"[" * 200_000
-    wide = pack({})[:16] + b"[" + b"[]," * (4 << 20)
-    with serving(tmp_path, said, port):
-        for _ in range(200):  # of 16 MiB each, which do not come
-            assert answer(port, unsigned("wait", 16 << 20, b"x")).startswith(b"HTTP/1.1 401")
-        for body in (deep, wide):
-            found = answer(port, unsigned("join", len(body), body))
-            assert found.startswith(b"HTTP/1.1 401") or not found
-        for request in (
-            b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-            b"POST /join HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n",
-            b"\x16\x03\x01 nothing of HTTP\r\n\r\n",
-            b"POST /join HTTP/1.1\r\nHost: x\r\nA: " + b"a" * (1 << 20),
-        ):
-            assert not answer_of(port, request).startswith((b"HTTP/1.1 2", b"HTTP/1.1 5"))
-        assert ask(ServerClient(f"http://127.0.0.1:{port}", TOKEN), "join", **JOIN)[0]["uploads"]
-    text = "127.0.0.1: refused a message (wait) that nobody signed who has the token"
-    assert [line for line in said if line.startswith(text)] == [
-        text,
-        *(f"{text} ({2**n} such so far)" for n in range(1, 8)),
-    ]
-
-
-def answer_of(port: int, request: bytes) -> bytes:
-    """What comes first."""
-    with socket.create_connection(("127.0.0.1", port), 10) as raw:
-        try:
-            raw.sendall(request)
-            return raw.recv(1 << 16)
-        except ConnectionError:
-            return b""
-
-
-def test_sites_are_answered_beside_strangers_that_send_a_byte_and_stall(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Headers that do not end, of more connections than a host may have: the oldest go."""
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 1000.0)
-    said: list[str] = []
-    port = free_port()
-    client = ServerClient(f"http://127.0.0.1:{port}", TOKEN)
-    with serving(tmp_path, said, port), ExitStack() as stack:
-        stalled = []
-        for number in range(MOST_OF_ONE_HOST + 20):
-            raw = stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
-            raw.sendall(b"P" if number % 2 else unsigned("contribute", 1 << 20)[:-2])
-            stalled.append(raw)
-            if number == 3:
-                assert ask(client, "join", **JOIN)[0]["uploads"]
-        assert ask(client, "join", **JOIN)[0]["uploads"]
-        assert ask(client, "wait", base=0, seconds=0)[0]["number"] == 0
-        with suppress(ConnectionError):
-            assert stalled[0].recv(10) == b""  # closed
-
-
-def test_a_connection_has_a_time_for_its_headers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.05)
-    port = free_port()
-    with serving(tmp_path, [], port):
-        for start in (b"", b"POST /jo", unsigned("join", 100)[:-1]):
-            assert answer(port, start) == b""
-        client = ServerClient(f"http://127.0.0.1:{port}", TOKEN)
-        assert ask(client, "wait", base=-1, seconds=0.2)[0]["number"] == 0
 
 
 def test_what_comes_from_outside_is_escaped_in_the_log(tmp_path: Path) -> None:

@@ -1,0 +1,264 @@
+"""Strangers at an outer server over HTTP, and whoever is slow: sites are served next to them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bigtrain.sites.client import ServerClient
+from bigtrain.sites.protocol import (
+    DIGEST,
+    INSTANCE,
+    NONCE,
+    SIGNATURE,
+    digest_of,
+    pack,
+    request_signature,
+)
+from bigtrain.sites.server import app, connections
+from bigtrain.sites.server.connections import MOST_HEADERS, MOST_OF_ONE_HOST, MOST_STRANGERS
+from tests.support.worlds import free_port
+from tests.unit.sites.server.test_app import (
+    JOIN,
+    TOKEN,
+    answer,
+    ask,
+    own_certificate,
+    serving,
+    unsigned,
+)
+
+
+def test_strangers_are_answered_before_any_body_is_read(tmp_path: Path) -> None:
+    """And as they wait for nothing, they hold nothing: unfinished bodies, deep and wide JSON."""
+    said: list[str] = []
+    port = free_port()
+    deep = pack({})[:16] + b"[" * 200_000
+    wide = pack({})[:16] + b"[" + b"[]," * (4 << 20)
+    with serving(tmp_path, said, port):
+        for _ in range(200):  # of 16 MiB each, which do not come
+            assert answer(port, unsigned("wait", 16 << 20, b"x")).startswith(b"HTTP/1.1 401")
+        for body in (deep, wide):
+            found = answer(port, unsigned("join", len(body), body))
+            assert found.startswith(b"HTTP/1.1 401") or not found
+        for request in (
+            b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+            b"POST /join HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n",
+            b"\x16\x03\x01 nothing of HTTP\r\n\r\n",
+            b"POST /join HTTP/1.1\r\nHost: x\r\nA: " + b"a" * (1 << 20),
+        ):
+            assert not answer_of(port, request).startswith((b"HTTP/1.1 2", b"HTTP/1.1 5"))
+        assert ask(ServerClient(f"http://127.0.0.1:{port}", TOKEN), "join", **JOIN)[0]["uploads"]
+    text = "127.0.0.1: refused a message (wait) that nobody signed who has the token"
+    assert [line for line in said if line.startswith(text)] == [
+        text,
+        *(f"{text} ({2**n} such so far)" for n in range(1, 8)),
+    ]
+
+
+def answer_of(port: int, request: bytes) -> bytes:
+    """What comes first."""
+    with socket.create_connection(("127.0.0.1", port), 10) as raw:
+        try:
+            raw.sendall(request)
+            return raw.recv(1 << 16)
+        except ConnectionError:
+            return b""
+
+
+def test_sites_are_answered_beside_strangers_that_send_a_byte_and_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Headers that do not end, of more connections than a host may have: the oldest go."""
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 1000.0)
+    said: list[str] = []
+    port = free_port()
+    client = ServerClient(f"http://127.0.0.1:{port}", TOKEN)
+    with serving(tmp_path, said, port), ExitStack() as stack:
+        stalled = []
+        for number in range(MOST_OF_ONE_HOST + 20):
+            raw = stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+            raw.sendall(b"P" if number % 2 else unsigned("contribute", 1 << 20)[:-2])
+            stalled.append(raw)
+            if number == 3:
+                assert ask(client, "join", **JOIN)[0]["uploads"]
+        assert ask(client, "join", **JOIN)[0]["uploads"]
+        assert ask(client, "wait", base=0, seconds=0)[0]["number"] == 0
+        with suppress(ConnectionError):
+            assert stalled[0].recv(10) == b""  # closed
+
+
+def test_a_connection_has_a_time_for_its_headers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.05)
+    port = free_port()
+    with serving(tmp_path, [], port):
+        for start in (b"", b"POST /jo", unsigned("join", 100)[:-1]):
+            assert answer(port, start) == b""
+        client = ServerClient(f"http://127.0.0.1:{port}", TOKEN)
+        assert ask(client, "wait", base=-1, seconds=0.2)[0]["number"] == 0
+
+
+def rounds(address: str, index: int, count: int, ends: dict[int, int]) -> None:
+    """A site that joins and takes part in so many outer steps."""
+    client = ServerClient(address, TOKEN)
+    boxes = [["w", [0], [4]]]
+    request = JOIN | {"site": index, "sites": JOIN["sites"] | {"count": 2}}
+    if ask(client, "join", **request)[0]["uploads"]:
+        ask(client, "upload", site=index, boxes=boxes, payload=bytes(16))
+        ask(client, "uploaded", site=index)
+    for number in range(count):
+        attempt = f"{number * 10 + index:016x}"
+        part = {"attempt": attempt, "rank": 0, "part": 0, "boxes": boxes}
+        while not ask(client, "wait", base=number - 1, seconds=5)[0]["is_ready"]:
+            pass
+        ask(client, "contribute", 60, site=index, **part, payload=bytes(16))
+        delivery = {"attempt": attempt, "base": number, "step": 5, "tokens": 10, "num_messages": 1}
+        ask(client, "deliver", 60, site=index, **delivery)
+        while ask(client, "wait", base=number, seconds=5)[0]["number"] <= number:
+            pass
+        ends[index] = number + 1
+
+
+def drip(port: int, ended: threading.Event) -> None:
+    """Connections that send one byte after the other, each as long as it is let, and open again."""
+    raws: list[socket.socket] = []
+    while not ended.is_set():
+        while len(raws) < 20:
+            raw = socket.create_connection(("127.0.0.1", port), 10)
+            raw.sendall(unsigned("contribute", 1 << 20)[:-2])
+            raws.append(raw)
+        for raw in list(raws):
+            try:
+                raw.send(b"a")
+            except OSError:
+                raw.close()
+                raws.remove(raw)
+        ended.wait(0.01)
+    for raw in raws:
+        raw.close()
+
+
+def test_two_sites_finish_their_rounds_next_to_connections_that_drip(tmp_path: Path) -> None:
+    """More of them than are let stay, for the whole time."""
+    port = free_port()
+    ended = threading.Event()
+    ends: dict[int, int] = {}
+    with serving(tmp_path, [], port):
+        drips = [threading.Thread(target=drip, args=(port, ended)) for _ in range(5)]
+        address = f"http://127.0.0.1:{port}"
+        sites = [
+            threading.Thread(target=rounds, args=(address, index, 4, ends)) for index in range(2)
+        ]
+        for thread in drips + sites:
+            thread.start()
+        for thread in sites:
+            thread.join(120)
+        ended.set()
+        for thread in drips:
+            thread.join()
+    assert ends == {0: 4, 1: 4}
+
+
+def signed(client: ServerClient, action: str, body: bytes) -> bytes:
+    """The headers of a request of `client`, which has said hello."""
+    client._sequence += 1
+    nonce, digest = f"{client._session}-{client._sequence}", digest_of(body)
+    signature = request_signature(TOKEN, action, client._instance, nonce, len(body), digest)
+    headers = {
+        "Host": "x",
+        "Content-Length": len(body),
+        NONCE: nonce,
+        INSTANCE: client._instance,
+        DIGEST: digest,
+        SIGNATURE: signature,
+    }
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return f"POST /{action} HTTP/1.1\r\n{lines}\r\n".encode()
+
+
+@pytest.mark.parametrize("limit", ["_CHUNK_SECONDS", "_LEAST_RATE"])
+def test_a_body_that_stalls_or_drips_is_given_up(
+    limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After signed headers: also as many as are read at once, which others wait for."""
+    monkeypatch.setattr(app, "_CHUNK_SECONDS", 0.05 if limit == "_CHUNK_SECONDS" else 1.0)
+    monkeypatch.setattr(app, "_LEAST_RATE", 1 << 30)
+    port = free_port()
+    client = ServerClient(f"http://127.0.0.1:{port}", TOKEN)
+    body = pack({"site": 0, "boxes": []}, bytes(1000))
+    with serving(tmp_path, [], port), ExitStack() as stack:
+        ask(client, "join", **JOIN)
+        raws = []
+        for _ in range(2 * app.BODIES_AT_ONCE):
+            raw = stack.enter_context(socket.create_connection(("127.0.0.1", port), 20))
+            raw.sendall(signed(client, "upload", body) + body[:-20])
+            raws.append(raw)
+        for raw in raws:
+            found = b"-"
+            while found:
+                if limit == "_LEAST_RATE":
+                    with suppress(OSError):
+                        raw.send(body[-20:-19])
+                    raw.settimeout(0.1)
+                with suppress(TimeoutError):
+                    found = received(raw)
+        assert ask(client, "join", **JOIN)[0]["uploads"]
+
+
+def received(raw: socket.socket) -> bytes:
+    with suppress(ConnectionError):
+        found = raw.recv(1 << 16)
+        assert not found or found.startswith(b"HTTP/1.1 400"), found
+        return found
+    return b""
+
+
+def test_a_tls_handshake_has_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
+    port = free_port()
+    certificate, key = own_certificate(tmp_path)
+    with serving(tmp_path / "state", [], port, (certificate, key)):
+        for start in (b"", b"\x16\x03\x01\x02\x00\x01\x00"):  # of a hello that does not end
+            assert answer(port, start) == b""
+        client = ServerClient(f"https://127.0.0.1:{port}", TOKEN, certificate)
+        assert ask(client, "wait", base=-1, seconds=0.0)[0]["number"] == 0
+
+
+def test_memory_under_a_thousand_hostile_connections_is_as_documented(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/howto/sites.md: 64 MiB at most, however many they are; from 16 hosts here."""
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 1000.0)
+    port = free_port()
+    start = b"POST /join HTTP/1.1\r\nHost: x\r\n"
+    kinds = [
+        start + b"A: " + b"a" * (MOST_HEADERS - 100),
+        unsigned("contribute", 16 << 20, bytes(1 << 16)),
+        start + b"Transfer-Encoding: chunked\r\n\r\n10000\r\n" + bytes(60_000),
+        b"P",
+    ]
+    client = ServerClient(f"http://127.0.0.1:{port}", TOKEN)
+    with serving(tmp_path, [], port), ExitStack() as stack:
+        ask(client, "join", **JOIN)
+        before = most = psutil.Process().memory_info().rss
+        for number in range(1000):
+            raw = stack.enter_context(socket.socket())
+            raw.bind((f"127.0.1.{1 + number % 16}", 0))
+            raw.connect(("127.0.0.1", port))
+            with suppress(ConnectionError):
+                raw.sendall(kinds[number % 4])
+            if number % 50 == 0:
+                assert ask(client, "wait", base=0, seconds=0)[0]["number"] == 0
+                most = max(most, psutil.Process().memory_info().rss)
+        assert ask(client, "join", **JOIN)[0]["uploads"]
+        most = max(most, psutil.Process().memory_info().rss)
+    print(f"{(most - before) / 2**20:.1f} MiB")
+    assert most - before < 64 << 20
+    assert MOST_STRANGERS < 1000
