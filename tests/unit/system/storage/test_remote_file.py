@@ -82,7 +82,7 @@ def test_a_broken_line_is_resumed_at_its_byte(
         begins = [int(asked[6:].partition("-")[0]) for _, asked in site.requests[2:]]
         assert len(begins) == 2
         assert 800_000 < begins[0] < begins[1] < 1_800_000
-        assert "resumed there" in caplog.text
+        assert "resuming there" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["http", "s3"])
