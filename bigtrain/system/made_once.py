@@ -32,7 +32,8 @@ def made_once(
     """Return `read` of the first of `places` that has the file; create it if none has.
 
     `read` returns None if there is no file, or not the expected one. An exception of `make`
-    propagates to the caller, and the next process makes another attempt. None if no location is writable.
+    propagates to the caller, and the next process makes another attempt. None if no location
+    is writable.
     """
     for place in places:
         content = read(place)

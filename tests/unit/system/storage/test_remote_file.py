@@ -185,7 +185,7 @@ def test_a_server_that_is_gone_is_given_up(
         address, _ = address_of("http", tmp_path, first, monkeypatch)
         known = store_of(address).stat(address)
     with RemoteFile(f"{address}?token=abc", known) as file:
-        with pytest.raises(StorageError, match="beyond byte 0 after 3 tries") as error:
+        with pytest.raises(StorageError, match="beyond byte 0 after 3 attempts") as error:
             file.read(1)
     assert "abc" not in str(error.value)
 
