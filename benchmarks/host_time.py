@@ -13,9 +13,9 @@ loop with ZeRO's arithmetic in place of its own, in plain PyTorch, and a hook on
 does nothing.
 
 ``--deepspeed-hooks`` leaves ZeRO-3 the hooks that `bigtrain.engine.deepspeed_patches.zero3_hooks`
-replaces, and ZeRO 1 and 2 what `bigtrain.engine.deepspeed_patches.zero12` leaves out; ``--versus
-N`` measures both by turns, N times, and prints the least of each. ``--profile FILE`` writes a
-cProfile of five more steps of the engine.
+replaces, and ZeRO 1 and 2 what `bigtrain.engine.deepspeed_patches.zero12` skips; ``--without NAME``
+turns one function of these modules off; ``--versus N`` measures with and without by turns, N times,
+and prints the least of each. ``--profile FILE`` writes a cProfile of five more steps of the engine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -47,7 +47,7 @@ from benchmarks.support.points import llama, write_random_dataset
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.engine.build import build_engine
-from bigtrain.engine.deepspeed_patches import step as patches
+from bigtrain.engine.deepspeed_patches import step, zero12
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.launchers.local_world import run_local_world
@@ -57,6 +57,8 @@ from bigtrain.settings.resolve import ResolvedRun, resolve_run
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.world import read_world
 
+PATCH_MODULES = step, zero12
+ALL_PATCHES = "replace_hooks", "skip_redundant_work_of_zero12"
 TOKENS = 8
 VOCAB_SIZE = 256
 WARM_UP_STEPS = 3
@@ -65,9 +67,10 @@ PROFILED_STEPS = 5
 
 @dataclass(frozen=True)
 class Task:
-    """What one world measures. persistent: elements up to which ZeRO-3 keeps a parameter whole.
+    """Measurement of one world. persistent: elements up to which ZeRO-3 does not partition.
 
-    model: llama, or gpt2, which has biases and norms with two parameters.
+    without: names of functions in `PATCH_MODULES` that do nothing. model: llama, or gpt2, which has
+    biases and norms with two parameters.
     """
 
     zero_stage: int
@@ -75,7 +78,7 @@ class Task:
     hidden_size: int
     num_steps: int
     persistent: int
-    deepspeed_hooks: bool
+    without: tuple[str, ...]
     model: str = "llama"
     dtype: str = "float32"
     profile: str | None = None
@@ -173,15 +176,15 @@ def measure(task: Task, data: Path, deepspeed_config: Path) -> dict[str, Any]:
     """Seconds of both loops' steps on this rank. Collective over the world."""
     torch.set_num_threads(1)
     world = read_world(os.environ)
-    own = {"replace_hooks": lambda *_: False, "skip_redundant_work_of_zero12": lambda *_: None}
-    kept = mock.patch.multiple(patches, **own)
-    with process_group(world):
+    with process_group(world), ExitStack() as turned_off:
+        for name in task.without:
+            owner = next(module for module in PATCH_MODULES if hasattr(module, name))
+            turned_off.enter_context(mock.patch.object(owner, name, return_value=False))
         config = run_config(task, data, world.size)
         run = resolve_run(config, world.size, str(deepspeed_config), "cpu")
         mesh, device = open_mesh(run.topology, world.rank), torch.device("cpu")
         hf_config = load_hf_config(config.model)
-        with kept if task.deepspeed_hooks else nullcontext():
-            engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh)
+        engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh)
         batches = open_training_data(config, run.plan, mesh.coordinates.data_rank)
         steps = [batches.step(number * world.size) for number in range(task.total_steps)]
         batches.close()
@@ -247,8 +250,9 @@ def in_world(task: Task, world_size: int) -> dict[str, Any]:
 
 
 def versus(task: Task, world_size: int, rounds: int) -> list[dict[str, Any]]:
-    """The round of DeepSpeed's own code with the least time per parameter, and that of ours."""
-    both = [replace(task, deepspeed_hooks=own) for own in (True, False)]
+    """Return the round without the named patches that takes the least time per parameter, and the
+    one with all patches."""
+    both = [task, replace(task, without=())]
     found = [[in_world(one, world_size) for one in both] for _ in range(rounds)]
     return [
         min(rows, key=lambda row: float(row["ms_per_parameter"]))
@@ -281,10 +285,16 @@ def main() -> None:
         help="bfloat16: the bare loop casts weights by autocast, which the engine need not",
     )
     parser.add_argument("--deepspeed-hooks", action="store_true", help="DeepSpeed's own code")
-    parser.add_argument("--versus", type=int, metavar="N", help="DeepSpeed's own and ours, N times")
+    parser.add_argument(
+        "--without", nargs="+", default=[], metavar="NAME", help="functions of patches to turn off"
+    )
+    parser.add_argument("--versus", type=int, metavar="N", help="without and with them, N times")
     parser.add_argument("--profile", help="file for cProfile's figures, of the last world")
     parser.add_argument("--output", type=Path, help="JSON file for all figures")
     args = parser.parse_args()
+    without = tuple(args.without)
+    if args.deepspeed_hooks or (args.versus and not without):
+        without = ALL_PATCHES
     print("zero  ranks  whose      bare ms  engine ms  ms per parameter  floor  loss")
     rows = []
     for zero_stage in args.zero:
@@ -295,7 +305,7 @@ def main() -> None:
                 hidden_size=args.hidden_size,
                 num_steps=args.steps,
                 persistent=args.persistent,
-                deepspeed_hooks=args.deepspeed_hooks,
+                without=without,
                 model=args.model,
                 dtype=args.dtype,
                 profile=args.profile,
@@ -312,7 +322,7 @@ def main() -> None:
 
 def _show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
-        whose = "DeepSpeed" if row["deepspeed_hooks"] else "bigtrain"
+        whose = "reduced" if row["without"] else "bigtrain"
         print(
             f"{row['zero_stage']:>4}  {row['world_size']:>5}  {whose:<9}  {row['bare_ms']:>7.1f}  "
             f"{row['engine_ms']:>9.1f}  {row['ms_per_parameter']:>16.4f}  "

@@ -3,7 +3,7 @@
 python tools/reference.py [--output docs/reference]
 
 One page each for the fields of the run YAML, DeepSpeed keys, the commands, the exit codes and
-errors, the fields of metrics.jsonl, and the texts of all errors. Imports no torch.
+errors, and the fields of metrics.jsonl. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from bigtrain.cli import COMMANDS, build_parser  # noqa: E402
 from bigtrain.commands.arguments import EXIT_CODES  # noqa: E402
 from bigtrain.run.reporting import breakdown, metrics  # noqa: E402
 from bigtrain.train import build_parser as train_parser  # noqa: E402
+from tools.markdown import markdown_cell, sentence  # noqa: E402
 from tools.reference_deepspeed import deepspeed_keys_page  # noqa: E402
-from tools.reference_errors import error_texts, markdown_cell, sentence  # noqa: E402
 from tools.reference_fields import fields_page  # noqa: E402
 from tools.reference_python import python_page  # noqa: E402
 
@@ -52,9 +52,6 @@ def pages() -> dict[str, str]:
         "commands.md": _commands(),
         "exit_codes.md": _exit_codes(),
         "metrics.md": _metrics(),
-        "errors.md": _WRITTEN.format(source="the errors that `bigtrain/` raises").join(
-            error_texts()
-        ),
         "deepspeed_keys.md": _WRITTEN.format(
             source="`bigtrain/settings/deepspeed/accepted.py`"
         ).join(deepspeed_keys_page()),
@@ -146,7 +143,7 @@ def _exit_codes() -> str:
         "\ntorchrun and accelerate turn every code into 1. `slurm/train.sbatch` and "
         "`bigtrain launch torchrun` start torchrun by `bigtrain.launchers.agent`, which ends with "
         "the code of the rank that failed first. [Failures](../failures.md) says what leads to "
-        "each code, and [Error texts](errors.md) lists what is printed with code 2.\n",
+        "each code.\n",
         "## Errors\n",
         "| error | exit code | of |\n|---|---|---|",
         "\n".join(_error_rows(errors.BigtrainError)) + "\n",

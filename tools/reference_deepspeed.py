@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from bigtrain.settings.deepspeed.accepted import ROWS, TEST, Row
 from bigtrain.settings.deepspeed.keys import key_table
 from bigtrain.settings.deepspeed.ownership import REFUSED_BLOCKS
-from tools.reference_errors import markdown_cell
+from tools.markdown import markdown_cell
 
 _HEAD = f"""\
 `bigtrain check` and every run accept these keys of a DeepSpeed JSON with these values; all others

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from bigtrain.settings.run_config import RunConfig, Section
-from tools.reference_errors import markdown_cell, sentence
+from tools.markdown import markdown_cell, sentence
 
 # Units of the numbers that the end of a field's name does not tell.
 UNITS = {

@@ -22,6 +22,7 @@ from bigtrain.engine.deepspeed_patches.step import (
     replace_clipping,
     scale_of_norm,
     scaled_loss,
+    speed_patches_in_place,
 )
 from bigtrain.engine.experts.load import ExpertLoad
 from bigtrain.engine.experts.router_losses import RouterLosses
@@ -118,6 +119,11 @@ class TrainEngine:
         """The Hugging Face model; its parameters may be partitioned."""
         module: nn.Module = self.engine.module
         return module
+
+    @property
+    def speed_patches(self) -> tuple[str, ...]:
+        """Names of the parts of DeepSpeed that are replaced to save host time."""
+        return speed_patches_in_place(self.engine)
 
     def train_step(
         self,

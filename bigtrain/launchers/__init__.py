@@ -1,4 +1,4 @@
-"""How processes are started on hosts: hostfiles, launch scripts, Kubernetes manifests, an elastic
+"""Starting processes on hosts: hostfiles, launch scripts, Kubernetes manifests, an elastic
 rendezvous, a local world.
 
 Mostly renders text for a launcher; nothing here trains. Imports `settings` and `system`; the

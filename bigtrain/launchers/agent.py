@@ -1,11 +1,11 @@
-"""torchrun with a one-line message of how the launch ended, and with the exit code of its ranks.
+"""torchrun wrapper with a one-line message on the end of the launch and the exit code of its ranks.
 
     python -m bigtrain.launchers.agent TORCHRUN-ARGUMENTS
 
-torchrun itself (2.13) ends with a traceback and exit code 1, whatever the exit codes of its ranks
-are, so that a preempted run looks like a failed one; and it kills them 30 seconds after SIGTERM,
-even while they save. Where it restarts nothing (``--max-restarts=0``, its default), SIGTERM is
-forwarded to the ranks instead, and the agent waits until they exit.
+torchrun itself (2.13) ends with a traceback and exit code 1, regardless of the exit codes of its
+ranks (so a preempted run looks like a failed one), and it kills them 30 seconds after SIGTERM, even
+while they save. If it restarts nothing (``--max-restarts=0``, its default), SIGTERM is forwarded to
+the ranks instead, and the agent waits until they exit.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from types import FrameType
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Launch, and return the exit code: that of the rank that failed first, or 2."""
+    """Launch and return the exit code: that of the rank that failed first, or 2."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
     options = run.parse_args(list(arguments))
-    if options.max_restarts == 0:  # else torchrun would restart ranks that have saved and exited
+    if options.max_restarts == 0:  # otherwise torchrun would restart ranks that saved and exited
         options.signals_to_handle = "SIGINT"
         signal.signal(signal.SIGTERM, _forward)
     try:
@@ -45,18 +45,18 @@ def main(arguments: Sequence[str]) -> int:
         _say(
             f"the launch {options.rdzv_id} at the rendezvous {options.rdzv_endpoint} has ended, so "
             "this node cannot join it -> if the run is not complete, stop the process that serves "
-            "the rendezvous, and start it and all nodes again"
+            "the rendezvous, and restart it and all nodes"
         )
         return 2
     except RendezvousError as error:
-        _say(f"no rendezvous at {options.rdzv_endpoint}: {error} -> is it served there?")
+        _say(f"no rendezvous at {options.rdzv_endpoint}: {error} -> check that it is served there")
         return 2
     return 0
 
 
 def _forward(number: int, frame: FrameType | None) -> None:
-    """Send the signal to the ranks: they save and exit, and then torchrun does. Before there are
-    any, there is nothing to save, so exit."""
+    """Send the signal to the ranks: they save and exit, then torchrun exits. Before there are
+    any, exit at once: there is nothing to save."""
     started = _ranks()
     for process in started:
         with suppress(ProcessLookupError):
@@ -67,15 +67,15 @@ def _forward(number: int, frame: FrameType | None) -> None:
 
 def _ranks() -> list[int]:
     """Process ids of the ranks that torchrun has started here."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             if parent == os.getpid() and b"\0RANK=" in b"\0" + (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except (OSError, ValueError):  # it ended meanwhile
+                pids.append(int(folder.name))
+        except (OSError, ValueError):  # the process has ended
             continue
-    return found
+    return pids
 
 
 def _say(text: str) -> None:

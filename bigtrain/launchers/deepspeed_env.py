@@ -1,11 +1,11 @@
 """``.deepspeed_env``: the environment variables that DeepSpeed's launcher sends to other hosts.
 
 DeepSpeed (0.19.8, launcher/runner.py:610) reads it from ``~`` and then from the working directory,
-splits every line at its first ``=``, and crashes on a blank or comment line. It puts the variables
-into its log and into the command lines of pdsh, ssh or mpirun and of the shells on every host,
-which ``ps`` shows to everybody: so the file must not contain secrets, whatever its mode.
-`accelerate launch` with several machines appends its whole environment to it, secrets included,
-readable by everybody. Pure but for the file itself.
+splits every line at its first ``=``, and crashes on a blank or comment line. It writes the
+variables into its log and into the command lines of pdsh, ssh or mpirun and of the shells on every
+host, which ``ps`` shows to all users: so the file must not contain secrets, regardless of its mode.
+`accelerate launch` with several machines appends its entire environment to it, secrets included,
+readable by all users. Pure except for the file itself.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ FORWARDED_NAMES = (
     *(name for proxy in ("http", "https", "all", "no") for name in (f"{proxy}_proxy",)),
     *(f"{proxy}_PROXY" for proxy in ("HTTP", "HTTPS", "ALL", "NO")),
 )
-# The launcher sets these itself: each rank's devices, and the name of the file it has read.
+# The launcher sets these itself: each rank's devices, and the name of the file it read.
 _OF_THE_LAUNCHER = ("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE")
 # DeepSpeed forwards these by itself (runner.py:36), secrets or not.
 _OF_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX")
-# Without these ssh, and with it DeepSpeed's runner, would wait for a dead host for ever.
+# Without these ssh, and with it DeepSpeed's runner, would wait for a dead host forever.
 KEEP_ALIVE = "-o ServerAliveInterval=10 -o ServerAliveCountMax=3 -o ConnectTimeout=15"
 _SECRET_NAME = re.compile(
     r"(^|_)(TOKEN|KEY|AUTH|COOKIE|PASS|PWD)S?($|_)"
@@ -43,7 +43,7 @@ _SECRET_NAME = re.compile(
     re.I,
 )
 _SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]+@")  # a URL with a password: proxies, trackers
-# Names that contain such a word but hold no secret.
+# Names that contain such a word but are not secret.
 _HARMLESS = {
     *("TOKENIZERS_PARALLELISM", "HF_HUB_DISABLE_IMPLICIT_TOKEN", "PWD", "OLDPWD"),
     "GOOGLE_APPLICATION_CREDENTIALS",  # a path
@@ -61,9 +61,9 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class HostEnvironment:
-    """Variables that hosts are given, and the names of those that they are not given.
+    """Variables that are sent to hosts, and the names of those that are not.
 
-    `secrets` would have been chosen if they were not secret; `dropped` are all others that are set
+    `secrets` would be sent if they were not secret; `dropped` are all others that are set
     here; `exposed` are secrets that DeepSpeed forwards by itself, on command lines.
     """
 
@@ -74,7 +74,8 @@ class HostEnvironment:
 
 
 def is_secret(name: str, value: str = "") -> bool:
-    """Whether a variable holds a secret: by its name, or because it is a URL with a password."""
+    """Return whether a variable is a secret: by its name, or because it is a URL with a
+    password."""
     if _SECRET_VALUE.search(value):
         return True
     harmless = name in _HARMLESS or name.upper().endswith(_HARMLESS_ENDS)
@@ -84,19 +85,19 @@ def is_secret(name: str, value: str = "") -> bool:
 def select_environment(
     environment: Mapping[str, str], extra: Iterable[str] = ()
 ) -> HostEnvironment:
-    """The variables of `environment` that hosts need, and `extra`, by name.
+    """Return the variables of `environment` that hosts need, and `extra`, by name.
 
-    Raises LaunchError for one of `extra` that is not set or that is secret, and for values that
-    DeepSpeed's reader cannot hold.
+    Raises LaunchError for one of `extra` that is unset or secret, and for values that
+    DeepSpeed's reader cannot parse.
     """
     extra = list(extra)
     for name in extra:
         if name not in environment:
-            raise LaunchError(f"{name} is not set here -> export it, or do not name it")
+            raise LaunchError(f"{name} is not set here -> export it, or remove it from the list")
         if is_secret(name, environment[name]):
             raise LaunchError(
-                f"{name}: holds a secret by its name or value, and DeepSpeed puts what stands in "
-                f"{NAME} into its log and into command lines, which ps shows to everybody on every "
+                f"{name}: is a secret by its name or value, and DeepSpeed writes the contents of "
+                f"{NAME} into its log and into command lines, which ps shows to all users on every "
                 f"host -> {instead_of_command_lines(name)}"
             )
     chosen: dict[str, str] = {}
@@ -114,7 +115,9 @@ def select_environment(
     for name, value in chosen.items():
         if not _NAME.fullmatch(name) or "\n" in value or "\r" in value:
             # Without the value, which may be a secret.
-            rule = f"cannot stand in {NAME}, where a line is NAME=VALUE, for it holds a line end"
+            rule = (
+                f"cannot be written to {NAME}, where a line is NAME=VALUE: it contains a line break"
+            )
             raise LaunchError(f"{name}: {rule} -> unset it here")
     return HostEnvironment(chosen, secrets, dropped, exposed)
 
@@ -125,12 +128,12 @@ def _is_forwarded(name: str) -> bool:
 
 
 def instead_of_command_lines(name: str) -> str:
-    """How to give the hosts the secret `name` without putting it on a command line."""
+    """Return a way to pass the secret `name` to hosts without a command line."""
     return _WITHOUT_COMMAND_LINES.get(name, "a file of mode 600 that each host reads")
 
 
 def render_environment(variables: Mapping[str, str]) -> str:
-    """The text of the file, without comments and blank lines, on which DeepSpeed crashes.
+    """Return the text of the file, without comments and blank lines, on which DeepSpeed crashes.
 
     Values are quoted for the shell, because pdsh runs ``export NAME=VALUE`` in one
     (multinode_runner.py:104). DeepSpeed's other launchers make the quotes a part of the value.
@@ -139,7 +142,7 @@ def render_environment(variables: Mapping[str, str]) -> str:
 
 
 def quoted_names(variables: Mapping[str, str]) -> list[str]:
-    """The variables whose values are quoted, so that only pdsh passes them on unchanged."""
+    """Return the variables whose values are quoted; only pdsh passes those unchanged."""
     return [name for name, value in variables.items() if shlex.quote(value) != value]
 
 
@@ -149,7 +152,7 @@ def write_environment(path: Path, variables: Mapping[str, str]) -> None:
 
 
 def inspect_environment_file(path: Path) -> list[str]:
-    """What is wrong with `path`, each with its remedy; nothing where it does not exist.
+    """Return the problems of `path`, each with its fix; empty if it does not exist.
 
     Names secrets, never their values.
     """
@@ -165,18 +168,18 @@ def inspect_environment_file(path: Path) -> list[str]:
     for number, line in enumerate(text.splitlines(), 1):
         name, equals, value = line.partition("=")
         if not equals or not _NAME.fullmatch(name.strip()):
-            kind = "blank" if not line.strip() else "no NAME=VALUE"
+            kind = "blank" if not line.strip() else "not NAME=VALUE"
             problems.append(
                 f"{path} line {number}: is {kind}, and DeepSpeed crashes on it: delete it"
             )
         if is_secret(name.strip(), value):
             secrets.add(name.strip())
     if secrets:
-        readable = f"mode {mode:o} lets others read" if mode & 0o077 else "holds"
+        readable = f"mode {mode:o} lets others read" if mode & 0o077 else "contains"
         problems.append(
-            f"{path}: {readable} {', '.join(sorted(secrets))}, which DeepSpeed puts into its log "
-            "and into command lines on every host, for everybody to read: change what has been "
-            "used, delete the file (accelerate launch writes such ones), and write one with  "
+            f"{path}: {readable} {', '.join(sorted(secrets))}, which DeepSpeed writes into its log "
+            "and into command lines on every host, readable by all users: replace the secrets that "
+            "were used, delete the file (accelerate launch writes such ones), and write one with  "
             "bigtrain hostfile --environment"
         )
     return problems

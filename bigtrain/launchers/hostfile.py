@@ -1,7 +1,7 @@
 """DeepSpeed hostfiles: read, check (every problem of a file at once), generate under Slurm.
 
-A line is ``NAME slots=NUMBER``; what follows ``#`` is a comment (deepspeed 0.19.8,
-launcher/runner.py:229). Pure but for reading the file.
+A line is ``NAME slots=NUMBER``; text after ``#`` is a comment (deepspeed 0.19.8,
+launcher/runner.py:229). Pure except for reading the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_HOSTS = 65536  # of one expression: more is a typing error that would fill
 
 @dataclass(frozen=True)
 class Host:
-    """A machine by its name for `ssh`, its number of ranks, and its line in the file."""
+    """Machine: its name for `ssh`, its number of ranks, and its line in the file."""
 
     name: str
     slots: int
@@ -31,7 +31,7 @@ class Host:
 
 
 def read_hostfile(path: Path, more: Callable[[list[Host]], list[str]] | None = None) -> list[Host]:
-    """The hosts of `path`, in order; `more` returns further problems of the valid ones.
+    """Return the hosts of `path`, in order; `more` returns further problems of the valid ones.
 
     Raises LaunchError with all problems.
     """
@@ -40,25 +40,25 @@ def read_hostfile(path: Path, more: Callable[[list[Host]], list[str]] | None = N
     except OSError as error:
         raise LaunchError(f"hostfile {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise LaunchError(f"hostfile {path} is no text: {error}") from error
+        raise LaunchError(f"hostfile {path} is not a text file: {error}") from error
     hosts, problems = parse_hostfile(text)
     problems += more(hosts) if more is not None else []
     if problems:
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in"
-        found = [*problems, *describe_unequal(hosts)]
-        raise LaunchError("\n".join([f"{count} hostfile {path}", *(f"  {one}" for one in found)]))
+        details = [*problems, *describe_unequal(hosts)]
+        raise LaunchError("\n".join([f"{count} hostfile {path}", *(f"  {one}" for one in details)]))
     return hosts
 
 
 def parse_hostfile(text: str) -> tuple[list[Host], list[str]]:
-    """The hosts in `text`, and what is wrong with it: line, value, rule and remedy."""
+    """Return the hosts in `text`, and its problems: line, value, rule and fix."""
     hosts: list[Host] = []
     problems: list[str] = []
     if "\r" in text:
         line = text[: text.index("\r")].count("\n") + 1
         problems.append(
-            f"line {line}: ends as on Windows (CR LF), and shells and mpirun take the CR for a "
-            "part of the last word -> sed -i 's/\\r$//' FILE"
+            f"line {line}: has a Windows line ending (CR LF), and shells and mpirun treat the CR "
+            "as part of the last word -> sed -i 's/\\r$//' FILE"
         )
     for number, whole in enumerate(text.split("\n"), 1):
         words = whole.partition("#")[0].strip()
@@ -69,9 +69,9 @@ def parse_hostfile(text: str) -> tuple[list[Host], list[str]]:
             problems.append(f"line {number}: {_what_is_wrong(words)}")
         elif int(match[2]) < 1:
             rule = "a host has at least one slot"
-            problems.append(f"line {number}: {match[1]} slots={match[2]}: {rule} -> take it out")
+            problems.append(f"line {number}: {match[1]} slots={match[2]}: {rule} -> remove it")
         elif not _NAME.fullmatch(match[1]):
-            rule = "is no name of a host, of letters, digits, dots and hyphens"
+            rule = "is not a host name of letters, digits, dots and hyphens"
             right = re.sub(r"[^A-Za-z0-9._-]", "", match[1]) or "node-1"
             problems.append(
                 f"line {number}: {match[1]!r}: {rule} -> write {right} slots={match[2]}"
@@ -80,7 +80,7 @@ def parse_hostfile(text: str) -> tuple[list[Host], list[str]]:
             hosts.append(Host(match[1], int(match[2]), number))
     problems += _duplicates(hosts)
     if not hosts and not problems:
-        problems.append("no line names a host -> write lines such as  node-1 slots=8")
+        problems.append("the file has no hosts -> write lines such as  node-1 slots=8")
     return hosts, problems
 
 
@@ -95,10 +95,10 @@ def _what_is_wrong(line: str) -> str:
     number = re.fullmatch(r"(?:slots\b)?[\s=:]*(\d+)", rest)
     if number is not None:
         return f"{line!r}: is not NAME slots=NUMBER -> write {name} slots={number[1]}"
-    if re.search(r"\sslots=\d+$", line):  # which of the words is the name is not known
+    if re.search(r"\sslots=\d+$", line):  # which word is the name is unknown
         joined = "-".join(line.split()[:-1])
         return (
-            f"{line!r}: a name of a host has no spaces -> write the name that ssh knows, "
+            f"{line!r}: a host name has no spaces -> write the name that ssh uses, "
             f"{joined} {line.split()[-1]} perhaps"
         )
     return f"{line!r}: is not NAME slots=NUMBER -> write {name} slots=N, its number of processes"
@@ -113,34 +113,34 @@ def _duplicates(hosts: Sequence[Host]) -> list[str]:
             slots = sorted({before.slots, host.slots})
             wanted = "" if len(slots) == 1 else f", with slots={slots[0]} or slots={slots[1]}"
             problems.append(
-                f"line {host.line}: {host.name} stands in line {before.line} already -> keep one "
-                f"line{wanted}"
+                f"line {host.line}: {host.name} is already listed in line {before.line} -> keep "
+                f"one line{wanted}"
             )
     return problems
 
 
 def describe_unequal(hosts: Sequence[Host]) -> list[str]:
-    """A human-readable line for every host whose number of slots differs from most hosts'. Such
+    """Return a line for every host whose number of slots differs from that of most hosts. Such
     hosts can train together: ranks are numbered in the order of the file."""
     counts = Counter(host.slots for host in hosts)
-    usual = max(counts, key=lambda slots: counts[slots], default=0)  # the first of equals
+    usual = max(counts, key=lambda slots: counts[slots], default=0)  # the first on a tie
     different = [host for host in hosts if host.slots != usual]
     lines = [f"{host.name} has slots={host.slots}, most hosts {usual}" for host in different]
     if lines:
         lines.append(
-            "such hosts train, if that is meant; tensor- and sequence-parallel groups, which take "
-            "ranks in this order, may then be on two hosts: the run says so when it starts"
+            "unequal hosts are allowed; tensor- and sequence-parallel groups, which take "
+            "ranks in this order, may then span two hosts: the run logs this when it starts"
         )
     return lines
 
 
 def render_hostfile(hosts: Sequence[Host]) -> str:
-    """The text of a hostfile."""
+    """Return the text of a hostfile."""
     return "".join(f"{host.name} slots={host.slots}\n" for host in hosts)
 
 
 def hosts_of_slurm(environment: Mapping[str, str], slots: int | None = None) -> list[Host]:
-    """The hosts of a Slurm job, from the variables that sbatch and salloc set.
+    """Return the hosts of a Slurm job, from the variables that sbatch and salloc set.
 
     A host's slots are `slots` if given, else its GPUs, else its tasks. Raises LaunchError outside a
     job.
@@ -148,7 +148,7 @@ def hosts_of_slurm(environment: Mapping[str, str], slots: int | None = None) -> 
     nodelist = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
     if not nodelist:
         raise LaunchError(
-            "SLURM_JOB_NODELIST is not set, so this is no Slurm job: call it in sbatch or salloc"
+            "SLURM_JOB_NODELIST is not set, so this is not a Slurm job: run it in sbatch or salloc"
         )
     names = expand_nodelist(nodelist)
     counts = [slots] * len(names) if slots is not None else _slots_of(environment, len(names))
@@ -163,8 +163,12 @@ def _slots_of(environment: Mapping[str, str], num_hosts: int) -> list[int]:
         counts = [part.rpartition(":")[2] for part in per_node.split(",")]
         if all(map(str.isdecimal, counts)):
             return [sum(map(int, counts))] * num_hosts
-        raise LaunchError(f"SLURM_GPUS_PER_NODE = {per_node!r}: is no number of GPUs -> --slots N")
-    if on_node and on_node.isdecimal() and int(on_node) > 0:  # of this node; Slurm tells no other's
+        raise LaunchError(
+            f"SLURM_GPUS_PER_NODE = {per_node!r}: is not a number of GPUs -> --slots N"
+        )
+    if (
+        on_node and on_node.isdecimal() and int(on_node) > 0
+    ):  # of this node; Slurm does not report the others
         return [int(on_node)] * num_hosts
     if tasks:
         return _expand_counts(tasks, num_hosts)
@@ -177,7 +181,7 @@ def _expand_counts(text: str, num_hosts: int) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise LaunchError(f"SLURM_TASKS_PER_NODE = {text!r}: cannot be read -> --slots N")
+            raise LaunchError(f"SLURM_TASKS_PER_NODE = {text!r}: cannot be parsed -> --slots N")
         counts += [int(match[1])] * int(match[2] or 1)
     if len(counts) != num_hosts:
         raise LaunchError(f"SLURM_TASKS_PER_NODE = {text!r} is not for {num_hosts} nodes")
@@ -185,9 +189,10 @@ def _expand_counts(text: str, num_hosts: int) -> list[int]:
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """Names in Slurm's notation: ``n[1-2,05-07],login,r[1-2]c[0-3]`` (man scontrol, hostlist).
+    """Expand names in Slurm's notation: ``n[1-2,05-07],login,r[1-2]c[0-3]`` (man scontrol,
+    hostlist).
 
-    Raises LaunchError for what is none.
+    Raises LaunchError for an invalid list.
     """
     names: list[str] = []
     for part in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text):
@@ -195,7 +200,7 @@ def expand_nodelist(text: str) -> list[str]:
         if len(names) > _MOST_HOSTS:
             raise LaunchError(f"node list {text!r} names more than {_MOST_HOSTS} hosts")
     if not names or text.count("[") != text.count("]"):
-        raise LaunchError(f"node list {text!r} cannot be read: scontrol show hostnames tells why")
+        raise LaunchError(f"node list {text!r} cannot be parsed: see  scontrol show hostnames")
     return names
 
 
@@ -210,7 +215,7 @@ def _expand_name(part: str, text: str) -> list[str]:
         match = _RANGE.fullmatch(piece)
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(last) < int(first) or int(last) - int(first) > _MOST_HOSTS:
-            raise LaunchError(f"node list {text!r}: {piece!r} is no range of numbers")
+            raise LaunchError(f"node list {text!r}: {piece!r} is not a range of numbers")
         numbers = (str(n).zfill(len(first)) for n in range(int(first), int(last) + 1))
         names += [f"{before}{number}{tail}" for number in numbers for tail in tails]
     return names

@@ -30,13 +30,13 @@ _NAME = re.compile(r"[a-z]([a-z0-9-]{0,51}[a-z0-9])?")  # also a prefix of pods'
 
 @dataclass(frozen=True)
 class KubernetesRequest:
-    """A run, and where it runs.
+    """Run and its Kubernetes settings.
 
     `claim` is a PersistentVolumeClaim that every node can write, mounted at `mount`; `gpus` 0 means
     CPUs with `processes_per_node` ranks. A pod that writes nothing for `hang_minutes` counts as
     hung, and all pods restart from the newest checkpoint, at most `restarts` times. `save_seconds`:
-    termination grace period of an evicted pod. `rdma`: further resources of each node by name.
-    `queue`: Kueue's.
+    termination grace period of an evicted pod. `rdma`: additional resources of each node by name.
+    `queue`: name of Kueue's queue.
     """
 
     name: str
@@ -62,7 +62,7 @@ class KubernetesRequest:
 
 
 def render_manifests(request: KubernetesRequest) -> str:
-    """The manifests as one YAML stream. Raises ConfigError with everything that is wrong."""
+    """Return the manifests as one YAML stream. Raise ConfigError with all problems."""
     resolved = resolve_run_files(
         request.config,
         request.overrides,
@@ -86,7 +86,7 @@ def render_manifests(request: KubernetesRequest) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as literal blocks, which can be read and edited, and no YAML
+    """YAML dumper that writes multi-line texts as readable, editable literal blocks and no YAML
     aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -138,14 +138,16 @@ def _job(request: KubernetesRequest) -> dict[str, Any]:
 
 
 def _runtime(request: KubernetesRequest, resolved: ResolvedRun) -> dict[str, Any]:
-    """The runtime: the pods' template, and when all pods restart."""
+    """Return the runtime: the pods' template, and the rules by which all pods restart."""
     # Indices in the rules' patterns are those of `why_failed`.
     restart = {
         "maxRestarts": request.restarts,
         "rules": [
-            # A pod was evicted, or its peers saved and stopped with it: not a failure of the run.
+            # A pod was evicted, or its peers saved and stopped with it: this is not a failure of
+            # the run.
             _rule("preempted", "RestartJobSetAndIgnoreMaxRestarts", "[01]"),
-            # A wrong configuration stays wrong: container `check` below fails at the first start.
+            # A restart cannot fix an invalid configuration: container `check` below fails at the
+            # first start.
             _rule("wrongrun", "FailJobSet", "2"),
         ],
     }
@@ -171,8 +173,8 @@ def _runtime(request: KubernetesRequest, resolved: ResolvedRun) -> dict[str, Any
 
 
 def _rule(name: str, action: str, indices: str) -> dict[str, Any]:
-    """A JobSet rule for failures matched by the podFailurePolicy's rules with these `indices`
-    (kubernetes 1.26 to 1.34)."""
+    """Return a JobSet rule for failures matched by the podFailurePolicy's rules with these
+    `indices` (kubernetes 1.26 to 1.34)."""
     return {
         "name": name,
         "action": action,
@@ -189,7 +191,7 @@ def _pod(request: KubernetesRequest, resolved: ResolvedRun) -> dict[str, Any]:
     volumes = [
         {"name": "data", "persistentVolumeClaim": {"claimName": request.claim}},
         {"name": "run", "configMap": {"name": f"{request.name}-run"}},
-        # Gloo, NCCL and data loaders share memory there; a container's default is 64 MiB.
+        # Gloo, NCCL and data loaders use it as shared memory; a container's default is 64 MiB.
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": request.shared_memory}},
     ]
     mounts = [
@@ -212,9 +214,9 @@ def _pod(request: KubernetesRequest, resolved: ResolvedRun) -> dict[str, Any]:
     pins = {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}} if request.rdma else {}
     return {
         "restartPolicy": "Never",
-        # From SIGTERM on: `bigtrain.launchers.agent` forwards it and waits for the save.
+        # Counted from SIGTERM: `bigtrain.launchers.agent` forwards it and waits for the save.
         "terminationGracePeriodSeconds": request.save_seconds,
-        # The image does not run as root, which owns a new volume.
+        # A new volume belongs to root, but the image does not run as root.
         "securityContext": {
             "fsGroup": request.pod.fs_group,
             "fsGroupChangePolicy": "OnRootMismatch",
@@ -244,7 +246,8 @@ def _pod(request: KubernetesRequest, resolved: ResolvedRun) -> dict[str, Any]:
 
 
 def liveness_command(directory: str, minutes: int) -> list[str]:
-    """Succeeds if process 1 is younger than `minutes`, or the run wrote something within them."""
+    """Return a command that succeeds if process 1 or the run's newest write is younger than
+    `minutes`."""
     run = shlex.quote(directory)
     script = (
         f'[ -z "$(find /proc/1 -maxdepth 0 -mmin +{minutes})" ] || '
@@ -256,7 +259,9 @@ def liveness_command(directory: str, minutes: int) -> list[str]:
 def _check_request(request: KubernetesRequest) -> list[Problem]:
     problems = []
     if not _NAME.fullmatch(request.name):
-        rule = "is no name for Kubernetes: small letters, digits and -, at most 53, a letter first"
+        rule = (
+            "is not a Kubernetes name: lowercase letters, digits and -, at most 53, a letter first"
+        )
         problems.append(Problem("--name", request.name, rule))
     if request.restarts < 0:
         rule = "must be 0 (none) or more"
@@ -268,7 +273,7 @@ def _check_request(request: KubernetesRequest) -> list[Problem]:
 
 
 def _check_paths(request: KubernetesRequest, resolved: ResolvedRun) -> list[Problem]:
-    """Problems of paths that are not on the shared volume."""
+    """Return problems of paths that are not on the shared volume."""
     config = resolved.config
     paths = {"output.directory": config.output.directory}
     paths |= {config.data.key_of(i): s.path for i, s in enumerate(config.data.mixture)}

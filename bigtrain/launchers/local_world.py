@@ -1,4 +1,4 @@
-"""Runs all ranks of a world as processes of this machine, without a launcher."""
+"""Local world: all ranks as processes of this machine, without a launcher."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _TRIES = 100
 
 
 def free_port() -> int:
-    """A port that nothing listens on now.
+    """Return a port that is currently free.
 
-    Below the kernel's ephemeral ports, if possible: it takes seconds until the world's store
-    listens, and gloo in every rank opens ephemeral ports meanwhile.
+    It is below the kernel's ephemeral ports, if possible: it takes seconds until the world's store
+    listens, and gloo in every rank opens ephemeral ports in the meantime.
     """
     ports = range(_FIRST_PORT, _first_ephemeral_port())
     candidates = random.SystemRandom().sample(ports, min(_TRIES, len(ports)))
@@ -31,14 +31,15 @@ def free_port() -> int:
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))
-            except OSError:  # taken
+            except OSError:  # in use
                 continue
             return int(probe.getsockname()[1])
-    raise LaunchError("no port of this machine is free")
+    raise LaunchError("this machine has no free port")
 
 
 def _first_ephemeral_port() -> int:
-    """From Linux's net.ipv4.ip_local_port_range; elsewhere the first of IANA's dynamic ports."""
+    """Read it from Linux's net.ipv4.ip_local_port_range; elsewhere return IANA's first dynamic
+    port."""
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError):
@@ -51,10 +52,10 @@ def run_local_world(
     environment: Mapping[str, str],
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> str:
-    """Run Python with `arguments` as `world_size` ranks; returns their joined output.
+    """Run Python with `arguments` as `world_size` ranks; return their combined output.
 
     `environment` is added to this process's own. Raises LaunchError with the end of the output if
-    any rank does not exit with 0 within `timeout_seconds`; all are killed then.
+    any rank does not exit with 0 within `timeout_seconds`; then all are killed.
     """
     common = {
         **os.environ,

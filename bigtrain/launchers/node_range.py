@@ -1,7 +1,7 @@
-"""The range of numbers of nodes that a run may get, and whether its batch divides on each. Pure.
+"""Range of node counts that a run may get, and divisibility of its batch on each. Pure.
 
 A launcher may give a run another number of nodes at each start. The global batch stays the same and
-accumulation is derived anew, so the batch must divide on every number of the range.
+accumulation is recomputed, so the batch must be divisible for every node count of the range.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from bigtrain.settings.loading import load_run_config
 from bigtrain.settings.resolve import resolve_run_files
 
 _NODES = re.compile(r"([1-9][0-9]*)(?:-([1-9][0-9]*))?")
-# The batch that divides on every number of a wide range may be absurdly large.
+# The smallest batch that is divisible for all node counts of a wide range may be impractically
+# large.
 _MOST_GROWTH = 4
 
 
 def node_range(text: str) -> tuple[int, int]:
-    """Fewest and most nodes, from "4" or "1-4". Raises ConfigError."""
+    """Return the fewest and most nodes, from "4" or "1-4". Raises ConfigError."""
     match = _NODES.fullmatch(text)
     if match is None or (match[2] and int(match[1]) > int(match[2])):
-        rule, remedy = "is no number of nodes", "write 4, or 1-4 for as many as there are"
+        rule, remedy = "is not a number of nodes", "write 4, or 1-4 for as many as are available"
         raise ConfigError(Problem("--nodes", text, rule, remedy))
     return int(match[1]), int(match[2] or match[1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodesRequest:
-    """A run on a number of nodes that may change: what scripts of every launcher are made of.
+    """Run on a number of nodes that may change, as input of every launcher's script.
 
     `nodes` is a number or a range ("1-4"); `processes_per_node`: ranks of each, with a GPU each
-    unless `gpus` is False; `directory`: relative paths of the run are relative to it; `setup`:
+    unless `gpus` is False; `directory`: base of the run's relative paths; `setup`:
     shell lines to run first at each start.
     """
 
@@ -48,12 +49,12 @@ class NodesRequest:
     setup: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
-        """What follows ``train.py --config``."""
+        """Return the arguments after ``train.py --config``."""
         own = [] if self.deepspeed_config is None else ["--deepspeed_config", self.deepspeed_config]
         return [self.config, *own, *self.overrides]
 
     def check(self, problems: Sequence[Problem], source: str) -> None:
-        """Raises ConfigError with `problems`, `source`'s own, or else with the run's."""
+        """Raise ConfigError with `problems` of `source`, or else with the run's."""
         try:
             node_range(self.nodes)
         except ConfigError as error:
@@ -66,8 +67,8 @@ class NodesRequest:
 def check_on_every_number(request: NodesRequest) -> None:
     """Resolve the run for each number of nodes that `request` allows.
 
-    Raises ConfigError with what is wrong on the smallest number where anything is; where others
-    can run, also with these numbers, and the nearest batch that divides on all.
+    Raises ConfigError with the problems of the smallest number that has any; if others
+    can run, also with these numbers and the nearest batch that is divisible for all.
     """
     config, overrides = request.config, request.overrides
     nodes, processes_per_node = request.nodes, request.processes_per_node
@@ -90,7 +91,9 @@ def check_on_every_number(request: NodesRequest) -> None:
     problems = list(first.problems)
     fitting = [n for n in range(smallest, largest + 1) if n not in failures]
     if fitting:
-        rule = f"the run can be divided on {_listed(fitting)} nodes, not on {_listed([*failures])}"
+        rule = (
+            f"the batch is divisible for {_listed(fitting)} nodes, not for {_listed([*failures])}"
+        )
         remedy = _batch_for_all(config, overrides, smallest, largest, processes_per_node)
         last = next((n - 1 for n in failures if n > fitting[0]), largest)
         fewer = f"--nodes {fitting[0]}" + (f"-{last}" if last > fitting[0] else "")
@@ -107,7 +110,8 @@ def _listed(numbers: Sequence[int]) -> str:
 def _batch_for_all(
     config: str, overrides: Sequence[str], smallest: int, largest: int, processes_per_node: int
 ) -> str | None:
-    """The nearest global batch that divides on every number of nodes; None if it is far off."""
+    """Return the nearest global batch that is divisible for every number of nodes; None if it is
+    far."""
     run = load_run_config(config, overrides)
     inner = run.parallel.tensor * run.parallel.pipeline * run.parallel.sequence
     worlds = [n * processes_per_node for n in range(smallest, largest + 1)]
@@ -120,5 +124,5 @@ def _batch_for_all(
     if nearest > _MOST_GROWTH * samples:
         return None
     if run.batch.global_tokens is not None:
-        return f"batch.global_tokens: {nearest * run.batch.sequence_length} divides on all"
-    return f"batch.global_batch_size: {nearest} divides on all"
+        return f"batch.global_tokens: {nearest * run.batch.sequence_length} is divisible for all"
+    return f"batch.global_batch_size: {nearest} is divisible for all"

@@ -1,5 +1,5 @@
-"""What a cluster's operator sets for the pods of a run: variables, Secrets, scheduling, a patch.
-Pure but for reading the patch."""
+"""Settings of a run's pods by the cluster operator: variables, Secrets, scheduling, a patch.
+Pure except for reading the patch."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class PodSettings:
-    """`variables`: values by name; `secrets`: SECRET:KEY by the variable's name; `whole_secrets`:
-    Secrets of which every key becomes a variable; `fs_group`: the group that owns the volume and as
-    which the image runs; `patch`: merged into the pods' template."""
+    """Settings of pods. `variables`: values by name; `secrets`: SECRET:KEY by the variable's name;
+    `whole_secrets`: Secrets of which every key becomes a variable; `fs_group`: the group that owns
+    the volume and as which the image runs; `patch`: merged into the pods' template."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict)
@@ -40,22 +40,22 @@ class PodSettings:
 
 
 def pairs(option: str, texts: Sequence[str]) -> dict[str, str]:
-    """Values by name of `option`'s NAME=VALUE arguments. Raises LaunchError for a malformed or
-    repeated one."""
-    found: dict[str, str] = {}
+    """Return values by name of `option`'s NAME=VALUE arguments. Raise LaunchError for a malformed
+    or repeated one."""
+    values: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not name or not equals:
             # The error omits the value, which may be a secret.
             raise LaunchError(f"{option} {name}: is not NAME=VALUE -> write {option} NAME=VALUE")
-        if name in found:
-            raise LaunchError(f"{option} {name} is given twice -> leave one out")
-        found[name] = value
-    return found
+        if name in values:
+            raise LaunchError(f"{option} {name} is given twice -> remove one")
+        values[name] = value
+    return values
 
 
 def read_patch(path: Path | None) -> dict[str, Any]:
-    """The mapping in the YAML file `path`. Raises LaunchError where there is none."""
+    """Return the mapping in the YAML file `path`. Raise LaunchError if it has none."""
     if path is None:
         return {}
     try:
@@ -64,28 +64,28 @@ def read_patch(path: Path | None) -> dict[str, Any]:
         raise LaunchError(f"--patch {path} cannot be read: {error}") from error
     unknown = sorted(map(str, set(patch) - {"metadata", "spec"})) if isinstance(patch, dict) else []
     if not isinstance(patch, dict) or unknown:
-        has = f"has {', '.join(unknown)}" if unknown else "is no mapping"
-        rule = "a pod's template has metadata and spec alone"
+        has = f"has {', '.join(unknown)}" if unknown else "is not a mapping"
+        rule = "a pod's template has only metadata and spec"
         raise LaunchError(f"--patch {path}: {has}, and {rule} -> write the rest below spec:")
     return patch
 
 
 def check_pod(pod: PodSettings) -> list[Problem]:
-    """What is wrong with `pod`. Values of secrets are never shown."""
+    """Return the problems of `pod`. Values of secrets are never shown."""
     problems = []
     for option, names in (("--env", pod.variables), ("--secret-env", pod.secrets)):
         problems += [
-            Problem(option, name, "is no name of a variable", f"{option} NAME=...")
+            Problem(option, name, "is not a variable name", f"{option} NAME=...")
             for name in names
             if not _VARIABLE.fullmatch(name)
         ]
     for name, value in pod.variables.items():
         if is_secret(name, value):
-            rule = "holds a secret, which everybody could read who may see the pods"
+            rule = "is a secret, and everyone with access to the pods could read it"
             remedy = f"kubectl create secret generic NAME, and --secret-env {name}=NAME:KEY"
             problems.append(Problem("--env", name, rule, remedy))
         if name in pod.secrets:
-            rule, remedy = "is also given by --secret-env or --token-secret", "leave one out"
+            rule, remedy = "is also given by --secret-env or --token-secret", "remove one"
             problems.append(Problem("--env", name, rule, remedy))
     for name, key in pod.secrets.items():
         if not _SECRET_KEY.fullmatch(key):
@@ -93,7 +93,7 @@ def check_pod(pod: PodSettings) -> list[Problem]:
             problems.append(Problem("--secret-env", name, rule, f"--secret-env {name}=SECRET:KEY"))
     for text in pod.tolerations:
         if not _TOLERATION.fullmatch(text):
-            rule = "is no toleration, KEY[=VALUE][:NoSchedule|PreferNoSchedule|NoExecute]"
+            rule = "is not a toleration KEY[=VALUE][:NoSchedule|PreferNoSchedule|NoExecute]"
             remedy = "--toleration nvidia.com/gpu:NoSchedule"
             problems.append(Problem("--toleration", text, rule, remedy))
     if pod.fs_group < 0:
@@ -102,7 +102,8 @@ def check_pod(pod: PodSettings) -> list[Problem]:
 
 
 def environment_of(pod: PodSettings, defaults: Mapping[str, str]) -> dict[str, Any]:
-    """``env`` and ``envFrom`` of a container; `defaults` are variables that `pod` may change."""
+    """Return ``env`` and ``envFrom`` of a container; `pod` may override the variables
+    `defaults`."""
     plain = {**defaults, **pod.variables}
     entries: list[dict[str, Any]] = [
         {"name": name, "value": value} for name, value in plain.items() if name not in pod.secrets
@@ -111,14 +112,14 @@ def environment_of(pod: PodSettings, defaults: Mapping[str, str]) -> dict[str, A
         secret, _, key = reference.partition(":")
         source = {"secretKeyRef": {"name": secret, "key": key}}
         entries.append({"name": name, "valueFrom": source})
-    found: dict[str, Any] = {"env": entries}
+    fields: dict[str, Any] = {"env": entries}
     if pod.whole_secrets:
-        found["envFrom"] = [{"secretRef": {"name": name}} for name in pod.whole_secrets]
-    return found
+        fields["envFrom"] = [{"secretRef": {"name": name}} for name in pod.whole_secrets]
+    return fields
 
 
 def placed(pod: PodSettings) -> dict[str, Any]:
-    """The scheduling fields of a pod: node selector, tolerations, priority, pull secrets."""
+    """Return the scheduling fields of a pod: node selector, tolerations, priority, pull secrets."""
     fields = {
         "nodeSelector": dict(pod.node_selector),
         "tolerations": [_toleration(text) for text in pod.tolerations],
@@ -132,13 +133,13 @@ def _toleration(text: str) -> dict[str, str]:
     match = _TOLERATION.fullmatch(text)
     assert match is not None, text  # check_pod
     operator = {"operator": "Exists"} if match["value"] is None else {"operator": "Equal"}
-    found = {"key": match["key"], **operator, "value": match["value"], "effect": match["effect"]}
-    return {name: value for name, value in found.items() if value is not None}
+    fields = {"key": match["key"], **operator, "value": match["value"], "effect": match["effect"]}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def patched(base: Any, patch: Any) -> Any:
-    """`base` with `patch` merged in: mappings by key, lists of named entries by name, anything else
-    is replaced; None removes a field."""
+    """Return `base` with `patch` merged in: mappings by key, lists of named entries by name, the
+    rest is replaced; None removes a field."""
     if isinstance(base, Mapping) and isinstance(patch, Mapping):
         merged = {key: patched(base.get(key), value) for key, value in patch.items()}
         both = {**base, **merged}

@@ -1,8 +1,8 @@
-"""Serves the rendezvous of an elastic run on a machine that outlives the run's nodes.
+"""Server of the rendezvous of an elastic run, on a machine that outlives the run's nodes.
 
     python -m bigtrain.launchers.rendezvous_server HOST:PORT [ADDRESS]
 
-It has no authentication, so it listens on one address only: ADDRESS, or what HOST resolves to here.
+It has no authentication, so it listens on one address only: ADDRESS, or HOST as resolved here.
 Without it the agent of one of the nodes serves the rendezvous, and the run ends if that node dies.
 """
 
@@ -19,7 +19,7 @@ def serve(host: str, port: int, address: str | None = None) -> int:
     """Serve on `port` of `address`, or of the address that `host` resolves to here, until SIGINT.
 
     If that is a loopback address, which other nodes cannot reach, serve on all addresses of this
-    machine. Returns 2 where the port or `address` cannot be used.
+    machine. Returns 2 if the port or `address` cannot be used.
     """
     import torch.distributed as dist
 
@@ -30,7 +30,7 @@ def serve(host: str, port: int, address: str | None = None) -> int:
             probe.bind(("", port))
         bound = listen_where_reached(address or host, port)
         if bound is None and address is not None:
-            raise OSError(f"{address} is none of this machine's addresses")
+            raise OSError(f"{address} is not an address of this machine")
         at = bound.getsockname()[0] if bound is not None else "every address"
         store = dist.TCPStore(
             "localhost" if bound is None else at,
@@ -41,15 +41,18 @@ def serve(host: str, port: int, address: str | None = None) -> int:
         )
     except (OSError, RuntimeError) as error:
         print(
-            f"rendezvous: port {port} of {here} cannot be used: {error} -> end what holds it, or "
-            "give `bigtrain launch torchrun` another in --rendezvous",
+            f"rendezvous: port {port} of {here} cannot be used: {error} -> stop the process that "
+            "uses it, or give `bigtrain launch torchrun` another in --rendezvous",
             file=sys.stderr,
         )
         return 2
     print(f"rendezvous: serving on port {store.port} of {here}, {at}", flush=True)
     if bound is None:
-        rule = f"{host} is here no address that nodes reach, so every address is served"
-        remedy = "let a firewall close those that nodes do not use, or call it with serve ADDRESS"
+        rule = (
+            f"{host} does not resolve here to an address that nodes can reach, so every address "
+            "is served"
+        )
+        remedy = "close those that nodes do not use with a firewall, or call it with serve ADDRESS"
         print(f"rendezvous: {rule} -> {remedy}", file=sys.stderr)
     try:
         while True:

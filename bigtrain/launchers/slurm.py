@@ -1,6 +1,6 @@
-"""``slurm/train.sbatch`` filled in for one run: its header, its run, its checkout. Pure.
+"""Slurm script of one run: ``slurm/train.sbatch`` with its header, run and checkout. Pure.
 
-The script written is the shipped one with other values, so that there is only one to maintain.
+The output is the shipped script with other values, so that only one script is maintained.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _OWNED = {"ntasks-per-node", "requeue", "open-mode", "signal", "nodes", "gpus-pe
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmRequest(NodesRequest):
-    """A run and what to ask Slurm for.
+    """Run and its Slurm options.
 
-    `time` in Slurm's own notation; `save_seconds`: before its end the run is told to save;
-    `options`: further options of sbatch by name.
+    `time` in Slurm's own notation; `save_seconds`: seconds before its end at which the run is
+    signalled to save; `options`: additional options of sbatch by name.
     """
 
     time: str
@@ -33,7 +33,7 @@ class SlurmRequest(NodesRequest):
 
 
 def render_script(request: SlurmRequest) -> str:
-    """The script for `request`. Raises ConfigError with all problems of it and its run."""
+    """Return the script for `request`. Raise ConfigError with all problems of it and its run."""
     request.check(check_request(request), "the Slurm job")
     header = {
         "nodes": request.nodes,
@@ -59,17 +59,17 @@ def render_script(request: SlurmRequest) -> str:
 
 
 def check_request(request: SlurmRequest) -> list[Problem]:
-    """Problems of `request` apart from its run."""
+    """Return problems of `request`, excluding its run."""
     problems: list[Problem] = []
     seconds = time_seconds(request.time)
     if seconds is None:
-        rule = "is no time limit of Slurm"
+        rule = "is not a Slurm time limit"
         remedy = "write minutes, hours:minutes:seconds or days-hours:minutes:seconds"
         problems.append(Problem("--time", request.time, rule, remedy))
     elif request.save_seconds >= seconds:
-        rule = f"leaves nothing of the time limit {request.time} = {seconds} s to train in"
+        rule = f"leaves no training time in the time limit {request.time} = {seconds} s"
         problems.append(
-            Problem("--save-seconds", request.save_seconds, rule, "a longer --time, or less")
+            Problem("--save-seconds", request.save_seconds, rule, "set a longer --time, or less")
         )
     for name, value in request.options.items():
         key = f"--sbatch {name}"
@@ -77,13 +77,14 @@ def check_request(request: SlurmRequest) -> list[Problem]:
             rule, remedy = "is set by bigtrain", "use the option of `bigtrain launch slurm`"
             problems.append(Problem(key, value, rule, remedy))
         elif not _OPTION.fullmatch(name) or "\n" in value:
-            rule, remedy = "is no option of sbatch", "write --sbatch partition=NAME"
+            rule, remedy = "is not an option of sbatch", "write --sbatch partition=NAME"
             problems.append(Problem(key, value, rule, remedy))
     return problems
 
 
 def time_seconds(text: str) -> int | None:
-    """Seconds of a time limit in sbatch's notation (man sbatch, --time); None where it is none.
+    """Return the seconds of a time limit in sbatch's notation (man sbatch, --time); None if
+    invalid.
 
     Without days: minutes, minutes:seconds, hours:minutes:seconds. With days: hours,
     hours:minutes, hours:minutes:seconds.
@@ -98,16 +99,18 @@ def time_seconds(text: str) -> int | None:
 
 
 def _with_header(text: str, header: Mapping[str, str | None]) -> str:
-    """`text` with the #SBATCH lines of `header` set; None removes a line."""
+    """Return `text` with the #SBATCH lines of `header` set; None removes a line."""
     lines = text.splitlines()
     last = max(i for i, line in enumerate(lines) if line.startswith("#SBATCH"))
     for name, value in header.items():
         wanted = None if value is None else f"#SBATCH --{name}" + (f"={value}" if value else "")
-        found = [i for i, line in enumerate(lines) if re.match(rf"#SBATCH --{name}(=|$)", line)]
-        if found and wanted is not None:
-            lines[found[0]] = wanted
-        elif found:
-            del lines[found[0]]
+        lines_of_option = [
+            i for i, line in enumerate(lines) if re.match(rf"#SBATCH --{name}(=|$)", line)
+        ]
+        if lines_of_option and wanted is not None:
+            lines[lines_of_option[0]] = wanted
+        elif lines_of_option:
+            del lines[lines_of_option[0]]
             last -= 1
         elif wanted is not None:
             last += 1
@@ -116,16 +119,17 @@ def _with_header(text: str, header: Mapping[str, str | None]) -> str:
 
 
 def _replaced(text: str, old: str, new: str) -> str:
-    assert text.count(old) == 1, f"slurm/train.sbatch has another text than {old!r}"
+    assert text.count(old) == 1, f"slurm/train.sbatch must contain {old!r} once"
     return text.replace(old, new)
 
 
 def sbatch_options(texts: Sequence[str]) -> dict[str, str]:
-    """``name=value`` or ``name`` of --sbatch, by name. Raises LaunchError for one given twice."""
-    found: dict[str, str] = {}
+    """Return --sbatch options (``name=value`` or ``name``) by name. Raise LaunchError for a
+    repeated one."""
+    options: dict[str, str] = {}
     for text in texts:
         name, _, value = text.removeprefix("--").partition("=")
-        if name in found:
-            raise LaunchError(f"--sbatch {name} is given twice: {found[name]!r} and {value!r}")
-        found[name] = value
-    return found
+        if name in options:
+            raise LaunchError(f"--sbatch {name} is given twice: {options[name]!r} and {value!r}")
+        options[name] = value
+    return options

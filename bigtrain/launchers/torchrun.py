@@ -1,14 +1,14 @@
-"""A script for each node of an elastic run under torchrun: nodes may die, and others join. Pure.
+"""Script for each node of an elastic run under torchrun: nodes may die, and others join. Pure.
 
-What it sets beyond torchrun's defaults (torch 2.13; tests/cluster/test_elastic.py):
+Its settings beyond torchrun's defaults (torch 2.13; tests/cluster/test_elastic.py):
 
-- TORCH_DISABLE_SHARE_RDZV_TCP_STORE: an agent that survives reuses the store address of the round
-  before, and a node that joins would be given an address where nothing listens
+- TORCH_DISABLE_SHARE_RDZV_TCP_STORE: a surviving agent reuses the store address of the previous
+  round, and a joining node would get an address where nothing listens
   (dynamic_rendezvous.py:1204).
-- ``setpriv --pdeathsig KILL``: torchrun starts its ranks in sessions of their own, so those of a
-  killed agent would keep training, unknown to the rendezvous, and block the others.
-- A node counts as dead after `heartbeat_timeout` without a heartbeat; by default 15 s, in which
-  three are missed.
+- ``setpriv --pdeathsig KILL``: torchrun starts its ranks in separate sessions, so those of a
+  killed agent would keep training outside the rendezvous and block the others.
+- A node counts as dead after `heartbeat_timeout` without a heartbeat; default 15 s, which is
+  three missed heartbeats.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _HEARTBEATS = 3  # missed in a row before a node counts as dead
 
 _SCRIPT = """\
 #!/bin/bash
-# Trains {name} on {nodes} nodes under torchrun: nodes may die, come back, or be replaced.
-# Written by `bigtrain launch torchrun`. Start it on every node, and on one that joins later:
+# Trains {name} on {nodes} nodes under torchrun: nodes may die, rejoin, or be replaced.
+# Written by `bigtrain launch torchrun`. Start it on every node, also on one that joins later:
 #
 #   bash {file}
 #
-# {endpoint} is the rendezvous. The machine that serves it must not die: a node of that name serves
-# it by itself; on a machine that is not one of the nodes, serve it before starting any node:
+# {endpoint} is the rendezvous. The machine that serves it must stay up: a node of that name serves
+# it automatically; on a machine that is not one of the nodes, serve it before starting any node:
 #
 #   bash {file} serve
 #
-# After a run has ended, restart the serving one.
+# After a run has ended, restart this server.
 
 set -u
 {setup}checkout={checkout}
@@ -48,22 +48,22 @@ fail() {{
   echo "{file}: $*" >&2
   exit 2
 }}
-cd {directory} || fail "the folder of this run must be there under the same path on every node"
-[ -f "$checkout/bigtrain/train.py" ] || fail "$checkout is no checkout on this node"
-[ -x "$python" ] || fail "$python is not there on this node"
-# DeepSpeed compiles its CPU operators with the ninja that lies beside python.
+cd {directory} || fail "the folder of this run must exist under the same path on every node"
+[ -f "$checkout/bigtrain/train.py" ] || fail "$checkout is not a checkout on this node"
+[ -x "$python" ] || fail "$python does not exist on this node"
+# DeepSpeed compiles its CPU operators with the ninja next to python.
 export PATH="${{python%/*}}:$PATH" PYTHONPATH="$checkout${{PYTHONPATH:+:$PYTHONPATH}}"
 
 if [ "${{1:-}}" = serve ]; then
   exec "$python" -m bigtrain.launchers.rendezvous_server "$endpoint" "${{@:2}}"
 fi
-[ "$#" = 0 ] || fail "no arguments, or: serve [ADDRESS]"
-command -v setpriv >/dev/null || fail "setpriv is not there: install util-linux"
+[ "$#" = 0 ] || fail "usage: no arguments, or: serve [ADDRESS]"
+command -v setpriv >/dev/null || fail "setpriv is missing: install util-linux"
 directory=$("$python" -m bigtrain.cli check --world-size {most_processes} \\
   --show output.directory --config "${{arguments[@]}}") || exit 2
 echo "{file}: on $(hostname), run directory $directory"
 
-# Without it a node that joins is given the store address of an earlier round.
+# Without it, a joining node gets the store address of an earlier round.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{threads}}}"
 # The ranks of an agent that dies are killed with it, so that the other nodes notice.
@@ -78,13 +78,13 @@ exec "$python" -m bigtrain.launchers.agent \\
 
 @dataclass(frozen=True, kw_only=True)
 class TorchrunRequest(NodesRequest):
-    """A run and the nodes it may get.
+    """Run and the nodes it may get.
 
-    `endpoint`: HOST:PORT of the rendezvous; `name`: its rendezvous id; `restarts`: after failures,
-    of each agent; `heartbeat_timeout`: seconds without a heartbeat after which a node counts as
-    dead; `last_call_timeout`: seconds that further nodes have to join after a change; `threads`:
-    OpenMP threads of each rank; `python`: the interpreter, like `directory` the same on every node;
-    `file`: the script's file name.
+    `endpoint`: HOST:PORT of the rendezvous; `name`: its rendezvous id; `restarts`: restarts after
+    failures, of each agent; `heartbeat_timeout`: seconds without a heartbeat after which a node
+    counts as dead; `last_call_timeout`: seconds that more nodes have to join after a change;
+    `threads`: OpenMP threads of each rank; `python`: the interpreter, the same on every node, like
+    `directory`; `file`: the script's file name.
     """
 
     name: str
@@ -98,7 +98,7 @@ class TorchrunRequest(NodesRequest):
 
 
 def render_torchrun(request: TorchrunRequest) -> str:
-    """The script for `request`. Raises ConfigError with all problems of it and its run."""
+    """Return the script for `request`. Raise ConfigError with all problems of it and its run."""
     request.check(_check_request(request), "the torchrun job")
     smallest, largest = node_range(request.nodes)
     return _SCRIPT.format(
@@ -121,26 +121,27 @@ def render_torchrun(request: TorchrunRequest) -> str:
 
 
 def _settings(request: TorchrunRequest) -> dict[str, int]:
-    """Settings of torch's c10d rendezvous, in seconds (keep_alive_max_attempt: heartbeats)."""
+    """Return settings of torch's c10d rendezvous, in seconds (keep_alive_max_attempt:
+    heartbeats)."""
     interval = max(1, request.heartbeat_timeout // _HEARTBEATS)
     return {
-        "join_timeout": 600,  # for the fewest nodes
+        "join_timeout": 600,  # for the minimum number of nodes
         "last_call_timeout": request.last_call_timeout,
         "keep_alive_interval": interval,
         "keep_alive_max_attempt": max(1, request.heartbeat_timeout // interval),
-        # After this an agent that is cut off ends its ranks and itself.
+        # After this, a disconnected agent ends its ranks and itself.
         "read_timeout": max(30, 2 * request.heartbeat_timeout),
     }
 
 
 def _check_request(request: TorchrunRequest) -> list[Problem]:
-    """Problems of `request` apart from its run."""
+    """Return problems of `request`, excluding its run."""
     problems: list[Problem] = []
     match = _ENDPOINT.fullmatch(request.endpoint)
     if match is None or not 0 < int(match["port"]) < 65536:
-        rule, remedy = "is no HOST:PORT", "write node-1:29400"
+        rule, remedy = "is not HOST:PORT", "write node-1:29400"
         problems.append(Problem("--rendezvous", request.endpoint, rule, remedy))
     if not re.fullmatch(r"[A-Za-z0-9._-]+", request.name):
-        rule = "may hold letters, digits and ._- alone"
+        rule = "may contain only letters, digits and ._-"
         problems.append(Problem("--name", request.name, rule, "give the run a --name"))
     return problems

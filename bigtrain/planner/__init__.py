@@ -1,4 +1,5 @@
-"""Predicts memory, time and FLOPs of an optimizer step for a parallel layout, and ranks layouts.
+"""Prediction of memory, time and FLOPs of an optimizer step per parallel layout; ranking of
+layouts.
 
 Pure: no torch. Imports `settings` and `system`; `models` (which traces `model_costs`), `engine`
 (calibration), `run` and the commands import it. Start with `search`, which assesses all legal

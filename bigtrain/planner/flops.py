@@ -1,12 +1,12 @@
-"""Model FLOPs per token, and how fast a device could do them: model FLOPs utilization (MFU).
+"""Model FLOPs per token, peak FLOPs of devices, and model FLOPs utilization (MFU).
 
 Formula: Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways" (arXiv 2204.02311),
 appendix B. Forward and backward of one token cost ``6 N + 12 L H Q T`` FLOPs: ``N`` parameters that
 are multiplied with (2 FLOPs forward, 4 backward), ``L`` layers, ``H`` heads of size ``Q``, and
-sequences of ``T`` tokens. As there, recomputed activations do not count (that would be hardware
-utilization), and attention counts in full though a causal mask lets kernels skip half of it, so
-that figures compare with published ones. Layers without softmax attention make the second term an
-upper bound.
+sequences of ``T`` tokens. As in the paper, recomputed activations do not count (that would be
+hardware utilization), and attention counts in full though a causal mask lets kernels skip half of
+it, so that values are comparable with published ones. Layers without softmax attention make the
+second term an upper bound.
 
 Pure: imports no torch.
 """
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the FLOPs of a token depend on.
+    """Model dimensions that determine the FLOPs of a token.
 
     `num_matmul_parameters`: parameters each token is multiplied with; `num_heads`: query heads;
-    `head_size`: of one query head.
+    `head_size`: size of one query head.
     """
 
     num_matmul_parameters: int
@@ -33,10 +33,11 @@ class ModelShape:
 
 
 def flops_per_token(shape: ModelShape, sequence_length: int, *, frozen: bool = False) -> int:
-    """FLOPs of one token's forward and backward pass, ``6 N + 12 L H Q T`` (see the module).
+    """Return the FLOPs of one token's forward and backward pass, ``6 N + 12 L H Q T`` (see the
+    module).
 
-    `frozen`: if only adapters are trained, the weights have no gradients, which leaves ``4 N``; the
-    adapters' own FLOPs are comparatively few and not counted.
+    `frozen`: if only adapters are trained, the weights have no gradients, so ``4 N`` remain; the
+    adapters' own FLOPs are comparatively few and are ignored.
     """
     attention = shape.num_layers * shape.num_heads * shape.head_size * sequence_length
     return (4 if frozen else 6) * shape.num_matmul_parameters + 12 * attention
@@ -45,19 +46,19 @@ def flops_per_token(shape: ModelShape, sequence_length: int, *, frozen: bool = F
 def model_shape(
     config: object, parameters: Iterable[tuple[str, int]], input_embedding: str, *, tied: bool
 ) -> ModelShape | None:
-    """The shape of a Hugging Face model, or None if its configuration lacks a figure.
+    """Return the shape of a Hugging Face model, or None if its configuration lacks a dimension.
 
     Parameters
     ----------
     config: the text configuration of the model (``config.get_text_config()``).
     parameters: name and full number of elements of every parameter, a tied one once. Under ZeRO-3
-        ``parameter.numel()`` is that of this rank's part: pass ``ds_numel``.
+        ``parameter.numel()`` is the size of this rank's shard: pass ``ds_numel``.
     input_embedding: name of the input embedding's weight. It is looked up, not multiplied with,
         and not counted, unless `tied`: then it is also the head's matrix, and is counted as such.
     tied: whether input embedding and head share their weight.
 
-    Of the experts of a mixture (parameters below a module named ``experts``) the fraction that one
-    token is sent to counts: ``num_experts_per_tok`` of ``num_local_experts`` (also known as
+    Experts of a mixture (parameters below a module named ``experts``) count by the fraction that
+    one token is routed to: ``num_experts_per_tok`` of ``num_local_experts`` (also known as
     ``num_experts`` and ``n_routed_experts``). Norms and biases stay in ``N``, as in the paper.
     """
     num_layers = _number(config, "num_hidden_layers")
@@ -93,7 +94,7 @@ def _number(config: object, *names: str) -> int | None:
 # first pattern that matches holds. Sources: the vendors' data sheets (NVIDIA GB200 NVL72, HGX
 # B200, H200, H100, GH200, A100, A40, A10, L40S, L40, L4, V100 and T4; Ada and Ampere GA102
 # architecture white papers for RTX; AMD Instinct MI300X, MI325X). NVIDIA states many of them with
-# sparsity: half of that stands here. None: not stated there, or not supported by the device.
+# sparsity: the table has half of that. None: not stated there, or not supported by the device.
 _PEAK_TERAFLOPS: tuple[tuple[str, float | None, float | None], ...] = (
     (r"\bGB200\b", 2500.0, None),
     (r"\bB200\b", 2250.0, None),
@@ -120,7 +121,7 @@ _WITHOUT_BFLOAT16 = r"\b(V100|T4)\b"
 
 
 def peak_flops_per_second(device_name: str, dtype: str) -> float | None:
-    """Dense peak of one device, or None where it is not known (a CPU, say).
+    """Return the dense peak of one device, or None if it is unknown (e.g. a CPU).
 
     Parameters: `device_name` as ``torch.cuda.get_device_name()`` gives it; `dtype` as in
     ``precision.dtype``: bfloat16, float16 or float32 (without TF32, PyTorch's default).
@@ -142,9 +143,10 @@ def model_flops_utilization(
     *,
     num_devices: int,
 ) -> float | None:
-    """Achieved model FLOPs over the peak of all devices, between 0 and 1; None without a peak.
+    """Return achieved model FLOPs over the peak of all devices, between 0 and 1; None without a
+    peak.
 
-    `tokens_per_second` of the whole run, not of one device.
+    `tokens_per_second` of the entire run, not of one device.
     """
     if peak_flops_per_second is None:
         return None

@@ -1,4 +1,4 @@
-"""One way to place a run on devices: degrees, batch, what is recomputed or moved. Pure."""
+"""Parallel layout of a run: degrees, batch, recomputation and offload. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, Literal
 from bigtrain.settings.sections.optimizer_facts import facts_of_optimizer
 
 Recompute = Literal["none", "attention", "operators", "full"]
-"""What the backward pass recomputes: nothing, attention only (Korthikanti et al. 2022), every
-second matrix product and all other operations (torchtitan's selective-op), or whole layers."""
+"""Activations that the backward pass recomputes: none, attention only (Korthikanti et al. 2022),
+every second matrix product and all other operations (torchtitan's selective-op), or full layers."""
 
 
 @dataclass(frozen=True)
 class OptimizerCosts:
-    """What an optimizer stores and sends. state_bytes: per element of a moment. wire_bytes: per
-    element of a matrix sent to the rank that orthogonalizes it (Muon), in `num_iterations`."""
+    """Memory and communication of an optimizer. state_bytes: per element of a moment. wire_bytes:
+    per element of a matrix sent to the rank that orthogonalizes it (Muon), in `num_iterations`."""
 
     type: str = "adamw"
     state_bytes: int = 4
@@ -23,13 +23,13 @@ class OptimizerCosts:
     num_iterations: int = 5
 
     def bytes_per_parameter(self, matrix_share: float) -> float:
-        """Bytes of moments per parameter; `matrix_share`: the share of parameters in matrices of
-        hidden layers. Adafactor's factored moments count as 0."""
+        """Return the bytes of moments per parameter; `matrix_share`: the share of parameters in
+        matrices of hidden layers. Adafactor's factored moments count as 0."""
         return self.state_bytes * facts_of_optimizer(self.type).states_per_element(matrix_share)
 
     @property
     def needs_whole_matrices(self) -> bool:
-        """Whether ranks send each other the matrices of hidden layers at every step."""
+        """Whether ranks exchange the matrices of hidden layers at every step."""
         return facts_of_optimizer(self.type).beside is not None
 
 
@@ -38,11 +38,11 @@ ADAMW = OptimizerCosts()
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout, as run YAML and DeepSpeed JSON define it.
+    """Layout as defined by run YAML and DeepSpeed JSON.
 
     ZeRO partitions over `data_size` x `sequence_size`, and `expert_size` divides their product.
     `loss_chunk_tokens` None: the logits of a full micro-batch exist at once. `tensor_sequence`:
-    norms and residuals are cut along the sequence inside a tensor-parallel group (Megatron's
+    norms and residuals are split along the sequence inside a tensor-parallel group (Megatron's
     sequence parallelism, which bigtrain does not have but published rows do). `recompute_every`
     n: "full" recomputes every n-th layer. `num_virtual_stages`: per rank, of interleaved pipelines.
     `copies_states`: a checkpoint is written from a copy in main memory while training continues.
@@ -73,7 +73,7 @@ class Layout:
     optimizer: OptimizerCosts = ADAMW
 
     def changed(self, **changes: Any) -> Layout:
-        """As `dataclasses.replace`, in a tenth of its time: a search makes tens of thousands."""
+        """Like `dataclasses.replace`, in a tenth of its time: a search makes tens of thousands."""
         other = object.__new__(Layout)
         vars(other).update(vars(self), **changes)
         return other
@@ -90,14 +90,14 @@ class Layout:
 
     @property
     def expert_parts(self) -> int:
-        """Into how many parts a layer's experts are divided: by expert parallelism, or else by
-        tensor parallelism, which cuts each expert."""
+        """Number of shards of a layer's experts: by expert parallelism, or else by tensor
+        parallelism, which splits each expert."""
         return self.expert_size if self.expert_size > 1 else self.tensor_size
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks that hold the same experts, over which ZeRO partitions those experts' states; 1
-        where Megatron spreads experts over tensor-parallel ranks as well."""
+        """Ranks with the same experts, over which ZeRO partitions those experts' states; 1
+        if Megatron spreads experts over tensor-parallel ranks as well."""
         return max(1, self.partition_size // self.expert_size)
 
     @property
@@ -112,20 +112,21 @@ class Layout:
 
     @property
     def gradient_checkpointing(self) -> str | int:
-        """As ``model.gradient_checkpointing`` says it."""
+        """Value of ``model.gradient_checkpointing``."""
         return self.recompute_every if self.recompute_every > 1 else self.recompute
 
     def describe(self) -> str:
-        """A few words for a table, such as ``ZeRO 1, TP 8, PP 4, micro 2, recompute``."""
+        """Return a short description for a table, such as ``ZeRO 1, TP 8, PP 4, micro 2,
+        recompute``."""
         words = [f"ZeRO {self.zero_stage}"]
         degrees = {"TP": self.tensor_size, "PP": self.pipeline_size, "SP": self.sequence_size,
                    "EP": self.expert_size}  # fmt: skip
         words += [f"{name} {size}" for name, size in degrees.items() if size > 1]
         words.append(f"micro {self.micro_batch_size}")
         if self.recompute != "none":
-            some = f" 1/{self.recompute_every}" if self.recompute_every > 1 else ""
+            fraction = f" 1/{self.recompute_every}" if self.recompute_every > 1 else ""
             kind = "" if self.recompute == "full" else f" {self.recompute}"
-            words.append(f"recompute{kind}{some}")
+            words.append(f"recompute{kind}{fraction}")
         if self.offload_optimizer:
             words.append("offload" if self.offload_parameters else "optimizer offload")
         return ", ".join(words)

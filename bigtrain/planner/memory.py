@@ -23,7 +23,7 @@ class MemoryUse:
     """Bytes on the fullest rank's device at the peak, by kind; they add up to `total`.
 
     `states`: parameters and optimizer states; `gathered`: parameters that ZeRO 3 has gathered at a
-    time, or a weight in 4 bits as its product takes it; `buckets`: of collectives; `loss`: logits
+    time, or a 4-bit weight dequantized for its product; `buckets`: of collectives; `loss`: logits
     and their gradient; `context`: of the CUDA context and communicators, and memory that the
     allocator reserves without using it. Main memory of the same rank is not in `total`:
     `host_offload`; `host_checkpoint`: the copy that is written while training continues;
@@ -49,7 +49,7 @@ class MemoryUse:
         return max(self.host_offload + self.host_checkpoint, self.host_export)
 
     def host_terms(self) -> dict[str, float]:
-        """Bytes of main memory by kind."""
+        """Return bytes of main memory by kind."""
         return {
             "offload": self.host_offload,
             "checkpoint": self.host_checkpoint,
@@ -68,7 +68,7 @@ class MemoryUse:
         return kept + self.activations + self.loss
 
     def terms(self) -> dict[str, float]:
-        """By name, without what main memory holds."""
+        """Return bytes by name, without main memory."""
         names = (
             "states", "gradients", "gathered", "buckets", "activations", "loss", "context",
         )  # fmt: skip
@@ -76,22 +76,22 @@ class MemoryUse:
 
 
 MARGIN = 0.05
-"""Share of a device's memory that is left free: a prediction may be wrong by that much."""
+"""Share of a device's memory that is kept free, to cover prediction errors."""
 
 
 MEMORY_ERROR = 0.04
 """Mean relative error of predicted memory (docs/planner.md). A layout that leaves less of the
-usable memory than that is tight: a plan chooses it only if it is named."""
+usable memory than that is tight: a plan uses it only if it is selected explicitly."""
 
 
 def usable_memory(memory_bytes: float, margin: float = MARGIN) -> float:
-    """Bytes of a device that `MemoryUse.total` may take, for a plan and for a run alike."""
+    """Return the bytes of a device that `MemoryUse.total` may use, for plans and for runs."""
     return memory_bytes * (1 - margin)
 
 
 def peak_memory(model: ModelCosts, layout: Layout, engine: Engine) -> MemoryUse:
-    """Of the fullest rank of all stages. Of stages that are alike the first has the most
-    micro-batches in flight."""
+    """Return the memory of the fullest rank of all stages. Of identical stages the first has the
+    most micro-batches in flight."""
     stages = stages_of(model, layout.pipeline_size, engine.balances_stages)
     uses = [_stage(stage, model, layout, engine) for stage in stages]
     return max(uses, key=lambda use: use.total)
@@ -106,7 +106,8 @@ def _stage(stage: Stage, model: ModelCosts, layout: Layout, engine: Engine) -> M
         return rest + of_experts / layout.expert_replicas
 
     divided = share(trained, sizes.trained_expert)
-    # Moments, and float32 masters: of 16-bit parameters, and wherever ZeRO has a part of them.
+    # Moments, and float32 masters: of 16-bit parameters, and of any parameters that ZeRO
+    # partitions.
     moments = layout.optimizer.bytes_per_parameter(sizes.matrix_share)
     per_state = moments + (4 if layout.parameter_bytes < 4 or zero else 0)
     optimizer = per_state * (divided if zero else trained)
@@ -122,8 +123,8 @@ def _stage(stage: Stage, model: ModelCosts, layout: Layout, engine: Engine) -> M
     host = buffer = 0.0
     if layout.offload_optimizer:
         buffer = _offload_buffer(model, layout)
-        # Masters, moments and float32 gradients; then the gradients that micro-batches add up, as
-        # parameters are, and the buffer by which a parameter's are copied.
+        # Masters, moments and float32 gradients; then the accumulated gradients (like
+        # the parameters), and the buffer through which a parameter's are copied.
         host, optimizer = optimizer + 4 * divided + buffer, 0.0
         if zero == 3 or layout.num_accumulation > 1:
             host += layout.parameter_bytes * divided
@@ -135,7 +136,7 @@ def _stage(stage: Stage, model: ModelCosts, layout: Layout, engine: Engine) -> M
     gathered, buckets = _buckets(sizes, model, layout, engine)
     gathered += model.packed.largest * model.element_bytes
     if _plans_reduction(layout, engine):
-        # A bucket is put together when it is full, by when the backward pass has let go of as much.
+        # A bucket is assembled when it is full; by then the backward pass has freed as much memory.
         buckets = max(0.0, buckets - activations - loss)
     elif engine.is_deepspeed and zero == 1 and layout.pipeline_size > 1:
         # DeepSpeed's `reduce_gradients` takes a second bucket after the last backward pass.
@@ -153,7 +154,7 @@ def _stage(stage: Stage, model: ModelCosts, layout: Layout, engine: Engine) -> M
         loss,
         context,
         host,
-        # Masters and moments, of what this rank writes (docs/checkpoints.md).
+        # Masters and moments of this rank's part of a checkpoint (docs/checkpoints.md).
         (4 + moments) * divided if engine.is_deepspeed and layout.copies_states else 0.0,
         _export(model) if engine.is_deepspeed else 0.0,
         stage.index,
@@ -162,7 +163,8 @@ def _stage(stage: Stage, model: ModelCosts, layout: Layout, engine: Engine) -> M
 
 @functools.lru_cache(maxsize=64)
 def _export(model: ModelCosts) -> float:
-    """Bytes of one file's masters and of the largest layer, with which an export is verified."""
+    """Return the bytes of one file's masters and of the largest layer, with which an export is
+    verified."""
     if model.is_frozen:  # adapters are verified on the full base (models/export/adapters.py)
         packed = model.packed
         plain = model.num_parameters - packed.num_weights + packed.largest
@@ -173,7 +175,7 @@ def _export(model: ModelCosts) -> float:
 
 
 def _layer_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: Engine) -> float:
-    """Bytes that autograd saves of one layer and one micro-batch without recomputation."""
+    """Return the bytes that autograd saves per layer and micro-batch without recomputation."""
     t = layout.tensor_size
     whole = layer.saved_bytes_whole / (t if layout.tensor_sequence else 1)
     per_token = whole + layer.saved_bytes_cut / t
@@ -191,10 +193,10 @@ def _layer_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: E
 def _activations_and_loss(
     stage: Stage, model: ModelCosts, layout: Layout, engine: Engine
 ) -> tuple[float, float]:
-    """Bytes that autograd keeps at the peak, and of the logits at that moment.
+    """Return the bytes that autograd keeps at the peak, and those of the logits at that moment.
 
     The peak is when the loss is computed, or later, when a layer is recomputed and only the logits
-    themselves are left of the loss.
+    remain of the loss.
     """
     in_flight: float = min(layout.pipeline_size - stage.index, layout.num_accumulation)
     if layout.num_virtual_stages > 1:
@@ -208,7 +210,7 @@ def _activations_and_loss(
     if stage.is_last:
         kept += model.saved_bytes_outside * layout.tokens_per_micro_batch
     else:
-        working += 2 * hidden  # what comes back from the next stage, and goes on
+        working += 2 * hidden  # received from the next stage, and sent to the previous one
     loss, left = _loss(model, layout, engine) if stage.is_last else (0.0, 0.0)
     if loss >= left + working:
         return kept, loss
@@ -218,7 +220,8 @@ def _activations_and_loss(
 def _kept(
     stage: Stage, model: ModelCosts, layout: Layout, engine: Engine, hidden: int
 ) -> tuple[float, float]:
-    """Bytes kept of a micro-batch in a stage's layers, and what computing one anew takes."""
+    """Return the bytes kept per micro-batch in a stage's layers, and those of recomputing one
+    layer."""
     sizes = {kind: _layer_bytes(model.kinds[kind], model, layout, engine)
              for kind, _ in stage.counts}  # fmt: skip
     everything = sum(count * sizes[kind] for kind, count in stage.counts)
@@ -229,16 +232,16 @@ def _kept(
     if layout.recompute != "full":
         return everything, 0.0
     anew = stage.every(layout.recompute_every)
-    # Of a stage its output is kept too, for the backward pass that comes in from the next one.
+    # The output of a stage is kept too, for the backward pass from the next stage.
     inputs = hidden * (sum(n for _, n in anew) + (1 if layout.pipeline_size > 1 else 0))
     left = everything - sum(count * sizes[kind] for kind, count in anew)
     return (inputs if anew is stage.counts else left + inputs), largest
 
 
 def _results_kept(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
-    """Bytes kept of a layer and micro-batch where every second product and all that is not a
-    product or attention are computed anew: its input, the others' and attention's results
-    (torchtitan's selective activation checkpointing by operator)."""
+    """Return the bytes kept per layer and micro-batch under torchtitan's selective activation
+    checkpointing by operator: every second product and all operations other than products and
+    attention are recomputed; the layer's input and the other results are kept."""
     t, width = layout.tensor_size, 0.0
     for m in layer.matmuls:
         width += (
@@ -252,7 +255,7 @@ def _results_kept(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float
 
 
 def _loss(model: ModelCosts, layout: Layout, engine: Engine) -> tuple[float, float]:
-    """Peak bytes of logits, losses and their gradients; and of the logits only."""
+    """Return the peak bytes of logits, losses and their gradients; and of the logits only."""
     tokens, head = layout.tokens_per_micro_batch, 0.0
     if layout.loss_chunk_tokens is not None:
         tokens = min(tokens, layout.loss_chunk_tokens)
@@ -263,8 +266,8 @@ def _loss(model: ModelCosts, layout: Layout, engine: Engine) -> tuple[float, flo
     if not engine.is_deepspeed:
         each = engine.logit_bytes_cut / layout.tensor_size + engine.logit_bytes_whole
         return head + logits * each, 0.0
-    # Logits, their logarithms, and the gradients of both; float32 but for 16-bit logits. Every
-    # tensor-parallel rank has all columns, besides its own ones and the buffer it gathered into.
+    # Logits, their logarithms, and the gradients of both; float32 except for 16-bit logits. Every
+    # tensor-parallel rank has all columns, in addition to its own and the gather buffer.
     whole = logits * (model.element_bytes + 12.0)
     if layout.tensor_size > 1:
         whole += logits * model.element_bytes * (1 + 1 / layout.tensor_size)
@@ -272,9 +275,9 @@ def _loss(model: ModelCosts, layout: Layout, engine: Engine) -> tuple[float, flo
 
 
 def _offload_buffer(model: ModelCosts, layout: Layout) -> float:
-    """Of ZeRO 1 and 2 with their optimizer in main memory: as large as the largest parameter, on
-    the device and beside the optimizer (`temp_grad_buffer_for_gpu_offload` in DeepSpeed's
-    stage_1_and_2.py)."""
+    """Return the bytes of DeepSpeed's `temp_grad_buffer_for_gpu_offload` (stage_1_and_2.py), for
+    ZeRO 1 and 2 with an offloaded optimizer: as large as the largest parameter, on the device and
+    in main memory."""
     if layout.zero_stage > 2:
         return 0.0
     largest = model.embedding_parameters / layout.tensor_size
@@ -289,31 +292,33 @@ def _offload_buffer(model: ModelCosts, layout: Layout) -> float:
 def _buckets(
     sizes: StageSizes, model: ModelCosts, layout: Layout, engine: Engine
 ) -> tuple[float, float]:
-    """Bytes that ZeRO 3 has gathered at a time, and of the buckets of collectives."""
+    """Return the bytes that ZeRO 3 has gathered at a time, and those of the buckets of
+    collectives."""
     if not engine.has_buckets or layout.zero_stage == 0:
         return 0.0, 0.0
     if not engine.is_deepspeed:
         return _usual_buckets(sizes, model, layout)
     if layout.zero_stage == 1 and layout.gradient_bytes > layout.parameter_bytes:
         return 0.0, 0.0  # BF16_Optimizer reduces gradients in place
-    # A second bucket where reduction overlaps computation.
+    # A second bucket if reduction overlaps computation.
     num_buckets = 2 if layout.overlap_communication and layout.zero_stage == 2 else 1
     elements = layout.reduce_bucket_elements
     if _plans_reduction(layout, engine):
         elements = min(elements, math.ceil(sizes.trained))
         num_buckets += layout.zero_stage == 2  # the gradients themselves; ZeRO 1 keeps all
-    # Otherwise full buckets, however small the model.
+    # Otherwise full buckets, regardless of the model's size.
     bucket = num_buckets * elements * layout.gradient_bytes
     if layout.zero_stage < 3:
         return 0.0, bucket
-    # A parameter that is used again within so many elements stays (stage3_max_reuse_distance).
+    # A parameter that is reused within this many elements stays gathered
+    # (stage3_max_reuse_distance).
     return min(sizes.held, _MOST_LIVE) * layout.parameter_bytes, bucket
 
 
 def _plans_reduction(layout: Layout, engine: Engine) -> bool:
-    """Whether bigtrain's own reduction of ZeRO 1 and 2 takes the place of DeepSpeed's.
+    """Return whether bigtrain's own ZeRO 1 and 2 reduction replaces DeepSpeed's.
 
-    See engine/deepspeed_patches/zero12_reduction.py; pipelines do not take it.
+    See engine/deepspeed_patches/zero12_reduction.py; pipelines do not use it.
     """
     return (
         engine.is_deepspeed

@@ -1,9 +1,9 @@
 """Costs of one token in each layer of a model: parameters, matrix products, bytes saved and moved.
 
 `bigtrain.models.tracing.meta_trace` measures them on the real transformers module; `closed_form`
-computes them from a few figures. All are for one token and tensor-parallel size 1; what tensor
-parallelism divides among its ranks (``cut``) is kept apart from what each of them has in full
-(``whole``).
+computes them from the model's dimensions. All are for one token and tensor-parallel size 1; values
+that tensor parallelism divides among its ranks (``cut``) are separate from those that each rank has
+in full (``whole``).
 
 Pure: imports no torch.
 """
@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 BLOCK_SIZE = 64
-"""Weights in 4 bits that share a scale; bitsandbytes' default, and transformers knows no other."""
+"""Weights in 4 bits that share a scale; bitsandbytes' default, the only size in transformers."""
 _SCALE_BLOCK_SIZE = 256
 _CODE_BYTES, _SCALE_CODE_BYTES, _OFFSET_BYTES = 4 * 16, 4 * 256, 4
 
 
 @dataclass(frozen=True)
 class Matmul:
-    """A matrix product of all tokens with a weight of ``in_size x out_size``.
+    """Matrix product of all tokens with a weight of ``in_size x out_size``.
 
     `cut`: the dimension that tensor parallelism divides, None for neither. `num_groups`: number of
     experts of a grouped product; each token is multiplied with `share` of them (1 without experts),
@@ -40,8 +40,8 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Attention:
-    """Softmax attention. `head_size` is that of queries and keys, `value_size` of values; a token
-    sees at most `window` tokens before it, or all where that is None."""
+    """Softmax attention. `head_size` is the size of queries and keys, `value_size` of values; a
+    token attends to at most `window` previous tokens, or to all if None."""
 
     num_heads: int
     num_key_value_heads: int
@@ -51,23 +51,25 @@ class Attention:
 
 
 def packed_bytes(num_weights: int, *, double: bool) -> int:
-    """Bytes of a matrix in 4 bits as bitsandbytes 0.50 keeps it: weights, scales, and the tables
-    of what codes stand for.
+    """Return the bytes of a 4-bit matrix as bitsandbytes 0.50 stores it: weights, scales and code
+    tables.
 
     Dettmers et al. 2023 (arXiv 2305.14314), section 3: every block of weights has a scale in
     float32; doubly quantized, a scale is 8 bits, and every block of scales has one in float32.
     """
     blocks = -(-num_weights // BLOCK_SIZE)
-    found = -(-num_weights // 2) + _CODE_BYTES
+    num_bytes = -(-num_weights // 2) + _CODE_BYTES
     if not double:
-        return found + 4 * blocks
-    return found + blocks + 4 * -(-blocks // _SCALE_BLOCK_SIZE) + _SCALE_CODE_BYTES + _OFFSET_BYTES
+        return num_bytes + 4 * blocks
+    return (
+        num_bytes + blocks + 4 * -(-blocks // _SCALE_BLOCK_SIZE) + _SCALE_CODE_BYTES + _OFFSET_BYTES
+    )
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Weights of a layer that are kept in 4 bits: how many, in how many bytes with their scales,
-    and how many the largest matrix has, which is turned into plain numbers for its products."""
+    """Weights of a layer stored in 4 bits: their number, their bytes including scales, and the size
+    of the largest matrix, which is dequantized for its products."""
 
     num_weights: int = 0
     num_bytes: int = 0
@@ -75,36 +77,37 @@ class Packed:
 
     @staticmethod
     def of(sizes: Sequence[int], *, double: bool) -> Packed:
-        """Of matrices with so many weights."""
+        """Build the costs of matrices with these numbers of weights."""
         num_bytes = sum(packed_bytes(size, double=double) for size in sizes)
         return Packed(sum(sizes), num_bytes, max(sizes, default=0))
 
 
 @dataclass(frozen=True)
 class Others:
-    """What adapters have beside their products: trained elements (copies of modules, DoRA's
-    magnitudes) that every tensor-parallel rank has, and that ranks divide; and elements of the sums
-    of stacked weights and adapters, which ranks divide and autograd saves of every pass."""
+    """Costs of adapters in addition to their products: trained elements (copies of modules, DoRA's
+    magnitudes) that every tensor-parallel rank has, and those that ranks divide; and elements of
+    the sums of stacked weights and adapters, which ranks divide and autograd saves in every
+    pass."""
 
     whole: int = 0
     cut: int = 0
     summed: int = 0
 
     def trained(self, tensor_size: int) -> float:
-        """Elements on each of `tensor_size` ranks."""
+        """Return the trained elements on each of `tensor_size` ranks."""
         return self.whole + self.cut / tensor_size
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """One decoder layer; bytes are per token.
+    """Costs of one decoder layer; bytes are per token.
 
     `saved`: by autograd for the backward pass; `moved`: read and written in the forward pass by
     operations other than products and attention. `score_bytes`: saved per head and attended token
-    where attention is not fused. `num_kernels`: launched in the forward pass.
+    if attention is not fused. `num_kernels`: launched in the forward pass.
     `num_parameters_expert` are not counted in the two before. `adapters`: products with trained
-    weights beside the layer's own, which are then frozen; `others`: what else is trained or kept of
-    adapters. `packed`: those of the parameters that are in 4 bits.
+    weights in addition to the layer's own, which are then frozen; `others`: other elements of
+    adapters that are trained or kept. `packed`: the 4-bit part of the parameters.
     """
 
     num_parameters_whole: int
@@ -131,7 +134,7 @@ class LayerCosts:
         return hash(tuple(getattr(self, entry.name) for entry in fields(self)))
 
     def num_adapter_parameters(self, tensor_size: int) -> float:
-        """Trained elements of the adapters on each of `tensor_size` ranks."""
+        """Return the trained elements of the adapters on each of `tensor_size` ranks."""
         sizes = (
             a.in_size * a.out_size * a.count * a.num_groups / (tensor_size if a.cut else 1)
             for a in self.adapters
@@ -153,9 +156,9 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """A causal language model: its kinds of layers, and which kind each layer is.
+    """Costs of a causal language model: its kinds of layers, and the kind of each layer.
 
-    `head_parameters`: 0 where the head shares the embedding's weight (`tied`).
+    `head_parameters`: 0 if the head shares the embedding's weight (`tied`).
     `num_other_parameters`: final norm, position embeddings. `source`: traced or closed form.
     `saved_bytes_outside`: saved per token outside of the layers (final norm, head). `is_frozen`:
     only adapters are trained; `others_outside`: trained copies of modules outside of the layers
@@ -177,7 +180,8 @@ class ModelCosts:
     others_outside: Others = Others()
 
     def __hash__(self) -> int:
-        """Worked out once: searches look models up in caches tens of thousands of times."""
+        """Return a hash that is computed once: searches look models up in caches tens of thousands
+        of times."""
         return self._hash
 
     @functools.cached_property
@@ -186,7 +190,7 @@ class ModelCosts:
 
     @functools.cached_property
     def num_experts(self) -> int:
-        """Of a layer that has any, 1 where none has."""
+        """Number of experts in an expert layer; 1 if there is none."""
         return max((m.num_groups for kind in self.kinds for m in kind.matmuls), default=1)
 
     @functools.cached_property
@@ -197,7 +201,7 @@ class ModelCosts:
 
     @functools.cached_property
     def packed(self) -> Packed:
-        """Of all layers together."""
+        """Quantized weights of all layers."""
         each = [self.kinds[kind].packed for kind in self.layers]
         return Packed(
             sum(one.num_weights for one in each),
@@ -206,12 +210,12 @@ class ModelCosts:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values, for a cache."""
+        """Return plain values, for a cache."""
         return asdict(self)
 
     @staticmethod
     def from_json(tree: Mapping[str, Any]) -> ModelCosts:
-        """What `to_json` wrote. Raises KeyError or TypeError where it is something else."""
+        """Read the output of `to_json`. Raise KeyError or TypeError if it is invalid."""
         kinds = []
         for kind in tree["kinds"]:
             products = {
@@ -228,8 +232,8 @@ class ModelCosts:
 
 @dataclass(frozen=True)
 class AdapterCosts:
-    """products: of the adapters, in each layer. others: in each layer; outside: of the layers.
-    packed: weights of each layer that are in 4 bits; none where it is empty."""
+    """Costs of adapters. products: per layer. others: per layer; outside: outside of the layers.
+    packed: 4-bit weights per layer; empty if there are none."""
 
     products: tuple[tuple[Matmul, ...], ...]
     others: tuple[Others, ...]
@@ -237,12 +241,12 @@ class AdapterCosts:
     packed: tuple[Packed, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values, for a cache."""
+        """Return plain values, for a cache."""
         return asdict(self)
 
     @staticmethod
     def from_json(tree: dict[str, Any]) -> AdapterCosts:
-        """What `to_json` wrote. Raises KeyError or TypeError where it is something else."""
+        """Read the output of `to_json`. Raise KeyError or TypeError if it is invalid."""
         products = tuple(tuple(Matmul(**m) for m in layer) for layer in tree["products"])
         packed = tuple(Packed(**layer) for layer in tree["packed"])
         others = tuple(Others(**layer) for layer in tree["others"])
@@ -250,7 +254,7 @@ class AdapterCosts:
 
 
 def adapter_of(product: Matmul, rank: int) -> tuple[Matmul, Matmul]:
-    """The two products of an adapter of `rank` beside `product`, cut by peft's rule."""
+    """Return the two products of an adapter of `rank` for `product`, sharded by peft's rule."""
     cut = product.cut
     down = replace(product, out_size=rank, cut="in" if cut == "in" else None)
     up = replace(product, in_size=rank, cut="out" if cut == "out" else None)
@@ -258,8 +262,8 @@ def adapter_of(product: Matmul, rank: int) -> tuple[Matmul, Matmul]:
 
 
 def of_all_linear(model: ModelCosts, rank: int, double: bool | None = None) -> AdapterCosts:
-    """Costs of adapters beside every dense product of every layer, whose weights are in 4 bits
-    unless `double` is None; it says whether doubly."""
+    """Return the costs of adapters on every dense product of every layer. `double`: None for
+    unquantized weights, else whether the 4-bit weights are doubly quantized."""
     each = [
         tuple(part for m in kind.matmuls if m.num_groups == 1 for part in adapter_of(m, rank))
         for kind in model.kinds
@@ -278,7 +282,7 @@ def _dense_sizes(kind: LayerCosts) -> list[int]:
 
 
 def with_adapters(model: ModelCosts, costs: AdapterCosts) -> ModelCosts:
-    """`model`, frozen, with `costs` beside it."""
+    """Return `model`, frozen, with `costs` added."""
     kinds: list[LayerCosts] = []
     order: list[int] = []
     packed = costs.packed or (Packed(),) * len(model.layers)
@@ -300,8 +304,8 @@ def with_adapters(model: ModelCosts, costs: AdapterCosts) -> ModelCosts:
 
 @dataclass(frozen=True)
 class DenseShape:
-    """The figures that the closed form needs. `gated`: SwiGLU-like MLP. `dropout`: its masks are
-    saved. `fused_attention`: scores are never written to memory."""
+    """Model dimensions that the closed form needs. `gated`: SwiGLU-like MLP. `dropout`: its masks
+    are saved. `fused_attention`: scores are never written to memory."""
 
     num_layers: int
     hidden_size: int
@@ -318,13 +322,13 @@ class DenseShape:
 
 
 def closed_form(shape: DenseShape, element_bytes: int = 2) -> ModelCosts:
-    """Costs of a dense decoder, counted by hand.
+    """Return the costs of a dense decoder, derived analytically.
 
     Saved bytes: Korthikanti et al. 2022 (arXiv 2205.04198), table 2, for GPT with dropout:
     ``s b h (34 + 5 a s / h)``, of which ``10`` are not divided by tensor parallelism; for gated
-    layers our own count, ``(14 + 6 g) h + 8 f`` (norms in 16 bits), where ``4 h`` are the norms'
+    layers our own formula, ``(14 + 6 g) h + 8 f`` (norms in 16 bits), where ``4 h`` are the norms'
     inputs and ``4 h`` the inputs of the products. Moved bytes: as traced of transformers' Llama and
-    GPT-NeoX, rotary embeddings and norms in float32 included.
+    GPT-NeoX, including rotary embeddings and norms in float32.
     """
     hidden, inner = shape.hidden_size, shape.intermediate_size
     head = shape.head_size or hidden // shape.num_heads
@@ -379,14 +383,15 @@ def closed_form(shape: DenseShape, element_bytes: int = 2) -> ModelCosts:
 
 
 def dense_shape(values: Mapping[str, Any]) -> DenseShape | None:
-    """The figures of a Hugging Face configuration; None if one is missing, or there are experts.
+    """Return the dimensions in a Hugging Face configuration; None if one is missing or experts
+    exist.
 
-    `values`: as in config.json; the names of older architectures are known too.
+    `values`: as in config.json; names of older architectures are supported too.
     """
 
     def number(*names: str) -> int | None:
-        found = (values.get(name) for name in names)
-        return next((n for n in found if isinstance(n, int) and n > 0), None)
+        candidates = (values.get(name) for name in names)
+        return next((n for n in candidates if isinstance(n, int) and n > 0), None)
 
     if any("expert" in name for name in values):
         return None

@@ -1,4 +1,4 @@
-"""A plan as a human-readable table of the best layouts, or all layouts as JSON. Pure."""
+"""Plan as a human-readable table of the best layouts, or all layouts as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ GIB = 2.0**30
 
 
 def plan_table(candidates: Sequence[Candidate], cluster: Cluster, num_shown: int) -> str:
-    """The first `num_shown` layouts, a line each, and memory and step time of the best by term."""
+    """Return the first `num_shown` layouts, one per line, and memory and step time of the best by
+    term."""
     head = ("", "layout", "GPU GiB", "host GiB", "step s", "tokens/s/GPU", "limited by")
     body = [
         (
@@ -38,13 +39,13 @@ def plan_table(candidates: Sequence[Candidate], cluster: Cluster, num_shown: int
 
 
 def default_choice(candidates: Sequence[Candidate], cluster: Cluster) -> int:
-    """The line (from 1) of the fastest layout that is not tight; 1 if all are."""
+    """Return the line (from 1) of the fastest layout that is not tight; 1 if all are."""
     roomy = (n for n, c in enumerate(candidates, start=1) if not c.is_tight(cluster))
     return next(roomy, 1)
 
 
 def parameter_count(number: float) -> str:
-    """A number of parameters as people write it: 8.03B, 2.56M, 812K."""
+    """Format a number of parameters: 8.03B, 2.56M, 812K."""
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if number >= size:
             return f"{number / size:.3g}{letter}"
@@ -80,7 +81,7 @@ def _time_line(candidate: Candidate) -> str:
 
 
 def as_json(candidates: Sequence[Candidate], cluster: Cluster) -> list[dict[str, Any]]:
-    """Each layout with memory (bytes) and time (seconds) by their terms."""
+    """Return each layout with memory (bytes) and time (seconds) by their terms."""
     return [
         {
             "layout": asdict(candidate.layout),
@@ -101,7 +102,7 @@ def as_json(candidates: Sequence[Candidate], cluster: Cluster) -> list[dict[str,
 
 
 def nothing_fits(others: Sequence[Candidate], cluster: Cluster) -> tuple[str, str]:
-    """Why no layout fits, and the nearest change that would help: (rule, remedy)."""
+    """Return why no layout fits, and the nearest change that would help: (rule, fix)."""
     on_device = [c for c in others if c.memory.total <= cluster.usable_memory]
     if on_device:
         return _main_memory_lacks(min(on_device, key=lambda c: c.memory.host), cluster)
@@ -121,12 +122,12 @@ def nothing_fits(others: Sequence[Candidate], cluster: Cluster) -> tuple[str, st
     if best.layout.zero_stage == 3 and fixed < has:
         while fixed + shrinking * cluster.num_devices / times > has:
             times *= 2
-        return rule, f"about {times} devices, which ZeRO 3 divides the states among"
+        return rule, f"about {times} devices, among which ZeRO 3 divides the states"
     return rule, "a shorter batch.sequence_length, or devices with more memory"
 
 
 def _main_memory_lacks(best: Candidate, cluster: Cluster) -> tuple[str, str]:
-    """Of layouts that fit the device and not their node, `best` needs the least main memory."""
+    """Explain that layouts fit the device but not the node; `best` needs the least main memory."""
     memory = best.memory
     need, has = memory.host, cluster.host_memory_per_rank
     terms = memory.host_terms()
@@ -134,8 +135,8 @@ def _main_memory_lacks(best: Candidate, cluster: Cluster) -> tuple[str, str]:
     parts = ", ".join(f"{name} {terms[name] / GIB:.1f}" for name in names if terms[name])
     rule = (
         f"the layout that needs the least main memory ({best.layout.describe()}) needs "
-        f"{need / GIB:.1f} GiB of it for each of its ranks ({parts}), of which there are "
-        f"{has / GIB:.1f}"
+        f"{need / GIB:.1f} GiB of it per rank ({parts}), but only "
+        f"{has / GIB:.1f} are available"
     )
     nodes = min(cluster.num_devices, cluster.device.devices_per_node)
     remedy = f"nodes with {need * nodes / GIB:.0f} GiB of main memory (--host-memory)"

@@ -1,4 +1,4 @@
-"""The planner's `Layout` of a resolved run. Pure."""
+"""Planner `Layout` of a resolved run. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ SIZE_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp1
 
 
 def layout_of(run: ResolvedRun, loss_chunk_tokens: int | None = None) -> Layout:
-    """The layout of `run`. `loss_chunk_tokens`: the chunk that model.loss = auto resolved to."""
+    """Return the layout of `run`. `loss_chunk_tokens`: the chunk that model.loss = auto resolved
+    to."""
     config, topology = run.config, run.topology
     zero = run.engine.deepspeed.get("zero_optimization", {})
     dtype = config.precision.dtype
@@ -44,7 +45,7 @@ def layout_of(run: ResolvedRun, loss_chunk_tokens: int | None = None) -> Layout:
 
 
 def optimizer_costs(section: OptimizerSection) -> OptimizerCosts:
-    """Costs of a run's optimizer."""
+    """Return the costs of a run's optimizer."""
     return OptimizerCosts(
         section.type,
         2 if section.state_dtype == "bfloat16" else 4,
@@ -58,15 +59,15 @@ LOGITS_BYTES = 256 * 2**20
 
 
 def chunk_tokens(vocabulary_size: int, loss_chunk_tokens: int | None) -> int:
-    """Tokens of a chunk of the loss, as a run would decide it."""
+    """Return the tokens of a chunk of the loss, by the rule of a run."""
     return loss_chunk_tokens or max(1, LOGITS_BYTES // (4 * vocabulary_size))
 
 
 def usual_chunk(
     loss: str, loss_chunk_tokens: int | None, vocabulary_size: int, num_tokens: int
 ) -> int | None:
-    """How many of the `num_tokens` of a rank's micro-batch have logits at a time, as a run decides
-    it; None if all do."""
+    """Return how many of the `num_tokens` of a rank's micro-batch have logits at a time, by the
+    rule of a run; None if all do."""
     if loss == "plain":
         return None
     chunk = chunk_tokens(vocabulary_size, loss_chunk_tokens)

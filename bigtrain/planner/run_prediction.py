@@ -1,4 +1,4 @@
-"""Predicted time and memory of a given run, and whether it fits its device. Pure."""
+"""Predicted time and memory of a run, and a check that it fits its device. Pure."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PREDICTION = "prediction.json"
 
 @dataclass(frozen=True)
 class RunPrediction:
-    """The prediction for a run. `time` is None if its device is unknown (`device` None).
+    """Prediction for a run. `time` is None if its device is unknown (`device` None).
 
-    `tokens_per_step`: of all ranks.
+    `tokens_per_step`: tokens of all ranks.
     """
 
     memory: MemoryUse
@@ -34,11 +34,11 @@ class RunPrediction:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all ranks."""
+        """Tokens per second of all ranks."""
         return None if self.time is None else self.tokens_per_step / self.time.total
 
     def line(self) -> str:
-        """One human-readable line to print before the run."""
+        """Return one human-readable line to print before the run."""
         terms = self.memory.terms()
         parts = ", ".join(
             f"{name} {size / GIB:.3g}" for name, size in terms.items() if size and name != "context"
@@ -49,8 +49,8 @@ class RunPrediction:
         return text if rate is None else f"{text}, {rate:,.0f} tokens/s on {self.device}"
 
     def beside(self, tokens_per_second: float, memory_gib: float) -> list[str]:
-        """A line for the end of a run: what was predicted, and by how much that was wrong. Of a CPU
-        the time alone: main memory of a process says nothing of its tensors."""
+        """Return a line for the end of a run: the predictions and their errors. On a CPU only the
+        time: the memory of a process does not show the memory of its tensors."""
         rate = self.tokens_per_second
         if rate is None:
             return []
@@ -61,8 +61,8 @@ class RunPrediction:
         return [line]
 
     def write(self, directory: Path) -> None:
-        """Write ``prediction.json``: seconds by term, GiB by term; of a CPU no peak, as `beside`.
-        Raises OSError."""
+        """Write ``prediction.json``: seconds by term, GiB by term; on a CPU without the peak, as in
+        `beside`. Raises OSError."""
         terms = {name: size / GIB for name, size in self.memory.terms().items() if size}
         tree = {
             "device": self.device,
@@ -100,10 +100,10 @@ def predict_run(
 
 
 def refuse_too_large(prediction: RunPrediction, memory_bytes: float, *, refuses: bool) -> str:
-    """A warning if the run does not fit a device of `memory_bytes` by the rule of
+    """Return a warning if the run does not fit a device of `memory_bytes` by the rule of
     `bigtrain plan` (`usable_memory`); empty if it fits.
 
-    Raises LaunchError where `refuses`.
+    Raises LaunchError if `refuses`.
     """
     needed, usable = prediction.memory.total, usable_memory(memory_bytes)
     if needed <= usable:
@@ -113,7 +113,7 @@ def refuse_too_large(prediction: RunPrediction, memory_bytes: float, *, refuses:
     text = (
         f"the run is predicted to need {needed / GIB:.1f} GiB on its fullest rank, "
         f"{terms[largest] / GIB:.1f} of them {largest}, and of the device's "
-        f"{memory_bytes / GIB:.1f} GiB {usable / GIB:.1f} are usable -> ask bigtrain plan for a "
+        f"{memory_bytes / GIB:.1f} GiB {usable / GIB:.1f} are usable -> use bigtrain plan for a "
         "layout that fits, or set engine.refuse_too_large=false"
     )
     if refuses:

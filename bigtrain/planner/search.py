@@ -1,7 +1,8 @@
-"""All legal layouts of a run on a number of devices, each with its costs, best first. Pure.
+"""Search of all legal layouts of a run on a number of devices, each with its costs, best first.
+Pure.
 
 A layout is legal if a run would accept it: by the rules of `bigtrain.settings.compatibility`, the
-batch arithmetic, the model's heads and layers. Offload is only tried where no micro-batch size of
+batch arithmetic, the model's heads and layers. Offload is only considered if no micro-batch size of
 the same degrees fits without it.
 """
 
@@ -26,7 +27,7 @@ from bigtrain.settings.compatibility.facts import Facts
 
 @dataclass(frozen=True)
 class Cluster:
-    """The devices to plan for. `host_memory`: bytes of a node's main memory; `margin`: share of a
+    """Devices to plan for. `host_memory`: bytes of a node's main memory; `margin`: share of a
     device's memory that a plan keeps free."""
 
     device: Device
@@ -47,7 +48,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its costs. The step time is computed lazily: most of thousands of layouts do
+    """Layout with its costs. The step time is computed lazily: most of thousands of layouts do
     not fit, and their time is never needed."""
 
     layout: Layout
@@ -57,11 +58,11 @@ class Candidate:
     varied: str = ""
 
     def is_tight(self, cluster: Cluster) -> bool:
-        """Whether less of the usable memory is left than predictions are wrong by on average."""
+        """Return whether the free part of the usable memory is below the mean prediction error."""
         return self.memory.total * (1 + MEMORY_ERROR) > cluster.usable_memory
 
     def describe(self) -> str:
-        """The layout in a few words, with what of loss and buckets is not as usual."""
+        """Return a short description of the layout, including non-default loss and buckets."""
         return self.layout.describe() + self.varied
 
     @functools.cached_property
@@ -71,20 +72,20 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks."""
         return self.layout.global_batch_size * self.layout.sequence_length / self.time.total
 
     @property
     def limit(self) -> str:
-        """The name of the step's largest term."""
+        """Name of the step's largest term."""
         terms = self.time.terms()
         return max(terms, key=lambda name: terms[name])
 
 
 @dataclass(frozen=True)
 class Request:
-    """What determines the layouts of a run. `facts`: those of the run itself, for the rules.
-    `varies`: whether loss and buckets may be other than a run decides by itself."""
+    """Parameters that determine the layouts of a run. `facts`: facts of the run, for the rules.
+    `varies`: whether loss and buckets may differ from a run's defaults."""
 
     model: ModelCosts
     facts: Facts
@@ -103,9 +104,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Ranking:
-    """What a search found: layouts that fit, fastest first; those that were looked at and do not,
-    smallest first; and the number of larger micro-batches of those, which fit even less and which
-    nobody looked at."""
+    """Result of a search: feasible layouts, fastest first; rejected layouts, smallest first; and
+    the number of larger micro-batches of the rejected ones, which need even more memory and were
+    not assessed."""
 
     fitting: list[Candidate]
     others: list[Candidate]
@@ -113,33 +114,33 @@ class Ranking:
 
     @property
     def num_others(self) -> int:
-        """All that do not fit."""
+        """Number of layouts that do not fit."""
         return len(self.others) + self.num_larger
 
 
 def search(request: Request, cluster: Cluster, engine: Engine, *, prunes: bool = True) -> Ranking:
-    """All legal layouts. A micro-batch that does not fit is the last of its kind to be looked at:
-    no term of memory shrinks with it (`prunes` False looks at every one)."""
-    found = Ranking([], [], 0)
+    """Return all legal layouts. A micro-batch that does not fit is the last of its kind to be
+    assessed: every term of memory grows with it (`prunes` False assesses all)."""
+    ranking = Ranking([], [], 0)
     larger = 0
     for degrees in _degrees(request, cluster.num_devices):
-        larger += _of_degrees(degrees, request, cluster, engine, found, prunes)
-    found.fitting.sort(key=_preference)
+        larger += _of_degrees(degrees, request, cluster, engine, ranking, prunes)
+    ranking.fitting.sort(key=_preference)
     if request.varies:
-        _vary(found, request, cluster, engine)
-    found.others.sort(key=lambda candidate: candidate.memory.total)
-    return replace(found, num_larger=larger)
+        _vary(ranking, request, cluster, engine)
+    ranking.others.sort(key=lambda candidate: candidate.memory.total)
+    return replace(ranking, num_larger=larger)
 
 
-BUCKETS = (10_000_000, 500_000_000)  # elements, beside the run's own
+BUCKETS = (10_000_000, 500_000_000)  # elements, in addition to the run's own
 
 
-def _vary(found: Ranking, request: Request, cluster: Cluster, engine: Engine) -> None:
-    """Try other buckets, and the loss that `auto` would not choose, of layouts within a tenth of
-    the fastest; one takes a layout's place if it is more than a percent faster. If nothing fits, of
-    the smallest."""
-    least = 0.9 * found.fitting[0].tokens_per_second if found.fitting else 0.0
-    for index, candidate in enumerate(found.fitting[:_VARIED]):
+def _vary(ranking: Ranking, request: Request, cluster: Cluster, engine: Engine) -> None:
+    """Test other buckets, and the loss that `auto` would not choose, for layouts within a tenth of
+    the fastest; a variant replaces a layout if it is more than a percent faster. If nothing fits,
+    test variants of the smallest."""
+    least = 0.9 * ranking.fitting[0].tokens_per_second if ranking.fitting else 0.0
+    for index, candidate in enumerate(ranking.fitting[:_VARIED]):
         if candidate.tokens_per_second < least:
             break
         tried = [
@@ -150,14 +151,14 @@ def _vary(found: Ranking, request: Request, cluster: Cluster, engine: Engine) ->
             (each for each in tried if each.fits), key=lambda c: c.tokens_per_second, default=None
         )
         if best is not None and best.tokens_per_second > 1.01 * candidate.tokens_per_second:
-            found.fitting[index] = _told(best, candidate.layout)
-    if not found.fitting:
-        for candidate in sorted(found.others, key=lambda c: c.memory.total)[:_VARIED]:
+            ranking.fitting[index] = _told(best, candidate.layout)
+    if not ranking.fitting:
+        for candidate in sorted(ranking.others, key=lambda c: c.memory.total)[:_VARIED]:
             for layout in _variants(candidate.layout, request):
                 smaller = assess(request.model, layout, cluster, engine)
                 if smaller.fits:
-                    found.fitting.append(_told(smaller, candidate.layout))
-    found.fitting.sort(key=_preference)
+                    ranking.fitting.append(_told(smaller, candidate.layout))
+    ranking.fitting.sort(key=_preference)
 
 
 _VARIED = 100
@@ -173,7 +174,7 @@ def _told(candidate: Candidate, usual: Layout) -> Candidate:
 
 
 def _variants(layout: Layout, request: Request) -> Iterator[Layout]:
-    """`layout` with each other size of buckets and kind of loss."""
+    """Yield `layout` with each other size of buckets and kind of loss."""
     losses = [layout.loss_chunk_tokens]
     if request.loss == "auto":
         losses.append(
@@ -198,10 +199,10 @@ def _of_degrees(
     request: Request,
     cluster: Cluster,
     engine: Engine,
-    found: Ranking,
+    ranking: Ranking,
     prunes: bool,
 ) -> int:
-    """Add the layouts of `degrees` to `found`; how many were not looked at."""
+    """Add the layouts of `degrees` to `ranking`; return how many were not assessed."""
     too_large: set[Recompute | int] = set()
     roomy, skipped = False, 0
     offloads = _offloads(degrees, request, cluster.num_devices)
@@ -225,14 +226,14 @@ def _of_degrees(
             too_large.clear()
         roomy = roomy or any(candidate.fits for candidate in tried)
         # Micro-batches of the same degrees ascend. A larger one that needs offload to fit saves
-        # less than predictions are wrong by: 4% of a 70B's step on 64 H100, where they miss by 6%.
+        # less than the prediction error: 4% of a 70B's step on 64 H100, where the error is 6%.
         for changes in () if roomy else offloads:
             candidate = assess(request.model, layout.changed(**changes), cluster, engine)
             tried.append(candidate)
             if candidate.fits:
                 break
         for candidate in tried:
-            (found.fitting if candidate.fits else found.others).append(candidate)
+            (ranking.fitting if candidate.fits else ranking.others).append(candidate)
         if prunes and not any(candidate.fits for candidate in tried):
             rest = len(micro_sizes) - index - 1
             return skipped + rest * (2 + (0 if roomy else len(offloads)))
@@ -246,9 +247,9 @@ def _recomputed(
     engine: Engine,
     too_large: set[Recompute | int],
 ) -> Iterator[Candidate]:
-    """`layout` with nothing recomputed and with everything; where only the latter fits, also with
-    the fewest layers recomputed that fit. `too_large`: what smaller micro-batches did not fit with;
-    what this one does not is added."""
+    """Yield `layout` without recomputation and with full recomputation; if only the latter fits,
+    also with the fewest recomputed layers that fit. `too_large`: recomputation that did not fit
+    smaller micro-batches; that which does not fit this one is added."""
 
     def fits(kind: Recompute | int, each: Layout) -> Candidate | None:
         if kind in too_large:
@@ -277,14 +278,14 @@ _EVERY = (4, 3, 2)  # every n-th layer is recomputed
 
 
 def _preference(candidate: Candidate) -> tuple[int, float, float]:
-    """Faster first; among layouts within one percent, which predictions cannot distinguish, the one
-    with less memory."""
+    """Sort faster layouts first; among layouts within one percent, which predictions cannot
+    distinguish, the one with less memory first."""
     percents = round(math.log(candidate.tokens_per_second) * 100)
     return -percents, candidate.memory.total, -candidate.tokens_per_second
 
 
 def assess(model: ModelCosts, layout: Layout, cluster: Cluster, engine: Engine) -> Candidate:
-    """Memory and time of one layout."""
+    """Return memory and time of one layout."""
     memory = peak_memory(model, layout, engine)
     fits = memory.total <= cluster.usable_memory and memory.host <= cluster.host_memory_per_rank
     time = functools.partial(step_time, model, layout, cluster.device, engine)
@@ -301,15 +302,15 @@ class _Degrees:
 
     @property
     def of_model(self) -> int:
-        """Ranks that share a sample's model."""
+        """Ranks that share one replica of the model."""
         return self.tensor * self.pipeline * self.sequence
 
 
 def _degrees(request: Request, world_size: int) -> Iterator[_Degrees]:
-    """What a run would be accepted with, and its batch can be divided among.
+    """Yield parallel degrees that pass the compatibility rules and divide the batch.
 
-    A run tries plans on a proxy model. What a trace tells before: nothing of a model without a plan
-    of its own is divided by tensor parallelism, and where a layer mixes tokens without attention
+    A run checks plans on a proxy model. A trace shows beforehand: a model without a plan of its own
+    is not divided by tensor parallelism, and if a layer mixes tokens without attention
     (state spaces), ranks cannot divide a sample.
     """
     kinds = request.model.kinds
@@ -334,15 +335,15 @@ def _degrees(request: Request, world_size: int) -> Iterator[_Degrees]:
 
 
 def _micro_sizes(degrees: _Degrees, request: Request, world_size: int) -> list[tuple[int, int]]:
-    """Micro-batches of `degrees`, ascending, and how many a rank accumulates of each."""
+    """Return micro-batch sizes of `degrees`, ascending, and the accumulation steps of each."""
     per_rank = request.global_batch_size // (world_size // degrees.of_model)
-    found = [(micro, per_rank // micro) for micro in _divisors(per_rank) if micro <= 64]
+    sizes = [(micro, per_rank // micro) for micro in _divisors(per_rank) if micro <= 64]
     # With more stages than micro-batches a pipeline is mostly bubble.
-    return [one for one in found if degrees.pipeline == 1 or one[1] >= degrees.pipeline]
+    return [one for one in sizes if degrees.pipeline == 1 or one[1] >= degrees.pipeline]
 
 
 def _smallest(degrees: _Degrees, request: Request, world_size: int) -> Layout:
-    """The layout of `degrees` but for its micro-batch and what depends on that."""
+    """Return the layout of `degrees` with the smallest micro-batch."""
     return Layout(
         data_size=world_size // degrees.of_model,
         tensor_size=degrees.tensor,
@@ -370,7 +371,7 @@ def is_legal(
     sequence: int,
     expert: int = 1,
 ) -> bool:
-    """Whether a run of these degrees would be accepted."""
+    """Return whether a run of these degrees would be accepted."""
     changed = facts.changed(
         zero_stage=zero,
         world_size=world_size,
@@ -385,20 +386,21 @@ def is_legal(
 
 
 def _offloads(degrees: _Degrees, request: Request, world_size: int) -> list[dict[str, Any]]:
-    """What a layout of `degrees` may move to main memory, ever more of it."""
-    found: list[dict[str, Any]] = []
+    """Return the offload options of a layout of `degrees`, in increasing order of offloaded
+    state."""
+    options: list[dict[str, Any]] = []
     if degrees.zero < 1 or degrees.pipeline > 1:
-        return found
+        return options
     facts = replace(request.facts, offload_optimizer="cpu")
     shape = (degrees.tensor, degrees.pipeline, degrees.sequence, degrees.expert)
     optimizer = {"offload_optimizer": True}
     if is_legal(facts, degrees.zero, world_size, *shape):
-        found += [optimizer, {**optimizer, "recompute": "full"}]
+        options += [optimizer, {**optimizer, "recompute": "full"}]
     if degrees.zero == 3:
         facts = replace(facts, offload_param="cpu")
         if is_legal(facts, 3, world_size, *shape):
-            found.append({**optimizer, "offload_parameters": True, "recompute": "full"})
-    return found
+            options.append({**optimizer, "offload_parameters": True, "recompute": "full"})
+    return options
 
 
 @functools.lru_cache(maxsize=1024)

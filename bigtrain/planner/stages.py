@@ -1,7 +1,7 @@
-"""Where to cut a model into pipeline stages, and what a rank of each holds. Pure.
+"""Division of a model into pipeline stages, and the contents of a rank of each. Pure.
 
-A search asks for the same few stages tens of thousands of times: what depends on the model, its
-cut and the degrees alone is worked out once.
+A search needs the same few stages tens of thousands of times: values that depend only on the model,
+its division and the degrees are cached.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from bigtrain.planner.model_costs import ModelCosts
 _TIME_SLACK = 1.05
 
 StageCost = Callable[[int, int], float]
-"""The cost of the stage with layers ``start : stop``."""
+"""Cost of the stage with layers ``start : stop``."""
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What the parts of a model cost, in any units.
+    """Costs of the parts of a model, in any units.
 
     layer_time, layer_memory: one of each for each layer. first_*: before the layers (embeddings);
     last_*: after them (head and loss).
@@ -39,7 +39,7 @@ class StageCosts:
 
 
 def balanced_cuts(costs: StageCosts, num_stages: int) -> tuple[int, ...]:
-    """Layer indices ``(0, ..., number of layers)`` that cut the model into `num_stages`.
+    """Return layer indices ``(0, ..., number of layers)`` that split the model into `num_stages`.
 
     The slowest stage is as fast as possible, or up to 5% slower if the largest stage then takes
     less memory. Every stage has at least one layer.
@@ -70,24 +70,28 @@ def _stage_costs(layers: Sequence[float], first: float, last: float) -> StageCos
 
 
 def _minimax(num_layers: int, num_stages: int, cost_of: StageCost) -> tuple[float, tuple[int, ...]]:
-    """The least possible cost of the largest stage, and cuts that reach it, others alike.
+    """Return the least possible cost of the largest stage, and balanced boundaries that reach it.
 
-    A stage with more layers never costs less, which is where looking for its start ends.
+    A stage with more layers never costs less, which bounds the search for its start.
     """
-    Found = tuple[float, float, tuple[int, ...]]  # largest, sum of squares, cuts
+    Found = tuple[float, float, tuple[int, ...]]  # largest, sum of squares, boundaries
 
     def shortest(best: dict[int, Found], stage: int, stop: int) -> Found:
-        found: Found | None = None
+        nearest: Found | None = None
         for start in range(stop - 1, stage - 2, -1):
             cost = cost_of(start, stop)
-            if found is not None and cost > found[0]:
+            if nearest is not None and cost > nearest[0]:
                 break
             largest, squares, cuts = best[start]
             ends = max(largest, cost), squares + cost**2
-            if found is None or ends < found[:2] or (ends == found[:2] and cuts < found[2][:-1]):
-                found = (*ends, (*cuts, stop))
-        assert found is not None
-        return found
+            if (
+                nearest is None
+                or ends < nearest[:2]
+                or (ends == nearest[:2] and cuts < nearest[2][:-1])
+            ):
+                nearest = (*ends, (*cuts, stop))
+        assert nearest is not None
+        return nearest
 
     best: dict[int, Found] = {
         stop: (cost_of(0, stop), cost_of(0, stop) ** 2, (0, stop))
@@ -101,8 +105,8 @@ def _minimax(num_layers: int, num_stages: int, cost_of: StageCost) -> tuple[floa
 
 @dataclass(frozen=True, eq=False)  # compared by identity: `stages_of` makes each once
 class Stage:
-    """Stage `index` of a pipeline: its `layers`, by their numbers, and the `kinds` of those.
-    `num_alike` stages have the same kinds in the same order, of which this one is the first."""
+    """Stage `index` of a pipeline: its `layers` by number, and their `kinds`.
+    `num_alike` stages have the same kinds in the same order, this one is the first of them."""
 
     index: int
     layers: range
@@ -113,17 +117,17 @@ class Stage:
 
     @functools.cached_property
     def counts(self) -> tuple[tuple[int, int], ...]:
-        """Kinds of layers, and how many there are of each."""
+        """Kinds of layers, and the number of each."""
         return tuple(Counter(self.kinds).items())
 
     def every(self, step: int) -> tuple[tuple[int, int], ...]:
-        """As `counts`, of every so many-th layer."""
+        """Return `counts` of every `step`-th layer."""
         return self.counts if step == 1 else tuple(Counter(self.kinds[::step]).items())
 
 
 def stage_layers(model: ModelCosts, num_stages: int, *, balanced: bool) -> list[range]:
-    """Layers of each stage: balanced by parameters, the head's with them, as bigtrain cuts them, or
-    as many layers on each, as Megatron does."""
+    """Return the layers of each stage: balanced by parameters including the head, as in bigtrain,
+    or equally many layers per stage, as in Megatron."""
     if balanced:
         return list(_cut(model, num_stages))
     base, more = divmod(len(model.layers), num_stages)
@@ -153,13 +157,13 @@ def _cut(model: ModelCosts, num_stages: int) -> tuple[range, ...]:
 
 @functools.lru_cache(maxsize=512)
 def stages_of(model: ModelCosts, num_stages: int, balanced: bool) -> tuple[Stage, ...]:
-    """Stages that differ, in their order; of those that are alike the first."""
+    """Return the distinct stages in order: the first of each group of identical ones."""
     ranges = stage_layers(model, num_stages, balanced=balanced)
-    found: dict[tuple[object, ...], list[int]] = {}
+    indices_by_kinds: dict[tuple[object, ...], list[int]] = {}
     for index, layers in enumerate(ranges):
         kinds = tuple(model.layers[layer] for layer in layers)
         key = (kinds, index == 0, index == len(ranges) - 1)
-        found.setdefault(key, []).append(index)
+        indices_by_kinds.setdefault(key, []).append(index)
     return tuple(
         Stage(
             alike[0],
@@ -169,15 +173,15 @@ def stages_of(model: ModelCosts, num_stages: int, balanced: bool) -> tuple[Stage
             alike[0] == len(ranges) - 1,
             len(alike),
         )
-        for alike in found.values()
+        for alike in indices_by_kinds.values()
     )
 
 
 @dataclass(frozen=True)
 class StageSizes:
-    """Parameters of a rank of a stage, before ZeRO: all that it holds, and those that it trains,
-    each with those of experts among them; the largest layer; the share of hidden matrices. Of those
-    held, `packed` are in 4 bits, and take `packed_bytes`."""
+    """Parameters of a rank of a stage before ZeRO: all of them and the trained ones, each with its
+    experts; the largest layer; the share of hidden matrices. Of all parameters, `packed` are stored
+    in 4 bits, in `packed_bytes`."""
 
     held: float
     held_expert: float
@@ -190,7 +194,7 @@ class StageSizes:
 
 
 def stage_sizes(stage: Stage, model: ModelCosts, layout: Layout) -> StageSizes:
-    """Of a rank of `stage`. Routers are among the matrices, and are small."""
+    """Return the sizes of a rank of `stage`. Routers count as matrices, and are small."""
     return _sizes(stage, model, layout.tensor_size, layout.expert_parts)
 
 
@@ -224,8 +228,8 @@ def _sizes(stage: Stage, model: ModelCosts, tensor_size: int, expert_parts: int)
         count * model.kinds[index].num_adapter_parameters(tensor_size)
         for index, count in stage.counts
     )
-    # Copies outside of the layers are counted on the last stage, where heads are. Adapters are no
-    # experts' parts.
+    # Copies outside of the layers are counted on the last stage, with the head. Adapters are not
+    # parts of experts.
     trained += model.others_outside.trained(tensor_size) if stage.is_last else 0
     each = [(model.kinds[index].packed, count) for index, count in stage.counts]
     packed = sum(count * own.num_weights for own, count in each)
@@ -234,13 +238,13 @@ def _sizes(stage: Stage, model: ModelCosts, tensor_size: int, expert_parts: int)
 
 
 def matrix_exchange(stage: Stage, model: ModelCosts, layout: Layout) -> tuple[float, float]:
-    """Bytes that a rank of `stage` sends to others at each step, on average, to bring the matrices
-    of hidden layers together at their owners, and to return what these compute
-    (`engine/optimizers/matrix_exchange.py`); zeros for optimizers that need no whole matrices.
+    """Return the mean bytes that a rank of `stage` sends per step to gather the matrices of hidden
+    layers at their owners and to return the results (`engine/optimizers/matrix_exchange.py`);
+    zeros for optimizers that do not need full matrices.
 
-    As if each rank of those that hold a matrix had an equal part of it, as under ZeRO 3 (but for
-    the padding) and ZeRO 0. ZeRO 1 and 2 cut the model once for each rank, and an owner may have
-    all of a matrix or nothing of it: of few matrices more or less is sent. Routers count as
+    Assumes that each rank that shares a matrix has an equal part of it, as under ZeRO 3 (except for
+    the padding) and ZeRO 0. ZeRO 1 and 2 split the model once for each rank, and an owner may have
+    all of a matrix or nothing of it: with few matrices the result is inexact. Routers count as
     matrices.
     """
     own = layout.optimizer
@@ -254,13 +258,13 @@ def matrix_exchange(stage: Stage, model: ModelCosts, layout: Layout) -> tuple[fl
                 alike * product.count * product.num_groups * product.in_size * product.out_size
             )
             if product.num_groups > 1 and layout.expert_size > 1:
-                # Each rank has some experts, and those whole.
+                # Each rank has some experts, unsharded.
                 size /= layout.expert_size
                 replicas, cut = layout.expert_replicas, 1
             elif product.cut is None and product.num_groups == 1:
                 cut = 1
             ranks = replicas * layout.tensor_size
-            # Of a matrix, how often ranks hold an element, and which part of it the owner has.
+            # For a matrix: replicas of an element, and the owner's part of it.
             copies = layout.tensor_size / cut * (1 if layout.zero_stage else replicas)
             part = 1 / (cut * (replicas if layout.zero_stage else 1))
             missing = 1 - 1 / (ranks if layout.zero_stage else layout.tensor_size)

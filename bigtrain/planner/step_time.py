@@ -1,9 +1,9 @@
-"""How long an optimizer step takes, by term. Pure.
+"""Seconds of an optimizer step by term. Pure.
 
 The slowest pipeline stage determines the time of ``m`` micro-batches; the other stages' time for
 one micro-batch is the bubble (1F1B: Narayanan et al. 2021, arXiv 2104.04473, section 2.2; with
-``v`` virtual stages a ``v``-th of it). What a layer takes is in `bigtrain.planner.seconds.layer`,
-what ends a step in `bigtrain.planner.seconds.update`.
+``v`` virtual stages a ``v``-th of it). Layers are computed in `bigtrain.planner.seconds.layer`,
+the end of a step in `bigtrain.planner.seconds.update`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StepTime:
         return sum(parts) + self.host + exposed
 
     def terms(self) -> dict[str, float]:
-        """Seconds by term, communication by kind, without terms that are zero."""
+        """Return seconds by term, communication by kind, without terms that are zero."""
         named = {
             "matmul": self.matmul,
             "memory-bound": self.memory_bound,
@@ -64,9 +64,9 @@ class StepTime:
 def step_time(
     model: ModelCosts, layout: Layout, device: Device, engine: Engine, *, gain: float = 1.0
 ) -> StepTime:
-    """Seconds of an optimizer step of `model`; `gain`: speed-up of products in a faster number
-    format."""
-    # All other programs have their pipelines outermost: expert- and data-parallel ranks side by
+    """Return the seconds of an optimizer step of `model`; `gain`: speed-up of products in a faster
+    number format."""
+    # All other engines have their pipelines outermost: expert- and data-parallel ranks side by
     # side on a node, stages on different ones.
     groups = groups_of(layout, device.devices_per_node, pipeline_outermost=not engine.is_deepspeed)
     kinds = [
@@ -97,7 +97,7 @@ def _pipeline(
     at = max(range(len(stages)), key=lambda index: works[index].total)
     slowest, pace, m = stages[at], works[at], layout.num_accumulation
     hidden = layout.tokens_per_micro_batch * model.hidden_size * model.element_bytes
-    hidden //= layout.tensor_size  # each rank sends its part, and the next stage gathers them
+    hidden //= layout.tensor_size  # each rank sends its shard, and the next stage gathers them
     send = groups.pipeline.send(device, hidden)
     virtual = layout.num_virtual_stages
     everyone = sum(s.num_alike * work.total for s, work in zip(stages, works, strict=True))
@@ -134,12 +134,12 @@ def _pipeline(
 
 
 def _on_shared_cores(alone: StepTime, balance: float, layout: Layout, device: Device) -> StepTime:
-    """`alone`, of ranks with a core each, where more ranks of a node share its cores; `balance`:
-    the mean of the stages' work over the slowest one's.
+    """Return `alone`, the time of ranks with one core each, adjusted for more ranks that share a
+    node's cores; `balance`: the mean of the stages' work over the slowest one's.
 
-    Cores then have work whenever any of their ranks has, so that what a stage waits for costs
-    nothing as long as others compute: a step takes what all ranks' work takes on the cores, and no
-    less than it would with a core for each.
+    Cores then have work if any of their ranks has, so waiting stages cost nothing while others
+    compute: a step takes the time of all ranks' work on the cores, but at least the time with a
+    core for each.
     """
     num_ranks = min(layout.world_size, device.devices_per_node)
     if not device.num_cores or num_ranks <= device.num_cores:

@@ -1,4 +1,4 @@
-"""Which curves the page draws, and their data in the format that the browser reads.
+"""Charts of the page, and their data in the format that the browser reads.
 
 Columns are base64 of little-endian numbers, which a browser decodes into typed arrays: a million
 logged steps are a few megabytes. Values are float32, steps float64.
@@ -38,13 +38,13 @@ _MOST_KNOTS = 2048
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart.
+    """Definition of one chart.
 
     table: one of `TABLES`; series: names there, or ``OBJECT/*`` for all entries of an object, if
     there are at most `most_entries`. predicted: field of the prediction to draw as well. stacked:
     as stacked areas, per run; apart: series that are contained in the others, drawn as lines over
     them. scale: factor on the file's values. of_some: not reported as missing, since only some runs
-    have it (a mixture of experts, several sites). from_zero: the axis begins there.
+    have it (a mixture of experts, several sites). from_zero: the axis begins at zero.
     """
 
     name: str
@@ -77,7 +77,7 @@ CHARTS = (
         "held-out-loss",
         "Held-out loss",
         "nats per token",
-        "Of each evaluation; of a mixture also each source's own, dashed.",
+        "At each evaluation; for a mixture also per source, dashed.",
         "evaluations",
         ("held_out_loss", f"{SOURCES}/*"),
         logarithmic=True,
@@ -86,7 +86,7 @@ CHARTS = (
         "bits-per-byte",
         "Held-out bits per byte",
         "bits per byte",
-        "Of each evaluation: comparable between tokenizers.",
+        "At each evaluation; comparable between tokenizers.",
         "evaluations",
         (BITS,),
         of_some=True,
@@ -114,7 +114,7 @@ CHARTS = (
         "throughput",
         "Throughput",
         "tokens/s",
-        "Of all ranks together, padding included.",
+        "Total of all ranks, including padding.",
         "steps",
         ("tokens_per_second",),
         predicted="tokens_per_second",
@@ -141,7 +141,7 @@ CHARTS = (
         "breakdown",
         "Step breakdown",
         "s",
-        "Where the time of a step goes on the main rank; dashed: waiting for other ranks in it.",
+        "Time of a step on the main rank by part; dashed: the part spent waiting for other ranks.",
         "steps",
         (f"{BREAKDOWN}/*",),
         stacked=True,
@@ -151,8 +151,8 @@ CHARTS = (
         "experts",
         "Busiest expert",
         "x mean",
-        "Tokens of the busiest expert over the mean of its layer's experts: where that is most, "
-        "the mean of all layers and, where they are few, each layer.",
+        "Tokens of the busiest expert relative to the mean of its layer's experts: the maximum "
+        "and mean over all layers and, if there are few layers, each layer.",
         "steps",
         (MOST_OF_LAYERS, MEAN_OF_LAYERS, f"{EXPERTS}/*"),
         of_some=True,
@@ -162,7 +162,7 @@ CHARTS = (
         "expert-bytes",
         "Sent between experts' ranks",
         "bytes",
-        "By a rank in the exchanges of tokens and gradients of a step, mean of all ranks.",
+        "By a rank in the token and gradient exchanges of a step, mean over all ranks.",
         "steps",
         (f"{EXCHANGE}/sent_bytes",),
         of_some=True,
@@ -172,7 +172,7 @@ CHARTS = (
         "expert-seconds",
         "Exchanges between experts' ranks",
         "s",
-        "Of a step, waiting for the other ranks included; mean of all ranks.",
+        "Time per step including waiting for the other ranks, mean over all ranks.",
         "steps",
         (f"{EXCHANGE}/seconds",),
         of_some=True,
@@ -182,7 +182,7 @@ CHARTS = (
         "optimizer-bytes",
         "Sent by the optimizer",
         "bytes",
-        "By a rank in a step, to bring matrices together (Muon).",
+        "By a rank in a step, to gather matrices (Muon).",
         "steps",
         (f"{SENT_BY_OPTIMIZER}/sent_bytes",),
         of_some=True,
@@ -192,7 +192,7 @@ CHARTS = (
         "site-bytes",
         "Sent between sites",
         "bytes",
-        "In an outer step: by all ranks of this site together.",
+        "By all ranks of this site in an outer step.",
         "outer_steps",
         ("sent_bytes", "link_bytes"),
         of_some=True,
@@ -202,8 +202,8 @@ CHARTS = (
         "site-distance",
         "Distance between sites",
         "",
-        "Root mean square of the weights: distance of this site to the mean of all, and change of "
-        "the global weights by it.",
+        "Root mean square over the weights: distance of this site to the mean of all sites, "
+        "and change of the global weights.",
         "outer_steps",
         ("distance", "change"),
         logarithmic=True,
@@ -213,7 +213,7 @@ CHARTS = (
         "site-seconds",
         "Outer steps",
         "s",
-        "Wall time of an outer step, and how long it waited for other sites.",
+        "Wall time of an outer step, and the time it waited for other sites.",
         "outer_steps",
         ("seconds", "waited_seconds"),
         of_some=True,
@@ -221,7 +221,7 @@ CHARTS = (
     ),
     Chart(
         "sites",
-        "Sites that took part",
+        "Participating sites",
         "sites",
         "In an outer step.",
         "outer_steps",
@@ -233,7 +233,7 @@ CHARTS = (
         "memory",
         "Peak memory",
         "GiB",
-        "Of the main rank so far; by phase where the run measured it, dashed.",
+        "On the main rank so far; dashed: by phase, if the run measured it.",
         "steps",
         ("memory_gib", f"{PHASES}/*"),
         predicted="peak_memory_gib",
@@ -243,26 +243,26 @@ CHARTS = (
 
 
 def names_of(chart: Chart, run: Run) -> list[str]:
-    """The series of `chart` that `run` has values of."""
+    """Return the series of `chart` for which `run` has values."""
     reduced = reduced_of(chart, run)
     known = [name for name, one in reduced.series.items() if not np.isnan(one.mean).all()]
-    found = []
+    names = []
     for wanted in chart.series:
         if wanted.endswith("*"):
             entries = [name for name in known if name.startswith(wanted[:-1])]
-            found += entries if len(entries) <= chart.most_entries else []
+            names += entries if len(entries) <= chart.most_entries else []
         elif wanted in known:
-            found.append(wanted)
-    return sorted(found, key=lambda name: name in chart.apart)
+            names.append(wanted)
+    return sorted(names, key=lambda name: name in chart.apart)
 
 
 def reduced_of(chart: Chart, run: Run) -> Reduced:
-    """The table of `run` that `chart` draws from."""
+    """Return the table of `run` that `chart` draws from."""
     return run.metrics.table(chart.table).reduced()
 
 
 def page_data(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict[str, Any]:
-    """The data of all charts."""
+    """Return the data of all charts."""
     return {
         "tables": TABLES,
         "charts": charts_data(runs),
@@ -271,7 +271,7 @@ def page_data(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict[str
 
 
 def charts_data(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The charts, and which series each run has of them."""
+    """Return the charts, and the series of them that each run has."""
     return [
         {
             "name": chart.name,
@@ -284,7 +284,7 @@ def charts_data(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "apart": chart.apart,
             "scale": chart.scale,
             "fromZero": chart.from_zero,
-            # Those that are no entries of an object: called by the chart's title, or their own.
+            # Series that are not entries of an object: labelled by the chart's title, or their own.
             "named": [name for name in chart.series if not name.endswith("*")],
             "series": [names_of(chart, run) for run in runs],
         }
@@ -295,7 +295,7 @@ def charts_data(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def run_data(
     run: Run, marks: Sequence[Marks], since: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """The curves and marks of one run; `since`: by table, the first bucket to give."""
+    """Return the curves and marks of one run; `since`: by table, the first bucket to return."""
     prediction, begin = run.files.prediction, since or {}
     tables = {
         name: {
@@ -328,7 +328,7 @@ def run_data(
 
 
 def _columns(reduced: Reduced, since: int) -> dict[str, Any]:
-    """Buckets for the browser: minimum and maximum only where they differ from the mean."""
+    """Return buckets for the browser: minimum and maximum only where they differ from the mean."""
     series: dict[str, dict[str, str]] = {}
     for name, one in reduced.series.items():
         if since == 0 and np.isnan(one.mean).all():
@@ -346,7 +346,7 @@ def _columns(reduced: Reduced, since: int) -> dict[str, Any]:
 
 
 def _knots(reduced: Reduced) -> dict[str, dict[str, str]]:
-    """Tokens, samples and hours by step, as the knots of a piecewise linear curve."""
+    """Return tokens, samples and hours by step, as the knots of a piecewise linear curve."""
     step = reduced.last["step"]
     return {
         name: {"step": _float64(step[kept]), "value": _float64(reduced.last[name][kept])}
@@ -356,7 +356,8 @@ def _knots(reduced: Reduced) -> dict[str, dict[str, str]]:
 
 
 def _bends(step: Column, value: Column) -> NDArray[np.intp]:
-    """Indices of the ends and of the points where the slope changes; every n-th if too many."""
+    """Return the indices of the ends and of the points where the slope changes; every n-th if too
+    many."""
     if len(step) < 3:
         return np.arange(len(step))
     slopes = np.diff(value) / np.diff(step)
@@ -381,12 +382,13 @@ def _base64(column: NDArray[np.generic]) -> str:
 
 
 def mean_of(run: Run, prefix: str) -> Mapping[str, float]:
-    """Mean over the run of the series of an object, by entry. For peaks see `peak_of`."""
+    """Return the mean over the run of the series of an object, by entry. For peaks see
+    `peak_of`."""
     return _entries(run, prefix, lambda one: float(np.nanmean(one.mean)))
 
 
 def peak_of(run: Run, prefix: str) -> Mapping[str, float]:
-    """The largest value of each series of an object, by entry."""
+    """Return the largest value of each series of an object, by entry."""
     return _entries(run, prefix, lambda one: float(np.nanmax(one.maximum)))
 
 

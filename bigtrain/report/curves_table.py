@@ -1,4 +1,4 @@
-"""The curves as a table of numbers, also for screen readers."""
+"""Curves as a table of numbers, also for screen readers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEADS = ("Curve", "First", "Last", "Least", "Greatest", "Mean")
 
 
 def curves_html(runs: Sequence[Run]) -> str:
-    """A row for each curve of each run: first and last value, extremes and mean."""
+    """Return a row for each curve of each run: first and last value, extremes and mean."""
     rows = [
         _row(run.name if len(runs) > 1 else "", chart, name, reduced_of(chart, run).series[name])
         for chart in CHARTS
@@ -26,7 +26,7 @@ def curves_html(runs: Sequence[Run]) -> str:
         return ""
     heads = "".join(f'<th scope="col">{head}</th>' for head in _HEADS)
     return (
-        f"<details><summary>The curves in figures <small>{len(rows)} curves</small></summary>"
+        f"<details><summary>Curve values <small>{len(rows)} curves</small></summary>"
         f'<div class="scroll"><table class="numbers"><thead><tr>{heads}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div></details>"
     )
@@ -49,7 +49,7 @@ def _row(run: str, chart: Chart, name: str, series: Bucketed) -> str:
 
 
 def _entry(chart: Chart, name: str) -> str:
-    """What a series of `chart` is called beside its title."""
+    """Return the label of a series of `chart`, shown next to the chart's title."""
     if name not in chart.series:
         return name.partition("/")[2]
     several = sum(1 for one in chart.series if not one.endswith("*")) > 1

@@ -1,4 +1,4 @@
-"""The main figures of runs, as numbers and as human-readable text."""
+"""Summary statistics of runs, as numbers and as human-readable text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rows = list[tuple[str, str]]
 
 
 def headline(run: Run) -> Rows:
-    """The few figures that say how a run went: name and text."""
+    """Return the summary statistics of a run: name and text."""
     metrics, prediction = run.metrics, run.files.prediction
     last = metrics.last or {}
     best = metrics.best or {}
@@ -43,24 +43,24 @@ def headline(run: Run) -> Rows:
 
 
 def incidents(run: Run, marks: Sequence[Marks]) -> Rows:
-    """The number of events of each kind, zeros included."""
+    """Return the number of events of each kind, including zeros."""
     totals = {one.kind: one.total for one in marks}
     names = {
         RESTART: "Restarts",
         ROLLBACK: "Rollbacks",
         HANG: "Hangs",
         SKIPPED: "Skipped steps",
-        NON_FINITE: "Steps not finite",
+        NON_FINITE: "Non-finite steps",
         STRAGGLER: "Stragglers",
     }
     if OTHER_SITES in totals:
-        names[OTHER_SITES] = "Changes of sites"
+        names[OTHER_SITES] = "Site changes"
     rows = [(name, f"{totals.pop(kind, 0):,}") for kind, name in names.items()]
     return rows + [(kind, f"{total:,}") for kind, total in totals.items()]
 
 
 def notes_of(run: Run) -> list[str]:
-    """Sentences about what is missing or could not be read."""
+    """Return sentences about missing or unreadable data."""
     metrics = run.metrics
     notes = list(run.files.notes)
     unreadable = metrics.unreadable
@@ -74,7 +74,7 @@ def notes_of(run: Run) -> list[str]:
         notes.append("No step has been logged yet.")
     rows = metrics.steps.num_rows
     for name, missing in metrics.missing.items():
-        # On a CPU it is always null, since the peak FLOPs are unknown: that is not a gap.
+        # On a CPU it is always null, since the peak FLOPs are unknown: this is not a gap.
         if missing and not (name == "model_flops_utilization" and missing == rows):
             notes.append(f"{name} is null in {missing:,} of {rows:,} logged steps, drawn as gaps.")
     starts = run.files.starts[1:]
@@ -88,13 +88,13 @@ def notes_of(run: Run) -> list[str]:
 
 
 def training_hours(run: Run) -> float:
-    """Hours of the logged steps, without startup and rolled-back steps."""
+    """Return the hours of the logged steps, without startup and rolled-back steps."""
     hours = run.metrics.steps.reduced().last["hours"]
     return float(hours[-1]) if len(hours) else 0.0
 
 
 def mean(run: Run, name: str) -> float | None:
-    """Over the logged steps, of the buckets' means; None where there is no value."""
+    """Return the mean over the logged steps from the buckets' means; None if there is no value."""
     series = run.metrics.steps.reduced().series.get(name)
     if series is None or np.isnan(series.mean).all():
         return None
@@ -102,7 +102,7 @@ def mean(run: Run, name: str) -> float | None:
 
 
 def peak(run: Run, name: str) -> float | None:
-    """The largest value; None where there is none."""
+    """Return the largest value; None if there is none."""
     series = run.metrics.steps.reduced().series.get(name)
     if series is None or np.isnan(series.maximum).all():
         return None
@@ -110,8 +110,8 @@ def peak(run: Run, name: str) -> float | None:
 
 
 def number(value: float | None, digits: int) -> str:
-    """With `digits` decimals and thousands separators; very large and very small values as a power
-    of ten."""
+    """Format with `digits` decimals and thousands separators; very large and small values as a
+    power of ten."""
     if value is None:
         return NOT_KNOWN
     if value and (abs(value) >= 1e15 or abs(value) < 0.5 * 10**-digits):
@@ -120,7 +120,7 @@ def number(value: float | None, digits: int) -> str:
 
 
 def count(value: Any) -> str:
-    """A whole number, with a short form besides where it is large: 4,194,304,000 (4.19 B)."""
+    """Format an integer; a large one also in short form: 4,194,304,000 (4.19 B)."""
     known = finite(value)
     if known is None:
         return NOT_KNOWN
@@ -131,22 +131,22 @@ def count(value: Any) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share of one."""
+    """Format a fraction of one as a percentage."""
     return NOT_KNOWN if value is None else f"{value:.1%}"
 
 
 def duration(seconds: float) -> str:
-    """Human-readable: 42 s, 4 min 10 s, 3 h 07 min, 2 d 05 h."""
+    """Format seconds human-readably: 42 s, 4 min 10 s, 3 h 07 min, 2 d 05 h."""
     if not math.isfinite(seconds):
         return NOT_KNOWN
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 86400:,} d {whole % 86400 // 3600:02d} h"
+    total = round(seconds)
+    if total < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02d} s"
+    if total < 86400:
+        return f"{total // 3600} h {total % 3600 // 60:02d} min"
+    return f"{total // 86400:,} d {total % 86400 // 3600:02d} h"
 
 
 def _steps(run: Run) -> str:

@@ -1,4 +1,4 @@
-"""Serves the page of running runs, on this machine only, with incremental updates.
+"""Server of the page of running runs, on this machine only, with incremental updates.
 
 The browser polls every two seconds. It sends what it already has (version of the file, width of
 buckets, number of complete ones) and gets the buckets after those, or the full curve if the file
@@ -30,7 +30,7 @@ _PORTS_TRIED = 50
 
 
 class LivePage:
-    """The current state of runs; reads new lines of their files at a request. Thread-safe."""
+    """The current state of runs; reads new lines of their files on request. Thread-safe."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
@@ -39,14 +39,14 @@ class LivePage:
         self._looked_at = -1.0
 
     def html(self) -> bytes:
-        """The complete page."""
+        """Return the complete page."""
         with self._lock:
             self._refresh()
             return page_html(self._runs, self._live()).encode()
 
     def news(self, seen: int, have: str) -> bytes | None:
-        """The update for a browser that has revision `seen` and, of each run, the buckets `have`
-        (its version, then width:complete of each of `TABLES`); None if it has all."""
+        """Return the update for a browser that has revision `seen` and the buckets `have` of each
+        run (its version, then width:complete of each of `TABLES`); None if it has all."""
         with self._lock:
             self._refresh()
             if seen == self._revision:
@@ -68,7 +68,7 @@ class LivePage:
         return {"live": True, "revision": self._revision, "poll_seconds": POLL_SECONDS}
 
     def _refresh(self) -> None:
-        """Read new lines, at most once a second however many browsers poll."""
+        """Read new lines, at most once a second regardless of the number of browsers."""
         now = time.monotonic()
         if self._looked_at >= 0 and now - self._looked_at < POLL_SECONDS / 2:
             return
@@ -78,12 +78,12 @@ class LivePage:
             try:
                 changed |= run.read()
             except DataError:
-                continue  # being replaced by a resume, or removed: keep showing what was read
+                continue  # being replaced by a resume, or removed: keep showing the old data
         self._revision += changed
 
 
 def _parts(have: str, count: int) -> list[list[int]]:
-    """The browser's `have`, parsed; empty lists where it is malformed."""
+    """Parse the browser's `have`; empty lists if it is malformed."""
     try:
         parts = [[int(number) for number in part.split(":")] for part in have.split(",")]
     except ValueError:
@@ -93,16 +93,16 @@ def _parts(have: str, count: int) -> list[list[int]]:
 
 
 def _since(run: Run, part: list[int]) -> dict[str, int]:
-    """The first bucket of each table that the browser lacks."""
+    """Return the first bucket of each table that the browser lacks."""
     metrics = run.metrics
     if not part or part[0] != metrics.version:
         return {}
-    found = {}
+    first_buckets = {}
     for name, width, complete in zip(TABLES, part[1::2], part[2::2], strict=True):
         table = metrics.table(name)
         if width == table.width and 0 <= complete <= table.num_complete:
-            found[name] = complete
-    return found
+            first_buckets[name] = complete
+    return first_buckets
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -111,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         # Against DNS rebinding: a page of another host whose name resolves to this machine.
         if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in _OWN_NAMES:
-            self._answer(403, b"asked for under another name than localhost")
+            self._answer(403, b"requested under a name other than localhost")
             return
         address = urlsplit(self.path)
         if address.path == "/":
@@ -123,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
             news = self.server.page.news(int(seen) if seen.isdigit() else 0, have)
             self._answer(204 if news is None else 200, news or b"", "application/json")
         else:
-            self._answer(404, b"there is / and /data")
+            self._answer(404, b"only / and /data exist")
 
     def _answer(self, code: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
         self.send_response(code)
@@ -136,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Silent: a line for every poll would fill the terminal."""
+        """Log nothing: a line for every poll would fill the terminal."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -144,11 +144,11 @@ class _Server(ThreadingHTTPServer):
     page: LivePage
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Silent: a browser may close the connection at any time."""
+        """Log nothing: a browser may close the connection at any time."""
 
 
 def open_server(runs: Sequence[Run], port: int) -> ThreadingHTTPServer:
-    """The server, bound to its ``server_address`` but not serving yet.
+    """Return the server, bound to its ``server_address`` but not serving yet.
 
     Raises LaunchError, which names the nearest free port, if `port` is in use.
     """
@@ -156,16 +156,16 @@ def open_server(runs: Sequence[Run], port: int) -> ThreadingHTTPServer:
         server = _Server((ADDRESS, port), _Handler)
     except OSError as error:
         free = _free_port(port)
-        remedy = "" if free is None else f" -> --port {free} is free"
+        suggestion = "" if free is None else f" -> --port {free} is free"
         raise LaunchError(
-            f"--port {port}: cannot be opened on {ADDRESS}: {error.strerror or error}{remedy}"
+            f"--port {port}: cannot be opened on {ADDRESS}: {error.strerror or error}{suggestion}"
         ) from error
     server.page = LivePage(runs)
     return server
 
 
 def _free_port(taken: int) -> int | None:
-    """The nearest free port after (else before) `taken`, from 1024 on."""
+    """Return the nearest free port after (else before) `taken`, from 1024 on."""
     after: range = range(max(taken + 1, 1024), min(taken + _PORTS_TRIED, 65535) + 1)
     before = range(min(taken, 65536) - 1, max(taken - _PORTS_TRIED, 1024) - 1, -1)
     for port in (*after, *before):

@@ -1,4 +1,4 @@
-"""What happened in a run, as marks on the time line and as rows of a table."""
+"""Events of a run, as marks on the time line and as rows of a table."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from bigtrain.report.run_files import Start
 
 RESTART, ROLLBACK, HANG = "restart", "rollback", "hang"
 SKIPPED, STRAGGLER = "skipped step", "straggler"
-ALONE, LEFT_OUT, RETURNED = "site alone", "site left out", "site is back"
-REFUSED = "message refused"
+ALONE, LEFT_OUT, RETURNED = "site detached", "site excluded", "site rejoined"
+REFUSED = "message rejected"
 OF_SITES = (ALONE, LEFT_OUT, RETURNED, REFUSED)
 KINDS = (RESTART, ROLLBACK, HANG, SKIPPED, NON_FINITE, STRAGGLER, OTHER_SITES, *OF_SITES)
-"""In this order; further events of `metrics.jsonl` follow under their own names."""
+"""Order of the kinds; further events of `metrics.jsonl` follow under their own names."""
 _OF_FILE = {
     "rolled_back": ROLLBACK,
     "skipped": SKIPPED,
@@ -29,17 +29,17 @@ _OF_FILE = {
     "message_refused": REFUSED,
 }
 MEANINGS = {
-    RESTART: "the run was started again and resumed from a checkpoint",
+    RESTART: "the run was restarted and resumed from a checkpoint",
     ROLLBACK: "the run was rolled back to an earlier checkpoint and skipped samples",
     HANG: "no rank made progress, and the watchdog ended the run",
     SKIPPED: "the update was skipped, because loss or gradient norm was bad",
-    NON_FINITE: "a logged step has no finite loss or gradient norm, and was not skipped",
-    STRAGGLER: "one rank took longer than its peers and held up the run",
-    OTHER_SITES: "other sites took part in an outer step than in the one before",
-    ALONE: "a site found no server or no other site in time, and went on alone",
-    LEFT_OUT: "what a site had changed was left out of an outer step",
-    RETURNED: "a site joined, took part again, or took the global weights",
-    REFUSED: "the outer server refused a message: corrupted, forged, or sent before",
+    NON_FINITE: "a logged step has a non-finite loss or gradient norm, and was not skipped",
+    STRAGGLER: "one rank took longer than its peers and slowed down the run",
+    OTHER_SITES: "the participating sites differ from those of the previous outer step",
+    ALONE: "a site could not reach a server or another site in time, and trained alone",
+    LEFT_OUT: "the update of a site was excluded from an outer step",
+    RETURNED: "a site joined, rejoined, or loaded the global weights",
+    REFUSED: "the outer server rejected a message: corrupted, forged, or replayed",
 }
 
 _MOST_POSITIONS = 1000
@@ -48,7 +48,7 @@ _MOST_ROWS = 100
 
 @dataclass(frozen=True)
 class Marks:
-    """One kind of event of one run.
+    """Events of one kind in one run.
 
     steps: positions of marks, ascending, clustered if there are too many; counts: events per mark.
     rows: step (None: not recorded) and text of the first events. total: number of events.
@@ -62,27 +62,27 @@ class Marks:
 
 
 def marks_of(run: Run) -> list[Marks]:
-    """The marks of `run` by kind, without kinds that have none."""
-    found: dict[str, Marks] = {}
+    """Return the marks of `run` by kind, without kinds that have none."""
+    marks: dict[str, Marks] = {}
     rows: list[tuple[int | None, str]]
     rows = [(start.step, _start_text(start)) for start in run.files.starts[1:]]
-    _put(found, RESTART, [step for step, _ in rows if step is not None], rows)
+    _put(marks, RESTART, [step for step, _ in rows if step is not None], rows)
     rows = [(hang.step, _hang_text(hang.when, hang.text)) for hang in run.files.hangs]
-    _put(found, HANG, [hang.step for hang in run.files.hangs], rows)
+    _put(marks, HANG, [hang.step for hang in run.files.hangs], rows)
     events = run.metrics.events
     for name, every in events.steps.items():
         kind, steps = _OF_FILE.get(name, name), np.asarray(every, dtype=np.int64)
         rows = [(line["step"], _event_text(kind, line)) for line in events.details[name]]
-        if kind == NON_FINITE:  # skipped steps have a mark already
+        if kind == NON_FINITE:  # skipped steps already have a mark
             steps = np.setdiff1d(steps, np.asarray(events.steps.get("skipped", ()), dtype=np.int64))
             rows = [row for row in rows if row[0] in steps]
-        _put(found, kind, steps, rows, len(steps))
-    known = [found.pop(kind) for kind in KINDS if kind in found]
-    return [*known, *found.values()]
+        _put(marks, kind, steps, rows, len(steps))
+    known = [marks.pop(kind) for kind in KINDS if kind in marks]
+    return [*known, *marks.values()]
 
 
 def _put(
-    found: dict[str, Marks],
+    marks: dict[str, Marks],
     kind: str,
     steps: Sequence[int] | NDArray[np.int64],
     rows: list[tuple[int | None, str]],
@@ -92,11 +92,11 @@ def _put(
         return
     placed, counts = _clustered(steps)
     number = len(rows) if total is None else total
-    found[kind] = Marks(kind, placed, counts, rows[:_MOST_ROWS], number)
+    marks[kind] = Marks(kind, placed, counts, rows[:_MOST_ROWS], number)
 
 
 def _clustered(steps: Sequence[int] | NDArray[np.int64]) -> tuple[list[int], list[int]]:
-    """Distinct steps and their counts; neighbours are merged if there are too many."""
+    """Return distinct steps and their counts; adjacent ones are merged if there are too many."""
     values, counts = np.unique(np.asarray(steps, dtype=np.int64), return_counts=True)
     if len(values) > _MOST_POSITIONS:
         span = int(values[-1] - values[0]) + 1
@@ -116,7 +116,7 @@ def _start_text(start: Start) -> str:
 
 
 def _hang_text(when: str, report: str) -> str:
-    """The ranks that lag: the first indented line of the report."""
+    """Return the lagging ranks: the first indented line of the report."""
     lagging = [line.strip() for line in report.splitlines() if line.startswith("  ")]
     return f"{when}, {lagging[0][:300] if lagging else 'without a report'}"
 

@@ -1,8 +1,8 @@
-"""Incremental reader of `metrics.jsonl`, of any length in little memory.
+"""Incremental reader of `metrics.jsonl`, of any length in bounded memory.
 
 Lines are parsed a block at a time (a million in 3 seconds) and reduced immediately. Fields and
 kinds of lines: docs/reference/metrics.md. A file may be of any version of bigtrain, or corrupt:
-lines that cannot be read are counted and named, and an incomplete last line is read later.
+unreadable lines are counted and named, and an incomplete last line is read later.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ OUTER_FIGURES = ("sent_bytes", "link_bytes", "seconds", "waited_seconds", "chang
 SITES = "sites"
 """The sites that took part in an outer step; their number is a curve."""
 TABLES = ("steps", "evaluations", "outer_steps")
-"""Attributes of `MetricsFile` that charts draw from."""
+"""Attributes of `MetricsFile` that contain the charts' data."""
 
 NON_FINITE = "not finite"
-"""The event of a logged step without a finite loss or gradient norm."""
+"""Event of a logged step without a finite loss or gradient norm."""
 OTHER_SITES = "other sites"
-"""The event of an outer step in which other sites took part than in the one before."""
+"""Event of an outer step whose sites differ from those of the previous one."""
 
 _BLOCK_BYTES = 1 << 20
 _TAIL_BYTES = 256
@@ -71,7 +71,7 @@ _MOST_NAMED = 5
 
 @dataclass
 class Events:
-    """Events by kind: the steps of all, and the lines (`details`) of the first ones."""
+    """Events by kind: all steps, and the lines (`details`) of the first ones."""
 
     steps: dict[str, array[int]] = field(default_factory=dict)
     details: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -84,14 +84,14 @@ class Events:
             shown.append(line)
 
     def count(self, kind: str) -> int:
-        """The number of events of `kind`."""
+        """Return the number of events of `kind`."""
         return len(self.steps.get(kind, ()))
 
 
 @dataclass
 class TookPart:
-    """Which sites took part in outer steps: `num_outer_steps` in all, and of each site how many
-    and the last one's number (`outer_step`, None where a line has none)."""
+    """Participation of sites in outer steps: `num_outer_steps` in total, and for each site its
+    number and its last one (`outer_step`, None if a line has none)."""
 
     num_outer_steps: int = 0
     counts: Counter[int] = field(default_factory=Counter)
@@ -99,7 +99,7 @@ class TookPart:
     newest: tuple[int, ...] = ()
 
     def add(self, line: dict[str, Any]) -> bool:
-        """Record an outer step; returns whether its sites are others than before."""
+        """Record an outer step; return whether its sites differ from the previous ones."""
         number, given = line.get("outer_step"), line.get(SITES)
         sites = tuple(n for n in given if type(n) is int) if isinstance(given, list) else ()
         before, self.newest = self.newest, sites
@@ -113,7 +113,7 @@ class TookPart:
 
 @dataclass
 class UnreadableLines:
-    """Lines that cannot be read: how many, and the first of them by number and reason."""
+    """Unreadable lines: their number, and the first of them by line number and reason."""
 
     count: int = 0
     first: list[str] = field(default_factory=list)
@@ -126,13 +126,13 @@ class UnreadableLines:
 
 
 class MetricsFile:
-    """The figures of one run, as far as its file has been read.
+    """Metrics of one run, up to the point where its file has been read.
 
     Attributes: `steps`, `evaluations`, `outer_steps`: reduced; `took_part`; `events`;
     `unreadable`; `missing`: by field, the number of logged steps in which it is null; `last`: the
-    last logged step's line, `best`: the evaluation with the lowest held-out loss; None where there
+    last logged step's line, `best`: the evaluation with the lowest held-out loss; None if there
     is none. `version` changes when the file was replaced or truncated and is read again from its
-    beginning.
+    start.
     """
 
     def __init__(self, path: Path, max_buckets: int = MAX_BUCKETS) -> None:
@@ -159,10 +159,10 @@ class MetricsFile:
         self._hours = 0.0
 
     def read(self, final: bool = False) -> bool:
-        """Read new lines; returns whether there were any. `final`: also a last line without a
+        """Read new lines; return whether there were any. `final`: also a last line without a
         newline, if it is valid.
 
-        A rollback or a resume truncates the file, which is then read again from its beginning.
+        A rollback or a resume truncates the file, which is then read again from its start.
         Raises DataError if it cannot be read.
         """
         try:
@@ -191,7 +191,7 @@ class MetricsFile:
         return changed or self._num_lines > before
 
     def _continues(self, file: BinaryIO, status: os.stat_result) -> bool:
-        """Whether the file still begins with what was read before."""
+        """Return whether the file still begins with the content read before."""
         if (status.st_dev, status.st_ino) != self._identity:
             return False
         # A truncated file may have grown again, but its last lines differ then.
@@ -230,9 +230,9 @@ class MetricsFile:
                     self._evaluated = step
                     evaluations.append(line)
                 else:
-                    self.unreadable.add(number, f"evaluates step {step:,} once more")
+                    self.unreadable.add(number, f"repeats the evaluation of step {step:,}")
             elif "outer_step" in line:
-                # Several after one step: of each part of the model.
+                # Several after one step: one for each part of the model.
                 if step >= self._outer:
                     self._outer = step
                     outer_steps.append(line)
@@ -247,7 +247,7 @@ class MetricsFile:
             self._add_outer_steps(outer_steps)
 
     def table(self, name: str) -> Reducer:
-        """The one of `TABLES` that is called so."""
+        """Return the table of `TABLES` with this name."""
         table: Reducer = getattr(self, name)
         return table
 
@@ -288,7 +288,8 @@ class MetricsFile:
     def _entries(
         self, lines: list[dict[str, Any]], name: str, known: list[str]
     ) -> Iterator[tuple[str, Column]]:
-        """The series of the objects that `lines` have under `name`; at most `_MOST_SERIES`."""
+        """Return the series of the objects that `lines` have under `name`; at most
+        `_MOST_SERIES`."""
         if not [1 for line in lines if name in line]:
             return
         named = [_dict(line.get(name)) for line in lines]
@@ -336,11 +337,12 @@ class MetricsFile:
 _BLANK = object()
 _NUMBERS = {int, float, type(None)}
 _MOST_STEP = 2**53
-"""From here on not every integer is exact as a float."""
+"""Integers from this value on may be inexact as floats."""
 
 
 def _parsed(text: bytes) -> Any:
-    """One line; None if it is not JSON. Python's parser accepts NaN, which orjson does not."""
+    """Parse one line; None if it is not JSON. Python's parser accepts NaN, which orjson does
+    not."""
     if not text.strip():
         return _BLANK
     try:
@@ -351,8 +353,8 @@ def _parsed(text: bytes) -> Any:
 
 def _reason(line: Any) -> str:
     if line is None:
-        return "is no JSON"
-    return "has no step" if isinstance(line, dict) else "is no JSON object"
+        return "is not JSON"
+    return "has no step" if isinstance(line, dict) else "is not a JSON object"
 
 
 def _kind(line: dict[str, Any]) -> str:
@@ -360,7 +362,7 @@ def _kind(line: dict[str, Any]) -> str:
 
 
 def _column(lines: list[dict[str, Any]], name: str) -> Column:
-    """A figure of each line; NaN where it is missing, no number, or not finite."""
+    """Return a field of each line; NaN if it is missing, not a number, or not finite."""
     try:
         try:
             values = [line[name] for line in lines]
@@ -387,7 +389,8 @@ def _number(value: Any) -> float:
 
 
 def _ascending(column: Column, at_least: float) -> Column:
-    """`column` with values that are missing or smaller than the one before replaced by it."""
+    """Return `column` with values that are missing or smaller than their predecessor replaced by
+    it."""
     result: Column = np.maximum.accumulate(np.maximum(np.nan_to_num(column), at_least))
     return result
 

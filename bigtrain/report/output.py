@@ -1,4 +1,4 @@
-"""Writes the page, atomically, and overwrites nothing but an older report."""
+"""Atomic writing of the page; only an older report is overwritten."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from bigtrain.errors import OutputError
 from bigtrain.report.page import MARKER
 from bigtrain.system.files import write_whole, writing
 
-_REMEDY = "name another file as --output"
+_REMEDY = "choose another file as --output"
 _FIRST_BYTES = 1024
 
 
 def write_page(path: Path, html: str) -> None:
-    """Write the page; replaces an older report.
+    """Write the page; replace an older report.
 
     Raises OutputError if it cannot be written, or if `path` is another file.
     """
@@ -24,8 +24,8 @@ def write_page(path: Path, html: str) -> None:
     with writing(path, _REMEDY):
         if path.exists() and not _is_report(path):
             raise OutputError(
-                f"{path}: exists and is no report of bigtrain, so it is not overwritten "
-                "-> name another file as --output, or remove it first"
+                f"{path}: exists and is not a bigtrain report, so it is not overwritten "
+                "-> choose another file as --output, or remove it first"
             )
         write_whole(path, html.encode())
 

@@ -1,4 +1,5 @@
-"""The page: one self-contained HTML file with styles, scripts and data, and without external URLs.
+"""Report page: one self-contained HTML file with styles, scripts and data, and without external
+URLs.
 
 Everything that comes from a run's files is escaped, and the Content-Security-Policy allows only the
 page's own two scripts (by their checksums) and no requests.
@@ -34,11 +35,11 @@ _PROGRAMS = ("data.js", "view.js", "curves.js", "timeline.js", "main.js")
 
 
 def page_html(runs: Sequence[Run], live: Mapping[str, Any] | None = None) -> str:
-    """The complete page. `live`: settings of a page that polls the server for updates."""
+    """Return the complete page. `live`: settings of a page that polls the server for updates."""
     marks = [marks_of(run) for run in runs]
     data = {**page_data(runs, marks), **(live or {"live": False})}
     names = ", ".join(run.name for run in runs)
-    # The licence requires its text beside the library.
+    # The licence requires its text next to the library.
     library = f"/*\n{_static('uPlot.LICENSE')}*/\n{_static('uPlot.iife.min.js')}"
     program = "(() => {\n" + "\n".join(_static(name) for name in _PROGRAMS) + "\n})();"
     connect = "'self'" if live else "'none'"
@@ -73,7 +74,8 @@ def page_html(runs: Sequence[Run], live: Mapping[str, Any] | None = None) -> str
 
 
 def sections_html(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict[str, str]:
-    """The page's sections besides its charts, by name; a live page gets them with each update."""
+    """Return the page's sections other than its charts, by name; a live page gets them on each
+    update."""
     return {
         "notes": _notes(runs),
         "figures": _figures(runs, marks),
@@ -89,7 +91,7 @@ def sections_html(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict
 
 
 def json_in_html(value: Mapping[str, Any]) -> str:
-    """JSON that is safe inside a script element: no string of it can end the element."""
+    """Return JSON that is safe inside a script element: no string in it can end the element."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -104,15 +106,15 @@ def _checksum(program: str) -> str:
 
 
 def _topologies(runs: Sequence[Run]) -> str:
-    """Topologies; runs with the same topology share one drawing."""
-    found: dict[str, list[tuple[int, Run]]] = {}
+    """Return the topologies; runs with the same topology share one drawing."""
+    runs_by_topology: dict[str, list[tuple[int, Run]]] = {}
     for number, run in _all(runs):
-        found.setdefault(topology_html(run.files.environment), []).append((number, run))
+        runs_by_topology.setdefault(topology_html(run.files.environment), []).append((number, run))
     if len(runs) == 1:
-        return next(iter(found))
+        return next(iter(runs_by_topology))
     return "".join(
         f"<h3>{', '.join(f'{_swatch(n)}{escape(run.name)}' for n, run in named)}</h3>{html}"
-        for html, named in found.items()
+        for html, named in runs_by_topology.items()
     )
 
 
@@ -134,7 +136,7 @@ def _notes(runs: Sequence[Run]) -> str:
 
 
 def _figures(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> str:
-    """Tiles for one run, a table for several."""
+    """Return tiles for one run, a table for several."""
     columns = [[*headline(run), *incidents(run, one)] for run, one in zip(runs, marks, strict=True)]
     if len(runs) == 1:
         tiles = "".join(
@@ -157,7 +159,7 @@ def _figures(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> str:
 
 
 def _events(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> str:
-    """The events, as a table for each run, kind by kind."""
+    """Return the events as a table for each run, grouped by kind."""
     calm = [run.name for run, kinds in zip(runs, marks, strict=True) if not kinds]
     parts = []
     for run, kinds in zip(runs, marks, strict=True):
@@ -181,7 +183,7 @@ def _events(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> str:
 
 
 def _sites(runs: Sequence[Run]) -> str:
-    """Of each run with several sites, which of them took part in how many outer steps."""
+    """Return, for each run with several sites, each site's number of outer steps."""
     parts = []
     for run in runs:
         took_part = run.metrics.took_part
@@ -197,14 +199,14 @@ def _sites(runs: Sequence[Run]) -> str:
             f"<details><summary>{title}{len(took_part.counts):,} sites in "
             f"{took_part.num_outer_steps:,} outer steps</summary>"
             '<div class="scroll"><table class="numbers"><thead><tr><th scope="col">Site</th>'
-            '<th scope="col">Took part in</th><th scope="col">Last outer step</th></tr></thead>'
+            '<th scope="col">Participated in</th><th scope="col">Last outer step</th></tr></thead>'
             f"<tbody>{rows}</tbody></table></div></details>"
         )
     return "".join(parts)
 
 
 def _samples(runs: Sequence[Run]) -> str:
-    """What each run's model wrote after its prompts: the newest texts, older ones folded away."""
+    """Return each run's completions of its prompts: the newest texts, older ones collapsed."""
     parts = []
     for number, run in _all(runs):
         by_prompt: dict[str, list[tuple[int, str]]] = {}
@@ -242,20 +244,18 @@ def _event_rows(one: Marks) -> str:
 
 
 def _resolution(runs: Sequence[Run]) -> str:
-    """How many logged steps a point of a curve stands for, if more than one."""
+    """Return how many logged steps a point of a curve aggregates, if more than one."""
     widths = {run.name: run.metrics.steps.width for run in runs if run.metrics.steps.width > 1}
     if not widths:
         return ""
     each = " and ".join(f"{width:,} in {escape(name)}" for name, width in widths.items())
     same = len(widths) == len(runs) and len(set(widths.values())) == 1
     number = f"{max(widths.values()):,}" if same else each
-    return (
-        f'<p class="about">As far in as one can zoom, a point stands for {number} logged steps.</p>'
-    )
+    return f'<p class="about">At maximum zoom each point aggregates {number} logged steps.</p>'
 
 
 def _absent(runs: Sequence[Run]) -> str:
-    """A sentence that names the charts for which no run has values."""
+    """Return a sentence that names the charts for which no run has values."""
     missing = [
         chart
         for chart in CHARTS
@@ -265,7 +265,7 @@ def _absent(runs: Sequence[Run]) -> str:
         return ""
     titles = ", ".join(chart.title[:1].lower() + chart.title[1:] for chart in missing)
     what = "run has" if len(runs) == 1 else "runs have"
-    return f"<p>Not drawn, because the {what} no figures of it: {escape(titles)}.</p>"
+    return f"<p>Not drawn, because the {what} no values: {escape(titles)}.</p>"
 
 
 def _figure(name: str, title: str, about: str) -> str:

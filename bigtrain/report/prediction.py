@@ -16,12 +16,12 @@ _WAITING = WAITING.partition("/")[2]
 
 
 def predictions_html(runs: Sequence[Run]) -> str:
-    """The section of each run; runs without prediction and measurements in one sentence."""
+    """Return a section per run; runs without prediction and measurements share one sentence."""
     silent = [run for run in runs if not _says_something(run)]
     parts = []
-    for place, run in enumerate(runs):
+    for index, run in enumerate(runs):
         if run not in silent:
-            swatch = f'<span class="swatch run-{place % 8}"></span>'
+            swatch = f'<span class="swatch run-{index % 8}"></span>'
             title = f"<h3>{swatch}{escape(run.name)}</h3>" if len(runs) > 1 else ""
             parts.append(title + _prediction_html(run))
     if silent:
@@ -37,13 +37,13 @@ def predictions_html(runs: Sequence[Run]) -> str:
 
 
 def _prediction_html(run: Run) -> str:
-    """Step time and memory of one run by part, measured and predicted."""
+    """Return step time and memory of one run by part, measured and predicted."""
     prediction = run.files.prediction
     steps = mean_of(run, BREAKDOWN)
     phases = peak_of(run, PHASES)
     parts = []
     if prediction is None:
-        parts.append("<p>This run has no prediction.json, so there is nothing to compare with.</p>")
+        parts.append("<p>This run has no prediction.json, so no comparison is possible.</p>")
     else:
         parts.append(_comparison(run, prediction))
     parts.append("<h4>Seconds of a step</h4>")
@@ -55,7 +55,7 @@ def _prediction_html(run: Run) -> str:
     terms = {} if prediction is None else prediction.terms
     parts.append(_stacks({"measured, mean": measured, "predicted": terms}, "s"))
     if _WAITING in steps:
-        waiting = f"{_figure(steps[_WAITING])} s of what was measured"
+        waiting = f"{_figure(steps[_WAITING])} s of the measured time"
         parts.append(f"<p>In {waiting} the main rank waited for other ranks.</p>")
     parts.append("<h4>GiB of memory</h4>")
     if not phases:
@@ -73,7 +73,7 @@ def _says_something(run: Run) -> bool:
 
 
 def _comparison(run: Run, prediction: Prediction) -> str:
-    """A table of measured and predicted values and their difference."""
+    """Return a table of measured and predicted values and their difference."""
     rows = [
         ("Step time, s", mean(run, "step_seconds"), prediction.step_seconds, 3),
         ("Throughput, tokens/s", mean(run, "tokens_per_second"), prediction.tokens_per_second, 0),
@@ -99,7 +99,7 @@ def _error(measured: float | None, predicted: float | None) -> str:
 
 
 def _stacks(stacks: Mapping[str, Mapping[str, float]], unit: str) -> str:
-    """Stacked bars on one scale, and their parts as a table."""
+    """Return stacked bars on one scale, and their parts as a table."""
     shown = {name: parts for name, parts in stacks.items() if parts}
     longest = max((sum(parts.values()) for parts in shown.values()), default=0.0)
     if not longest:
@@ -134,7 +134,7 @@ def _stacks(stacks: Mapping[str, Mapping[str, float]], unit: str) -> str:
 
 
 def _bars(title: str, values: Mapping[str, float], unit: str) -> str:
-    """Separate bars, not stacked: peaks do not add up."""
+    """Return separate bars, not stacked: peaks do not add up."""
     longest = max(values.values()) or 1.0
     rows = "".join(
         f'<tr><th scope="row">{escape(_label(name))}</th><td>{_figure(value)}</td>'
@@ -154,5 +154,5 @@ def _label(name: str) -> str:
 
 
 def _figure(value: float | None) -> str:
-    """Four significant digits: parts of a step are microseconds here and seconds there."""
+    """Format with four significant digits: parts of a step range from microseconds to seconds."""
     return NOT_KNOWN if value is None else f"{value:.4g}"

@@ -1,6 +1,6 @@
-"""Downsamples any number of steps to a bounded number of buckets that keep all extremes.
+"""Downsampling of any number of steps to a bounded number of buckets that keep all extremes.
 
-A bucket stands for `width` consecutive rows, and keeps minimum, maximum and mean of each series.
+A bucket covers `width` consecutive rows, and keeps minimum, maximum and mean of each series.
 When the maximum number of buckets is reached, pairs are merged: memory does not depend on the
 number of rows, and a spike in one step stays visible among a million.
 """
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 Column = NDArray[np.float64]
 
 MAX_BUCKETS = 1 << 15
-"""For a single run: eight buckets per pixel of a 4K screen."""
+"""Limit for a single run: eight buckets per pixel of a 4K screen."""
 
 
 @dataclass(frozen=True)
 class Bucketed:
-    """One series by bucket; NaN where no row of a bucket has a finite value."""
+    """One series by bucket; NaN if no row of a bucket has a finite value."""
 
     minimum: Column
     maximum: Column
@@ -30,7 +30,7 @@ class Bucketed:
 
 @dataclass(frozen=True)
 class Reduced:
-    """The buckets of a `Reducer`.
+    """Buckets of a `Reducer`.
 
     width: rows of a bucket; the last one may have fewer. first, last: positions of each bucket's
     first and last row, by name of the position. series: by name.
@@ -44,7 +44,7 @@ class Reduced:
 
 
 class Reducer:
-    """Collects rows block by block.
+    """Accumulator of rows, block by block.
 
     Parameters: `positions`, names of the ascending quantities that every row has (its step, the
     tokens trained on); `max_buckets`, an even number.
@@ -66,7 +66,7 @@ class Reducer:
 
     @property
     def names(self) -> list[str]:
-        """Names of the series so far, in the order of their first appearance."""
+        """Return the names of the series so far, in the order of their first appearance."""
         return list(self._series)
 
     def add(self, positions: Mapping[str, Column], series: Mapping[str, Column]) -> None:
@@ -103,7 +103,7 @@ class Reducer:
         self._rest_series = {name: column[begin:].copy() for name, column in rows.items()}
 
     def reduced(self, since: int = 0) -> Reduced:
-        """The buckets from index `since` on; an incomplete bucket is the last one.
+        """Return the buckets from index `since` on; an incomplete bucket is the last one.
 
         A view that the next `add` may change.
         """
@@ -131,7 +131,7 @@ class Reducer:
 
     @property
     def num_complete(self) -> int:
-        """Number of complete buckets, which further rows do not change unless `width` does."""
+        """Number of complete buckets; more rows change them only if `width` changes."""
         return self._num
 
     def _store(
@@ -189,7 +189,7 @@ class _Series:
 
 
 def _reduce(rows: NDArray[np.float64]) -> tuple[Column, Column, Column, Column]:
-    """Minimum, maximum, sum and number of the finite values of each row of a matrix."""
+    """Return minimum, maximum, sum and number of the finite values of each row of a matrix."""
     if rows.shape[1] == 1:
         known = ~np.isnan(rows[:, 0])
         value = rows[:, 0]

@@ -1,4 +1,4 @@
-"""One run of the report: its metrics, its other files, and a unique name."""
+"""Run of the report: its metrics, its other files, and a unique name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FEWEST_BUCKETS = 1 << 12
 
 @dataclass
 class Run:
-    """name: short, and unique on the page. files: as last read."""
+    """Run on the page. name: short and unique on the page. files: as last read."""
 
     name: str
     directory: Path
@@ -24,7 +24,7 @@ class Run:
     files: RunFiles
 
     def read(self, final: bool = False) -> bool:
-        """Read new lines and files; returns whether anything changed. `final`: see
+        """Read new lines and files; return whether anything changed. `final`: see
         `MetricsFile.read`."""
         changed = self.metrics.read(final)
         files = read_run_files(self.directory)
@@ -41,7 +41,7 @@ class Run:
 
 
 def open_runs(directories: Sequence[Path], final: bool = True) -> list[Run]:
-    """The runs in these directories, read to the end; `final`: see `MetricsFile.read`.
+    """Return the runs in these directories, read to the end; `final`: see `MetricsFile.read`.
 
     Raises DataError if one is not a run directory, has no metrics, or is named twice.
     """
@@ -51,11 +51,9 @@ def open_runs(directories: Sequence[Path], final: bool = True) -> list[Run]:
         place = directory.resolve()
         if place in seen:
             also = "" if seen[place] == directory else f", which is {seen[place]}"
-            raise DataError(
-                f"{directory}{also}: the same run is named twice -> leave one of them out"
-            )
+            raise DataError(f"{directory}{also}: the same run is named twice -> remove one of them")
         seen[place] = directory
-    # They share one chart: together they have not many more points than a single run.
+    # They share one chart: in total they have not many more points than a single run.
     most = MAX_BUCKETS
     while most > _FEWEST_BUCKETS and most * len(directories) > 2 * MAX_BUCKETS:
         most //= 2
@@ -79,13 +77,13 @@ def _require_run(directory: Path) -> None:
         raise DataError(f"{directory}: {what} -> name a run's output.directory")
     if not (directory / "metrics.jsonl").is_file():
         raise DataError(
-            f"{directory}: has no metrics.jsonl, so it is no run, or none that has begun to train "
+            f"{directory}: has no metrics.jsonl, so it is not a run, or has not started training "
             "-> name a run's output.directory"
         )
 
 
 def _names(places: Sequence[Path]) -> list[str]:
-    """The shortest unique suffixes of the paths."""
+    """Return the shortest unique suffixes of the paths."""
     for length in range(1, max(len(place.parts) for place in places) + 1):
         names = ["/".join(place.parts[-length:]) for place in places]
         if len(set(names)) == len(names):

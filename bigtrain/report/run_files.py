@@ -1,4 +1,4 @@
-"""The files of a run directory besides metrics.jsonl: settings, versions, launches, hangs.
+"""Files of a run directory other than metrics.jsonl: settings, versions, launches, hangs.
 
 Every file is read defensively: a missing or corrupt one becomes a sentence in `notes`.
 """
@@ -22,7 +22,7 @@ _GENERATION = re.compile(r"(\d{8,15})(?:\.superseded)?\.json")
 
 @dataclass(frozen=True)
 class Start:
-    """One launch of the run.
+    """Launch of the run.
 
     generation: from 1; step, samples, world_size: None if the run did not record them (before
     bigtrain wrote `starts.jsonl`). since: UTC.
@@ -39,8 +39,8 @@ class Start:
 
 @dataclass(frozen=True)
 class Hang:
-    """A hang that the watchdog ended: its step (from 1, 0 before the first), when, and the text of
-    its report, which names the lagging ranks."""
+    """Hang that the watchdog ended: its step (from 1, 0 before the first), its time, and the text
+    of its report, which names the lagging ranks."""
 
     step: int
     when: str
@@ -49,7 +49,7 @@ class Hang:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The contents of `prediction.json`; None or empty where a value is missing.
+    """Contents of `prediction.json`; None or empty if a value is missing.
 
     terms: seconds of a step by name; memory_terms: GiB by name.
     """
@@ -63,7 +63,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Sample:
-    """What the model wrote after a prompt, at an evaluation."""
+    """Completion of a prompt at an evaluation."""
 
     step: int
     prompt: str
@@ -72,7 +72,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The files of a run directory besides metrics.jsonl; None where one cannot be read.
+    """Files of a run directory other than metrics.jsonl; None if one cannot be read.
 
     notes: sentences about files that could not be read.
     """
@@ -88,7 +88,7 @@ class RunFiles:
 
 
 def read_run_files(directory: Path) -> RunFiles:
-    """Read all of them; raises nothing."""
+    """Read all files; never raise."""
     notes: list[str] = []
     prediction = _object(directory / "prediction.json", notes, needed=False)
     return RunFiles(
@@ -108,13 +108,13 @@ def _object(path: Path, notes: list[str], needed: bool = True) -> dict[str, Any]
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         if needed:
-            notes.append(f"There is no {path.name}.")
+            notes.append(f"{path.name} is missing.")
         return None
     except (OSError, ValueError, RecursionError) as error:
         notes.append(f"{path.name} cannot be read: {' '.join(str(error).split())}.")
         return None
     if not isinstance(value, dict):
-        notes.append(f"{path.name} holds no JSON object.")
+        notes.append(f"{path.name} is not a JSON object.")
         return None
     return value
 
@@ -130,7 +130,7 @@ def _prediction(value: dict[str, Any]) -> Prediction:
 
 
 def finite(value: Any) -> float | None:
-    """`value` if it is a finite number of at least 0, else None."""
+    """Return `value` if it is a finite number of at least 0, else None."""
     if type(value) not in (int, float):
         return None
     try:
@@ -141,45 +141,45 @@ def finite(value: Any) -> float | None:
 
 
 def finite_entries(value: Any) -> dict[str, float]:
-    """The entries of an object that `finite` accepts; empty for anything else."""
+    """Return the entries of an object that `finite` accepts; empty for anything else."""
     if not isinstance(value, dict):
         return {}
-    found = {str(name): finite(entry) for name, entry in value.items()}
-    return {name: number for name, number in found.items() if number is not None}
+    numbers = {str(name): finite(entry) for name, entry in value.items()}
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
 def _starts(directory: Path, notes: list[str]) -> list[Start]:
-    """The launches by generation, from the fencing tokens' files and `starts.jsonl`."""
-    found: dict[int, dict[str, Any]] = {}
+    """Return the launches by generation, from the fencing tokens' files and `starts.jsonl`."""
+    launches: dict[int, dict[str, Any]] = {}
     for path in _entries(directory / "generations"):
         if name := _GENERATION.fullmatch(path.name):
-            found[int(name[1])] = _object(path, notes) or {}
+            launches[int(name[1])] = _object(path, notes) or {}
     for line in _lines(directory / "starts.jsonl"):
         generation = line.get("generation")
         if type(generation) is int:
-            found[generation] = {**found.get(generation, {}), **line}
-    return [_start(generation, found[generation]) for generation in sorted(found)]
+            launches[generation] = {**launches.get(generation, {}), **line}
+    return [_start(generation, launches[generation]) for generation in sorted(launches)]
 
 
 def _start(generation: int, values: dict[str, Any]) -> Start:
-    def whole(name: str) -> int | None:
+    def integer(name: str) -> int | None:
         value = values.get(name)
         return value if type(value) is int and 0 <= value < 2**53 else None
 
     job = values.get("slurm_job_id")
     return Start(
         generation=generation,
-        since=str(values.get("since") or "not known"),
-        host=str(values.get("host") or "not known"),
+        since=str(values.get("since") or "unknown"),
+        host=str(values.get("host") or "unknown"),
         slurm_job_id=None if job is None else str(job),
-        step=whole("step"),
-        samples=whole("samples"),
-        world_size=whole("world_size"),
+        step=integer("step"),
+        samples=integer("samples"),
+        world_size=integer("world_size"),
     )
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects in a file of lines; skips a truncated line."""
+    """Yield the JSON objects in a file of lines; skip a truncated line."""
     try:
         texts = path.read_bytes().splitlines()
     except OSError:
@@ -198,7 +198,7 @@ def _parsed(texts: list[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _samples(path: Path) -> list[Sample]:
-    """The newest samples, by step; of a step that was trained again the later ones."""
+    """Return the newest samples by step; for a repeated step, the later ones."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -206,28 +206,28 @@ def _samples(path: Path) -> list[Sample]:
             texts = file.read().splitlines()[1 if size > _SAMPLE_BYTES else 0 :]
     except OSError:
         return []
-    found: dict[tuple[int, str], Sample] = {}
+    newest: dict[tuple[int, str], Sample] = {}
     for line in _parsed(texts):
         step, prompt, text = (line.get(name) for name in ("step", "prompt", "text"))
         if type(step) is int and isinstance(prompt, str) and isinstance(text, str):
-            found[step, prompt] = Sample(step, prompt, text)
-    return sorted(found.values(), key=lambda one: one.step)
+            newest[step, prompt] = Sample(step, prompt, text)
+    return sorted(newest.values(), key=lambda one: one.step)
 
 
 def _hangs(directory: Path) -> list[Hang]:
-    found = []
+    hangs = []
     for path in _entries(directory):
         report = path / "report.txt"
         if (name := _HANG.fullmatch(path.name)) is None:
             continue
         try:
-            # There may be stacks without a report, where no rank could write one.
+            # Stacks may exist without a report if no rank could write one.
             text = report.read_text(errors="replace")[:4000] if report.exists() else ""
             when = datetime.fromtimestamp(path.stat().st_mtime, UTC)
         except OSError:
             continue
-        found.append(Hang(int(name[1]), when.strftime("%Y-%m-%d %H:%M:%S UTC"), text))
-    return sorted(found, key=lambda hang: (hang.step, hang.when))
+        hangs.append(Hang(int(name[1]), when.strftime("%Y-%m-%d %H:%M:%S UTC"), text))
+    return sorted(hangs, key=lambda hang: (hang.step, hang.when))
 
 
 def _entries(directory: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The resolved configuration, DeepSpeed JSON and versions of runs, side by side."""
+"""Resolved configuration, DeepSpeed JSON and versions of runs, side by side."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_CHARACTERS = 500
 
 
 def setup_html(runs: Sequence[Run]) -> str:
-    """A table for each of the three; with several runs first a table of the differences."""
+    """Return a table for each of the three; with several runs first a table of the differences."""
     environments = [
         {k: v for k, v in (run.files.environment or {}).items() if k not in _NOT_VERSIONS}
         for run in runs
@@ -23,7 +23,7 @@ def setup_html(runs: Sequence[Run]) -> str:
     names = [run.name for run in runs]
     tables = [
         ("Configuration", "config.json, resolved", [run.files.config or {} for run in runs]),
-        ("DeepSpeed", "deepspeed.json, as the engine got it", [_deepspeed(run) for run in runs]),
+        ("DeepSpeed", "deepspeed.json, as passed to the engine", [_deepspeed(run) for run in runs]),
         ("Versions", "environment.json", environments),
     ]
     parts = []
@@ -34,11 +34,11 @@ def setup_html(runs: Sequence[Run]) -> str:
             for key, values in _rows(objects)
             if len(set(values)) > 1
         ]
-        parts.append("<h3>What differs</h3>")
+        parts.append("<h3>Differences</h3>")
         parts.append(_table(names, rows) if rows else "<p>Nothing.</p>")
     for title, source, objects in tables:
         rows = list(_rows(objects))
-        body = _table(names, rows) if rows else "<p>There is none.</p>"
+        body = _table(names, rows) if rows else "<p>None.</p>"
         parts.append(
             f"<details><summary>{title} <small>{source}, {_count(rows)}</small></summary>"
             f"{body}</details>"
@@ -55,14 +55,14 @@ def _deepspeed(run: Run) -> dict[str, Any]:
 
 
 def _rows(objects: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Every key that any of the objects has, and its value in each."""
+    """Yield every key that any of the objects has, and its value in each."""
     flat = [dict(_flatten(one)) for one in objects]
     for key in dict.fromkeys(key for one in flat for key in one):
         yield key, tuple(one.get(key, NOT_KNOWN) for one in flat)
 
 
 def _flatten(value: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """Leaves, with their keys joined by dots; lists and empty objects are leaves."""
+    """Yield leaves, with their keys joined by dots; lists and empty objects are leaves."""
     for key, entry in value.items():
         name = f"{above}{key}"
         if isinstance(entry, dict) and entry:
@@ -87,7 +87,7 @@ def _table(names: Sequence[str], rows: Sequence[tuple[str, tuple[str, ...]]]) ->
 
 
 def _breakable(key: str) -> str:
-    """`key` with line-break opportunities between its words."""
+    """Return `key` with line-break opportunities between its words."""
     return key.replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 

@@ -1,4 +1,4 @@
-"""Hosts and ranks drawn as SVG, from `environment.json`.
+"""Drawing of hosts and ranks as SVG, from `environment.json`.
 
 A small world is drawn rank by rank with coordinates; with thousands of ranks one replica of the
 model is drawn, with the number of replicas and the hosts as text.
@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 _MOST_RANKS = 64
-"""Most ranks that are drawn one by one; also of one replica."""
+"""Maximum number of ranks drawn one by one; also for one replica."""
 _AXES = ("data", "pipeline", "sequence", "tensor")
 _CELL = (74, 44)
 _GAP = 6
@@ -21,10 +21,10 @@ _COLUMNS = 4
 
 @dataclass(frozen=True)
 class Layout:
-    """World size and degrees as a run recorded them.
+    """World size and parallel degrees as recorded by a run.
 
-    sizes: of each axis; order: the axes from outermost to innermost, which defines the order of
-    ranks; hosts: ranks by host, empty if they were not recorded.
+    sizes: size of each axis; order: the axes from outermost to innermost, which defines the order
+    of ranks; hosts: ranks by host, empty if they were not recorded.
     """
 
     world_size: int
@@ -33,20 +33,20 @@ class Layout:
     hosts: Mapping[str, Sequence[int]]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The coordinates of `rank` on each axis."""
-        found = {}
+        """Return the coordinates of `rank` on each axis."""
+        coordinates = {}
         for axis in reversed(self.order):
-            rank, found[axis] = divmod(rank, self.sizes[axis])
-        return found
+            rank, coordinates[axis] = divmod(rank, self.sizes[axis])
+        return coordinates
 
     @property
     def axes(self) -> list[str]:
-        """The axes of size above 1, in order."""
+        """Axes of size above 1, in order."""
         return [axis for axis in self.order if self.sizes[axis] > 1]
 
 
 def layout_of(environment: Mapping[str, Any] | None) -> Layout | None:
-    """The layout in `environment.json`; None if it is missing or inconsistent."""
+    """Return the layout in `environment.json`; None if it is missing or inconsistent."""
     topology = (environment or {}).get("topology")
     if not isinstance(topology, dict):
         return None
@@ -76,10 +76,10 @@ def _hosts(value: Any, world_size: int) -> dict[str, list[int]]:
 
 
 def topology_html(environment: Mapping[str, Any] | None) -> str:
-    """A sentence, and the drawing."""
+    """Return a sentence and the drawing."""
     layout = layout_of(environment)
     if layout is None:
-        return "<p>environment.json does not say which ranks there were.</p>"
+        return "<p>environment.json does not record the ranks.</p>"
     parts = [f"<p>{escape(_sentence(layout))}</p>"]
     if layout.world_size <= _MOST_RANKS:
         hosts = layout.hosts or {"": range(layout.world_size)}
@@ -122,13 +122,13 @@ def _degrees(layout: Layout, without: str = "") -> str:
 def _drawings(layout: Layout, drawings: list[str]) -> str:
     axes = ", ".join(f"{axis[0]} {axis}" for axis in layout.axes)
     colour = "; the colour is the pipeline stage" if "pipeline" in layout.axes else ""
-    legend = f'<p class="about">In a cell: the rank, and its place ({axes}){colour}.</p>'
+    legend = f'<p class="about">Each cell shows the rank and its coordinates ({axes}){colour}.</p>'
     legend = legend if axes else ""
     return f'{legend}<div class="topology">{"".join(drawings)}</div>'
 
 
 def _drawing(layout: Layout, title: str, ranks: Sequence[int]) -> str:
-    """One host, or one replica: a cell for each rank, coloured by pipeline stage."""
+    """Draw one host, or one replica: a cell for each rank, coloured by pipeline stage."""
     columns = min(len(ranks), _columns(layout))
     rows = -(-len(ranks) // columns)
     top = 26 if title else 6
@@ -147,10 +147,10 @@ def _drawing(layout: Layout, title: str, ranks: Sequence[int]) -> str:
         row, column = divmod(number, columns)
         x = _GAP + column * (_CELL[0] + _GAP)
         y = top + row * (_CELL[1] + _GAP)
-        place = layout.coordinates(rank)
-        stage = place["pipeline"] % 8
-        words = ", ".join(f"{axis} {place[axis]}" for axis in layout.axes)
-        short = " ".join(f"{axis[0]}{place[axis]}" for axis in layout.axes)
+        coordinates = layout.coordinates(rank)
+        stage = coordinates["pipeline"] % 8
+        words = ", ".join(f"{axis} {coordinates[axis]}" for axis in layout.axes)
+        short = " ".join(f"{axis[0]}{coordinates[axis]}" for axis in layout.axes)
         parts.append(
             f"<g><title>rank {rank}{': ' if words else ''}{escape(words)}</title>"
             f'<rect class="rank stage-{stage}" x="{x}" y="{y}" width="{_CELL[0]}" '
@@ -162,14 +162,15 @@ def _drawing(layout: Layout, title: str, ranks: Sequence[int]) -> str:
 
 
 def _columns(layout: Layout) -> int:
-    """Tensor-parallel neighbours in a row, if they fit a phone's screen."""
+    """Return the number of columns: tensor-parallel peers in a row, if they fit a phone's
+    screen."""
     innermost = layout.sizes[layout.order[-1]]
     return innermost if 1 < innermost <= _COLUMNS else _COLUMNS
 
 
 def _hosts_html(layout: Layout) -> str:
     if not layout.hosts:
-        return "<p>Which rank was on which host was not recorded.</p>"
+        return "<p>The hosts of the ranks were not recorded.</p>"
     rows = [
         f"<tr><td>{escape(name)}</td><td>{_spans(ranks)}</td></tr>"
         for name, ranks in layout.hosts.items()
@@ -182,7 +183,7 @@ def _hosts_html(layout: Layout) -> str:
 
 
 def _spans(ranks: Sequence[int]) -> str:
-    """Ranks in words: 0 to 7, 16."""
+    """Return ranks in words: 0 to 7, 16."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:

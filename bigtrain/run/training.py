@@ -68,6 +68,7 @@ def train_inputs(
         warm_up(mesh, session.device)
         session.heartbeat.at("building the model", slow=True)
         engine = _build(session, inputs, source, mesh)
+        session.note(f"DeepSpeed speed patches: {', '.join(engine.speed_patches) or 'none'}")
         outer = OuterSteps(session, inputs, engine)
         _say_plan(session, inputs)
         begun = _begin(session, engine, inputs, mesh, source, weights)

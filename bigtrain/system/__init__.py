@@ -1,4 +1,4 @@
-"""What a process needs from its operating system and launcher: rank and world size, cores, memory,
+"""Process environment from the operating system and launcher: rank and world size, cores, memory,
 signals, ports, library versions, atomic file writes.
 
 The lowest layer: imports `bigtrain.errors`, the standard library and xxhash only, and everything

@@ -1,9 +1,9 @@
-"""How many threads and which cores each of a host's ranks uses. Pure.
+"""Number of threads and set of cores for each rank of a host. Pure.
 
 With a GPU one thread per rank is enough. Where the optimizer is offloaded to host memory, though,
 the CPU computes its update, and a launcher that gives each process one thread (torchrun sets
-``OMP_NUM_THREADS=1`` where the user has not) leaves most of a host idle. Binding cores alone took
-15% off a step of ZeRO-Offload in DeepSpeed's measurements (blogs/zenflow-corebinding).
+``OMP_NUM_THREADS=1`` where the user has not) leaves most of a host idle. Binding cores by itself
+took 15% off a step of ZeRO-Offload in DeepSpeed's measurements (blogs/zenflow-corebinding).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from bigtrain.system.world import ranks_here
 
 @dataclass(frozen=True)
 class CpuShare:
-    """Threads for torch's operators, and cores to bind to; None: leave as it is."""
+    """Threads for torch's operators, and cores to bind to; None: unchanged."""
 
     num_threads: int | None = None
     cores: frozenset[int] | None = None
 
 
 def local_world_size(environment: Mapping[str, str]) -> int:
-    """Ranks on this host, as the launcher's environment says; 1 where it does not."""
+    """Return ranks on this host, from the launcher's environment; 1 if it is not set there."""
     return ranks_here(environment) or 1
 
 
@@ -37,17 +37,17 @@ def cpu_share(
     threads: int | None = None,
     bind: bool | None = None,
 ) -> CpuShare:
-    """The share of rank `local_rank` of its host.
+    """Return the share of rank `local_rank` of its host.
 
     allowed_cores: cores this process may run on; num_cores: cores that all processes of the host
-    may use together, which a container may limit further. computes_on_cpu: whether there is work
+    may use together (a container may limit them further). computes_on_cpu: True if there is work
     for more than one thread (an offloaded optimizer, or no GPU). threads, bind: the run YAML's
     ``engine.cpu_threads`` and ``engine.bind_cores``, which win if set.
 
-    Without them OMP_NUM_THREADS decides, unless it is the 1 that torchrun sets by default. Cores
-    are bound where several ranks compute on the CPU: each gets equally many neighbouring cores.
-    They are not bound where there are fewer than two per rank, or where they are bound already
-    (fewer are allowed than there are).
+    Without them OMP_NUM_THREADS applies, unless it is the 1 that torchrun sets by default. Cores
+    are bound if several ranks compute on the CPU: each gets the same number of adjacent cores.
+    They are not bound if there are fewer than two per rank, or if they are bound already
+    (fewer are allowed than exist).
     """
     num_processes = local_world_size(environment)
     fair = max(1, num_cores // num_processes)
@@ -57,7 +57,7 @@ def cpu_share(
         threads = fair
     wanted = (computes_on_cpu and num_processes > 1) if bind is None else bind
     cores = sorted(allowed_cores)
-    # Fewer allowed than there are: the launcher has bound the ranks already.
+    # Fewer allowed than exist: the launcher has bound the ranks already.
     if not wanted or len(cores) < 2 * num_processes or len(cores) < num_cores:
         return CpuShare(threads)
     each = len(cores) // num_processes

@@ -32,18 +32,18 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
 
 
 def cannot_be_written(path: Path, error: Exception, remedy: str) -> str:
-    """The text of an OutputError. `remedy`: begins with "make room, or ", which is left away
-    where the disk is not what is wrong."""
+    """Return the text of an OutputError. A `remedy` that begins with "make room, or " loses that
+    part if the disk is not the cause."""
     if getattr(error, "errno", None) in _NOT_A_FULL_DISK:
         remedy = remedy.removeprefix("make room, or ")
     return f"{path}: cannot be written: {' '.join(str(error).split())} -> {remedy}"
 
 
 def why_not_creatable(directory: Path) -> str | None:
-    """Why no file can be written to `directory`, which may not exist yet; None if one can.
+    """Return the reason why no file can be written to `directory` (may not exist yet), or None.
 
-    Where it does not exist, the directory that it would be created in is tried: some file systems
-    (``/proc``) refuse what the permissions allow. Leaves nothing behind.
+    If it does not exist, its nearest existing parent is tested by writing: some file systems
+    (``/proc``) reject what the permissions allow. Leaves nothing behind.
     """
     there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not there.is_dir():
@@ -60,14 +60,14 @@ def why_not_creatable(directory: Path) -> str | None:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A directory to fill, which is renamed to `path` when the block ends without an exception.
+    """Yield a directory to fill; it is renamed to `path` when the block ends without an exception.
 
-    Until then it is ``.NAME.partial`` beside `path`. An exception removes it; what a killed process
-    left of it is removed by the next one. Files and directories are synced before the rename, so
-    after a crash of the machine `path` is either absent or complete.
+    Until then it is ``.NAME.partial`` next to `path`. An exception removes it; the leftovers of a
+    killed process are removed by the next one. Files and directories are synced before the rename,
+    so after a crash of the machine `path` is either absent or complete.
 
-    Raises DataError where `path` exists and is not an empty directory, where another process is
-    writing it, or where it cannot be written. Call it from one process.
+    Raises DataError if `path` exists and is not an empty directory, if another process is
+    writing it, or if it cannot be written. Call it from one process.
     """
     require_free(path)
     partial = path.parent / f".{path.name}.partial"
@@ -96,9 +96,9 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def require_free(path: Path) -> None:
-    """Raises DataError where writing `path` would overwrite something.
+    """Raise DataError if writing `path` would overwrite something.
 
-    Looks once: another process may make `path` at any moment, also between two looks.
+    Checks once: another process may create `path` at any moment.
     """
     try:
         is_empty = not any(path.iterdir())
@@ -112,14 +112,14 @@ def require_free(path: Path) -> None:
         if is_empty:
             return
         raise DataError(
-            f"{path} exists and is not empty; nothing was written -> name another --output, "
+            f"{path} exists and is not empty; nothing was written -> choose another --output, "
             "or remove it first"
         )
-    raise DataError(f"{path} exists and is not a directory -> name another --output")
+    raise DataError(f"{path} exists and is not a directory -> choose another --output")
 
 
 def make_parents(directory: Path) -> list[Path]:
-    """Create `directory` and its missing parents; returns those created, innermost last."""
+    """Create `directory` and its missing parents; return those created, innermost last."""
     missing = [p for p in (directory, *directory.parents) if not p.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     return list(reversed(missing))
@@ -132,14 +132,14 @@ def _lock_empty(partial: Path, path: Path) -> int:
         lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Between open and lock its owner may have renamed it to `path`, or removed it.
+            # Between open and lock the owner may have renamed it to `path`, or removed it.
             if partial.exists() and os.path.samestat(os.fstat(lock), partial.stat()):
                 _clear(partial)
                 return lock
         except BlockingIOError:
             os.close(lock)
             raise DataError(
-                f"{path} is being written by another process -> wait for it, or name another "
+                f"{path} is being written by another process -> wait for it, or choose another "
                 "--output"
             ) from None
         os.close(lock)
@@ -155,7 +155,7 @@ def _clear(directory: Path) -> None:
 
 
 def existing_above(path: Path) -> Path:
-    """The nearest existing parent folder of `path`."""
+    """Return the nearest existing parent folder of `path`."""
     return next(parent for parent in path.absolute().parents if parent.is_dir())
 
 
@@ -177,11 +177,11 @@ def sync_to_disk(path: Path) -> None:
 
 
 def create_whole(path: Path, content: bytes, draft: Path, durable: bool = True) -> bool:
-    """Create `path` with `content` atomically; returns False where it exists already.
+    """Create `path` with `content` atomically; return False if it exists already.
 
-    Of several processes that try, only one succeeds: `path` is a hard link to `draft` (a name that
-    only this process uses, on the same file system), so it never exists without its content. Where
-    there are no hard links, it is created exclusively (O_EXCL). `durable`: as in `whole_file`.
+    If several processes try, only one succeeds: `path` is a hard link to `draft` (a name that only
+    this process uses, on the same file system), so it never exists without its content. If the file
+    system has no hard links, it is created exclusively (O_EXCL). `durable`: as in `whole_file`.
     """
     try:
         draft.write_bytes(content)
@@ -211,7 +211,7 @@ def write_whole(path: Path, content: bytes, draft: Path | None = None) -> None:
 
 @contextmanager
 def whole_file(path: Path, draft: Path, durable: bool = True) -> Iterator[IO[bytes]]:
-    """A file to write, which is renamed to `path` when the block ends without an exception.
+    """Yield a file to write; it is renamed to `path` when the block ends without an exception.
 
     `draft`: its temporary name, on the same file system; each of several processes that may write
     `path` at once needs its own. `durable`: fsync, so that it survives a crash of the machine.
@@ -232,8 +232,8 @@ def whole_file(path: Path, draft: Path, durable: bool = True) -> Iterator[IO[byt
 
 
 def require_regular(path: Path) -> os.stat_result:
-    """The status of a file that is read. Raises OSError for what is no regular file: a pipe would
-    be waited for, and a link to itself leads nowhere."""
+    """Return the status of a regular file. Raise OSError for anything else: reading a pipe would
+    block, and a link to itself cannot be resolved."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -252,13 +252,13 @@ def file_checksum(path: Path) -> str:
 def write_new(path: Path, text: str, mode: int = 0o666) -> None:
     """Write `text` as UTF-8 to `path` with permissions `mode` (minus the umask).
 
-    Raises LaunchError where the file exists with another text, which somebody may have edited, and
-    where it cannot be written; then nothing is left behind.
+    Raises LaunchError if the file exists with different content (it may have been edited), and
+    if it cannot be written; then no partial file remains.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
-            raise LaunchError(f"{path} exists and differs: delete it, or name another --output")
+            raise LaunchError(f"{path} exists and differs: delete it, or choose another --output")
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
             with open(descriptor, "w", encoding="utf-8") as file:
@@ -269,5 +269,5 @@ def write_new(path: Path, text: str, mode: int = 0o666) -> None:
                 temporary.unlink(missing_ok=True)
             raise
     except OSError as error:
-        remedy = "name another --output, or free what hinders it"
+        remedy = "choose another --output, or fix the permission or disk problem"
         raise LaunchError(f"cannot write {path}: {error.strerror} -> {remedy}") from error

@@ -18,7 +18,7 @@ _PINNED_ROUNDING = ("pinned_max_round_threshold_mb", "64")
 _EXPANDABLE = ("expandable_segments", "True")
 
 # Each with the names under which torch 2.11 and later also know it (torch/csrc/distributed/c10d,
-# ProcessGroupNCCL.hpp and FlightRecorder.hpp); if the user has set any of them, it stays.
+# ProcessGroupNCCL.hpp and FlightRecorder.hpp); if the user has set any of them, it is kept.
 _NCCL: tuple[tuple[tuple[str, ...], str], ...] = (
     # End the process when NCCL reports an error or a collective exceeds the group's timeout,
     # without aborting communicators first, which may itself hang. torch's own default.
@@ -40,10 +40,10 @@ def nccl_defaults(environment: Mapping[str, str], directory: Path) -> dict[str, 
 
 
 def allocator_settings(environment: Mapping[str, str]) -> list[str]:
-    """Settings strings to try for torch's CUDA allocator, the user's own included, the best first.
+    """Return settings strings for torch's CUDA allocator, best first; they include the user's own.
 
-    The later ones are for a torch that does not know a key. Empty where the user has set all keys,
-    or uses another allocator (``backend:cudaMallocAsync``), which has none of them.
+    The later ones are for a torch that lacks a key. Empty if the user has set all keys,
+    or uses another allocator (``backend:cudaMallocAsync``), which has none of these keys.
     """
     own = next((environment[name] for name in _ALLOCATOR_VARIABLES if environment.get(name)), "")
     given = {part.partition(":")[0].strip() for part in own.split(",")}

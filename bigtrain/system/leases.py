@@ -1,7 +1,7 @@
 """Leases: which process works on which item, as files in a folder that all processes share.
 
-A lease only avoids duplicate work, it protects nothing: two processes that work on the same item
-write the same bytes under names of their own. So a lease may be lost or taken over without harm.
+A lease only avoids duplicate work; it is not a lock: two processes that work on the same item
+write the same bytes under names of their own. So losing a lease, or taking one over, is harmless.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ State = Literal["live", "dead", "expired"]
 @dataclass(frozen=True)
 class Owner:
     """The process that holds a lease. `machine` identifies the boot and the PID namespace;
-    `started`, its start time, tells a reused PID apart."""
+    `started`, its start time, distinguishes a reused PID."""
 
     machine: str
     pid: int
@@ -36,18 +36,19 @@ class Owner:
 
     @classmethod
     def this_process(cls, token: str) -> Owner:
-        """`token` names this process in file names; no other process has the same."""
+        """Describe this process; `token` is its unique name in file names."""
         return cls(_machine(), os.getpid(), _start_time(os.getpid()) or "", token)
 
     def is_known_dead(self) -> bool:
-        """Whether it ran on this machine and has ended; False for a process of another machine."""
+        """Return True if it ran on this machine and has ended; False for a process of another
+        machine."""
         return "" != self.machine == _machine() and _start_time(self.pid) != self.started
 
 
 class Leases:
     """The leases in `directory`, as process `token` acquires them.
 
-    `clean(name, token)` is called to remove what a process `token` left unfinished when it died.
+    `clean(name, token)` is called to remove the unfinished files of a process `token` that died.
     """
 
     def __init__(self, directory: Path, token: str, clean: Callable[[str, str], None]) -> None:
@@ -58,7 +59,7 @@ class Leases:
 
     @contextmanager
     def take(self, name: str) -> Iterator[bool]:
-        """Yields whether this process acquired the lease on `name`, renews it during the block, and
+        """Yield whether this process acquired the lease on `name`, renews it during the block, and
         then releases it. Takes over the lease of a dead process, or an expired one."""
         path = self._path(name)
         if not (self._create(path) or (self._clear_if_abandoned(path) and self._create(path))):
@@ -75,12 +76,12 @@ class Leases:
             path.unlink(missing_ok=True)
 
     def is_live(self, name: str) -> bool:
-        """Whether a process holds a lease on `name` that has not expired."""
+        """Return whether a process holds a lease on `name` that has not expired."""
         path = self._path(name)
         return path.exists() and self._state(path)[0] == "live"
 
     def release(self, tokens: set[str]) -> None:
-        """Release the leases of processes `tokens`, which the caller knows to have ended."""
+        """Release the leases of processes `tokens`, which have ended."""
         for path in list(self.directory.glob(f"*{SUFFIX}")):
             owner = _read(path)
             if owner is not None and owner.token in tokens:
@@ -97,7 +98,8 @@ class Leases:
             return False
         path.unlink(missing_ok=True)
         if state == "dead" and owner is not None:
-            # Only if it is known dead: one whose lease merely expired may still need its files.
+            # Only if it is known to be dead: a process whose lease merely expired may still need
+            # its files.
             self._clean(path.name.removesuffix(SUFFIX), owner.token)
         return True
 
@@ -112,7 +114,7 @@ class Leases:
         return ("expired" if age_s > LEASE_S else "live"), owner
 
     def _file_system_time(self) -> float:
-        """The current time by the file system's clock: the clocks of machines may differ."""
+        """Return the current time by the file system's clock: the clocks of machines may differ."""
         clock = self.directory / f"clock.{self.token}"
         clock.touch()
         try:

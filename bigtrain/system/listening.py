@@ -11,11 +11,11 @@ from contextlib import suppress
 
 
 def listen_only_at(address: str, port: int) -> socket.socket | None:
-    """A socket bound to `port` (0: any) of `address`, for TCPStore's ``master_listen_fd``.
+    """Return a socket bound to `port` (0: any) of `address`, for TCPStore's ``master_listen_fd``.
 
-    None where `address` is a host name other than localhost (other hosts may resolve it to another
-    address of this machine), where it is not an address of this machine (behind NAT, say), and
-    where the port is in use.
+    None if `address` is a host name other than localhost (other hosts may resolve it to another
+    address of this machine), if it is not an address of this machine (for example, behind NAT), and
+    if the port is in use.
     """
     if address != "localhost":
         try:
@@ -26,8 +26,8 @@ def listen_only_at(address: str, port: int) -> socket.socket | None:
 
 
 def listen_where_reached(host: str, port: int) -> socket.socket | None:
-    """As `listen_only_at`, also for a host name: at the address it resolves to here, unless that is
-    a loopback address, which other hosts cannot reach."""
+    """Like `listen_only_at`, also for a host name: at the address it resolves to here, unless that
+    is a loopback address, which other hosts cannot reach."""
     bound = _bound(host, port)
     if bound is not None and host != "localhost":
         own = ipaddress.ip_address(bound.getsockname()[0])
@@ -38,7 +38,7 @@ def listen_where_reached(host: str, port: int) -> socket.socket | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` is a loopback address, which only this machine can reach."""
+    """Return whether `address` is a loopback address, which only this machine can reach."""
     if address == "localhost":
         return True
     with suppress(ValueError):
@@ -48,12 +48,13 @@ def is_loopback(address: str) -> bool:
 
 def _bound(address: str, port: int) -> socket.socket | None:
     try:
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError:
         return None
-    for family, _, _, _, place in found:
+    for family, _, _, _, place in infos:
         bound = socket.socket(family)
-        # As torch's own: a port whose last connections are closing can be used at once.
+        # Like torch's own socket: a port whose last connections are closing can be reused
+        # immediately.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             bound.bind(place)

@@ -1,4 +1,4 @@
-"""Cores and memory of the machine, as far as this process may use them. Pure."""
+"""Cores and memory of the machine that this process may use. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path("/")
 UNLIMITED_BYTES = 1 << 62
-"""Used where nothing is known of the memory, so that it limits nothing."""
+"""Used if the memory size is unknown, so that it is not a limit."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Machine:
 
 
 def this_machine(environment: Mapping[str, str], root: Path = ROOT) -> Machine:
-    """Cores and memory within the CPU affinity and the cgroup (version 2) limits of this process.
+    """Return cores and memory within the CPU affinity and the cgroup (version 2) limits of this
+    process.
 
     Divided by LOCAL_WORLD_SIZE where torchrun started several processes on this host.
     """
@@ -43,7 +44,7 @@ def this_machine(environment: Mapping[str, str], root: Path = ROOT) -> Machine:
 
 
 def available_memory_bytes(root: Path = ROOT) -> int | None:
-    """MemAvailable of Linux; None on another system."""
+    """Return Linux's MemAvailable; None on another system."""
     with suppress(OSError):
         for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
@@ -52,7 +53,7 @@ def available_memory_bytes(root: Path = ROOT) -> int | None:
 
 
 def _control_group(name: str, root: Path) -> Iterator[str]:
-    """The contents of file `name` in this process's cgroup, and in each of its parents."""
+    """Yield the contents of file `name` in this process's cgroup, and in each of its parents."""
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             if not line.startswith("0::"):

@@ -1,8 +1,9 @@
 """Derived files that many processes need: one process makes the file, the others wait for it.
 
-Thousands of ranks start at the same moment and need the same file. It is made once in a directory
-that they share, or once per host where each host has its own. Waiting is never required: a process
-that finds no live maker makes the file, and where no directory can be written, each makes its own.
+Thousands of ranks start at the same moment and need the same file. It is created once in a
+directory that they share, or once per host if each host has its own. Waiting is never required: a
+process that sees no live creator creates the file; if no directory is writable, each creates its
+own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from bigtrain.system.files import whole_file
 from bigtrain.system.leases import Leases
 
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 1.0
-# Checking the maker's lease takes several file-system calls, checking for the file itself one.
+# Checking the creator's lease takes several file-system calls, checking for the file only one.
 _LOOK_FOR_MAKER_SECONDS = 5.0
 
 Found = TypeVar("Found")
@@ -28,15 +29,16 @@ def made_once(
     read: Callable[[Path], Found | None],
     make: Callable[[IO[bytes]], None],
 ) -> Found | None:
-    """What `read` returns for the first of `places` that has the file; makes it where none has.
+    """Return `read` of the first of `places` that has the file; create it if none has.
 
-    `read` returns None where there is no file, or not the one it expects. An exception of `make`
-    reaches the caller, and the next process tries again. None where no place can be written.
+    `read` returns None if there is no file, or not the expected one. An exception of `make`
+    propagates to the caller, and the next process makes another attempt. None if no location
+    is writable.
     """
     for place in places:
-        found = read(place)
-        if found is not None:
-            return found
+        content = read(place)
+        if content is not None:
+            return content
     for place in places:
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -54,20 +56,20 @@ def _make_or_wait(
     read: Callable[[Path], Found | None],
     make: Callable[[IO[bytes]], None],
 ) -> Found | None:
-    """Raises OSError where `place` cannot be written."""
+    """Raise OSError if `place` is not writable."""
     while True:
         with leases.take(place.name) as mine:
-            found = read(place)
-            if found is None and mine:
+            content = read(place)
+            if content is None and mine:
                 draft = place.with_name(f".{place.name}.{leases.token}")
                 with whole_file(place, draft, durable=False) as file:
                     os.fchmod(file.fileno(), 0o644)
                     make(file)
                 return read(place)
         pause, deadline = _SHORTEST_PAUSE_SECONDS, time.monotonic() + _LOOK_FOR_MAKER_SECONDS
-        while found is None and time.monotonic() < deadline:
+        while content is None and time.monotonic() < deadline:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-            found = read(place)
-        if found is not None:
-            return found
+            content = read(place)
+        if content is not None:
+            return content

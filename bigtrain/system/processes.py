@@ -25,7 +25,7 @@ from typing import NoReturn
 @contextmanager
 def importing() -> Iterator[None]:
     """Import large libraries inside the block: their objects live as long as the process, so the
-    garbage collector need not traverse them, neither now nor in its full collections later."""
+    garbage collector need not traverse them, now or in later full collections."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -40,14 +40,14 @@ def exit_process(status: int) -> NoReturn:
     """End this process with exit code `status`, without unloading Python.
 
     Threads are joined, `atexit` handlers run and streams are flushed, as usual. But process groups
-    outlive `destroy_process_group` where DeepSpeed still refers to them, and if one of their
+    outlive `destroy_process_group` if DeepSpeed still refers to them, and if one of their
     threads frees a tensor while Python is unloaded, the process of a successful run dies of SIGABRT
     ("terminate called without an active exception").
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends its processes
+    threading._shutdown()  # type: ignore[attr-defined]  # like multiprocessing does
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # closed, or there is none
+        with suppress(OSError, ValueError, AttributeError):  # closed or absent
             stream.flush()
     os._exit(status)
 
@@ -58,20 +58,20 @@ _BEGAN = time.time()
 class LaunchNotes:
     """The errors that processes of one launch on this host have printed so far.
 
-    With it an error that all ranks find is printed once, and no rank waits for another. A folder of
+    An error that all ranks raise is printed once, and no rank waits for another. A folder of
     empty files below the temporary directory, one file per error text; the next process that fails
-    removes the folders of launchers that have ended. Where it cannot be written, every rank prints.
+    removes the folders of launchers that have ended. If it is not writable, every rank prints.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """`environment`: MASTER_PORT in it tells launches of one parent process apart."""
+        """`environment`: MASTER_PORT in it distinguishes launches of one parent process."""
         self._root = Path(tempfile.gettempdir())
         self._prefix = f"bigtrain-failures-{os.getuid()}-"
         port = "".join(filter(str.isdigit, environment.get("MASTER_PORT", "")))
         self._folder = self._root / f"{self._prefix}{os.getppid()}-{port}"
 
     def is_first(self, text: str) -> bool:
-        """Whether this process is the first of the launch to report `text`."""
+        """Return whether this process is the first of the launch to report `text`."""
         try:
             self._remove_old()
             self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -79,7 +79,7 @@ class LaunchNotes:
                 return True
             note = self._folder / hashlib.sha256(text.encode()).hexdigest()
             if note.exists() and not self._is_of_this_launch(note):
-                note.unlink(missing_ok=True)  # of a launch by the same parent before
+                note.unlink(missing_ok=True)  # from an earlier launch by the same parent
             note.touch(exist_ok=False)
         except FileExistsError:
             return False
@@ -88,7 +88,7 @@ class LaunchNotes:
         return True
 
     def is_any(self) -> bool:
-        """Whether any process of this launch has reported an error."""
+        """Return whether any process of this launch has reported an error."""
         with suppress(OSError):
             return self._is_ours() and any(map(self._is_of_this_launch, self._folder.iterdir()))
         return False

@@ -1,4 +1,4 @@
-"""Where the files that ship with the package lie. Pure."""
+"""Locations of the files that ship with the package. Pure."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ import bigtrain
 
 
 def checkout() -> Path:
-    """The folder that holds ``bigtrain/``: the checkout, or site-packages where installed."""
+    """Return the folder that contains ``bigtrain/``: the checkout, or site-packages if
+    installed."""
     return Path(bigtrain.__file__).resolve().parents[1]
 
 
 def recipes() -> Path:
-    """The folder of the run YAMLs that ship."""
+    """Return the folder of the shipped run YAMLs."""
     return checkout() / "bigtrain" / "recipes"
 
 
 def published_configuration(hub_name: str) -> Path:
-    """Where config.json of a hub's model would ship, for plans and checks without a network."""
+    """Return the path of a Hub model's shipped config.json, for plans and checks without a
+    network."""
     return recipes() / "configs" / f"{hub_name.replace('/', '--')}.json"
 
 
 def ds_configs() -> Path:
-    """``ds_configs/``, the DeepSpeed JSONs that ship."""
+    """Return ``ds_configs/``, the folder of the shipped DeepSpeed JSONs."""
     return _beside("ds_configs")
 
 
@@ -33,6 +35,6 @@ def slurm_script(name: str) -> Path:
 
 
 def _beside(name: str) -> Path:
-    """A folder that lies beside the package in a checkout, and inside it where installed."""
+    """Return a folder next to the package in a checkout, inside it if installed."""
     installed = checkout() / "bigtrain" / name
     return installed if installed.is_dir() else checkout() / name

@@ -1,7 +1,7 @@
 """Signals that ask a run to stop, handled from the first line of its program on. Pure.
 
-Schedulers and launchers send SIGTERM or SIGUSR1 before they take the machine away: the run leaves a
-marker, ``RUN/requeue``, which says that it should be started again. SIGINT comes from a person and
+Schedulers and launchers send SIGTERM or SIGUSR1 before they reclaim the machine: the run leaves a
+marker, ``RUN/requeue``, which requests a restart. SIGINT comes from a person and
 leaves no marker. The exit code is `EXIT_STOPPED` in both cases; the marker exists because launchers
 exit with codes of their own.
 """
@@ -22,7 +22,7 @@ from typing import Any, Self
 from bigtrain.errors import EXIT_STOPPED
 
 REQUEUE = "requeue"
-"""Marker in a run directory: stopped by SIGTERM or SIGUSR1 before its end, with nothing lost."""
+"""Marker in a run directory: stopped early by SIGTERM or SIGUSR1, with nothing lost."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -32,13 +32,13 @@ _IGNORED_INTERRUPTS = 3
 
 
 class StopSignals:
-    """Records the first stop signal that this process receives; later ones change nothing.
+    """Recorder of the first stop signal that this process receives; later ones are ignored.
 
     Signals are only recorded (`listen`), or end the process at once (`exit_after`). A context
     manager, which restores the previous handlers on exit. One at a time in a process.
 
     `interrupts`: the process is not the run's own, but an interpreter or a notebook: SIGINT raises
-    KeyboardInterrupt in the main thread where it would end the process.
+    KeyboardInterrupt in the main thread instead of ending the process.
     """
 
     def __init__(self, *, interrupts: bool = False) -> None:
@@ -52,13 +52,13 @@ class StopSignals:
         self._wakeup_before = -1
 
     def listen(self) -> None:
-        """From now on only record signals in `received`."""
+        """Only record signals in `received` from now on."""
         with self._lock:
             self._action = None
         self._install()
 
     def exit_after(self, action: Callable[[signal.Signals], None]) -> None:
-        """At the next signal, or now if one was received, run `action` and exit by EXIT_STOPPED.
+        """At the next signal, or now if one was received, run `action` and exit with EXIT_STOPPED.
 
         For phases in which there is nothing to save. `action` runs in a thread, since the main
         thread may be in C code, waiting for ranks that never join.
@@ -94,7 +94,7 @@ class StopSignals:
             return
         reading, self._pipe = os.pipe()
         os.set_blocking(self._pipe, False)
-        # Python's C-level handler writes to it, whatever the main thread is doing.
+        # Python's C-level handler writes to it even if the main thread is busy.
         self._wakeup_before = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(reading,), name="signals", daemon=True).start()
         for number in SIGNALS:
@@ -112,7 +112,7 @@ class StopSignals:
         return self._interrupts and number == signal.SIGINT
 
     def _interrupt(self) -> None:
-        """In the main thread: run the action once, and raise KeyboardInterrupt."""
+        """Run the action once and raise KeyboardInterrupt, in the main thread."""
         action, self._action = self._action, None
         if action is not None:
             with suppress(Exception):
@@ -128,9 +128,10 @@ class StopSignals:
                         self._exit(number[0])
 
     def _exit(self, number: int) -> None:
-        """Call it with the lock held, so that the run cannot start to write meanwhile."""
+        """Exit. The caller holds the lock, so that the run cannot start to write in the
+        meantime."""
         assert self._action is not None
-        with suppress(Exception):  # a full disk, say; this process exits in any case
+        with suppress(Exception):  # e.g. a full disk; this process exits in any case
             self._action(signal.Signals(number))
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError, AttributeError):
@@ -142,7 +143,7 @@ def ask_for_restart(run_directory: Path, reason: str, step: int | None) -> None:
     """Write the requeue marker, by which a Slurm script requeues its job.
 
     `step`: None if training had not begun. The marker names the launch that wrote it, and a script
-    obeys only its own: a node that was cut off may come back after a later launch was cancelled.
+    accepts only its own: a detached node may return after a later launch was cancelled.
     """
     marker: dict[str, Any] = {"signal": reason, "step": step}
     if "SLURM_JOB_ID" in os.environ:

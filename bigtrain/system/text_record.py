@@ -1,7 +1,7 @@
-"""How the texts that a model was trained on begin and end, as a file in a tokenizer's directory.
+"""Record of how training texts begin and end, as a file in a tokenizer's directory.
 
-A run writes it from its data's manifests, and an export has it: so `bigtrain generate` begins a
-prompt as the training texts begin, and stops an answer where those stop.
+A run writes it from its data's manifests, and an export includes it: so `bigtrain generate` begins
+a prompt like the training texts, and stops an answer where they stop.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ RECORD_NAME = "bigtrain_text.json"
 
 @dataclass(frozen=True)
 class TextRecord:
-    """Token ids: those that every text begins with, the one that ends a document, and those that
-    end answers of conversations."""
+    """Token ids that begin every text, end a document, and end answers of conversations."""
 
     beginning_ids: tuple[int, ...]
     end_of_document_id: int
@@ -31,7 +30,8 @@ class TextRecord:
 
 
 def read_record(directory: Path) -> TextRecord | None:
-    """The record in `directory`; None if there is none. Raises DataError for another content."""
+    """Return the record in `directory`; None if there is none. Raise DataError for invalid
+    content."""
     path = directory / RECORD_NAME
     try:
         content = path.read_bytes()
@@ -45,8 +45,8 @@ def read_record(directory: Path) -> TextRecord | None:
         ids = [int(number) for number in (*beginning, tree["end_of_document_id"], *ends)]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
-            f"{path} is corrupt: {type(error).__name__}: {error} -> remove it, and texts begin as "
-            "the tokenizer itself begins them"
+            f"{path} is corrupt: {type(error).__name__}: {error} -> remove it; texts then begin as "
+            "the tokenizer begins them"
         ) from error
     count = len(beginning)
     return TextRecord(tuple(ids[:count]), ids[count], tuple(ids[count + 1 :]))

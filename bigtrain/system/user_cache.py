@@ -1,9 +1,9 @@
-"""Results that take seconds to compute and never change, kept in the user's cache directory.
+"""Cache of results that take seconds to compute and never change, in the user's cache directory.
 
-That is ``$BIGTRAIN_CACHE``, else ``$XDG_CACHE_HOME/bigtrain``, else ``~/.cache/bigtrain``; it may
-be removed at any time. The key covers everything a result depends on (files by content, libraries
-by version, this package by its source), so an entry is never stale. A cache that cannot be read or
-written is no error: the result is computed again.
+Its location is ``$BIGTRAIN_CACHE``, else ``$XDG_CACHE_HOME/bigtrain``, else ``~/.cache/bigtrain``;
+it may be removed at any time. The key covers everything a result depends on (files by content,
+libraries by version, this package by its source), so an entry is never stale. A cache that cannot
+be read or written is not an error: the result is computed again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bigtrain.system.made_once import made_once
 
 
 def key_of(parts: Sequence[str | bytes]) -> str:
-    """The key of an entry: SHA-256 of `parts`, each with its length."""
+    """Return the key of an entry: SHA-256 of `parts`, each with its length."""
     digest = hashlib.sha256()
     for part in parts:
         content = part.encode() if isinstance(part, str) else part
@@ -35,7 +35,7 @@ def key_of(parts: Sequence[str | bytes]) -> str:
 
 
 def cache_get(kind: str, key: str) -> dict[str, Any] | None:
-    """The result that `cache_put` stored for `key`; None where there is none."""
+    """Return the result that `cache_put` stored for `key`; None if there is none."""
     try:
         return _read(_path(kind, key))
     except RuntimeError:
@@ -50,21 +50,22 @@ def cache_put(kind: str, key: str, fact: dict[str, Any]) -> None:
         with whole_file(path, path.with_name(uuid.uuid4().hex), durable=False) as file:
             file.write(json.dumps(fact).encode())
     except (OSError, ValueError, RuntimeError):
-        return  # no home, no space, no permission: it is computed again next time
+        return  # no home, no space, no permission: recomputed next time
 
 
 def cached(kind: str, key: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The cached result for `key`; of all processes that need it at once, one calls `find`."""
+    """Return the cached result for `key`; of all processes that need it at once, one calls
+    `find`."""
     own: dict[str, Any] = {}
 
     def make(file: IO[bytes]) -> None:
         own.update(find())
         file.write(json.dumps(own).encode())
 
-    with suppress(RuntimeError):  # no home
-        found = made_once([_path(kind, key)], _read, make)
-        if found is not None:
-            return found
+    with suppress(RuntimeError):  # no home directory
+        result = made_once([_path(kind, key)], _read, make)
+        if result is not None:
+            return result
     return own or find()
 
 
@@ -77,7 +78,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def builds(*libraries: str) -> str:
-    """Installed versions of `libraries`, with a checksum of their RECORD files.
+    """Return the installed versions of `libraries`, with a checksum of their RECORD files.
 
     Raises LookupError for an editable install, which may change at any time.
     """
@@ -85,7 +86,7 @@ def builds(*libraries: str) -> str:
 
 
 def source_of(*files: str) -> bytes:
-    """Digest of modules' source files, a part of the keys of results that they compute."""
+    """Return a digest of modules' source files, part of the keys of results that they compute."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(Path(file).read_bytes())
@@ -94,13 +95,14 @@ def source_of(*files: str) -> bytes:
 
 @functools.cache
 def package_source() -> bytes:
-    """Digest of all source files of bigtrain, for keys of results that much of it computes. Read
-    once: a process runs the source that it began with."""
+    """Return a digest of all source files of bigtrain, for keys of results that depend on much of
+    it. Read once: a process runs the source that it started with."""
     return source_of(*map(str, sorted(Path(__file__).parents[1].rglob("*.py"))))
 
 
 def processor() -> str:
-    """CPU features, by which libraries choose code paths: machines may share a home directory."""
+    """Return the CPU features that select code paths in libraries: machines may share a home
+    directory."""
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         for line in file:
             if line.startswith(("flags", "Features")):
@@ -121,19 +123,19 @@ def _build(library: str) -> str:
 
 
 def cache_directory() -> Path:
-    """The user's cache directory, which may not exist. Raises RuntimeError where there is no home
-    directory, as in some containers."""
+    """Return the user's cache directory, which may not exist. Raise RuntimeError if there is no
+    home directory, as in some containers."""
     own, base = os.environ.get("BIGTRAIN_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if own:
         return Path(own)
-    # The XDG specification says to ignore a relative path.
+    # The XDG specification requires ignoring a relative path.
     root = Path(base) if base and os.path.isabs(base) else Path.home() / ".cache"
     return root / "bigtrain"
 
 
 def beside_or_cached(directory: Path, kind: str, name: str) -> list[Path]:
-    """Where a file derived from `directory` may be kept: in it, shared by all its readers, or else
-    in the user's cache."""
+    """Return the locations for a file derived from `directory`: in it, shared by all its readers,
+    or else in the user's cache."""
     places = [directory / kind / name]
     with suppress(RuntimeError):
         places.append(cache_directory() / kind / name)

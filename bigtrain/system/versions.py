@@ -11,7 +11,7 @@ PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "numpy", "bitsan
 
 
 def library_versions() -> dict[str, str | None]:
-    """Of Python, bigtrain and `PACKAGES`, by name; None for what is not installed."""
+    """Return the versions of Python, bigtrain and `PACKAGES` by name; None if not installed."""
     return {
         "Python": platform.python_version(),
         "bigtrain": bigtrain.__version__,
@@ -20,7 +20,7 @@ def library_versions() -> dict[str, str | None]:
 
 
 def version_of(package: str) -> str | None:
-    """The installed version; None for what is not installed."""
+    """Return the installed version of `package`; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

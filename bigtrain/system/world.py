@@ -1,10 +1,10 @@
 """Rank, world size and local rank, read from the launcher's environment.
 
-Another launcher may have left variables there, which has not started these processes: the mpirun
-that starts one torchrun per host, the torchrun in whose shell ``deepspeed`` is called. Libraries
-that read those would contradict `read_world`. DeepSpeed 0.19.8 ends with an assertion where
-OMPI_COMM_WORLD_LOCAL_RANK is not LOCAL_RANK (runtime/engine.py:1959) and reads LOCAL_SIZE
-(accelerator/cpu_accelerator.py:71), and torch joins a store of torchrun's agents that nobody runs.
+Another launcher, which has not started these processes, may have set variables there: the mpirun
+that starts one torchrun per host, or the torchrun in whose shell ``deepspeed`` is called. Libraries
+that read those would contradict `read_world`. DeepSpeed 0.19.8 fails an assertion if
+OMPI_COMM_WORLD_LOCAL_RANK differs from LOCAL_RANK (runtime/engine.py:1959) and reads LOCAL_SIZE
+(accelerator/cpu_accelerator.py:71), and torch joins a store of torchrun's agents that does not run.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 # The local world size: of torchrun and accelerate, of deepspeed, of mpirun, which may have started
 # one of the others.
 _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-# What Open MPI's mpirun calls them (man mpirun, "Exported Environment Variables").
+# Names used by Open MPI's mpirun (man mpirun, "Exported Environment Variables").
 _OF_MPIRUN = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
-# What srun calls them (man srun, "OUTPUT ENVIRONMENT VARIABLES").
+# Names used by srun (man srun, "OUTPUT ENVIRONMENT VARIABLES").
 _OF_SRUN = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 
-# Names of the same numbers, of all launchers.
+# Names of the same numbers in all launchers.
 _RANKS = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
@@ -46,14 +46,15 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the main rank, which writes files and prints to the console."""
+        """True on the main rank, which writes files and prints to the console."""
         return self.rank == 0
 
 
 def read_world(environment: Mapping[str, str]) -> World:
-    """The world that deepspeed, torchrun, accelerate launch or mpirun set up; else a single rank.
+    """Return the world that deepspeed, torchrun, accelerate launch or mpirun set up; else a single
+    rank.
 
-    Raises LaunchError where variables are not numbers, incomplete, or contradict each other.
+    Raises LaunchError if variables are not numbers, incomplete, or contradict each other.
     """
     given = {name: environment[name] for name in _VARIABLES if name in environment}
     if not given and _OF_MPIRUN[0] in environment:
@@ -62,7 +63,7 @@ def read_world(environment: Mapping[str, str]) -> World:
         if "MASTER_ADDR" in environment:
             raise LaunchError(
                 "the environment has MASTER_ADDR but not RANK and WORLD_SIZE, so this process does "
-                "not know its rank: start with deepspeed, torchrun or accelerate launch "
+                "have no rank: start with deepspeed, torchrun or accelerate launch "
                 "--multi_gpu (also for CPUs: its --cpu starts one process, whatever "
                 "--num_processes says), or unset MASTER_ADDR to run one process"
             )
@@ -83,8 +84,8 @@ def read_world(environment: Mapping[str, str]) -> World:
 
 
 def _local_rank(rank: int, size: int, environment: Mapping[str, str]) -> str:
-    """The local rank, where a script has set RANK and WORLD_SIZE only: that of mpirun or srun, if
-    they started as many processes and this one has its rank there; else 0."""
+    """Return the local rank if a script has set only RANK and WORLD_SIZE: that of mpirun or srun,
+    if they started the same number of processes and this one has the same rank there; else 0."""
     for names in (_OF_MPIRUN, _OF_SRUN):
         theirs = [environment.get(name, "") for name in names]
         if theirs[:2] == [str(rank), str(size)] and theirs[2].isdecimal():
@@ -93,15 +94,15 @@ def _local_rank(rank: int, size: int, environment: Mapping[str, str]) -> str:
 
 
 def is_of_mpirun(world: World, environment: Mapping[str, str]) -> bool:
-    """Whether mpirun started the ranks themselves, and no launcher below it."""
+    """Return whether mpirun started the ranks directly, without a launcher below it."""
     theirs = [environment.get(name) for name in _OF_MPIRUN[:2]]
     return theirs == [str(world.rank), str(world.size)]
 
 
 def ranks_here(environment: Mapping[str, str]) -> int | None:
-    """Ranks on this host, as the launcher's environment says; None where it does not.
+    """Return the ranks on this host from the launcher's environment; None if it is not set there.
 
-    A number that is larger than the world is of another launcher.
+    A number larger than the world size belongs to another launcher.
     """
     given = environment.get("WORLD_SIZE", "")
     most = int(given) if given.isdecimal() else None
@@ -113,13 +114,13 @@ def ranks_here(environment: Mapping[str, str]) -> int | None:
 
 
 def has_other_hosts(world: World, environment: Mapping[str, str]) -> bool:
-    """Whether the launcher started ranks on other hosts too; False where it does not say."""
+    """Return whether the launcher started ranks on other hosts too; False if unknown."""
     return (ranks_here(environment) or world.size) < world.size
 
 
 def foreign_variables(world: World, environment: Mapping[str, str]) -> dict[str, str | None]:
-    """The variables of other launchers that contradict `world`, with the value that agrees with it;
-    None for those that must not be there."""
+    """Return the variables of other launchers that contradict `world`, with the value that agrees
+    with it; None for those that must be unset."""
     facts = {
         **dict.fromkeys(_RANKS, str(world.rank)),
         **dict.fromkeys(_SIZES, str(world.size)),
@@ -128,18 +129,19 @@ def foreign_variables(world: World, environment: Mapping[str, str]) -> dict[str,
     here = ranks_here(environment)
     if here is not None:
         facts |= dict.fromkeys(_LOCAL_SIZES, str(here))
-    found: dict[str, str | None] = {
+    overrides: dict[str, str | None] = {
         name: value for name, value in facts.items() if environment.get(name, value) != value
     }
     if here is None:
-        found |= {name: None for name in _LOCAL_SIZES if name in environment}
+        overrides |= {name: None for name in _LOCAL_SIZES if name in environment}
     if AGENT_STORE in environment and not _is_of_torchrun(world, environment):
-        found[AGENT_STORE] = None
-    return found
+        overrides[AGENT_STORE] = None
+    return overrides
 
 
 def _is_of_torchrun(world: World, environment: Mapping[str, str]) -> bool:
-    """Whether torchrun's variables are of this world: of the one role that its command line has."""
+    """Return whether torchrun's variables describe this world: the only role of its command
+    line."""
     if "RANK" not in environment:
         return False
     own = {"ROLE_RANK": str(world.rank), "ROLE_WORLD_SIZE": str(world.size)}
@@ -147,23 +149,23 @@ def _is_of_torchrun(world: World, environment: Mapping[str, str]) -> bool:
 
 
 def describe_foreign(world: World, environment: Mapping[str, str]) -> list[str]:
-    """A line that names the variables of other launchers, if there are any."""
-    found = foreign_variables(world, environment)
-    if not found:
+    """Return a line that names the variables of other launchers, if there are any."""
+    foreign = foreign_variables(world, environment)
+    if not foreign:
         return []
-    named = ", ".join(f"{name}={environment[name]}" for name in found)
+    named = ", ".join(f"{name}={environment[name]}" for name in foreign)
     return [
-        f"ignored, of another launcher: {named} (this is rank {world.rank} of {world.size}, "
+        f"ignored, from another launcher: {named} (this is rank {world.rank} of {world.size}, "
         f"local rank {world.local_rank})"
     ]
 
 
 @contextmanager
 def without_foreign(world: World, environment: MutableMapping[str, str]) -> Iterator[None]:
-    """Inside, `environment` has no variable that contradicts `world`."""
-    found = foreign_variables(world, environment)
-    before = {name: environment[name] for name in found}
-    for name, value in found.items():
+    """Remove variables that contradict `world` from `environment` inside the block."""
+    foreign = foreign_variables(world, environment)
+    before = {name: environment[name] for name in foreign}
+    for name, value in foreign.items():
         if value is None:
             del environment[name]
         else:
@@ -175,7 +177,7 @@ def without_foreign(world: World, environment: MutableMapping[str, str]) -> Iter
 
 
 def _given_by_mpirun(environment: Mapping[str, str]) -> dict[str, str]:
-    """mpirun's variables under the usual names. mpirun does not set MASTER_ADDR."""
+    """Return mpirun's variables under the usual names. mpirun does not set MASTER_ADDR."""
     missing = [name for name in _OF_MPIRUN if name not in environment]
     if missing:
         raise LaunchError(
@@ -186,7 +188,7 @@ def _given_by_mpirun(environment: Mapping[str, str]) -> dict[str, str]:
     if "MASTER_ADDR" not in environment and size != "1":
         raise LaunchError(
             f"mpirun started {size} processes, but MASTER_ADDR, the host of the first of them, is "
-            "not set, so they cannot find each other -> deepspeed --launcher openmpi "
+            "not set, so they cannot connect to each other -> deepspeed --launcher openmpi "
             '--launcher_args "-x MASTER_ADDR=HOST -x MASTER_PORT=29500"'
         )
     return {name: environment[theirs] for name, theirs in zip(_VARIABLES, _OF_MPIRUN, strict=True)}

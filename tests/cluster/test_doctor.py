@@ -73,7 +73,7 @@ def test_what_is_broken_is_named_by_host(lab: Lab) -> None:
     assert "torch 1.0 (others: " in output or "(others: 1.0)" in output
     assert re.search(r"n2: clock: (8\d|90)\.\d s ahead", output), output
     assert "n2: network: port 29777 cannot be used: Address already in use" in output
-    assert "n2: shared: does not see what was written there from here" in output
+    assert "n2: shared: does not see the file that this machine wrote there" in output
     assert "lets others read HF_TOKEN" in output
     assert "hf_geheim" not in output
     assert output.count("\n  -> ") == output.count("FAIL"), output  # a remedy for each
@@ -94,7 +94,7 @@ def test_a_port_behind_a_firewall_is_named(lab: Lab) -> None:
     finally:
         lab.run("n2", "sh", "-c", "; ".join(undone))
     assert code == 2, output
-    assert "n1: network: does not reach n2 (timed out)\n  -> open the ports between" in output
+    assert "n1: network: cannot reach n2 (timed out)\n  -> open the ports between" in output
     table = cells(output)
     assert table["n2"]["network"] == "reaches all"
     assert "FAIL" not in {t for row in table.values() for n, t in row.items() if n != "network"}

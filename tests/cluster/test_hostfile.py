@@ -110,9 +110,9 @@ def test_no_ssh(lab: Lab, alone: dict[int, float]) -> None:
     ("text", "said"),
     [
         ("n1 slots=1\nn9 slots=1\n", "line 2: n9: neither this machine nor ssh's settings know"),
-        ("n1 slots=1\nn2: slots=1\n", "line 2: 'n2:': is no name of a host"),
-        ("n1 slots=1\nn2 slots=1\nn1 slots=1\n", "line 3: n1 stands in line 1 already"),
-        ("n1 slots=1\r\nn2 slots=1\r\n", "line 1: ends as on Windows (CR LF)"),
+        ("n1 slots=1\nn2: slots=1\n", "line 2: 'n2:': is not a host name"),
+        ("n1 slots=1\nn2 slots=1\nn1 slots=1\n", "line 3: n1 is already listed in line 1"),
+        ("n1 slots=1\r\nn2 slots=1\r\n", "line 1: has a Windows line ending (CR LF)"),
     ],
     ids=["missing host", "wrong name", "duplicate", "Windows"],
 )

@@ -46,18 +46,3 @@ def test_every_field_and_command_is_there(pages: dict[str, str]) -> None:
             assert f"| `{section}.{key}` |" in pages["configuration.md"]
     for name in COMMANDS:
         assert f"\n## bigtrain {name}\n" in pages["commands.md"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "exactly one of data.path (one dataset) and data.sources (a mixture) must be set",
-        "model.config must name a model_type, for example model_type: llama",
-        # What helpers put into a text: through a function, a name, a loop over problems.
-        "the Hugging Face hub has none of this name (or it is private: `hf auth login`)",
-        "… is a link to …, outside of the dataset",
-        "a sequence between … and … has negative length",
-    ],
-)
-def test_texts_of_errors_are_there(pages: dict[str, str], text: str) -> None:
-    assert f"| {text} |" in pages["errors.md"]

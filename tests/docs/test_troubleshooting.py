@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md quotes errors as bigtrain says them."""
+"""docs/troubleshooting.md quotes errors as the code words them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import re
 
 import pytest
 
+from tests.support.error_texts import error_texts
 from tests.support.worlds import ROOT
 
 PAGE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
-TEXTS = (ROOT / "docs/reference/errors.md").read_text(encoding="utf-8")
+TEXTS = error_texts()
 
 
 def quotes() -> list[str]:
@@ -27,3 +28,16 @@ def test_there_are_quotes() -> None:
 def test_every_quote_is_an_error_of_the_code(quote: str) -> None:
     assert quote[0] == quote[-1] == "`"
     assert quote.strip("`") in TEXTS, "correct the quote: the error has another text now"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "exactly one of data.path (one dataset) and data.sources (a mixture) must be set",
+        "… is a link to …, outside of the dataset",
+        "a sequence between … and … has negative length",
+    ],
+)
+def test_texts_of_errors_are_collected(text: str) -> None:
+    """Also those that helpers add through a function, a name or a loop over problems."""
+    assert text in TEXTS

@@ -73,11 +73,14 @@ def test_script_without_gpus(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--nodes", "2-1"], "--nodes = '2-1': is no number of nodes"),
-        (["--time", "soon"], "--time = 'soon': is no time limit of Slurm"),
-        (["--time", "5"], "--save-seconds = 600: leaves nothing of the time limit 5 = 300 s"),
+        (["--nodes", "2-1"], "--nodes = '2-1': is not a number of nodes"),
+        (["--time", "soon"], "--time = 'soon': is not a Slurm time limit"),
+        (
+            ["--time", "5"],
+            "--save-seconds = 600: leaves no training time in the time limit 5 = 300 s",
+        ),
         (["--sbatch", "nodes=3"], "--sbatch nodes = '3': is set by bigtrain"),
-        (["--sbatch", "Bad Name"], "is no option of sbatch"),
+        (["--sbatch", "Bad Name"], "is not an option of sbatch"),
         (["--nodes", "1-3"], "on 3 nodes x 1 processes"),
         (["--setup", "if ["], "bash cannot read the script"),
         (["--processes-per-node", "2"], "contradicts --gpus-per-node = 1"),

@@ -41,17 +41,17 @@ def test_script_for_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--rendezvous", "login"], "--rendezvous = 'login': is no HOST:PORT"),
-        (["--rendezvous", "login:70000"], "is no HOST:PORT -> write node-1:29400"),
-        ([*MEET, "--nodes", "4-1"], "--nodes = '4-1': is no number of nodes"),
-        ([*MEET, "--name", "a b"], "--name = 'a b': may hold letters"),
+        (["--rendezvous", "login"], "--rendezvous = 'login': is not HOST:PORT"),
+        (["--rendezvous", "login:70000"], "is not HOST:PORT -> write node-1:29400"),
+        ([*MEET, "--nodes", "4-1"], "--nodes = '4-1': is not a number of nodes"),
+        ([*MEET, "--name", "a b"], "--name = 'a b': may contain only letters"),
         ([*MEET, "--setup", "if ["], "bash cannot read the script"),
         # 8 samples, micro-batches of 4, 2 processes a node.
         (
             [*MEET, "--nodes", "1-2"],
-            "can be divided on 1 nodes, not on 2 -> batch.global_batch_size: 16",
+            "is divisible for 1 nodes, not for 2 -> batch.global_batch_size: 16",
         ),
-        ([*MEET, "--nodes", "1-64"], "not on 2, 3, 4, 5, 6, 7, 8, 9, ... -> --nodes 1"),
+        ([*MEET, "--nodes", "1-64"], "not for 2, 3, 4, 5, 6, 7, 8, 9, ... -> --nodes 1"),
     ],
 )
 def test_what_cannot_work_is_refused(
@@ -70,7 +70,7 @@ def test_batch_in_tokens_is_told_in_tokens(capsys: pytest.CaptureFixture[str]) -
         "batch.micro_batch_size=1",
     ]
     assert bigtrain([*RUN, *MEET, "--nodes", "1-3", "--dry-run", *tokens]) == 2
-    assert "on 1, 2 nodes, not on 3 -> batch.global_tokens: 3072 divides on all" in (
+    assert "for 1, 2 nodes, not for 3 -> batch.global_tokens: 3072 is divisible for all" in (
         capsys.readouterr().err
     )
 
@@ -115,7 +115,7 @@ def test_the_rendezvous_listens_at_one_address(words: list[str], address: str | 
     assert {one.ip for one in at} == ({wanted} if wanted else {"::"})
     assert f"serving on port {port} of " in said
     assert (f", {wanted}\n" if wanted else ", every address\n") in said
-    assert ("so every address is served -> let a firewall" in warned) == (wanted is None)
+    assert ("so every address is served -> close those" in warned) == (wanted is None)
 
 
 def test_serving_at_an_address_of_another_machine() -> None:
@@ -123,7 +123,7 @@ def test_serving_at_an_address_of_another_machine() -> None:
     command += [f"login:{free_port()}", "198.51.100.7"]
     served = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert served.returncode == 2
-    assert "198.51.100.7 is none of this machine's addresses" in served.stderr
+    assert "198.51.100.7 is not an address of this machine" in served.stderr
 
 
 def test_serving_at_a_port_that_is_taken() -> None:

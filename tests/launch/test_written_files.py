@@ -42,7 +42,7 @@ def refused(
     words = [*COMMANDS[command][:2], "--output", str(output), *COMMANDS[command][2:]]
     assert bigtrain(words) == 2
     error = capfd.readouterr().err
-    assert f"cannot write {output}: {said} -> name another --output" in error
+    assert f"cannot write {output}: {said} -> choose another --output" in error
     assert "Traceback" not in error
     assert sorted(folder.rglob("*")) == before
 
@@ -69,6 +69,6 @@ def test_a_disk_that_is_full(command: str, tmp_path: Path) -> None:
         [sys.executable, "-c", script, *words], capture_output=True, text=True, check=False
     )
     assert ended.returncode == 2, ended.stderr
-    assert f"cannot write {output}: File too large -> name another --output" in ended.stderr
+    assert f"cannot write {output}: File too large -> choose another --output" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert list(output.parent.iterdir()) == []

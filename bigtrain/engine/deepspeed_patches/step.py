@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +17,11 @@ from torch import nn
 
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
 from bigtrain.engine.deepspeed_patches.partitions import gather_persistent_at_once
-from bigtrain.engine.deepspeed_patches.zero3_hooks import replace_hooks
-from bigtrain.engine.deepspeed_patches.zero12 import skip_redundant_work_of_zero12
+from bigtrain.engine.deepspeed_patches.zero3_hooks import has_own_hooks, replace_hooks
+from bigtrain.engine.deepspeed_patches.zero12 import (
+    keeps_accumulating_nodes,
+    skip_redundant_work_of_zero12,
+)
 
 _HOOK_FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
 
@@ -35,6 +39,110 @@ def skip_redundant_work(engine: Any, replicas: dist.ProcessGroup, host_time: Hos
     speed_up_hooks(engine.module)
     if replace_hooks(engine.optimizer, host_time):
         gather_persistent_at_once(engine.optimizer)
+
+
+@dataclass(frozen=True)
+class SpeedPatch:
+    """A part of DeepSpeed that is replaced to save host time; no number changes.
+
+    saves: host time, in milliseconds per parameter tensor and optimizer step unless it says
+    otherwise (`benchmarks/host_time.py --each`, Llama of 434 tensors, one rank, see
+    docs/benchmarks.md). is_in_place: whether DeepSpeed's `engine` runs the replacement, read from
+    the engine itself.
+    """
+
+    name: str
+    replaces: str
+    saves: str
+    is_in_place: Callable[[Any], bool]
+
+
+def _is_replaced(name: str) -> Callable[[Any], bool]:
+    """Return a check whether this package replaced the attribute `name` of the optimizer."""
+
+    def check(engine: Any) -> bool:
+        value = vars(engine.optimizer).get(name)
+        module = getattr(value, "__module__", None) or type(value).__module__
+        return value is not None and module.startswith(__package__ or "")
+
+    return check
+
+
+SPEED_PATCHES = (
+    SpeedPatch(
+        "no reduction for one replica",
+        "runtime/engine.py, allreduce_no_retain (ZeRO 0)",
+        "two copies of all gradients",
+        lambda engine: "allreduce_no_retain" in vars(engine),
+    ),
+    SpeedPatch(
+        "one overflow check",
+        "runtime/fp16/unfused_optimizer.py, overflow_checker (16-bit ZeRO 0)",
+        "a wait for the device per gradient",
+        lambda engine: isinstance(vars(engine.optimizer).get("overflow_checker"), _NotYetKnown),
+    ),
+    SpeedPatch(
+        "no usage reports",
+        "runtime/base_optimizer.py, report_ipg_memory_usage (ZeRO 1, 2)",
+        "SAVES_REPORTS",
+        _is_replaced("report_ipg_memory_usage"),
+    ),
+    SpeedPatch(
+        "views kept",
+        "runtime/zero/stage_1_and_2.py, _update_model_bit16_weights (ZeRO 1, 2)",
+        "SAVES_VIEWS",
+        _is_replaced("_update_model_bit16_weights"),
+    ),
+    SpeedPatch(
+        "norms in one call",
+        "runtime/zero/stage_1_and_2.py, get_grad_norm_direct (ZeRO 1, 2)",
+        "SAVES_NORMS",
+        _is_replaced("get_grad_norm_direct"),
+    ),
+    SpeedPatch(
+        "planned reduction",
+        "runtime/zero/stage_1_and_2.py, gradient hooks and buckets (ZeRO 1, 2)",
+        "SAVES_REDUCTION",
+        _is_replaced("setup_buckets"),
+    ),
+    SpeedPatch(
+        "gradients copied once",
+        "runtime/zero/stage_1_and_2.py, copy_grads_in_partition (ZeRO 1, 2 without the plan)",
+        "SAVES_COPIES",
+        _is_replaced("copy_grads_in_partition"),
+    ),
+    SpeedPatch(
+        "autograd nodes kept",
+        "runtime/utils.py, count_used_parameters_in_backward (ZeRO 1, 2)",
+        "SAVES_NODES",
+        lambda engine: (
+            hasattr(engine.optimizer, "round_robin_bit16_groups") and keeps_accumulating_nodes()
+        ),
+    ),
+    SpeedPatch(
+        "module hooks",
+        "runtime/zero/parameter_offload.py, the hooks of ZeRO 3",
+        "SAVES_HOOKS",
+        lambda engine: has_own_hooks(engine.optimizer),
+    ),
+    SpeedPatch(
+        "one gather of persistent parameters",
+        "runtime/zero/stage3.py, the all-gather after an update (ZeRO 3)",
+        "a collective per persistent parameter",
+        lambda engine: any(
+            "all_gather" in vars(parameter)
+            and parameter.all_gather.__module__.startswith(__package__ or "")
+            for parameter in getattr(engine.optimizer, "persistent_parameters", [])
+        ),
+    ),
+)
+"""All of them. To drop one after an upgrade of DeepSpeed, measure it with the benchmark, and delete
+its row, its function and its contract tests."""
+
+
+def speed_patches_in_place(engine: Any) -> tuple[str, ...]:
+    """Return the names of the `SPEED_PATCHES` that DeepSpeed's `engine` runs with."""
+    return tuple(patch.name for patch in SPEED_PATCHES if patch.is_in_place(engine))
 
 
 def speed_up_hooks(model: nn.Module) -> None:

@@ -143,8 +143,13 @@ def keep_accumulating_nodes() -> None:
     hook of a backward pass how many parameters take part. The node of a parameter stays while
     somebody holds it and the parameter has the dtype and the device that it had.
     """
-    if not isinstance(stage_1_and_2.count_used_parameters_in_backward, _UsedParameters):
+    if not keeps_accumulating_nodes():
         stage_1_and_2.count_used_parameters_in_backward = _UsedParameters()
+
+
+def keeps_accumulating_nodes() -> bool:
+    """Return whether `keep_accumulating_nodes` is in place."""
+    return isinstance(stage_1_and_2.count_used_parameters_in_backward, _UsedParameters)
 
 
 class _UsedParameters:

@@ -83,6 +83,18 @@ def replace_hooks(optimizer: Any, host_time: HostTime) -> bool:
     return True
 
 
+def has_own_hooks(optimizer: Any) -> bool:
+    """Return whether `replace_hooks` has replaced the hooks of every module."""
+    offload = getattr(optimizer, "parameter_offload", None)
+    if offload is None:
+        return False
+    own = sum(
+        type(getattr(handle.hooks_dict_ref().get(handle.id), "__self__", None)) is _ModuleHooks
+        for handle in offload.forward_hooks
+    )
+    return own > 0 and own == 2 * len(list(_in_order_of_registration(offload.module)))
+
+
 def _fits(offload: Any) -> bool:
     coordinator = offload.get_param_coordinator()
     return not (

@@ -1,4 +1,4 @@
-"""`bigtrain doctor`: probes that run on hosts, and the verdicts on their results.
+"""`bigtrain doctor`: probes that run on hosts, and checks of their results.
 
 Imports the rest of `launchers` and `system`; only the command imports it. Start with
 `examination`, which runs `host_probe` on every host (`transport`), collects its output and applies

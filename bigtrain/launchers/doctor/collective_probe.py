@@ -1,4 +1,4 @@
-"""What `bigtrain doctor` starts on all hosts at once, under torchrun: do devices and network work?
+"""Probe of devices and network that `bigtrain doctor` starts on all hosts at once under torchrun.
 
 One matrix product per device, timed; all-reduce within each host and over all of them, its latency
 and bandwidth; rank 0 prints one line of JSON.
@@ -58,7 +58,7 @@ def main(seconds: str) -> int:
 
 
 def _matmul_seconds(device: torch.device, size: int) -> float:
-    """The best time of a product of two `size` x `size` matrices, least disturbed by other
+    """Return the best time of a product of two `size` x `size` matrices, least disturbed by other
     programs."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     left = torch.ones(size, size, device=device, dtype=dtype)
@@ -72,7 +72,8 @@ def _matmul_seconds(device: torch.device, size: int) -> float:
 def _all_reduce(
     device: torch.device, numbers: int, group: dist.ProcessGroup | None
 ) -> dict[str, float]:
-    """Latency of 4 bytes, and bus bandwidth of `numbers` float32 (nccl-tests' definition)."""
+    """Return the latency of 4 bytes, and the bus bandwidth of `numbers` float32 (nccl-tests'
+    definition)."""
     size = dist.get_world_size(group)
     small = torch.zeros(1, device=device)
     large = torch.zeros(numbers, device=device)
@@ -83,7 +84,7 @@ def _all_reduce(
 
 
 def _times(work: Callable[[], object], device: torch.device) -> list[float]:
-    """Seconds of each repeat, after a warm-up."""
+    """Return the seconds of each repeat, after a warm-up."""
     times = []
     for _ in range(_REPEATS + 1):
         started_at = time.perf_counter()

@@ -1,6 +1,6 @@
 """The steps of `bigtrain doctor`; hosts that do not answer the first one are skipped afterwards.
 
-Nothing here waits without a limit, and the files it writes are deleted.
+Every wait has a timeout, and the files it writes are deleted.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from bigtrain.launchers.hostfile import Host
 
 @dataclass(frozen=True)
 class Examination:
-    """What to check: hosts, the directory that runs will write below, a port (None: any free one),
-    the limit of each step in seconds, the free GiB required, and whether to test devices and
-    collectives."""
+    """Parameters of a check: hosts, the directory below which runs will write, a port (None: any
+    free one), the limit of each step in seconds, the free GiB required, and whether to test devices
+    and collectives."""
 
     hosts: Sequence[Host]
     transport: Transport
@@ -58,37 +58,42 @@ def examine(what: Examination, say: Callable[[str], None]) -> tuple[list[Finding
         what.limit_seconds,
         _report_replies(len(what.hosts), say),
     )
-    found = [verdicts.check_reachable(host, replies[host.name].problem) for host in what.hosts]
+    findings = [verdicts.check_reachable(host, replies[host.name].problem) for host in what.hosts]
     there = [host for host in what.hosts if replies[host.name].problem is None]
     if not there:
-        return found, []
+        return findings, []
     facts = {host.name: replies[host.name].result for host in there}
-    found += verdicts.check_versions(facts)
+    findings += verdicts.check_versions(facts)
     for host in there:
-        found += _check_facts(host, replies[host.name], what.least_gib, alone=len(what.hosts) == 1)
+        findings += _check_facts(
+            host, replies[host.name], what.least_gib, alone=len(what.hosts) == 1
+        )
     say(f"{len(there)} hosts: {what.directory} shared")
-    found += _shared(what, there)
+    findings += _shared(what, there)
     groups = _groups(there)
-    said = f", in {len(groups)} groups that share a host" if len(groups) > 1 else ""
-    say(f"{len(there)} hosts: network between each pair{said}")
+    suffix = f", in {len(groups)} groups that share a host" if len(groups) > 1 else ""
+    say(f"{len(there)} hosts: network between each pair{suffix}")
     network = [f for group in groups for f in _network(what, group, facts)]
-    found += network
+    findings += network
     lines: list[str] = []
     if what.compute:
-        if any(f.failed and f.check in ("versions", "devices", "network") for f in found):
-            lines.append("no computing: hosts fail what it needs (versions, devices, network)")
+        if any(f.failed and f.check in ("versions", "devices", "network") for f in findings):
+            lines.append(
+                "compute test skipped: hosts failed its prerequisites (versions, devices, network)"
+            )
         else:
-            say(f"{len(there)} hosts: a matrix product per device, all-reduce{said}")
+            say(f"{len(there)} hosts: a matrix product per device, all-reduce{suffix}")
             for group in groups:
                 computed, figures = _compute(what, group, facts)
-                found += computed
+                findings += computed
                 ends = f"{group[0].name} to {group[-1].name}: " if len(groups) > 1 else ""
                 lines += [f"{ends}{line}" for line in figures]
-    return found, lines
+    return findings, lines
 
 
 def _report_replies(num_hosts: int, say: Callable[[str], None]) -> Callable[[Host, Reply], None]:
-    """Reports at once which hosts do not answer, and with many hosts the progress."""
+    """Return a callback that reports hosts without a reply at once, and progress if there are
+    many."""
     answered = itertools.count(1)
 
     def tell(host: Host, reply: Reply) -> None:
@@ -96,15 +101,17 @@ def _report_replies(num_hosts: int, say: Callable[[str], None]) -> Callable[[Hos
         if reply.problem is not None and num_hosts > 1:
             say(f"  {host.name}: {reply.problem}")
         if number % MOST_AT_ONCE == 0 and number < num_hosts:
-            say(f"  {number} of {num_hosts} hosts were asked")
+            say(f"  {number} of {num_hosts} hosts probed")
 
     return tell
 
 
 def _groups(hosts: Sequence[Host]) -> list[Sequence[Host]]:
-    """Groups of as many hosts as can run a probe at once, for probes in which hosts communicate.
+    """Return groups of hosts small enough to run a probe at once, for probes in which they
+    communicate.
 
-    The last host of a group is the first of the next, so that a group cut off from the rest shows.
+    The last host of a group is the first of the next, so that a group isolated from the rest is
+    detected.
     """
     size = most_at_once()
     if len(hosts) <= size or size < 2:
@@ -124,7 +131,7 @@ def _check_facts(host: Host, reply: Reply, least_gib: float, *, alone: bool) -> 
 
 
 def _shared(what: Examination, hosts: Sequence[Host]) -> list[Finding]:
-    """Whether every host sees a file written here, and this machine the files written there."""
+    """Check that every host sees a file written here, and this machine the files written there."""
     directory, token = str(what.directory), secrets.token_hex(8)
     written = _ask_here(what, "announce", directory=directory, token=token)
     if written.problem or written.result["problem"]:
@@ -139,19 +146,19 @@ def _shared(what: Examination, hosts: Sequence[Host]) -> list[Finding]:
     replies = ask_all(hosts, probes, what.transport, what.limit_seconds)
     made = written.result["made"]
     read = _ask_here(what, "collect", directory=directory, token=token, made=made)
-    found = []
+    findings = []
     for host in hosts:
         reply = replies[host.name]
         problem = reply.problem or reply.result["problem"] or read.problem
         if problem is None and host.name not in read.result["hosts"]:
-            problem = "what it writes there is not seen here"
-        found.append(verdicts.check_shared(host.name, directory, problem))
-    return found
+            problem = "files it writes there are not visible here"
+        findings.append(verdicts.check_shared(host.name, directory, problem))
+    return findings
 
 
 def _ask_here(what: Examination, probe: str, **arguments: Any) -> Reply:
-    """Run a probe on this machine, in a process of its own: a file system that does not answer
-    would block this one for ever."""
+    """Run a probe on this machine in a separate process: a file system that does not respond
+    would block this one forever."""
     here = Host("localhost", 1, 0)
     command = probe_command(probe, what.limit_seconds, **arguments)
     return ask_all([here], {here.name: command}, "ssh", what.limit_seconds)[here.name]
@@ -209,5 +216,7 @@ def _compute(
     said = [
         f"{host.name}: {replies[host.name].problem}" for host in hosts if replies[host.name].problem
     ]
-    remedy = "a longer --seconds, or run it with TORCH_DISTRIBUTED_DEBUG=DETAIL and NCCL_DEBUG=INFO"
+    remedy = (
+        "use a longer --seconds, or run it with TORCH_DISTRIBUTED_DEBUG=DETAIL and NCCL_DEBUG=INFO"
+    )
     return [Finding(hosts[0].name, "compute", "; ".join(said), remedy)], []

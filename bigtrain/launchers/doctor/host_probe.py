@@ -1,4 +1,4 @@
-"""What `bigtrain doctor` runs on each host: a probe that prints one line of JSON within a limit.
+"""Probe that `bigtrain doctor` runs on each host; it prints one line of JSON within a time limit.
 
 ``python -m bigtrain.launchers.doctor.host_probe NAME ARGUMENTS`` with ARGUMENTS as a JSON object.
 Imports the standard library only, so that it also works on a host on which torch is broken.
@@ -32,7 +32,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def facts(directory: str) -> dict[str, Any]:
-    """Versions, devices, memory, disk below `directory`, clock, network of this host."""
+    """Return versions, devices, memory, disk below `directory`, clock and network of this host."""
     existing = next(path for path in (Path(directory), *Path(directory).parents) if path.exists())
     files = {Path.home() / NAME, Path.cwd() / NAME}
     return {
@@ -72,15 +72,16 @@ def announce(directory: str, token: str) -> dict[str, Any]:
 
 
 def collect(directory: str, token: str, made: list[str]) -> dict[str, Any]:
-    """The hosts whose files are seen in `directory`; deletes them, and the folders `made`."""
+    """Return the hosts whose files are visible in `directory`; delete these and the folders
+    `made`."""
     mine = f".doctor-{token}"
-    found = list(Path(directory).glob(f"{mine}*"))
-    for path in found:
+    paths = list(Path(directory).glob(f"{mine}*"))
+    for path in paths:
         path.unlink(missing_ok=True)
-    with suppress(OSError):  # somebody else may use them by now
+    with suppress(OSError):  # another process may use them by now
         for folder in made:
             Path(folder).rmdir()
-    return {"hosts": [path.name.removeprefix(f"{mine}-") for path in found]}
+    return {"hosts": [path.name.removeprefix(f"{mine}-") for path in paths]}
 
 
 def shared(directory: str, token: str, name: str) -> dict[str, Any]:
@@ -89,9 +90,9 @@ def shared(directory: str, token: str, name: str) -> dict[str, Any]:
     try:
         read = (folder / f".doctor-{token}").read_text(encoding="utf-8")
     except FileNotFoundError:
-        return {"problem": "does not see what was written there from here"}
+        return {"problem": "does not see the file that this machine wrote there"}
     if read != token:
-        return {"problem": "sees a file of that name with other contents"}
+        return {"problem": "sees a file of that name with different contents"}
     (folder / f".doctor-{token}-{name}").write_text(token, encoding="utf-8")
     return {"problem": None}
 
@@ -108,7 +109,7 @@ def network(port: int, peers: dict[str, int], me: str, seconds: float) -> dict[s
     deadline = time.monotonic() + seconds
     seen: set[str] = set()
     threading.Thread(target=_accept, args=(listener, seen), daemon=True).start()
-    unreachable = dict.fromkeys(peers, "not tried")
+    unreachable = dict.fromkeys(peers, "not attempted")
     while time.monotonic() < deadline and (unreachable or len(seen) < len(peers)):
         for name in list(unreachable):
             left = max(0.1, min(5.0, deadline - time.monotonic()))
@@ -148,7 +149,7 @@ def _driver() -> str | None:
 
 
 def _num_devices() -> int | None:
-    """GPUs that a process started here may use; None on a machine without NVIDIA's driver."""
+    """Return the number of GPUs that a process may use here; None without NVIDIA's driver."""
     folder = Path("/proc/driver/nvidia/gpus")
     if not folder.is_dir():
         return None
@@ -157,12 +158,13 @@ def _num_devices() -> int | None:
 
 
 def _left_behind_bytes(folder: Path) -> int:
-    """Bytes of DeepSpeed's buffers in `folder` that no process (visible to this one) has mapped."""
+    """Return the bytes of DeepSpeed's buffers in `folder` that no process (visible to this one) has
+    mapped."""
     buffers = {str(path): path.lstat().st_size for path in folder.glob(SHARED_BUFFERS)}
     for maps in Path("/proc").glob("[0-9]*/maps") if buffers else ():
         try:
             used = {line.split()[-1] for line in maps.read_text(errors="replace").splitlines()}
-        except OSError:  # somebody else's, or it has ended
+        except OSError:  # another user's process, or it has ended
             continue
         buffers = {path: size for path, size in buffers.items() if path not in used}
     return sum(buffers.values())
@@ -191,7 +193,7 @@ PROBES: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main(name: str, arguments: str, limit_seconds: str) -> int:
-    """Run one probe and print its result; the alarm ends it where it hangs."""
+    """Run one probe and print its result; the alarm ends it if it hangs."""
     signal.alarm(int(limit_seconds))
     result = PROBES[name](**json.loads(arguments))
     print(MARK + json.dumps(result), flush=True)

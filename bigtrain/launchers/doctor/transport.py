@@ -1,4 +1,4 @@
-"""Runs a command on hosts: locally, over ssh or as a step of a Slurm job, always with a timeout."""
+"""Running a command on hosts: locally, over ssh or as a Slurm job step, always with a timeout."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from bigtrain.system.shipped_files import checkout
 
 Transport = Literal["ssh", "srun"]
 MOST_AT_ONCE = 128
-"""Hosts that run a probe at the same time; each takes a process and some open files here."""
+"""Hosts probed at the same time; each takes a process and some open files here."""
 _FILES_PER_HOST, _SPARE_FILES = 4, 16
-_GRACE_SECONDS = 15  # for the connection, on top of what the probe itself may take
+_GRACE_SECONDS = 15  # for the connection, in addition to the probe's own limit
 _KILLED_SECONDS = 5
 _TIMED_OUT = 124  # exit code of `timeout`
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A host's reply: the probe's result, or the reason, in one line, why there is none.
+    """Reply of a host: the probe's result, or the reason (one line) for its absence.
 
     sent_at, received_at: this machine's clock, in seconds since the epoch.
     """
@@ -47,7 +47,7 @@ class Reply:
 
 
 def most_at_once() -> int:
-    """How many hosts can run a probe at the same time, within this process's open-file limit."""
+    """Return how many hosts can be probed at once within this process's open-file limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = soft - len(os.listdir("/dev/fd")) - _SPARE_FILES
     return max(1, min(MOST_AT_ONCE, free // _FILES_PER_HOST))
@@ -81,7 +81,7 @@ def ask_all(
 
 
 def probe_command(probe: str, limit_seconds: int, **arguments: Any) -> list[str]:
-    """The command that runs a probe of `bigtrain.launchers.doctor.host_probe`."""
+    """Return the command that runs a probe of `bigtrain.launchers.doctor.host_probe`."""
     module = [sys.executable, "-m", "bigtrain.launchers.doctor.host_probe", probe]
     return [*module, json.dumps(arguments), str(limit_seconds)]
 
@@ -89,7 +89,7 @@ def probe_command(probe: str, limit_seconds: int, **arguments: Any) -> list[str]
 def _ask(host: Host, command: Sequence[str], transport: Transport, limit_seconds: int) -> Reply:
     sent_at = time.time()
     silent = f"no answer within {limit_seconds} s"
-    # Files, not pipes: a grandchild that outlives the command would keep a pipe open for ever.
+    # Files, not pipes: a grandchild that outlives the command would keep a pipe open forever.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(
@@ -105,7 +105,7 @@ def _ask(host: Host, command: Sequence[str], transport: Transport, limit_seconds
             code = process.wait(limit_seconds + _GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # blocked by a file system that is gone
+            with suppress(subprocess.TimeoutExpired):  # blocked by an unreachable file system
                 process.wait(_KILLED_SECONDS)
             return Reply(None, silent, sent_at, time.time())
         received_at = time.time()
@@ -115,8 +115,8 @@ def _ask(host: Host, command: Sequence[str], transport: Transport, limit_seconds
                 return Reply(json.loads(text), None, sent_at, received_at)
         if code in (-signal.SIGALRM, 128 + signal.SIGALRM, _TIMED_OUT):
             return Reply(None, silent, sent_at, received_at)
-        said = _lines(errors) or ["said nothing"]
-        return Reply(None, f"exit code {code}: {said[-1][:200]}", sent_at, received_at)
+        lines = _lines(errors) or ["no error output"]
+        return Reply(None, f"exit code {code}: {lines[-1][:200]}", sent_at, received_at)
 
 
 def _lines(file: IO[bytes]) -> list[str]:
@@ -126,7 +126,7 @@ def _lines(file: IO[bytes]) -> list[str]:
 
 
 def _remote_command(host: Host, command: Sequence[str], transport: Transport) -> list[str]:
-    """The local command line that runs `command` on `host`, in this working directory."""
+    """Return the local command line that runs `command` on `host`, in this working directory."""
     variables = select_environment(os.environ).variables
     variables["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(checkout()), variables.get("PYTHONPATH")])
@@ -148,5 +148,5 @@ def _remote_command(host: Host, command: Sequence[str], transport: Transport) ->
 
 
 def is_this_machine(name: str) -> bool:
-    """Whether `name` is this machine, so that no ssh is needed."""
+    """Return whether `name` is this machine, so that ssh is not needed."""
     return name in ("localhost", "127.0.0.1", socket.gethostname())

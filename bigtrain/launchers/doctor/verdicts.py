@@ -1,4 +1,4 @@
-"""Checks of what the doctor's probes measured: one verdict per host and check. Pure."""
+"""Checks of the doctor's measurements: one result per host and check. Pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from bigtrain.launchers.hostfile import Host
 MOST_CLOCK_SKEW_SECONDS = 2.0
 SLOW_DEVICE_FACTOR = 1.25  # a device this much slower than the median slows down every step
 LEAST_SHM_GIB = 1.0
-# DeepSpeed's CPU collectives create them and never remove them; bigtrain's runs create none.
+# DeepSpeed's CPU collectives create them and never remove them; bigtrain's runs do not create any.
 SHARED_BUFFERS = "deepspeed_allreduce_buffer_*"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check of one host: what was found, and a remedy if the check failed."""
+    """Result of one check of one host: the observation, and a fix if the check failed."""
 
     host: str
     check: str
@@ -33,18 +33,18 @@ class Finding:
 
 
 def check_reachable(host: Host, problem: str | None) -> Finding:
-    """Whether the host answered the first probe."""
+    """Return whether the host answered the first probe."""
     if problem is None:
         return Finding(host.name, "reachable", "yes")
     remedy = (
         f"`ssh {host.name} true` must work without a password, and this Python and this checkout "
-        "must be there under the same paths; or take the host out"
+        "must exist under the same paths; or remove the host"
     )
     return Finding(host.name, "reachable", problem, remedy)
 
 
 def check_versions(facts: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    """Versions that differ from those of most hosts."""
+    """Report versions that differ from those of most hosts."""
     usual = {
         name: Counter(fact["versions"][name] for fact in facts.values()).most_common(1)[0][0]
         for name in next(iter(facts.values()))["versions"]
@@ -64,33 +64,33 @@ def check_versions(facts: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
 
 
 def check_devices(host: Host, fact: Mapping[str, Any]) -> Finding:
-    """Whether every slot has a GPU, or a core on hosts without GPUs."""
+    """Check that every slot has a GPU, or a core on hosts without GPUs."""
     kind, number = ("GPUs", fact["devices"]) if fact["devices"] is not None else ("cores", None)
     number = fact["cores"] if number is None else number
     text = f"{number} {kind} for {host.slots} slots"
     if number >= host.slots:
         return Finding(host.name, "devices", text)
-    remedy = f"slots={number} in the hostfile, or look for the missing ones (nvidia-smi)"
+    remedy = f"slots={number} in the hostfile, or find the missing ones (nvidia-smi)"
     return Finding(host.name, "devices", text, remedy)
 
 
 def check_memory(host: str, fact: Mapping[str, Any], least_gib: float) -> list[Finding]:
-    """Free memory, /dev/shm and disk."""
+    """Check free memory, /dev/shm and disk."""
     findings = []
     more_shared = "give the container more: --shm-size 16g"
     left_behind = fact["shm_left_behind_gib"]
     if left_behind:
         more_shared = f"find /dev/shm -name '{SHARED_BUFFERS}' -mmin +60 -delete, or {more_shared}"
     for check, key, least, remedy in (
-        ("memory", "memory_available_gib", least_gib, "end what else runs there"),
-        ("disk", "disk_free_gib", least_gib, "free some, or write elsewhere (--directory)"),
+        ("memory", "memory_available_gib", least_gib, "stop other processes there"),
+        ("disk", "disk_free_gib", least_gib, "free space, or write elsewhere (--directory)"),
         ("/dev/shm", "shm_free_gib", LEAST_SHM_GIB, more_shared),
     ):
-        found = fact[key]
-        text = f"{found:.1f} GiB"
+        gib = fact[key]
+        text = f"{gib:.1f} GiB"
         if check == "/dev/shm" and left_behind:
             text += f", {left_behind:.1f} GiB of DeepSpeed runs that ended"
-        short = found < least
+        short = gib < least
         findings.append(
             Finding(host, check, text, f"at least {least:g} GiB: {remedy}" if short else None)
         )
@@ -98,17 +98,17 @@ def check_memory(host: str, fact: Mapping[str, Any], least_gib: float) -> list[F
 
 
 def check_clock(host: str, remote: float, sent_at: float, received_at: float) -> Finding:
-    """Clock skew, up to the uncertainty of the probe's round-trip time."""
+    """Check the clock skew, up to the uncertainty of the probe's round-trip time."""
     ahead, behind = remote - received_at, sent_at - remote
     skew = max(ahead, behind, 0.0)
     if skew <= MOST_CLOCK_SKEW_SECONDS:
         return Finding(host, "clock", "right")
     way = "ahead" if ahead > behind else "behind"
-    return Finding(host, "clock", f"{skew:.1f} s {way}", "let it follow NTP (timedatectl)")
+    return Finding(host, "clock", f"{skew:.1f} s {way}", "synchronize it by NTP (timedatectl)")
 
 
 def check_interface(host: str, fact: Mapping[str, Any], *, alone: bool) -> Finding:
-    """Whether gloo and NCCL can find the network interface by which others reach this host.
+    """Check that gloo and NCCL can find the network interface through which others reach this host.
 
     A single host (`alone`) may use its loopback interface.
     """
@@ -116,18 +116,20 @@ def check_interface(host: str, fact: Mapping[str, Any], *, alone: bool) -> Findi
     for variable, value in named.items():
         wanted = value.lstrip("^=").split(",")
         if not any(name.startswith(w) for name in fact["interfaces"] for w in wanted):
-            text = f"{variable}={value}, and there are {', '.join(fact['interfaces'])}"
+            text = f"{variable}={value}, and the interfaces are {', '.join(fact['interfaces'])}"
             return Finding(host, "interface", text, f"set {variable} to one of those")
     address = fact["own_address"]
     if not alone and not named and (address is None or address.startswith("127.")):
-        where = f"its own name is {address}" if address else "its own name has no address"
-        remedy = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or correct its /etc/hosts"
+        where = (
+            f"its host name resolves to {address}" if address else "its host name does not resolve"
+        )
+        remedy = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or fix its /etc/hosts"
         return Finding(host, "interface", where, remedy)
     return Finding(host, "interface", ", ".join(named.values()) or str(address))
 
 
 def check_environment(host: str, fact: Mapping[str, Any]) -> Finding:
-    """``.deepspeed_env`` files with secrets, or with lines on which DeepSpeed crashes."""
+    """Check for ``.deepspeed_env`` files with secrets, or with lines on which DeepSpeed crashes."""
     problems = fact["environment_files"]
     if not problems:
         return Finding(host, ".deepspeed_env", "safe")
@@ -135,31 +137,38 @@ def check_environment(host: str, fact: Mapping[str, Any]) -> Finding:
 
 
 def check_shared(host: str, directory: str, problem: str | None) -> Finding:
-    """Whether the host shares `directory` with this machine, in both directions."""
+    """Check that the host shares `directory` with this machine, in both directions."""
     if problem is None:
         return Finding(host, "shared", "yes")
-    remedy = f"mount the same file system at {directory} on every host, or name another --directory"
+    remedy = (
+        f"mount the same file system at {directory} on every host, or choose another --directory"
+    )
     return Finding(host, "shared", problem, remedy)
 
 
 def check_network(host: str, result: Mapping[str, Any] | None, problem: str | None) -> Finding:
-    """Whether the host could listen on its port and reach every other host."""
+    """Check that the host could listen on its port and reach every other host."""
     if result is None:
-        return Finding(host, "network", problem or "", "see what the host says; run it again")
+        return Finding(host, "network", problem or "", "see the host's output; run it again")
     if result["port"]:
-        return Finding(host, "network", result["port"], "end what holds it, or another --port")
+        return Finding(
+            host,
+            "network",
+            result["port"],
+            "stop the process that uses it, or choose another --port",
+        )
     if result["unreachable"]:
         text = ", ".join(f"{name} ({why})" for name, why in result["unreachable"].items())
         remedy = "open the ports between them (firewall), or set the interface that connects them"
-        return Finding(host, "network", f"does not reach {text}", remedy)
+        return Finding(host, "network", f"cannot reach {text}", remedy)
     return Finding(host, "network", "reaches all")
 
 
 def check_compute(hosts: Sequence[Host], devices: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Devices that are slower than their peers, by host."""
+    """Report devices that are slower than their peers, by host."""
     median = statistics.median(device["matmul_seconds"] for device in devices)
     findings = []
-    of_all = iter(devices)  # in the order of ranks
+    of_all = iter(devices)  # in rank order
     for host in hosts:
         own = list(itertools.islice(of_all, host.slots))
         slow = [d for d in own if d["matmul_seconds"] > SLOW_DEVICE_FACTOR * median]
@@ -171,25 +180,27 @@ def check_compute(hosts: Sequence[Host], devices: Sequence[Mapping[str, Any]]) -
             f"device {d['local_rank']} takes {d['matmul_seconds'] / median:.2f} times the median"
             for d in slow
         )
-        remedy = "look for heat, power limits and other programs (nvidia-smi -q -d PERFORMANCE)"
+        remedy = (
+            "check for overheating, power limits and other programs (nvidia-smi -q -d PERFORMANCE)"
+        )
         findings.append(Finding(host.name, "compute", shown, remedy))
     return findings
 
 
 def describe_collectives(devices: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines on all-reduce within hosts and over all of them; the slowest rank counts."""
+    """Return lines on all-reduce within hosts and over all of them; the slowest rank counts."""
     lines = []
     for key, where in (("within", "within each host"), ("between", "over all hosts")):
-        found = [device[key] for device in devices if device[key] is not None]
-        if found:
-            latency = max(one["latency_seconds"] for one in found) * 1e6
-            bandwidth = min(one["bytes_per_second"] for one in found) / 1e9
+        measured = [device[key] for device in devices if device[key] is not None]
+        if measured:
+            latency = max(one["latency_seconds"] for one in measured) * 1e6
+            bandwidth = min(one["bytes_per_second"] for one in measured) / 1e9
             lines.append(f"all-reduce {where}: {latency:.0f} us, {bandwidth:.2f} GB/s")
     return lines
 
 
 def render(hosts: Sequence[Host], findings: Sequence[Finding]) -> str:
-    """A table of hosts and checks, then every failure with its remedy."""
+    """Return a table of hosts and checks, then every failure with its fix."""
     checks = list(dict.fromkeys(finding.check for finding in findings))
     cells = {(f.host, f.check): "FAIL" if f.failed else f.text for f in findings}
     rows = [["host", *checks]]

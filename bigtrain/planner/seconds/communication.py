@@ -1,9 +1,9 @@
-"""How long collectives take, depending on which nodes their ranks are on. Pure.
+"""Seconds of collectives, depending on the nodes of their ranks. Pure.
 
 Rings (Thakur et al. 2005): an all-reduce of n ranks moves ``2 (n - 1) / n`` of the bytes through
 each link, an all-gather or a reduce-scatter half of that. Ranks on several nodes share their node's
 network: a group that has k ranks on each node uses k devices' share of it at once, as NCCL's rings
-do. In an all-to-all each rank sends what is for other nodes through its own share alone.
+do. In an all-to-all each rank sends data for other nodes through its own share only.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from bigtrain.planner.tables.hardware import Device
 
 DIRECT = 0.9
 """Share of a network's bandwidth that messages from one rank to another reach, without the waits of
-a ring: of InfiniBand by Calculon's tables (Isaev et al. 2023, systems/)."""
+a ring: for InfiniBand from Calculon's tables (Isaev et al. 2023, systems/)."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A group of communicating ranks: its size, and how many of them share a node."""
+    """Group of communicating ranks: its size, and how many of them share a node."""
 
     size: int
     per_node: int
 
     def bandwidth(self, device: Device) -> float:
-        """Bytes a second that a ring through the group moves in one direction."""
+        """Return the bytes per second that a ring through the group moves in one direction."""
         link = device.link_bandwidth * device.reach.link
         if self.size <= self.per_node:
             return link
@@ -35,7 +35,7 @@ class Group:
         return min(link, network)
 
     def latency(self, device: Device) -> float:
-        """Seconds of an empty message: the start, and a hop for each further rank."""
+        """Return the seconds of an empty message: the start, and a hop for each additional rank."""
         if self.size == 1:
             return 0.0
         inside = min(self.size, self.per_node)
@@ -44,22 +44,23 @@ class Group:
         return hops + device.reach.network_seconds * (outside - 1)
 
     def all_reduce(self, device: Device, num_bytes: float) -> float:
-        """Seconds to all-reduce `num_bytes`."""
+        """Return the seconds to all-reduce `num_bytes`."""
         return 2 * self.all_gather(device, num_bytes)
 
     def all_gather(self, device: Device, num_bytes: float) -> float:
-        """Seconds until each rank has all `num_bytes`; a reduce-scatter takes the same."""
+        """Return the seconds until each rank has all `num_bytes`; a reduce-scatter takes the
+        same."""
         if self.size == 1:
             return 0.0
         return self.sent_bytes(num_bytes) / self.bandwidth(device) + self.latency(device)
 
     def sent_bytes(self, num_bytes: float) -> float:
-        """What of the `num_bytes` that a rank holds, or will have, others send or are sent."""
+        """Return how many of the `num_bytes` of a rank are exchanged with other ranks."""
         return (self.size - 1) / self.size * num_bytes
 
     def all_to_all(self, device: Device, num_bytes: float, far_bytes: float | None = None) -> float:
-        """Seconds to exchange the `num_bytes` that each rank holds, as many for each rank.
-        `far_bytes`: those that leave a rank's node, where not all do that are for other nodes."""
+        """Return the seconds to exchange `num_bytes` per rank, equally many for each peer.
+        `far_bytes`: bytes that leave a rank's node, if fewer than those for other nodes."""
         if self.size == 1:
             return 0.0
         near = self.sent_bytes(num_bytes) / (device.link_bandwidth * device.reach.link)
@@ -68,7 +69,7 @@ class Group:
         return max(near, far_bytes / (device.network_bandwidth * DIRECT)) + self.latency(device)
 
     def around(self, device: Device, num_bytes: float) -> float:
-        """Seconds until `num_bytes` of each rank have gone around to all others."""
+        """Return the seconds until `num_bytes` of each rank have passed through all other ranks."""
         if self.size <= self.per_node:
             return (self.size - 1) * self.send(device, num_bytes)
         bandwidth = device.network_bandwidth * DIRECT
@@ -80,12 +81,12 @@ class Group:
         return max(1, min(self.size, self.per_node))
 
     def far_nodes(self, num_chosen: float) -> float:
-        """How many other nodes `num_chosen` ranks are on that are chosen by chance."""
+        """Return the expected number of other nodes that `num_chosen` random ranks are on."""
         nodes = self.size / self.inside
         return float((nodes - 1) * (1 - (1 - 1 / nodes) ** num_chosen))
 
     def send(self, device: Device, num_bytes: float) -> float:
-        """Seconds from one rank to the next."""
+        """Return the seconds of a message from one rank to the next."""
         if self.size == 1:
             return 0.0
         if self.size > self.per_node and self.per_node <= 1:
@@ -95,7 +96,7 @@ class Group:
 
 
 def place(world_size: int, inner: int, size: int, devices_per_node: int) -> Group:
-    """The group of `size` ranks with a stride of `inner` ranks."""
+    """Return the group of `size` ranks with a stride of `inner` ranks."""
     if world_size <= devices_per_node:
         return Group(size, size)
     return Group(size, max(1, min(size, devices_per_node // inner)))
@@ -103,7 +104,7 @@ def place(world_size: int, inner: int, size: int, devices_per_node: int) -> Grou
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a layout on nodes of a given size, from innermost to outermost."""
+    """Groups of a layout on nodes of a given size, from innermost to outermost."""
 
     tensor: Group
     sequence: Group
@@ -114,8 +115,8 @@ class Groups:
     expert_replicas: Group
 
     def gather(self, device: Device, dense: float, expert: float, element_bytes: int) -> float:
-        """Seconds to all-gather `dense` elements over all replicas, and `expert` elements over
-        those that hold the same experts; a reduce-scatter takes the same."""
+        """Return the seconds to all-gather `dense` elements over all replicas, and `expert`
+        elements over those with the same experts; a reduce-scatter takes the same."""
         if self.expert_replicas.size == self.partition.size:  # one collective for both
             return self.partition.all_gather(device, (dense + expert) * element_bytes)
         seconds = self.partition.all_gather(device, dense * element_bytes)
@@ -123,7 +124,7 @@ class Groups:
 
 
 def groups_of(layout: Layout, devices_per_node: int, *, pipeline_outermost: bool = False) -> Groups:
-    """The groups of `layout`, tensor innermost and data outermost as bigtrain has them
+    """Return the groups of `layout`, tensor innermost and data outermost as in bigtrain
     (`bigtrain.settings.topology.AXES`), or the pipeline outermost."""
     world = layout.world_size
     t, s, p = layout.tensor_size, layout.sequence_size, layout.pipeline_size

@@ -1,4 +1,4 @@
-"""How long the operations of a layer take on one device. Pure.
+"""Seconds of the operations of a layer on one device. Pure.
 
 Matrix products are counted in tiles: a device computes as many at once as it has multiprocessors,
 and a last, partly filled wave takes as long as a full one ("wave quantization", NVIDIA's guide to
@@ -17,19 +17,20 @@ _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (64, 128, 0.7))
 """Rows, columns, and speed relative to the best tile (smaller tiles reuse loaded data less)."""
 
 
-_ALIGNED = 8  # 16-bit elements: 16 bytes, which kernels of tensor cores load at once
+_ALIGNED = 8  # 16-bit elements: 16 bytes, the load size of tensor-core kernels
 _UNALIGNED = 22.0
-"""How much longer products of unaligned heads take, which such kernels do not: 10 of A100's 312
+"""Slowdown of products of unaligned heads, which such kernels do not support: 10 of A100's 312
 TFLOP/s by BigScience's two models with heads of 108 and 150 (train/tr11-176B-ml/
-chronicles-prequel.md), which a tenth of the products makes 36% and 30% slower."""
-_LEAST_DEPTH = 512  # of the inner dimension, that is still divided
+chronicles-prequel.md), which are 36% and 30% slower because of a tenth of their products."""
+_LEAST_DEPTH = 512  # smallest inner dimension that is still split
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def matmul_seconds(
     device: Device, rows: int, in_size: int, out_size: int, element_bytes: int, gain: float = 1.0
 ) -> float:
-    """Of ``rows x in_size`` times ``in_size x out_size``; `gain`: of a faster number format."""
+    """Return the seconds of ``rows x in_size`` times ``in_size x out_size``; `gain`: speed-up of a
+    faster number format."""
     if min(rows, in_size, out_size) <= 0:
         return 0.0
     size = rows * in_size + in_size * out_size + rows * out_size
@@ -42,7 +43,7 @@ def matmul_seconds(
     for tile_rows, tile_columns, speed in _TILES:
         tiles = math.ceil(rows / tile_rows) * math.ceil(out_size / tile_columns)
         waves = math.ceil(tiles / device.num_units)
-        # Where tiles are few, several multiprocessors share the inner dimension of one (split-K).
+        # If tiles are few, several multiprocessors share the inner dimension of one (split-K).
         depth = in_size / max(1, min(device.num_units // tiles, in_size // _LEAST_DEPTH))
         work = 2.0 * tile_rows * tile_columns * (depth + device.reach.matmul_depth)
         best = min(best, waves * work * device.num_units / (peak * speed))
@@ -58,10 +59,10 @@ def weight_seconds(
     element_bytes: int,
     gain: float,
 ) -> tuple[float, float]:
-    """Forward and backward seconds of a product with a rank's part of a weight.
+    """Return the forward and backward seconds of a product with a rank's shard of a weight.
 
     With expert parallelism a rank receives all tokens of its `expert_size` group for its experts:
-    as many tokens as without it, for fewer experts. Tensor parallelism does not cut experts then;
+    as many tokens as without it, for fewer experts. Tensor parallelism does not shard experts then;
     each of its ranks sends a slice of the tokens.
     """
     in_size, out_size, rows, times = _part(matmul, tokens, tensor_size, expert_size)
@@ -74,7 +75,8 @@ def weight_seconds(
 def _part(
     matmul: Matmul, tokens: int, tensor_size: int, expert_size: int
 ) -> tuple[int, int, int, float]:
-    """Of a rank: the weight's dimensions, how many rows it is multiplied with, and how often."""
+    """Return, for a rank: the weight's dimensions, the rows it is multiplied with, and the
+    repetitions."""
     if matmul.num_groups > 1 and expert_size > 1:
         tokens, tensor_size = max(1, tokens // tensor_size), 1
     in_size = matmul.in_size // (tensor_size if matmul.cut == "in" else 1)
@@ -90,9 +92,9 @@ def _part(
 def cast_bytes(
     matmul: Matmul, tokens: int, tensor_size: int, expert_size: int, element_bytes: int
 ) -> tuple[float, float]:
-    """Bytes moved to have a product in 8 bits, forward and backward: its input, and the gradient of
-    its output, are read and written twice in 8 bits, as they are and transposed. Weights are cast
-    once a step."""
+    """Return the bytes moved for an 8-bit product, forward and backward: its input and the gradient
+    of its output are read and written twice in 8 bits, plain and transposed. Weights are cast once
+    per step."""
     in_size, out_size, rows, times = _part(matmul, tokens, tensor_size, expert_size)
     each = (element_bytes + 2) * rows * times
     return each * in_size, each * out_size
@@ -107,7 +109,8 @@ def attention_seconds(
     score_passes: tuple[float, float] | None,
     speed: float = 1.0,
 ) -> tuple[float, float]:
-    """Forward and backward seconds of softmax attention whose heads `num_ranks` ranks divide.
+    """Return the forward and backward seconds of softmax attention with heads split over
+    `num_ranks`.
 
     Fused kernels compute causal scores only, and recompute them in the backward pass (2.5 times the
     forward's work: Dao 2023, arXiv 2307.08691, section 3), at `speed` relative to the device's best
@@ -136,5 +139,5 @@ def _peak(device: Device) -> float:
 
 
 def memory_seconds(device: Device, num_bytes: float) -> float:
-    """Seconds to move `num_bytes` in all, read and written."""
+    """Return the seconds to move `num_bytes` in total, read and written."""
     return num_bytes / (device.memory_bandwidth * device.reach.memory)

@@ -1,4 +1,4 @@
-"""How long a micro-batch takes in one layer, and in the head. Pure.
+"""Seconds of a micro-batch in one layer, and in the head. Pure.
 
 Within a layer, collectives of tensor, sequence and expert parallelism are exposed; those of ZeRO
 overlap with computation.
@@ -68,7 +68,7 @@ def layer_work(
     groups: Groups,
     gain: float,
 ) -> Work:
-    """A micro-batch forward and backward through one layer."""
+    """Return the work of a micro-batch forward and backward through one layer."""
     size = (layout.micro_batch_size, layout.sequence_length)
     degrees = (layout.tensor_size, layout.sequence_size, layout.expert_size)
     apart = (groups.tensor, groups.sequence, groups.expert)
@@ -119,9 +119,9 @@ def _passes(
     of_engine: tuple[float, float, float, tuple[float, float] | None, bool],
     gain: float,
 ) -> tuple[Work, Work, float]:
-    """What a layer's two passes take of device and collectives without recomputation and ZeRO, and
-    attention alone forward. Worked out once: layouts of one micro-batch and degrees differ in
-    stages, ZeRO and recomputation. The caller copies what it changes."""
+    """Return the device time and collectives of a layer's two passes without recomputation and
+    ZeRO, and the forward time of attention only. Cached: layouts with one micro-batch and degrees
+    differ in stages, ZeRO and recomputation. The caller copies the result before changing it."""
     (element_bytes, hidden_size, is_frozen), (samples, length) = of_model, size
     tensor, sequence, expert = degrees
     moved, speed, products, score_passes, is_deepspeed = of_engine
@@ -134,7 +134,7 @@ def _passes(
                 device, matmul, tokens, tensor, expert, element_bytes, gain * products
             )
             forward.matmul += there
-            # Of what is frozen there is the gradient of the inputs alone.
+            # Frozen weights have only the gradient of the inputs.
             backward.matmul += back * factor
             if gain > 1:
                 there, back = cast_bytes(matmul, tokens, tensor, expert, element_bytes)
@@ -142,7 +142,7 @@ def _passes(
                 backward.memory_bound += memory_seconds(device, back)
     whole = layer.moved_bytes_whole / (tensor if tensor_sequence else 1)
     elementwise = memory_seconds(device, moved * (whole + layer.moved_bytes_cut / tensor) * tokens)
-    # Weights in 4 bits are turned into plain ones before each product.
+    # Weights in 4 bits are dequantized before each product.
     own = layer.packed
     unpacking = memory_seconds(device, own.num_bytes + own.num_weights * element_bytes)
     forward.memory_bound += elementwise + unpacking
@@ -162,8 +162,8 @@ def _passes(
         if is_deepspeed:
             forward.sequence = backward.sequence = _all_to_all_heads(*of_sequence)
         else:
-            # Around the ring go keys and values, and in the backward pass their gradients too,
-            # beside the attention to those that are there.
+            # The ring passes keys and values, and in the backward pass also their gradients,
+            # in parallel with attention to the local ones.
             sent = _ring_of_keys(*of_sequence)
             forward.sequence = max(0.0, sent - again)
             backward.sequence = max(0.0, 2 * sent - back)
@@ -180,15 +180,15 @@ def _exchange(
     *,
     deduplicates: bool,
 ) -> None:
-    """What layers send in a forward pass: two sums of the hidden states (of so many bytes) under
-    tensor parallelism, and tokens to their experts. `deduplicates`: a token goes to another node
-    once, however many of its experts are there (DeepEP, HybridEP)."""
+    """Return the exchanges of a forward pass: two all-reduces of the hidden states (in bytes) under
+    tensor parallelism, and tokens to their experts. `deduplicates`: a token is sent to another node
+    once regardless of how many of its experts are there (DeepEP, HybridEP)."""
     (tensor, _, expert), (in_tensor, _, in_expert) = degrees, apart
     if tensor > 1:
         forward.tensor = 2 * in_tensor.all_reduce(device, hidden)
     if expert > 1:
         rows = bytes_to_experts(layer, hidden, tensor)
-        if rows:  # tokens, what becomes of them, and before them how many there are
+        if rows:  # tokens, their outputs, and their counts beforehand
             once = hidden / tensor
             far = once * in_expert.far_nodes(rows / once) if deduplicates else None
             forward.expert = 2 * in_expert.all_to_all(device, rows, far)
@@ -196,22 +196,24 @@ def _exchange(
 
 
 def _all_to_all_heads(heads: Attention, hidden: float, group: Group, device: Device) -> float:
-    """Seconds of Ulysses' exchange of queries, keys, values and outputs, of `hidden` bytes each."""
+    """Return the seconds of Ulysses' exchange of queries, keys, values and outputs, of `hidden`
+    bytes each."""
     ratio = heads.num_key_value_heads / heads.num_heads
     exchange = group.all_to_all(device, hidden * (2 + 2 * ratio))
     return exchange + 3 * group.latency(device)
 
 
 def _ring_of_keys(heads: Attention, hidden: float, group: Group, device: Device) -> float:
-    """Seconds until keys and values of all ranks have come by, of queries with `hidden` bytes."""
+    """Return the seconds until keys and values of all ranks have passed; queries have `hidden`
+    bytes."""
     width = 2 * heads.num_key_value_heads / heads.num_heads
     return group.around(device, hidden * width)
 
 
 def bytes_to_experts(layer: LayerCosts, hidden: float, tensor_size: int) -> float:
-    """Bytes that a rank has for the experts of `layer`, of tokens with `hidden` bytes: a row for
-    each expert that a token chooses, of a slice of the tokens from each tensor-parallel rank. As
-    many come back, and as many again in each direction in the backward pass."""
+    """Return the bytes that a rank sends to the experts of `layer`, for tokens with `hidden` bytes:
+    a row for each expert that a token chooses, of a slice of the tokens from each tensor-parallel
+    rank. The same number returns, and again in each direction in the backward pass."""
     share = max((m.share for m in layer.matmuls if m.num_groups > 1), default=0.0)
     return hidden * share / tensor_size
 
@@ -226,8 +228,8 @@ def _partitioned(
     forward: Work,
     backward: Work,
 ) -> None:
-    """ZeRO 3: all-gather of parameters before both passes, reduce-scatter of gradients after the
-    backward pass."""
+    """Add ZeRO 3's exchanges: all-gather of parameters before both passes, reduce-scatter of
+    gradients after the backward pass."""
     dense = layer.num_parameters_whole + layer.num_parameters_cut / layout.tensor_size
     expert = layer.num_parameters_expert / layout.expert_parts
     gather = groups.gather(device, dense, expert, layout.parameter_bytes)
@@ -242,7 +244,7 @@ def _partitioned(
         beside = engine.overlap * (work.device + work.host)
         work.zero = max(0.0, sent - beside) + engine.slowdown * min(sent, beside)
     if layout.offload_parameters:
-        # Each rank copies its part from main memory before it is gathered.
+        # Each rank copies its shard from main memory before it is gathered.
         own = dense / groups.partition.size + expert / groups.expert_replicas.size
         up = own * layout.parameter_bytes / device.host_bandwidth
         forward.zero += up
@@ -252,7 +254,8 @@ def _partitioned(
 def head_work(
     model: ModelCosts, layout: Layout, device: Device, engine: Engine, groups: Groups
 ) -> Work:
-    """Logits and loss of a micro-batch, forward and backward. Heads stay in 16 bits."""
+    """Return the work of logits and loss of a micro-batch, forward and backward. Heads stay in 16
+    bits."""
     tokens, size = layout.tokens_per_micro_batch, model.element_bytes
     columns, hidden = model.vocabulary_size // layout.tensor_size, model.hidden_size
     work = Work()
@@ -281,7 +284,7 @@ def head_work(
 
 
 def _excess(device: float, host: float, exponent: float) -> float:
-    """Seconds that launching on the host adds to the device's time."""
+    """Return the seconds that launching on the host adds to the device's time."""
     if device <= 0 or host <= 0:
         return host
     larger, smaller = max(device, host), min(device, host)

@@ -1,4 +1,4 @@
-"""How long the end of a step takes: the reduction of gradients, and the optimizer. Pure."""
+"""Seconds of the end of a step: the reduction of gradients, and the optimizer. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from bigtrain.planner.tables.hardware import Device
 def orthogonalizing_seconds(
     stage: Stage, model: ModelCosts, layout: Layout, device: Device, groups: Groups
 ) -> float:
-    """Seconds that Muon takes besides a pass over its parameters: matrices are sent to the ranks
-    that own them, orthogonalized, and sent back."""
+    """Return the seconds of Muon in addition to a pass over its parameters: matrices are sent to
+    the ranks that own them, orthogonalized, and sent back."""
     own = layout.optimizer
     if not own.needs_whole_matrices:
         return 0.0
@@ -49,7 +49,8 @@ def gradient_seconds(
     groups: Groups,
     pace: Work,
 ) -> float:
-    """Exposed seconds of reducing gradients and gathering updated parameters, ZeRO 0 to 2."""
+    """Return the exposed seconds of reducing gradients and gathering updated parameters, ZeRO 0 to
+    2."""
     if layout.partition_size == 1 or layout.zero_stage == 3:
         return 0.0
     sizes = stage_sizes(stage, model, layout)
@@ -58,11 +59,11 @@ def gradient_seconds(
     scatter = groups.gather(device, dense, expert, layout.gradient_bytes)
     gather = groups.gather(device, dense, expert, layout.parameter_bytes)
     if engine.is_deepspeed and layout.zero_stage:
-        # Each bucket is a collective of its own; those of ZeRO 0 are not set.
+        # Each bucket is a collective of its own; those of ZeRO 0 are not configurable.
         latency = groups.partition.latency(device)
         scatter += latency * max(0, math.ceil(sizes.trained / layout.reduce_bucket_elements) - 1)
         gather += latency * max(0, math.ceil(sizes.trained / layout.gather_bucket_elements) - 1)
-    # In a pipeline gradients are summed after the last micro-batch, by FSDP as well.
+    # In a pipeline gradients are summed after the last micro-batch, also by FSDP.
     often = engine.reduces_every_micro_batch and layout.pipeline_size == 1
     times = layout.num_accumulation if often else 1
     times = times if layout.zero_stage == 2 else 1
@@ -74,7 +75,7 @@ def gradient_seconds(
 def optimizer_seconds(
     stage: Stage, model: ModelCosts, layout: Layout, device: Device, engine: Engine
 ) -> tuple[float, float]:
-    """Seconds of the update, and of what it moves to main memory and back."""
+    """Return the seconds of the update, including its transfers to main memory and back."""
     sizes = stage_sizes(stage, model, layout)
     own, expert = sizes.trained, sizes.trained_expert
     if layout.zero_stage:

@@ -1,4 +1,4 @@
-"""What ``bigtrain plan --calibrate`` measured: the file for ``--hardware``, and a copy in the
+"""Measurements of ``bigtrain plan --calibrate``: the file for ``--hardware``, and a copy in the
 user's cache, from which runs on this machine's CPUs are predicted. Pure."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NOT_ONE = (OSError, ValueError, KeyError, TypeError)
 
 
 def write_calibration(device: Device, engine: MeasuredEngine | None, path: Path) -> None:
-    """Write what was measured of `device` and, on CPUs, of the engine. Raises OSError."""
+    """Write the measurements of `device` and, on CPUs, of the engine. Raises OSError."""
     path.write_text(json.dumps(_tree(device, engine), indent=1) + "\n", encoding="utf-8")
 
 
@@ -34,19 +34,19 @@ def load_calibration(path: Path) -> tuple[Device, MeasuredEngine | None]:
             Problem(
                 "--hardware",
                 str(path),
-                f"is no calibration ({error!r})",
+                f"is not a calibration ({error!r})",
                 "write one with bigtrain plan --calibrate",
             )
         ) from error
 
 
 def keep_calibration(device: Device, engine: MeasuredEngine | None) -> None:
-    """Keep what was measured of this machine's CPUs in the user's cache."""
+    """Store the measurements of this machine's CPUs in the user's cache."""
     cache_put(KIND, _machine(), _tree(device, engine))
 
 
 def kept_calibration() -> tuple[Device, MeasuredEngine | None] | None:
-    """What was last measured of this machine's CPUs; None where nothing was."""
+    """Return the last measurements of this machine's CPUs; None if there are none."""
     tree = cache_get(KIND, _machine())
     if tree is not None:
         with suppress(*_NOT_ONE):

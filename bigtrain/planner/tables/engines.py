@@ -14,7 +14,7 @@ from bigtrain.planner.tables.hardware import TABLES
 @dataclass(frozen=True)
 class ZeroCosts:
     """Seconds of an engine per byte of a rank's parameters under a ZeRO stage: per micro-batch and
-    per step, and what communication between two ranks adds to both."""
+    per step, and the additions by communication between two ranks."""
 
     micro_batch: float
     step: float
@@ -24,7 +24,7 @@ class ZeroCosts:
 
 @dataclass(frozen=True)
 class MeasuredEngine:
-    """An engine's overhead as ``bigtrain plan --calibrate`` measured it on a machine's CPUs, where
+    """Engine overhead as ``bigtrain plan --calibrate`` measured it on a machine's CPUs, where
     nothing hides it: seconds per operation, per parameter's hooks (ZeRO 3), and by ZeRO stage."""
 
     kernel_host_seconds: float
@@ -34,8 +34,8 @@ class MeasuredEngine:
     def seconds(
         self, zero_stage: int, num_accumulation: int, num_ranks: int, num_bytes: float
     ) -> tuple[float, float]:
-        """Seconds of a step with `num_bytes` of parameters per rank: of the engine itself, and of
-        communication among `num_ranks`, scaled as the bytes of a ring."""
+        """Return the seconds of a step with `num_bytes` of parameters per rank: of the engine, and
+        of communication among `num_ranks`, scaled like the bytes of a ring."""
         costs, m, n = self.zero[zero_stage], num_accumulation, num_ranks
         own = (m * costs.micro_batch + costs.step) * num_bytes
         exchange = (m * costs.micro_batch_exchange + costs.step_exchange) * num_bytes
@@ -44,11 +44,11 @@ class MeasuredEngine:
 
 @dataclass(frozen=True)
 class Engine:
-    """A training engine, as far as it affects time and memory of a step.
+    """Training engine: its effects on time and memory of a step.
 
     Time: `kernel_host_seconds`: to launch one operation; `parameter_host_seconds`: overhead per
     parameter tensor and step (hooks); `launch_overlap`: exponent ``q`` of
-    ``(host^q + device^q)^(1/q)``, infinite where the longer hides the shorter completely. `moved`:
+    ``(host^q + device^q)^(1/q)``, infinite if the longer hides the shorter completely. `moved`:
     share of the bytes of unfused elementwise operations that it moves. `overlap`: share of the
     computation with which its collectives overlap. `score_passes`: passes over unfused attention
     scores, None for fused kernels; `attention`: speed relative to the device's best fused kernels.
@@ -57,17 +57,17 @@ class Engine:
     `reduces_every_micro_batch`: under ZeRO 2. `optimizer_bytes`: moved per parameter by an update;
     `loss_bytes`: per logit. `step_seconds`: fixed overhead per micro-batch. `measured`: on CPUs,
     replaces the formulas of the optimizer and of data-parallel communication. `float8`: factor on
-    the device's gain from 8-bit products; `products`: speed of its products over that of the
-    programs whose rows the device's share of the peak is fitted to (libraries grew faster);
+    the device's gain from 8-bit products; `products`: speed of its products relative to that of the
+    engines whose rows the device's share of the peak was fitted to (libraries grew faster);
     `tensor_exposed`, `expert_exposed`, `pipeline_exposed`: share of the communication of tensor
     parallelism, experts and stages that is neither hidden nor avoided; `network`: share of the
-    bandwidth between nodes that its all-gathers of parameters reach, 0 where it is the device's
+    bandwidth between nodes that its all-gathers of parameters reach, 0 for the device's
     `reach`. `expert_host_seconds`: of a forward pass, for each of a rank's experts in a layer,
-    where each has kernels of its own (casts, products).
+    if each has its own kernels (casts, products).
 
     Memory: `saved`: factor on the saved activations; `logit_bytes_cut`, `logit_bytes_whole`: kept
     per logit, divided by tensor parallelism or not; `compiled_logit_bytes`: by a release that
-    compiles its loss, 0 where none does. `context_bytes`: held on the device besides
+    compiles its loss, 0 if none does. `context_bytes`: used on the device in addition to
     tensors; `reserved`: memory reserved by the allocator over memory allocated. `is_deepspeed`:
     keeps what DeepSpeed 0.19.8 keeps (`bigtrain.planner.memory`), as bigtrain runs it.
     """
@@ -105,8 +105,8 @@ class Engine:
     expert_host_seconds: float = 0.0
 
     def with_measured(self, found: MeasuredEngine) -> Engine:
-        """This engine on the CPUs that `found` was measured on: without a CUDA context, and with
-        host and device time added up, since the CPU does both."""
+        """Return this engine on the CPUs that `found` was measured on: without a CUDA context, and
+        with host and device time added up, since the CPU does both."""
         return replace(
             self,
             context_bytes=0.0,
@@ -124,19 +124,20 @@ def _table() -> Mapping[str, Any]:
 
 
 def cpu_engine() -> MeasuredEngine:
-    """What DeepSpeed costs on the CPUs that the shipped tables were measured on."""
+    """Return DeepSpeed's costs on the CPUs that the shipped tables were measured on."""
     tree = {key: item for key, item in _table()["cpu"].items() if key != "about"}
     return measured_engine(tree)
 
 
 def measured_engine(tree: Mapping[str, Any]) -> MeasuredEngine:
-    """From plain values. Raises KeyError, TypeError or ValueError if they are something else."""
+    """Build the engine from plain values. Raise KeyError, TypeError or ValueError if they are
+    invalid."""
     zero = {int(stage): ZeroCosts(**costs) for stage, costs in tree["zero"].items()}
     return MeasuredEngine(**{**tree, "zero": zero})
 
 
 def engine_named(name: str) -> Engine:
-    """The engine `name` of `tables/engines.json`. Raises KeyError if there is none."""
+    """Return the engine `name` of `tables/engines.json`. Raises KeyError if there is none."""
     figures = {key: item for key, item in _table()[name].items() if key != "about"}
     passes = figures.pop("score_passes")
     return Engine(name=name, score_passes=passes and tuple(passes), **figures)

@@ -1,6 +1,6 @@
-"""Devices and the links between them, from data files that name the source of every figure. Pure.
+"""Devices and the links between them, from data files that name the source of every number. Pure.
 
-A figure of `tables/hardware.json` is what the vendor states; `Reach` is how much of it programs
+A number in `tables/hardware.json` is the vendor's specification; `Reach` is the share that programs
 attain, fitted once over all published rows (`docs/planner.md`), or measured on this machine by
 ``bigtrain plan --calibrate``.
 """
@@ -23,7 +23,7 @@ TABLES = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Reach:
-    """Attained share of the stated figures, and fixed costs of operations.
+    """Attained share of the specifications, and fixed costs of operations.
 
     Shares: `matmul`: of peak FLOPs, for large products; `attention`: of fused kernels; `memory`: of
     the memory bandwidth; `link`, `network`: of their bandwidths. `matmul_depth`: cost of a tile's
@@ -46,7 +46,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator (or rank on a CPU) with its links. Rates in units per second.
+    """Accelerator (or rank on a CPU) with its links. Rates in units per second.
 
     `num_units`: multiprocessors. Bandwidths in bytes: `link_bandwidth`: in one direction to the
     devices of its node; `network_bandwidth`: its share of the node's network; `host_bandwidth`: to
@@ -54,7 +54,7 @@ class Device:
     together (an offloaded optimizer step). `float8_gain`: speed of its best product in 8 bits over
     that in 16, `float4_gain` in 4 bits over that in 8; `matmul_factor`: share of the peak that its
     best product reaches, over that of the device whose `reach` it takes. `num_cores`: of a CPU,
-    those that the ranks of a node share; 0 where each has one of its own, or more.
+    those that the ranks of a node share; 0 if each has its own, or more.
     """
 
     name: str
@@ -76,7 +76,8 @@ class Device:
     num_cores: int = 0
 
     def __hash__(self) -> int:
-        """Worked out once: a search looks kernels of a device up hundreds of thousands of times."""
+        """Return a hash that is computed once: a search looks kernels up hundreds of thousands of
+        times."""
         return self._hash
 
     @functools.cached_property
@@ -91,20 +92,20 @@ def _table() -> Mapping[str, Any]:
 
 
 def device_names() -> list[str]:
-    """Names that `find_device` knows."""
+    """Return the names that `find_device` accepts."""
     return list(_table()["devices"])
 
 
 def find_device(name: str, option: str = "--gpus") -> Device:
-    """The device called `name`, in upper or lower case, with or without separators; for a family
-    ("A100") its most common member. Raises ConfigError that lists the nearest names."""
+    """Return the device called `name`, in upper or lower case, with or without separators; for a
+    family ("A100") its most common member. Raises ConfigError that lists the nearest names."""
     entry = _find(name)
     if entry is None:
         known = device_names()
-        # By the name without its memory: MI300X is nearer to H100 than to H100-80GB.
+        # Compare names without the memory: MI300X is nearer to H100 than to H100-80GB.
         short = {entry.rsplit("-", 1)[0]: entry for entry in reversed(known)}
         close = difflib.get_close_matches(name.upper(), list(short), n=3, cutoff=0.0)
-        remedy = f"nearest names: {', '.join(short[found] for found in close)}; "
+        remedy = f"nearest names: {', '.join(short[match] for match in close)}; "
         remedy += f"known: {', '.join(known)}; or measure one with bigtrain plan --calibrate"
         raise ConfigError(Problem(option, name, "no such device in the hardware tables", remedy))
     return _device(entry, _table()["devices"][entry])
@@ -113,11 +114,11 @@ def find_device(name: str, option: str = "--gpus") -> Device:
 _AROUND = (
     r"(?i)\b(nvidia|amd|instinct|tesla|geforce|quadro|dgx|hgx|gpus?)\b|^\s*\d+\s*x\s*(?=[a-z])"
 )
-"""Words beside a device's name in tables: its vendor, its machine, how many there are."""
+"""Words next to a device's name in tables: vendor, machine, number."""
 
 
 def _find(name: str) -> str | None:
-    # "H100SXM5" is H100 and the form it is sold in.
+    # "H100SXM5" is H100 and its form factor.
     name = re.sub(
         r"(?i)(?<=\d)(?=(sxm|pcie?|nvl|hbm)\d*\b)", " ", re.sub(_AROUND, " ", name)
     ).strip()
@@ -126,9 +127,9 @@ def _find(name: str) -> str | None:
     for entry, figures in devices.items():
         if wanted in {_plain(entry), *(_plain(alias) for alias in figures.get("aliases", ()))}:
             return str(entry)
-    # As torch or a table writes it: "NVIDIA H100 80GB HBM3", "A100-SXM4-80GB", "H100-80GB-SXM".
+    # Names as in torch or a table: "NVIDIA H100 80GB HBM3", "A100-SXM4-80GB", "H100-80GB-SXM".
     for entry, figures in devices.items():
-        # The model's name as a whole word: H1000 and H100X are no H100.
+        # The model's name as a complete word: H1000 and H100X are not H100.
         model = re.match("[A-Z0-9]+", figures["pattern"])
         word = rf"(?<![A-Z0-9])(RTX)?{model[0] if model else ''}(?![A-Z0-9])"
         if all(re.search(part, name, re.IGNORECASE) for part in (word, figures["pattern"])):
@@ -147,10 +148,10 @@ def _device(name: str, figures: Mapping[str, Any]) -> Device:
 
 
 def reach_name(device: Device) -> str:
-    """Whose share of the stated figures `device` of the tables reaches: A100, H100."""
+    """Return the device family whose share of the specifications `device` reaches: A100, H100."""
     return str(_table()["devices"][device.name]["reach"])
 
 
 def with_network(device: Device, bits_per_second: float) -> Device:
-    """`device` with its share of the network's bandwidth changed."""
+    """Return `device` with its share of the network's bandwidth changed."""
     return replace(device, network_bandwidth=bits_per_second / 8)

@@ -1,4 +1,4 @@
-// One uPlot for each chart that some run has figures of; of stacked ones, one for each run.
+// One uPlot for each chart for which a run has values; for stacked charts, one per run.
 
 const DASHES = [[6, 3], [2, 3], [10, 4], [6, 3, 2, 3], [4, 6]];
 const drawn = new Map(); // name of a chart -> [{plot, lines, host}]
@@ -27,7 +27,7 @@ function linesOf(chart) {
         label: labels.filter(Boolean).join(": ").replace(/_seconds$/, ""),
         colour: `run-${(alone ? index : number) % 8}`,
         stacked: chart.stacked && !chart.apart.includes(name),
-        // Solid is the whole of entries, or the first of several figures.
+        // Solid: the total of the entries, or the first of several series.
         dash: chart.apart.includes(name) || (entry && !chart.stacked && !(own && index === 0)) ? DASHES[(index + DASHES.length - 1) % DASHES.length] : [],
       });
     });
@@ -83,7 +83,7 @@ function grouping(run, tableName, width) {
   let end = Math.min(xs.length, lastNotAbove(xs, view.max) + 2);
   let size = 1;
   while ((end - begin) / size > width) size *= 2;
-  // The same buckets together wherever the view begins: panning moves a curve and does not change it.
+  // Group the same buckets for every start of the view: panning moves a curve but does not change it.
   begin -= begin % size;
   end = Math.min(xs.length, Math.ceil(end / size) * size);
   const x = [];
@@ -148,7 +148,7 @@ function options(chart, lines, prepared, host) {
       y: false,
       points: { show: false },
       drag: { x: true, y: false, setScale: false },
-      // Where the cursor is; a selection is taken by `show`, once.
+      // Cursor position; `show` handles a selection, once.
       sync: {
         key: "report",
         setSeries: false,

@@ -1,4 +1,4 @@
-// What the page was given: columns out of base64, and the runs made of them.
+// The page's data: columns decoded from base64, and the runs built from them.
 "use strict";
 
 const payload = JSON.parse(document.getElementById("data").textContent);
@@ -49,7 +49,7 @@ function makeRun(given) {
   };
 }
 
-/** Take in what a live run has more of; a table that begins at 0 replaces what was there. */
+/** Append the new rows of a live run; a table that begins at 0 replaces the old one. */
 function extendRun(run, given) {
   for (const name of payload.tables) {
     const fresh = table(given[name]);

@@ -1,11 +1,11 @@
-// Controls, keyboard and touch, light, dark and print, and the news of a run that goes on.
+// Controls, keyboard and touch, light, dark and print, and updates of a running run.
 
 /** Ways to a plot other than the mouse: keyboard, fingers, and its name for a screen reader. */
 function reachable(plot, chart) {
   const wrap = plot.root;
   wrap.tabIndex = 0;
   wrap.setAttribute("role", "group");
-  wrap.setAttribute("aria-label", `${chart.title}, drawn; the table "The curves in figures" says what a reader cannot see. Arrow keys pan, plus and minus zoom, 0 shows everything.`);
+  wrap.setAttribute("aria-label", `${chart.title}, drawn; see the table "Curve values" for a text alternative. Arrow keys pan, plus and minus zoom, 0 shows everything.`);
   wrap.addEventListener("keydown", (event) => {
     const done = {
       ArrowLeft: () => pan(-0.2),
@@ -164,10 +164,10 @@ async function follow() {
         takeIn(news);
         seen = news.revision;
       }
-      status.textContent = ` · live, looked at ${new Date().toLocaleTimeString("en-GB")}`;
+      status.textContent = ` · live, updated ${new Date().toLocaleTimeString("en-GB")}`;
       status.className = "";
     } catch (error) {
-      status.textContent = " · the server does not answer; what is shown stands still";
+      status.textContent = " · the server does not respond; this page is outdated";
       status.className = "stale";
     }
   }

@@ -1,4 +1,4 @@
-// Marks of what happened, a lane for each kind, under the range that the curves show.
+// Event marks, a lane for each kind, for the range that the curves show.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -16,7 +16,7 @@ function drawTimeline() {
   figure.hidden = kinds.size === 0;
   if (!kinds.size) return host.replaceChildren();
   const width = view.fineness > 1 ? PAPER_WIDTH : Math.max(240, Math.floor(host.clientWidth));
-  // Of several runs each has a row of its own in a lane: marks of the same step stay apart.
+  // Each of several runs has its own row in a lane, so that marks of the same step stay separate.
   const rows = shownRuns();
   const row = rows.length > 1 ? 10 : 0;
   const lane = 38 + row * (rows.length - 1);

@@ -1,4 +1,4 @@
-// What is seen: axis, range, colours, and numbers as text.
+// View: axis, range, colours, and numbers as text.
 
 const AXES = { step: "Step", tokens: "Tokens", samples: "Samples", hours: "Hours of training" };
 
@@ -79,7 +79,7 @@ const MARK_COLOURS = {
   "other sites": "mark-sites",
 };
 
-/** Of a kind of event; of several runs that of the run. */
+/** Colour of a kind of event, or of the run if there are several runs. */
 function markColour(kind, run) {
   if (runs.length > 1) return colour(`run-${runs.indexOf(run) % 8}`);
   return colour(MARK_COLOURS[kind] ?? "muted");

@@ -1,4 +1,4 @@
-"""Addresses: what is one, its parts, and how it is written down without its secrets. Pure."""
+"""Addresses: detection, parts, and a form without credentials. Pure."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _PARAMETERS = re.compile(r"\?((?:[^=&?#\s'\"]+=[^&#\s'\"]*&?)+)")
 
 
 def is_address(name: str) -> bool:
-    """Whether `name` has a scheme, such as ``s3://`` or fsspec's ``zip://a::s3://b``."""
+    """Return whether `name` has a scheme, such as ``s3://`` or fsspec's ``zip://a::s3://b``."""
     return ADDRESS.match(name) is not None
 
 
 def scheme_of(address: str) -> str:
-    """In small letters; of a chain such as ``zip://a::s3://b`` the first."""
+    """Return the scheme in lower case; of a chain such as ``zip://a::s3://b`` the first one."""
     return re.split(r"::|://", address, maxsplit=1)[0].lower()
 
 
 def without_secrets(text: str) -> str:
-    """`text` with every address in it as it may be shown and recorded.
+    """Return `text` with credentials removed from every address in it.
 
-    User and password are gone, and so are the parameters that sign a request: who signs it anew
+    User, password and the parameters that sign a request are removed: a newly signed URL still
     means the same file.
     """
     text = _USER.sub("", text)
@@ -41,12 +41,12 @@ def _kept(parameters: re.Match[str]) -> str:
 
 
 def name_of(address: str) -> str:
-    """The path of an address without parameters, as file names are read: ``.../a.jsonl.gz``."""
+    """Return the path of an address without parameters, like a file name: ``.../a.jsonl.gz``."""
     if scheme_of(address) in ("http", "https"):
         address = re.split(r"[?#]", address, maxsplit=1)[0]
     return unquote(address.partition("::")[0] if "::" in address else address)
 
 
 def joined(address: str, relative: str) -> str:
-    """The address of the file `relative`, with slashes, below `address`."""
+    """Return the address of the file `relative`, with slashes, below `address`."""
     return f"{address.rstrip('/')}/{relative}"

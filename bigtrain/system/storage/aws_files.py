@@ -1,9 +1,9 @@
-"""Profiles in the files of AWS's own tools, for obstore, which itself reads variables alone.
+"""Profiles in the files of AWS's own tools, for obstore, which itself reads only variables.
 
 The order is that of botocore: variables before files; of a profile, the keys in
-``~/.aws/credentials`` before its ``credential_process`` and those in ``~/.aws/config``. What a
-profile has to ask a server for (a role, SSO) is refused by name: that is done by the AWS CLI.
-No text of an error holds anything but names.
+``~/.aws/credentials`` before its ``credential_process`` and those in ``~/.aws/config``. Settings
+for which a profile must query a server (a role, SSO) are rejected by name: use the AWS CLI for
+those. Error texts contain only names.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 from bigtrain.system.storage.stores import Refused
 
 _READ_AGAIN = timedelta(minutes=15)
-"""After which keys are read from their file again: other programs write new ones there."""
+"""Interval after which keys are read from their file again: other programs may rotate them."""
 _PROCESS_SECONDS = 60
 
 
 @dataclass(frozen=True)
 class AwsFiles:
-    """A profile: its name, and its settings in both files."""
+    """Name of a profile and its settings in both files."""
 
     name: str
     keys: Mapping[str, str]
@@ -37,18 +37,18 @@ class AwsFiles:
 
     @property
     def region(self) -> str | None:
-        """Where its buckets are."""
+        """Region of its buckets."""
         return self.config.get("region") or self.keys.get("region")
 
     @property
     def endpoint(self) -> str | None:
-        """Another server than AWS: of S3, or of all services."""
+        """Endpoint of a server other than AWS: for S3, or for all services."""
         nested = re.search(r"^\s*endpoint_url\s*=\s*(\S+)", self.services.get("s3", ""), flags=re.M)
         return nested[1] if nested else self.config.get("endpoint_url")
 
 
 def read_profile(environ: Mapping[str, str]) -> AwsFiles | None:
-    """The profile that AWS_PROFILE names, or ``default``; None where there is no such one.
+    """Return the profile that AWS_PROFILE names, or ``default``; None if it does not exist.
 
     Raises Refused for a name that no file has, and for a file that cannot be read.
     """
@@ -64,8 +64,8 @@ def read_profile(environ: Mapping[str, str]) -> AwsFiles | None:
     if name not in credentials and name not in profiles:
         if asked is None:
             return None
-        besides = {one for one in profiles if one.startswith(("services ", "sso-session "))}
-        known = ", ".join(sorted({*credentials, *profiles} - besides)) or "none"
+        non_profiles = {one for one in profiles if one.startswith(("services ", "sso-session "))}
+        known = ", ".join(sorted({*credentials, *profiles} - non_profiles)) or "none"
         raise Refused(
             f"AWS_PROFILE = {name!r}: neither {places[0]} nor {places[1]} has such a profile -> "
             f"one of these: {known}"
@@ -81,31 +81,32 @@ def _sections(path: Path) -> dict[str, dict[str, str]]:
         parser.read_string(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError, configparser.Error) as error:  # which quotes its lines
+    except (OSError, UnicodeDecodeError, configparser.Error) as error:  # its text quotes the lines
         raise Refused(f"{path} cannot be read: {type(error).__name__}") from None
     return {name: dict(parser.items(name)) for name in parser.sections()}
 
 
 def s3_options(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What the files say beyond the variables, as arguments of ``obstore.store.from_url``.
+    """Return the files' settings that no variable overrides, as arguments of
+    ``obstore.store.from_url``.
 
-    Raises Refused as `read_profile`, and where the profile's keys cannot be had.
+    Raises Refused as `read_profile`, and if the profile's keys are unavailable.
     """
     profile = read_profile(environ)
     if profile is None:
         return {}
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if profile.region and not _has(environ, "AWS_REGION", "AWS_DEFAULT_REGION"):
-        found["region"] = profile.region
+        options["region"] = profile.region
     ignored = environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true"
     names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
     if profile.endpoint and not ignored and not _has(environ, *names):
-        found["endpoint"] = profile.endpoint
+        options["endpoint"] = profile.endpoint
     others = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")
     unsigned = environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("true", "1")
     if not unsigned and not _has(environ, *others) and _signs(profile):
-        found["credential_provider"] = FileCredentials(environ, profile)
-    return found
+        options["credential_provider"] = FileCredentials(environ, profile)
+    return options
 
 
 def _has(environ: Mapping[str, str], *names: str) -> bool:
@@ -113,13 +114,14 @@ def _has(environ: Mapping[str, str], *names: str) -> bool:
 
 
 def _signs(profile: AwsFiles) -> bool:
-    """Whether the profile has keys, or what makes them; the machine's role signs where not."""
+    """Return whether the profile has keys or a way to get them; if not, the machine's role
+    signs."""
     has_keys = any("aws_access_key_id" in part for part in (profile.keys, profile.config))
     asks = [name for name in profile.config if name in ("role_arn", "sso_session", "sso_start_url")]
     if asks and (asks[0] == "role_arn" or not has_keys):
         raise Refused(
-            f"profile {profile.name} of ~/.aws/config has {asks[0]}, and its server is not asked "
-            'from here -> eval "$(aws configure export-credentials --profile '
+            f"profile {profile.name} of ~/.aws/config has {asks[0]}, which bigtrain cannot use "
+            '-> eval "$(aws configure export-credentials --profile '
             f'{profile.name} --format env)", or a profile with credential_process = aws configure '
             f"export-credentials --profile {profile.name}"
         )
@@ -127,26 +129,26 @@ def _signs(profile: AwsFiles) -> bool:
 
 
 class FileCredentials:
-    """Called by obstore for keys: the first ones are had at once, so that it is seen early where
-    there are none. Later ones are read anew."""
+    """Credential provider for obstore. The first keys are read at once, so that missing keys are
+    detected early; later calls read them again."""
 
     def __init__(self, environ: Mapping[str, str], profile: AwsFiles) -> None:
-        """Raises Refused where the profile's keys cannot be had."""
+        """Raise Refused if the profile's keys are unavailable."""
         self._environ = dict(environ)
         self._first: dict[str, Any] | None = _keys_of(profile)
 
     def __call__(self) -> dict[str, Any]:
-        found, self._first = self._first, None
-        if found is not None:
-            return found
+        keys, self._first = self._first, None
+        if keys is not None:
+            return keys
         profile = read_profile(self._environ)
         if profile is None:
-            raise Refused("the profile is no longer in ~/.aws")
+            raise Refused("the profile was removed from ~/.aws")
         return _keys_of(profile)
 
 
 def _keys_of(profile: AwsFiles) -> dict[str, Any]:
-    """As obstore takes them."""
+    """Return the keys in obstore's format."""
     command = profile.config.get("credential_process")
     if "aws_access_key_id" not in profile.keys and command is not None:
         return _from_process(profile.name, command)
@@ -155,7 +157,7 @@ def _keys_of(profile: AwsFiles) -> dict[str, Any]:
     if not secret:
         raise Refused(
             f"profile {profile.name} of ~/.aws has aws_access_key_id, but no "
-            "aws_secret_access_key beside it -> aws configure"
+            "aws_secret_access_key next to it -> aws configure"
         )
     return {
         "access_key_id": part["aws_access_key_id"],
@@ -166,11 +168,11 @@ def _keys_of(profile: AwsFiles) -> dict[str, Any]:
 
 
 def _from_process(profile: str, command: str) -> dict[str, Any]:
-    """What the program prints, which AWS calls version 1. What it says is not passed on."""
+    """Run the program and return its credentials (AWS's version 1). Its stderr is not forwarded."""
 
     def refused(why: str) -> Refused:
         return Refused(
-            f"credential_process of profile {profile} in ~/.aws/config {why} -> try it by hand"
+            f"credential_process of profile {profile} in ~/.aws/config {why} -> run it by hand"
         )
 
     try:

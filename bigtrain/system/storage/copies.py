@@ -1,8 +1,8 @@
-"""Directories copied from an address and to one: begun again where they stopped, never half there.
+"""Copies of directories from and to an address: resumable and atomic.
 
-A file that is being fetched is ``NAME.VERSION.partial`` until all of it has come; the next process
-goes on at its end. A directory that is being copied to an address has there first ``copying.json``,
-with the checksum of its last file: only files of the same copy are taken for done.
+A file that is being fetched is ``NAME.VERSION.partial`` until it is complete; the next process
+continues at its end. A copy to an address first writes ``copying.json``
+with the checksum of its last file: only files of the same copy count as done.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from bigtrain.system.user_cache import cache_directory
 MARK = "copying.json"
 _KNOWN = ".fetched.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
-"""Ends of the names of files that hold a model's weights."""
+"""Suffixes of files that contain a model's weights."""
 
 Wanted = Callable[[str], bool]
 
 
 def list_tree(address: str, wanted: Wanted = lambda name: True) -> dict[str, RemoteStat]:
-    """The files below `address` by their paths, with slashes. Raises Gone where there are none."""
+    """Return the files below `address` by their paths, with slashes. Raise Gone if there are
+    none."""
     store = store_of(address)
-    found = persistently(address, "cannot be listed", lambda: store.find(address))
+    entries = persistently(address, "cannot be listed", lambda: store.find(address))
     begin = len(address.rstrip("/")) + 1
     files = {
         name[begin:]: stat
-        for name, stat in found
+        for name, stat in entries
         if not f"/{name}".endswith(f"/{MARK}") and wanted(name[begin:])
     }
     if not files:
@@ -52,10 +53,10 @@ def fetch_tree(
     wanted: Wanted = lambda name: True,
     say: Callable[[str], None] = lambda text: None,
 ) -> int:
-    """Copy the files below `address` into `directory`; returns the bytes that came.
+    """Copy the files below `address` into `directory`; return the number of bytes received.
 
-    Files that an earlier call fetched, and that have not changed there, stay. Raises StorageError,
-    and OSError where `directory` cannot be written.
+    Files that an earlier call fetched, and that have not changed there, are kept. Raises
+    StorageError, and OSError if `directory` is not writable.
     """
     files = list_tree(address, wanted)
     directory.mkdir(parents=True, exist_ok=True)
@@ -77,11 +78,11 @@ def fetch_tree(
 
 
 def copy_tree(directory: Path, address: str, last: str | None = None) -> int:
-    """Copy the files of `directory` to `address`, the file `last` after all others; returns the
-    bytes that were sent.
+    """Copy the files of `directory` to `address`, the file `last` after all others; return the
+    number of bytes sent.
 
-    With `last` files of the same size that an earlier copy of this directory left are not sent
-    again. Raises StorageError, and FileNotFoundError where a file is removed meanwhile.
+    With `last`, files of the same size from an earlier copy of this directory are not sent
+    again. Raises StorageError, and FileNotFoundError if a file is removed in the meantime.
     """
     store = store_of(address)
     names = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
@@ -107,11 +108,11 @@ def copy_tree(directory: Path, address: str, last: str | None = None) -> int:
 
 
 def local_copy(address: str, *, weights: bool = True) -> Path:
-    """A directory of this host with the files at `address`, in the user's cache.
+    """Return a directory of this host with the files at `address`, in the user's cache.
 
     One process of a host fetches, the others wait; a process fetches once, and again if the copy is
-    gone. `weights`: those of models too. Raises StorageError; every rank may call it, and it is not
-    collective.
+    gone. `weights`: also fetch model weights. Raises StorageError; every rank may call it, and it
+    is not collective.
     """
     try:
         place = cache_directory() / "fetched" / _short_name(address)
@@ -124,7 +125,7 @@ def local_copy(address: str, *, weights: bool = True) -> Path:
 
 @lru_cache(maxsize=64)
 def fetched_copy(address: str, place: Path, weights: bool) -> Path:
-    """Copy what is at `address` to `place`; returns that. Raises StorageError."""
+    """Copy the files at `address` to `place`, and return `place`. Raises StorageError."""
     try:
         with _alone(place):
             fetch_tree(
@@ -138,7 +139,7 @@ def fetched_copy(address: str, place: Path, weights: bool) -> Path:
 
 
 def at_hand(name: str, *, weights: bool = True) -> str:
-    """`name`, or for an address the directory of this host that has a copy. Raises as
+    """Return `name`, or for an address the directory of this host that has a copy. Raises as
     `local_copy`."""
     return str(local_copy(name, weights=weights)) if is_address(name) else name
 
@@ -149,7 +150,7 @@ def _fetch(address: str, stat: RemoteStat, target: Path) -> int:
     draft = target.with_name(f"{target.name}.{digest}.partial")
     with draft.open("ab") as file:
         begin = file.tell()
-        if stat.version is None:  # nothing says that what is there is a part of it
+        if stat.version is None:  # the existing part may belong to another version
             begin = 0
             file.truncate(0)
         for chunk in resumed(store_of(address), address, stat, begin, stat.size):
@@ -158,7 +159,7 @@ def _fetch(address: str, stat: RemoteStat, target: Path) -> int:
         file.flush()
         os.fsync(file.fileno())
     if stat.size is not None and end != stat.size:
-        raise StorageError(f"{without_secrets(address)}: {end:,} bytes came of {stat.size:,}")
+        raise StorageError(f"{without_secrets(address)}: received {end:,} of {stat.size:,} bytes")
     draft.replace(target)
     return end - begin
 
@@ -180,19 +181,22 @@ def _identity(stat: RemoteStat) -> list[object]:
 
 def _require_inside(address: str, name: str) -> None:
     if any(part in ("", ".", "..") for part in name.split("/")) or "\\" in name or "\0" in name:
-        raise StorageError(f"{without_secrets(address)} has a file {name!r}, which is no file name")
+        raise StorageError(
+            f"{without_secrets(address)} has a file {name!r}, which is not a file name"
+        )
 
 
 def _read_json(path: Path) -> dict[str, list[object]]:
     with suppress(OSError, ValueError):
-        found = json.loads(path.read_bytes())
-        if isinstance(found, dict):
-            return found
+        entries = json.loads(path.read_bytes())
+        if isinstance(entries, dict):
+            return entries
     return {}
 
 
 def _short_name(address: str) -> str:
-    """Of a cached copy: the end of its address, human-readable, and a checksum of all of it."""
+    """Return the name of a cached copy: the readable end of its address and a checksum of all of
+    it."""
     shown = without_secrets(address).rstrip("/")
     end = "".join(c if c.isalnum() or c in "-_." else "-" for c in shown.rpartition("/")[2])
     return f"{end[:40]}-{hashlib.sha256(shown.encode()).hexdigest()[:16]}"
@@ -207,7 +211,7 @@ def _alone(place: Path) -> Iterator[None]:
 
 
 def newest_first(files: Sequence[str]) -> list[int]:
-    """Steps of the complete checkpoints among the files of a copied run."""
+    """Return the steps of the complete checkpoints among the files of a copied run."""
     steps = (
         name.split("/")[1].removeprefix("step-")
         for name in files

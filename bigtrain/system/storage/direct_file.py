@@ -1,4 +1,5 @@
-"""A file written with O_DIRECT, past the page cache, in large aligned pieces by its own thread.
+"""A file written with O_DIRECT, bypassing the page cache, in large aligned pieces by its own
+thread.
 
 A write through the page cache copies every byte in the kernel, and the disk is mostly idle until
 the fsync. Here the disk reads straight from the caller's memory (`append`), or from one of two
@@ -18,9 +19,9 @@ from pathlib import Path
 from typing import Self
 
 ALIGNMENT = 4096
-"""Of positions, lengths and memory; no disk asks for more."""
+"""Alignment of positions, lengths and memory; no disk requires more."""
 _PIECE_BYTES = 8 << 20
-_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux alone
+_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
 
 
 class DirectFile:
@@ -82,7 +83,7 @@ class DirectFile:
         os.close(self._fd)
 
     def _send(self) -> None:
-        """Let the thread write the filled buffer, and fill the other."""
+        """Submit the filled buffer to the thread, and switch to the other."""
         size = -(-self._filled // ALIGNMENT) * ALIGNMENT  # `finish` truncates the excess
         self._submit(memoryview(self._buffers[0])[:size], self._position)
         self._position += self._filled

@@ -1,4 +1,4 @@
-"""Files of every other scheme that fsspec knows, such as ``hf://``; `memory` and `file` as well."""
+"""Files of every other scheme that fsspec supports, such as ``hf://``; also `memory` and `file`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from bigtrain.system.storage.stores import (
 )
 
 BLOCK_BYTES = 1 << 23
-"""Asked for at once, since not every file system hands bytes on as they arrive."""
+"""Requested at once, since not every file system streams bytes as they arrive."""
 VERSIONS = ("ETag", "etag", "e_tag", "blob_id", "md5Hash", "generation", "uid")
 TIMES = ("LastModified", "last_modified", "modified", "mtime", "updated")
 
 
 class FsspecStore(Store):
-    """By the file system of `scheme`, with its own settings (FSSPEC_* and its variables)."""
+    """Store that uses fsspec's file system of `scheme`, with its own settings (FSSPEC_*
+    variables)."""
 
     def __init__(self, scheme: str) -> None:
         self.scheme = scheme
@@ -35,7 +36,7 @@ class FsspecStore(Store):
     def stat(self, address: str) -> RemoteStat:
         files, path = self._open(address)
         with _telling(address):
-            files.invalidate_cache()  # what was listed before may have changed
+            files.invalidate_cache()  # earlier listings may be outdated
             info = files.info(path)
             if info.get("type") == "directory":
                 raise FileNotFoundError
@@ -48,7 +49,7 @@ class FsspecStore(Store):
             raise changed(address)
         files, path = self._open(address)
         stop = known.size if end is None else end
-        if stop is None:  # its length shows when it ends
+        if stop is None:  # its length is known only at its end
             with _telling(address):
                 content: bytes = files.cat_file(path)
             yield content[begin:]
@@ -65,11 +66,11 @@ class FsspecStore(Store):
     def find(self, address: str) -> list[tuple[str, RemoteStat]]:
         files, path = self._open(address)
         with _telling(address):
-            found = files.find(path, detail=True)
+            files_by_path = files.find(path, detail=True)
         begin = f"{path.rstrip('/')}/"
         listed = [
             (joined(address, name.removeprefix(begin)), _stat(info))
-            for name, info in found.items()
+            for name, info in files_by_path.items()
             if name.startswith(begin)
         ]
         return sorted(listed, key=lambda entry: entry[0])
@@ -101,7 +102,7 @@ class FsspecStore(Store):
 
 @contextmanager
 def _telling(address: str) -> Iterator[None]:
-    """Translates what a file system raises."""
+    """Translate the errors that a file system raises."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -110,7 +111,7 @@ def _telling(address: str) -> Iterator[None]:
         raise Refused(without_secrets(f"{address} cannot be read: {error}")) from None
     except (IsADirectoryError, NotImplementedError, ValueError) as error:
         raise unreadable(address, f"{type(error).__name__}: {error}") from None
-    except Exception as error:  # the transport errors of every file system are its own
+    except Exception as error:  # every file system has its own transport errors
         raise Broken(without_secrets(f"{type(error).__name__}: {error}")) from None
 
 
@@ -118,7 +119,7 @@ def _stat(info: dict[str, Any]) -> RemoteStat:
     size = info.get("size")
     version = next((str(info[key]) for key in VERSIONS if info.get(key)), None)
     lfs = info.get("lfs")
-    if lfs is not None:  # of a large file of the hub: its own checksum
+    if lfs is not None:  # a large file on the Hub: its own checksum
         version = str(lfs["sha256"] if isinstance(lfs, dict) else getattr(lfs, "sha256", version))
     moment = next((info[key] for key in TIMES if info.get(key) is not None), None)
     modified = None

@@ -1,4 +1,4 @@
-"""Files of web servers, by requests: redirects, proxies and ~/.netrc as everywhere."""
+"""Files of web servers, through requests: redirects, proxies and ~/.netrc work as usual."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from bigtrain.system.storage.stores import (
 )
 
 TIMEOUT_S = (10.0, 60.0)
-"""To connect, and between two pieces of an answer."""
+"""Timeout to connect, and between two chunks of a response."""
 CHUNK_BYTES = 1 << 18
 AGAIN = (408, 425, 429, 500, 502, 503, 504)
-"""Statuses after which the same request may be answered."""
+"""Statuses after which a retry of the same request may succeed."""
 
 
 class HttpStore(Store):
-    """Needs nothing of a server but GET; with ranges a broken connection is resumed, without them
-    read anew to that place."""
+    """Store that needs only GET from a server; with ranges a lost connection is resumed, without
+    them the file is read from the start to that position."""
 
     def stat(self, address: str) -> RemoteStat:
-        # Not HEAD: an address that is signed for GET is refused for it.
+        # Not HEAD: a URL that is signed for GET is rejected for HEAD.
         with self._get(address, {"Range": "bytes=0-0"}) as answer:
             return _stat(answer)
 
@@ -47,7 +47,7 @@ class HttpStore(Store):
                 raise changed(address)
             skip = begin - _first_byte(answer)
             if skip < 0:
-                raise unreadable(address, "the server sends another range than it is asked for")
+                raise unreadable(address, "the server sends a different range than requested")
             left = None if end is None else end - begin
             if left is None and known.size is not None:
                 left = known.size - begin
@@ -55,11 +55,11 @@ class HttpStore(Store):
 
     def find(self, address: str) -> list[tuple[str, RemoteStat]]:
         raise StorageError(
-            f"{without_secrets(address)}: a web server lists no files -> name each file"
+            f"{without_secrets(address)}: a web server cannot list files -> name each file"
         )
 
     def put(self, address: str, file: Path) -> None:
-        raise StorageError(f"{without_secrets(address)}: nothing is copied to web servers")
+        raise StorageError(f"{without_secrets(address)}: copying to a web server is not supported")
 
     def put_bytes(self, address: str, content: bytes) -> None:
         self.put(address, Path())
@@ -68,7 +68,7 @@ class HttpStore(Store):
     def _get(self, address: str, headers: dict[str, str]) -> Iterator[Any]:
         import requests
 
-        # What is stored is read, not what a server would make of it on the way.
+        # Read the stored bytes, not a re-encoded form of them.
         headers = {"Accept-Encoding": "identity", **headers}
         try:
             answer = requests.get(address, headers=headers, stream=True, timeout=TIMEOUT_S)
@@ -78,7 +78,7 @@ class HttpStore(Store):
             raise unreadable(address, _reason(error)) from None
         with answer:
             if answer.status_code in AGAIN:
-                raise Broken(f"the server answers {answer.status_code} {answer.reason}")
+                raise Broken(f"the server responds {answer.status_code} {answer.reason}")
             if answer.status_code in (404, 410):
                 raise Gone(f"{without_secrets(address)} does not exist ({answer.status_code})")
             if answer.status_code in (401, 403):
@@ -87,12 +87,12 @@ class HttpStore(Store):
                     f"{answer.reason} -> give the server's user and password in ~/.netrc"
                 )
             if answer.status_code not in (200, 206, 416):
-                raise unreadable(address, f"the server answers {answer.status_code}")
+                raise unreadable(address, f"the server responds {answer.status_code}")
             yield answer
 
 
 def _body(answer: Any, skip: int, left: int | None) -> Iterator[bytes]:
-    """`left` bytes of an answer, after `skip` of them."""
+    """Yield `left` bytes of a response, after `skip` bytes."""
     from urllib3.exceptions import HTTPError
 
     try:
@@ -113,13 +113,14 @@ def _body(answer: Any, skip: int, left: int | None) -> Iterator[bytes]:
 
 
 def _first_byte(answer: Any) -> int:
-    """The place in the file of the first byte of an answer: a cache may begin before the range."""
-    found = re.match(r"bytes (\d+)-", answer.headers.get("Content-Range", ""))
-    return int(found[1]) if found and answer.status_code == 206 else 0
+    """Return the file position of the first byte of a response: a cache may begin before the
+    range."""
+    match = re.match(r"bytes (\d+)-", answer.headers.get("Content-Range", ""))
+    return int(match[1]) if match and answer.status_code == 206 else 0
 
 
 def _stat(answer: Any) -> RemoteStat:
-    """From the headers of an answer to GET, with or without a range."""
+    """Build the stat from the headers of a GET response, with or without a range."""
     headers = answer.headers
     size: int | None = None
     total = headers.get("Content-Range", "").rpartition("/")[2]
@@ -138,7 +139,7 @@ def _stat(answer: Any) -> RemoteStat:
 
 
 def _reason(error: Exception) -> str:
-    """What happened, without the address, which libraries repeat."""
+    """Return the reason of the error without the address, which libraries repeat."""
     inner: Any = error
     while getattr(inner, "args", None) and isinstance(inner.args[-1], BaseException):
         inner = inner.args[-1]

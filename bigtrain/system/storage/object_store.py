@@ -1,4 +1,4 @@
-"""Buckets of S3, Google and Azure, by obstore: one library of few megabytes without others."""
+"""Buckets of S3, Google and Azure, through obstore: one small library without dependencies."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ CREDENTIALS = {
 
 
 class ObjectStore(Store):
-    """By the variables of the vendors' own tools (AWS_ENDPOINT_URL for other servers than AWS), and
-    the files of AWS's."""
+    """Store configured by the variables of the vendors' own tools (AWS_ENDPOINT_URL for servers
+    other than AWS) and by the files of AWS's tools."""
 
     def stat(self, address: str) -> RemoteStat:
         import obstore
@@ -56,7 +56,7 @@ class ObjectStore(Store):
         arrived = begin
         with _telling(address):
             answer = obstore.get(bucket_client(bucket), path, options=options)
-            if not known.is_same(_stat(answer.meta)):  # not every server knows If-Match
+            if not known.is_same(_stat(answer.meta)):  # not every server supports If-Match
                 raise changed(address)
             for chunk in answer.stream(min_chunk_size=CHUNK_BYTES):
                 view = memoryview(chunk)
@@ -71,8 +71,8 @@ class ObjectStore(Store):
         bucket, path = _split(address)
         with _telling(address):
             batches = obstore.list(bucket_client(bucket), prefix=path.rstrip("/") or None)
-            found = [entry for batch in batches for entry in batch]
-        listed = [(joined(bucket, entry["path"]), _stat(entry)) for entry in found]
+            entries = [entry for batch in batches for entry in batch]
+        listed = [(joined(bucket, entry["path"]), _stat(entry)) for entry in entries]
         return sorted(listed, key=lambda entry: entry[0])
 
     def put(self, address: str, file: Path) -> None:
@@ -91,14 +91,15 @@ class ObjectStore(Store):
 
 
 def _split(address: str) -> tuple[str, str]:
-    """The address of the bucket, and the path in it."""
+    """Return the address of the bucket, and the path in it."""
     scheme, _, rest = address.partition("://")
     bucket, _, path = rest.partition("/")
     return f"{scheme}://{bucket}", path
 
 
 def bucket_client(address: str) -> Any:
-    """The client for a bucket, as variables and ``~/.aws`` configure it now. Raises Refused."""
+    """Return the client for a bucket, as variables and ``~/.aws`` configure it now. Raises
+    Refused."""
     prefixes = ("AWS_", "GOOGLE_", "AZURE_", "GCP_", "GCS_", "HOME")
     environment = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
     profile = read_profile(os.environ) if scheme_of(address).startswith("s3") else None
@@ -107,15 +108,15 @@ def bucket_client(address: str) -> Any:
 
 @lru_cache(maxsize=16)
 def kept_client(address: str, _environment: tuple[tuple[str, str], ...], _profile: str) -> Any:
-    """One client for a bucket and what configures it, which keeps its connections."""
+    """Return the cached client for a bucket and its configuration; it keeps its connections."""
     from obstore.store import from_url
 
     options = s3_options(os.environ) if scheme_of(address).startswith("s3") else {}
-    # Who names a server that speaks no TLS means it.
+    # An explicit http:// endpoint is intended.
     names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "GOOGLE_BASE_URL")
     servers = [*(os.environ.get(name, "") for name in names), str(options.get("endpoint", ""))]
     plain = any(server.startswith("http://") for server in servers)
-    # What broke is tried again above, where it is logged; here only what was not answered at all.
+    # Broken transfers are retried and logged above; here only requests without any response.
     return from_url(
         address,
         client_options={"timeout": "120s", "connect_timeout": "10s", "allow_http": plain},
@@ -126,7 +127,7 @@ def kept_client(address: str, _environment: tuple[tuple[str, str], ...], _profil
 
 @contextmanager
 def _telling(address: str) -> Iterator[None]:
-    """Translates obstore's errors."""
+    """Translate obstore's errors."""
     from obstore import exceptions
 
     try:
@@ -138,7 +139,7 @@ def _telling(address: str) -> Iterator[None]:
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
         names = CREDENTIALS.get(scheme_of(address)[:2], "the variables of its vendor's tools")
         raise Refused(
-            f"{without_secrets(address)}: the server does not allow it -> credentials are read "
+            f"{without_secrets(address)}: access denied by the server -> credentials are read "
             f"from {names}"
         ) from None
     except (ValueError, exceptions.InvalidPathError, exceptions.NotSupportedError) as error:
@@ -148,12 +149,12 @@ def _telling(address: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """The first lines of an error, of which the rest is its insides."""
+    """Return the first lines of an error; the rest is debug output."""
     text = str(error).partition("\n\nDebug source")[0]
     return without_secrets(f"{type(error).__name__}: {' '.join(text.split())[:300]}")
 
 
 def _stat(entry: Any) -> RemoteStat:
     modified = int(entry["last_modified"].timestamp()) * 10**9
-    version = entry["e_tag"]  # lists of some servers leave the quotes out
+    version = entry["e_tag"]  # listings of some servers omit the quotes
     return RemoteStat(int(entry["size"]), None if version is None else version.strip('"'), modified)

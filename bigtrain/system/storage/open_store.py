@@ -1,4 +1,4 @@
-"""One interface to all places that files are read from and copied to by address.
+"""One interface to all storage systems from which files are read, and to which they are copied.
 
 ============== ================================================= ===================================
 scheme         by                                                credentials
@@ -21,7 +21,7 @@ from bigtrain.system.storage.stores import Store
 
 
 def store_of(address: str) -> Store:
-    """The store for the scheme of `address`. Raises StorageError where none is known."""
+    """Return the store for the scheme of `address`. Raise StorageError if the scheme is unknown."""
     scheme = scheme_of(address)
     if scheme in ("http", "https"):
         return HttpStore()

@@ -1,4 +1,4 @@
-"""A file at an address as an open file: seekable, read ahead, resumed where a connection broke."""
+"""Remote file as an open file: seekable, with read-ahead, resumed after a lost connection."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from bigtrain.system.storage.stores import Broken, RemoteStat, StorageError, Sto
 logger = logging.getLogger(__name__)
 
 AHEAD_BYTES = 1 << 25
-"""Read ahead of whoever reads a file from end to end, as from a disk."""
+"""Bytes read ahead for a sequential reader."""
 WINDOW_BYTES = 1 << 20
-"""Asked for at least, where a file is read here and there."""
+"""Smallest request of a random-access reader."""
 
 
 def resumed(
@@ -30,9 +30,9 @@ def resumed(
     end: int | None,
     patience: Patience | None = None,
 ) -> Iterator[bytes | memoryview]:
-    """Bytes [begin, end) of a file that is as `known`; without `end` to its end.
+    """Yield bytes [begin, end) of a file that matches `known`; without `end`, to its end.
 
-    Where the connection breaks it is opened again at the first byte that has not arrived. Raises
+    After a lost connection, reading resumes at the first byte that has not arrived. Raises
     StorageError after `patience.tries` without another byte, Changed for a file that was changed.
     """
     patience = patience or PATIENCE
@@ -50,18 +50,20 @@ def resumed(
             name, why = without_secrets(address), without_secrets(str(error))
             if failed >= patience.tries:
                 raise StorageError(
-                    f"{name} cannot be read beyond byte {begin:,} after {failed} tries: {why}"
+                    f"{name} cannot be read beyond byte {begin:,} after {failed} attempts: {why}"
                 ) from None
-            logger.warning("%s: broken at byte %s (%s); resumed there", name, f"{begin:,}", why)
+            logger.warning(
+                "%s: connection lost at byte %s (%s); resuming there", name, f"{begin:,}", why
+            )
             patience.wait(failed)
 
 
 class RemoteFile(io.RawIOBase):
-    """The file at `address`, which was listed as `known`.
+    """File at `address`, which was listed as `known`.
 
-    `end`: where it is read one byte after another, to which byte; then this is read ahead by a
-    thread. Otherwise, and beyond it, every read is a request of its own. A read gives fewer bytes
-    than were asked for only at the end of the file. Raises as `resumed`.
+    `end`: for sequential reading, the byte at which it stops; a thread reads ahead up to there.
+    Otherwise, and beyond it, every read is a separate request. A read returns fewer bytes than
+    requested only at the end of the file. Raises as `resumed`.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class RemoteFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         size = self._known.size
         if size is None:
-            raise io.UnsupportedOperation("the server does not say how large the file is")
+            raise io.UnsupportedOperation("the server does not report the size of the file")
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: size}[whence]
         self._position = max(0, base + offset)
         return self._position
@@ -118,7 +120,7 @@ class RemoteFile(io.RawIOBase):
         super().close()
 
     def _advance(self, wanted: int) -> bool:
-        """Get the chunk at the position; False at the end of the file."""
+        """Read the chunk at the position; return False at the end of the file."""
         if self._chunks is not None and self._at + len(self._rest) == self._position:
             self._at = self._position
             chunk = next(self._chunks, None)
@@ -133,7 +135,7 @@ class RemoteFile(io.RawIOBase):
         size = self._known.size
         if size is not None and self._position >= size:
             return False
-        if size is None and self._at:  # the one stream of it has ended
+        if size is None and self._at:  # its only stream has ended
             return False
         self._start(wanted)
         chunk = next(self._chunks or iter(()), None)
@@ -161,7 +163,7 @@ class RemoteFile(io.RawIOBase):
 
 
 class _Ahead(Iterator[bytes | memoryview]):
-    """What another iterator yields, which a thread asks, `AHEAD_BYTES` before it is needed."""
+    """Iterator that a thread reads `AHEAD_BYTES` ahead."""
 
     def __init__(self, chunks: Iterator[bytes | memoryview]) -> None:
         self._waiting: deque[bytes | memoryview] = deque()
@@ -184,7 +186,7 @@ class _Ahead(Iterator[bytes | memoryview]):
             return chunk
 
     def close(self) -> None:
-        """The thread ends with what it is waiting for."""
+        """Stop the thread after its current read."""
         with self._turn:
             self._closed = True
             self._turn.notify()

@@ -1,4 +1,4 @@
-"""How often what broke is tried again, and after how long."""
+"""Number of retries after transient errors, and the delays between them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Patience:
-    """`tries` in a row without a byte of progress are an error. Before each the time is waited that
-    `seconds` says of its number: doubling from half a second, half a minute at most, by chance."""
+    """Retry policy: `tries` attempts in a row without a byte of progress are an error. `seconds`
+    gives the delay before each: doubling from half a second to at most half a minute, with
+    jitter."""
 
     tries: int = 8
     first_s: float = 0.5
@@ -27,7 +28,7 @@ class Patience:
     sleep: Callable[[float], None] = time.sleep
 
     def wait(self, failed: int) -> None:
-        """After `failed` tries in a row."""
+        """Sleep after `failed` attempts in a row."""
         seconds = min(self.longest_s, self.first_s * 2 ** (failed - 1))
         self.sleep(seconds * random.uniform(0.5, 1.0))
 
@@ -38,7 +39,8 @@ PATIENCE = Patience()
 def persistently(
     address: str, what: str, act: Callable[[], T], patience: Patience | None = None
 ) -> T:
-    """`act()`, tried again while it raises `Broken`. Raises StorageError after the last try."""
+    """Return `act()`, retried while it raises `Broken`. Raise StorageError after the last
+    attempt."""
     patience = patience or PATIENCE
     for failed in range(1, patience.tries + 1):
         try:
@@ -47,8 +49,8 @@ def persistently(
             why = without_secrets(str(error))
             if failed == patience.tries:
                 raise StorageError(
-                    f"{without_secrets(address)} {what} after {failed} tries: {why}"
+                    f"{without_secrets(address)} {what} after {failed} attempts: {why}"
                 ) from None
-            logger.warning("%s: %s; tried again", without_secrets(address), why)
+            logger.warning("%s: %s; retrying", without_secrets(address), why)
             patience.wait(failed)
-    raise AssertionError("there is at least one try")
+    raise AssertionError("there is at least one attempt")

@@ -1,4 +1,4 @@
-"""What every place of files is asked for, and how that can fail; `open_store` has the places."""
+"""Interface and errors of every storage system; `open_store` selects the implementation."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from bigtrain.system.storage.addresses import without_secrets
 
 @dataclass(frozen=True)
 class RemoteStat:
-    """A file as it was listed. `size` in bytes, None where the server does not say.
+    """Status of a file as it was listed. `size` in bytes, None if the server does not report it.
 
-    `version`: its ETag, or what else changes with its content; None if there is nothing.
+    `version`: its ETag, or another value that changes with its content; None if there is none.
     `modified_ns`: since 1970.
     """
 
@@ -24,8 +24,8 @@ class RemoteStat:
     modified_ns: int | None = None
 
     def is_same(self, now: RemoteStat) -> bool:
-        """Whether the file is, as far as can be told, as it was: by its version, or else its time,
-        of which lists and answers may know different fractions of a second."""
+        """Return whether the file is unchanged: by its version, or else by its time (listings and
+        responses may report different fractions of a second)."""
         if self.size is not None and now.size is not None and self.size != now.size:
             return False
         if self.version is not None or now.version is not None:
@@ -36,57 +36,57 @@ class RemoteStat:
 
 
 class StorageError(DataError):
-    """Something at an address cannot be read or written; the text holds no secret."""
+    """Failed access to an address; the text contains no secret."""
 
 
 class Gone(StorageError):
-    """There is nothing at the address."""
+    """No file at the address."""
 
 
 class Refused(StorageError):
-    """The server knows who asks and does not allow it, or does not know who asks."""
+    """Permission denied or unauthenticated."""
 
 
 class Changed(StorageError):
-    """The file is another than it was when it was listed."""
+    """File changed since it was listed."""
 
 
 class Broken(Exception):
-    """A request that may succeed when it is made again; the text is the reason."""
+    """Transient failure: a retry may succeed; the text is the reason."""
 
 
 class Store(ABC):
-    """Files of one scheme. Every method raises `Broken` where another try may help."""
+    """Files of one scheme. Every method raises `Broken` if a retry may help."""
 
     @abstractmethod
     def stat(self, address: str) -> RemoteStat:
-        """Raises Gone, Refused or StorageError."""
+        """Return the status. Raise Gone, Refused or StorageError."""
 
     @abstractmethod
     def read(
         self, address: str, begin: int, end: int | None, known: RemoteStat
     ) -> Iterator[bytes | memoryview]:
-        """Bytes [begin, end) as they arrive, to the end of the file without `end`.
+        """Yield bytes [begin, end) as they arrive; without `end`, to the end of the file.
 
-        Raises Changed where it is not as `known`, and the errors of `stat`.
+        Raises Changed if it does not match `known`, and the errors of `stat`.
         """
 
     @abstractmethod
     def find(self, address: str) -> list[tuple[str, RemoteStat]]:
-        """All files below `address`, sorted; none where there are none. Raises StorageError where
+        """Return all files below `address`, sorted; empty if there are none. Raise StorageError if
         the scheme has no directories."""
 
     @abstractmethod
     def put(self, address: str, file: Path) -> None:
-        """Store `file`, so that it is there completely or not at all."""
+        """Store `file` atomically."""
 
     @abstractmethod
     def put_bytes(self, address: str, content: bytes) -> None:
-        """As `put`."""
+        """Store `content` atomically."""
 
 
 def changed(address: str) -> Changed:
-    """The error for a file that is another than was listed."""
+    """Return the error for a file that changed since it was listed."""
     return Changed(
         f"{without_secrets(address)} was changed while it was read -> start again when it is "
         "complete"
@@ -94,6 +94,6 @@ def changed(address: str) -> Changed:
 
 
 def unreadable(address: str, why: object, remedy: str = "") -> StorageError:
-    """The error for what cannot be read at `address`; no secret is left in it."""
+    """Return the error for an unreadable `address`; its text contains no secret."""
     text = f"{address} cannot be read: {why}"
     return StorageError(without_secrets(text) + (f" -> {remedy}" if remedy else ""))

@@ -68,7 +68,7 @@ def test_what_cannot_fit_is_refused_as_the_run_refuses_it(
     large = ["batch.micro_batch_size=8", "parallel.pipeline=1"]
     assert main([*command, *large]) != 0
     error = capsys.readouterr().err
-    assert "80.0 GiB 76.0 are usable -> ask bigtrain plan for a layout that fits" in error
+    assert "80.0 GiB 76.0 are usable -> use bigtrain plan for a layout that fits" in error
     assert main([*command, *large, "engine.refuse_too_large=false"]) == 0
     out = capsys.readouterr().out
     assert "# the run is predicted to need" in out

@@ -66,8 +66,8 @@ def test_nothing_else_is_overwritten(
     before = config.read_bytes()
     text = fails(capsys, "--run", run_directory, "--output", config)
     assert text == (
-        f"bigtrain report: {config}: exists and is no report of bigtrain, so it is not overwritten "
-        "-> name another file as --output, or remove it first\n"
+        f"bigtrain report: {config}: exists and is not a bigtrain report, so it is not overwritten "
+        "-> choose another file as --output, or remove it first\n"
     )
     assert config.read_bytes() == before
 
@@ -86,7 +86,7 @@ def test_an_output_in_no_directory(
     text = fails(capsys, "--run", run_directory, "--output", output)
     assert f"{output}: cannot be written: " in text
     assert "No such file or directory" in text
-    assert "-> name another file as --output" in text
+    assert "-> choose another file as --output" in text
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -104,7 +104,7 @@ def test_no_such_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_same_run_twice(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = fails(capsys, "--run", run_directory, "--compare", f"{run_directory}/../run")
-    assert "the same run is named twice -> leave one of them out" in text
+    assert "the same run is named twice -> remove one of them" in text
 
 
 def test_a_live_page_is_written_nowhere(

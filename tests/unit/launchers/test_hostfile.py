@@ -51,7 +51,7 @@ def test_examples_are_read_as_deepspeed_reads_them(name: str) -> None:
 def test_unequal_hosts_are_pointed_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, rule = describe_unequal(read_hostfile(EXAMPLES / "unequal_nodes"))
     assert first == "node-3 has slots=4, most hosts 8"
-    assert rule.startswith("such hosts train, if that is meant")
+    assert rule.startswith("unequal hosts are allowed")
     assert describe_unequal(read_hostfile(EXAMPLES / "two_nodes")) == []
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost slots=2\n127.0.0.1 slots=2\n127.0.0.2 slots=1\n")
@@ -66,14 +66,14 @@ def test_unequal_hosts_are_pointed_out(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a slots=2\r\nb slots=2\r\n", "line 1: ends as on Windows (CR LF)"),
+        ("a slots=2\r\nb slots=2\r\n", "line 1: has a Windows line ending (CR LF)"),
         (
             "a slots=2\nb slots=2\na slots=2\n",
-            "line 3: a stands in line 1 already -> keep one line",
+            "line 3: a is already listed in line 1 -> keep one line",
         ),
         (
             "a slots=2\na slots=3\n",
-            "line 2: a stands in line 1 already -> keep one line, with slots=2 or slots=3",
+            "line 2: a is already listed in line 1 -> keep one line, with slots=2 or slots=3",
         ),
         (
             "127.0.0.1 slots 1\n",
@@ -83,16 +83,16 @@ def test_unequal_hosts_are_pointed_out(tmp_path: Path, capsys: pytest.CaptureFix
         ("a slots=x\n", "line 1: 'a slots=x': is not NAME slots=NUMBER -> write a slots=N, its"),
         (
             "node 6 slots=8\n",
-            "line 1: 'node 6 slots=8': a name of a host has no spaces -> write the name that ssh "
-            "knows, node-6 slots=8 perhaps",
+            "line 1: 'node 6 slots=8': a host name has no spaces -> write the name that ssh "
+            "uses, node-6 slots=8 perhaps",
         ),
         ("a slots=2\n slots=2\n", "line 2: 'slots=2': no host before slots"),
         ("a slots=2\nb\n", "line 2: b: no slots -> write the number of its processes: b slots=8"),
         ("a slots=2\nb slots=two\n", "line 2: 'b slots=two': is not NAME slots=NUMBER"),
         ("a slots=2\nb 2\n", "line 2: 'b 2': is not NAME slots=NUMBER -> write b slots=2"),
         ("a slots=2\nb slots=0\n", "line 2: b slots=0: a host has at least one slot"),
-        ("a slots=2\nb: slots=1\n", "line 2: 'b:': is no name of a host, of letters, digits, dots"),
-        ("# nothing\n\n", "no line names a host"),
+        ("a slots=2\nb: slots=1\n", "line 2: 'b:': is not a host name of letters, digits, dots"),
+        ("# nothing\n\n", "the file has no hosts"),
     ],
 )
 def test_wrong_line_is_named(text: str, said: str) -> None:
@@ -113,11 +113,11 @@ def test_everything_wrong_is_named_at_once(
     for part in (
         "line 1: localhost: no slots",
         "line 2: '127.0.0.1 slots=x': is not NAME slots=NUMBER",
-        "line 4: ends as on Windows",
-        "line 5: '127.0.0.4:': is no name of a host, of letters, digits, dots and hyphens -> "
+        "line 4: has a Windows line ending",
+        "line 5: '127.0.0.4:': is not a host name of letters, digits, dots and hyphens -> "
         "write 127.0.0.4 slots=4",
         "line 6: no.such.host.invalid: neither this machine nor ssh's settings",
-        "line 7: 127.0.0.2 stands in line 3 already",
+        "line 7: 127.0.0.2 is already listed in line 3",
         "127.0.0.3 has slots=1, most hosts 4",
     ):
         assert part in said
@@ -160,7 +160,7 @@ def test_hosts_of_a_slurm_job() -> None:
     assert found["gpus"] == "gpu1 slots=8\ngpu2 slots=8\n"
     assert found["on node"] == "gpu1 slots=4\ngpu2 slots=4\n"
     assert [host.slots for host in hosts_of_slurm(job, slots=3)] == [3, 3]
-    with pytest.raises(LaunchError, match="this is no Slurm job"):
+    with pytest.raises(LaunchError, match="this is not a Slurm job"):
         hosts_of_slurm({})
     unequal = hosts_of_slurm({**job, "SLURM_TASKS_PER_NODE": "2,1"})
     assert describe_unequal(unequal)[0] == "gpu2 has slots=1, most hosts 2"
@@ -213,7 +213,7 @@ def test_environment_of_the_hosts(tmp_path: Path) -> None:
     assert select_environment(here, ["SITE"]).variables == {**forwarded, "SITE": "here"}
     with pytest.raises(LaunchError, match="MISSING is not set here"):
         select_environment(here, ["MISSING"])
-    with pytest.raises(LaunchError, match="HF_HOME: cannot stand in"):
+    with pytest.raises(LaunchError, match="HF_HOME: cannot be written to"):
         select_environment({"HF_HOME": "a\nb"})
 
 
@@ -233,7 +233,7 @@ def test_a_secret_is_never_taken_along(name: str, value: str, instead: str) -> N
     runner.add_export(name, value)
     command, _, _ = runner.get_cmd({}, {"n1": [0], "n2": [0]})
     assert "geheim" in " ".join(command)
-    with pytest.raises(LaunchError, match=f"{name}: holds a secret") as raised:
+    with pytest.raises(LaunchError, match=f"{name}: is a secret") as raised:
         select_environment({name: value}, [name])
     assert str(raised.value).count(" -> ") == 1
     assert instead in str(raised.value)
@@ -255,14 +255,14 @@ def test_bad_environment_file_is_reported(tmp_path: Path) -> None:
     path.write_text("# mine\nHF_HOME=/data\n\nHF_TOKEN=hf_geheim\n")
     path.chmod(0o644)
     comment, blank, readable = inspect_environment_file(path)
-    assert "line 1: is no NAME=VALUE" in comment
+    assert "line 1: is not NAME=VALUE" in comment
     assert "line 3: is blank" in blank
     assert "mode 644 lets others read HF_TOKEN" in readable
     assert "hf_geheim" not in readable
     path.write_text(render_environment({"HF_TOKEN": "x", "https_proxy": "http://a:geheim@b"}))
     path.chmod(0o600)
     [exposed] = inspect_environment_file(path)
-    assert "holds HF_TOKEN, https_proxy, which DeepSpeed puts into its log and into" in exposed
+    assert "contains HF_TOKEN, https_proxy, which DeepSpeed writes into its log and into" in exposed
     assert "geheim" not in exposed
 
 
@@ -285,13 +285,13 @@ def test_environment_command(
     assert "geheim" not in (tmp_path / ".deepspeed_env").read_text() + said
     (tmp_path / ".deepspeed_env").unlink()
     assert bigtrain(["hostfile", "--environment", "--include", "SITE", "HF_TOKEN"]) == 2
-    assert "HF_TOKEN: holds a secret" in capsys.readouterr().err
+    assert "HF_TOKEN: is a secret" in capsys.readouterr().err
     assert not (tmp_path / ".deepspeed_env").exists()
     # As accelerate's launchers leave it.
     (tmp_path / ".deepspeed_env").write_text("HF_TOKEN=hf_geheim\n")
     assert bigtrain(["hostfile", "--environment", "--include", "SITE"]) == 2
     warned = capsys.readouterr().err
-    assert "lets others read HF_TOKEN, which DeepSpeed puts into its log" in warned
+    assert "lets others read HF_TOKEN, which DeepSpeed writes into its log" in warned
     assert "exists and differs" in warned
     assert "geheim" not in warned
     (tmp_path / ".deepspeed_env").unlink()

@@ -119,7 +119,7 @@ def test_the_points_are_the_figures(browser: Browser, pages: dict[str, str]) -> 
     outer = drawn(browser, "site-distance")
     assert outer["x"] == list(range(25, 601, 25))
     assert outer["distance"] == pytest.approx([3 * change for change in outer["change"]])
-    assert drawn(browser, "sites")["Sites that took part"][7:12] == [2, 2, 2, 2, 3]
+    assert drawn(browser, "sites")["Participating sites"][7:12] == [2, 2, 2, 2, 3]
     busiest = drawn(browser, "experts")
     assert {"busiest layer", "mean of layers", "model.layers.0.mlp.experts"} < set(busiest)
     assert max(drawn(browser, "mfu")["Model FLOPs utilization"]) > 35, "not in percent"

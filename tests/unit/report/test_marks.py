@@ -52,10 +52,10 @@ def test_events_of_sites(tmp_path: Path) -> None:
         lines.append({"step": step, **event, **more})
     found = marks(make_run(tmp_path / "run", lines))
     assert {kind: one.rows for kind, one in found.items()} == {
-        "site alone": [(10, "site 0: http://hub:29700 did not answer in time; outer step 3")],
-        "site left out": [(10, "site 1: late; outer step 3")],
-        "site is back": [(20, "site 1: joined; outer step 3")],
-        "message refused": [(20, "10.0.0.9: forged, 1,200 times; outer step 3")],
+        "site detached": [(10, "site 0: http://hub:29700 did not answer in time; outer step 3")],
+        "site excluded": [(10, "site 1: late; outer step 3")],
+        "site rejoined": [(20, "site 1: joined; outer step 3")],
+        "message rejected": [(20, "10.0.0.9: forged, 1,200 times; outer step 3")],
     }
 
 

@@ -107,16 +107,16 @@ def test_a_last_line_that_lacks_its_end_alone_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ('{"step": 2, "loss"', "line 2 is no JSON"),
-        ("[1]", "line 2 is no JSON object"),
+        ('{"step": 2, "loss"', "line 2 is not JSON"),
+        ("[1]", "line 2 is not a JSON object"),
         ('{"loss": 2.0}', "line 2 has no step"),
         ('{"step": "2", "loss": 2.0}', "line 2 has no step"),
         ('{"step": 1e400, "loss": 2.0}', "line 2 has no step"),
         ('{"step": 99999999999999999999, "loss": 2.0}', "line 2 has no step"),
         ('{"step": 1, "loss": 2.0}', "line 2 is of step 1, which is not later than before"),
-        ('{"step": 2}, {"step": 3}', "line 2 is no JSON"),
-        ("\0\0\0\0", "line 2 is no JSON"),
-        ("[" * 5000, "line 2 is no JSON"),
+        ('{"step": 2}, {"step": 3}', "line 2 is not JSON"),
+        ("\0\0\0\0", "line 2 is not JSON"),
+        ("[" * 5000, "line 2 is not JSON"),
     ],
 )
 def test_an_unreadable_line_is_counted_and_named(tmp_path: Path, line: str, reason: str) -> None:
@@ -133,7 +133,7 @@ def test_two_lines_that_are_one_value_together_are_unreadable(tmp_path: Path) ->
     write_lines(path, [step_line(1), '{"step": 2, "loss": [1', "2]}", step_line(3)])
     found = read(path)
     assert steps_of(found) == [1, 3]
-    assert found.unreadable.first == ["line 2 is no JSON", "line 3 is no JSON"]
+    assert found.unreadable.first == ["line 2 is not JSON", "line 3 is not JSON"]
 
 
 def test_of_many_unreadable_lines_the_first_are_named(tmp_path: Path) -> None:

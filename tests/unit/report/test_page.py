@@ -126,12 +126,12 @@ def test_every_chart_is_in_the_page(tmp_path: Path) -> None:
 def test_what_is_absent_is_said_in_sentences(tmp_path: Path) -> None:
     words = Elements(page(make_run(tmp_path / "run", [step_line(1)], environment=None))).words
     for sentence in (
-        "There is no environment.json.",
+        "environment.json is missing.",
         "This run has no prediction.json, and measured neither the parts of a step nor the memory "
         "of each phase.",
-        "environment.json does not say which ranks there were.",
+        "environment.json does not record the ranks.",
         "No restart, rollback, hang, skipped step or straggler.",
-        "Not drawn, because the run has no figures of it: held-out loss, "
+        "Not drawn, because the run has no values: held-out loss, "
         "model FLOPs utilization, step breakdown.",
     ):
         assert sentence in words, sentence
@@ -191,7 +191,7 @@ def test_outer_steps_are_drawn_and_who_took_part_is_told(tmp_path: Path) -> None
         "3 sites in 3 outer steps",
         "outer step 3 with sites 0, 2",
         "line 7 is an outer step before step 3",
-        "other sites took part in an outer step than in the one before",
+        "the participating sites differ from those of the previous outer step",
     ):
         assert sentence in words, sentence
     [changed] = data["runs"][0]["marks"]
@@ -238,7 +238,7 @@ def test_unreadable_lines_and_gaps_are_named(tmp_path: Path) -> None:
     lines: list[Any] = [step_line(1), "broken <b>", step_line(2, lr=None), step_line(2)]
     words = Elements(page(make_run(tmp_path / "run", lines))).words
     assert (
-        "metrics.jsonl: 2 lines were skipped: line 2 is no JSON; line 4 is of step 2, which is "
+        "metrics.jsonl: 2 lines were skipped: line 2 is not JSON; line 4 is of step 2, which is "
         "not later than before." in words
     )
     assert "lr is null in 1 of 2 logged steps, drawn as gaps." in words
@@ -324,12 +324,14 @@ def test_what_differs_between_runs_is_listed(tmp_path: Path) -> None:
         for name, value in (("one", 1), ("two", 2))
     ]
     html = page(*runs)
-    part = html[html.index("What differs") : html.index("<details>", html.index("What differs"))]
+    part = html[
+        html.index("<h3>Differences</h3>") : html.index("<details>", html.index("<h3>Differences"))
+    ]
     assert re.findall(r'<th scope="row">(.*?)</th><td>(\w+)</td><td>(\w+)</td>', part) == [
         ("a.<wbr>b", "1", "2")
     ]
     one = page(runs[0])
-    assert "What differs" not in one
+    assert "<h3>Differences</h3>" not in one
 
 
 def test_several_runs_are_columns(tmp_path: Path) -> None:
@@ -391,7 +393,7 @@ def test_waiting_for_other_ranks_is_a_part_of_the_rest(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [line])
     words = Elements(page(run)).words
     assert "measured, mean, 0.4 s" in words
-    assert "In 0.25 s of what was measured the main rank waited for other ranks." in words
+    assert "In 0.25 s of the measured time the main rank waited for other ranks." in words
     [chart] = [one for one in data_of(page(run))["charts"] if one["name"] == "breakdown"]
     names = ("data", "engine", "communication")
     assert chart["series"] == [[f"breakdown/{name}_seconds" for name in names]]

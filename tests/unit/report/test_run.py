@@ -46,14 +46,14 @@ def test_a_file(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_figures(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"has no metrics\.jsonl, so it is no run, or none that"):
+    with pytest.raises(DataError, match=r"has no metrics\.jsonl, so it is not a run, or has"):
         open_runs([tmp_path])
 
 
 def test_the_same_run_twice(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [step_line(1)])
     (tmp_path / "link").symlink_to(run)
-    with pytest.raises(DataError, match="the same run is named twice -> leave one of them out"):
+    with pytest.raises(DataError, match="the same run is named twice -> remove one of them"):
         open_runs([run, run])
     with pytest.raises(DataError) as error:
         open_runs([run, tmp_path / "link"])
@@ -126,9 +126,9 @@ def test_corrupt_files_are_notes(tmp_path: Path, content: bytes) -> None:
 
 def test_absent_files_are_notes_but_for_the_prediction(tmp_path: Path) -> None:
     assert read_run_files(tmp_path).notes == [
-        "There is no config.json.",
-        "There is no deepspeed.json.",
-        "There is no environment.json.",
+        "config.json is missing.",
+        "deepspeed.json is missing.",
+        "environment.json is missing.",
     ]
 
 

@@ -77,7 +77,7 @@ def test_a_replica_of_thousands_is_words() -> None:
     ],
 )
 def test_what_is_no_topology_is_said(value: Any) -> None:
-    assert "does not say which ranks there were" in topology_html(value)
+    assert "does not record the ranks" in topology_html(value)
 
 
 @pytest.mark.parametrize(

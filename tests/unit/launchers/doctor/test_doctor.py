@@ -115,8 +115,8 @@ def test_interfaces() -> None:
     assert not checked().failed
     assert not checked(interface_variables={"NCCL_SOCKET_IFNAME": "ib"}).failed
     failed(checked(interface_variables={"GLOO_SOCKET_IFNAME": "eth7"}), "eth7", "eth0, ib0")
-    failed(checked(own_address="127.0.1.1"), "its own name is 127.0.1.1")
-    failed(checked(own_address=None), "has no address")
+    failed(checked(own_address="127.0.1.1"), "its host name resolves to 127.0.1.1")
+    failed(checked(own_address=None), "does not resolve")
     assert not checked(own_address="127.0.1.1", alone=True).failed
     named = {"GLOO_SOCKET_IFNAME": "eth0"}
     assert not checked(own_address="127.0.1.1", interface_variables=named).failed
@@ -149,7 +149,7 @@ def test_table_shows_every_failure_with_its_remedy() -> None:
         hosts,
         [
             Finding("node-1", "reachable", "yes"),
-            Finding("node-2", "reachable", "exit code 255: no route", "take it out"),
+            Finding("node-2", "reachable", "exit code 255: no route", "remove it"),
             Finding("node-1", "disk", "90.0 GiB"),
         ],
     )
@@ -158,7 +158,7 @@ def test_table_shows_every_failure_with_its_remedy() -> None:
         "node-1  yes        90.0 GiB",
         "node-2  FAIL       -",
         "node-2: reachable: exit code 255: no route",
-        "  -> take it out",
+        "  -> remove it",
     ]
 
 

@@ -81,7 +81,7 @@ def test_the_doctor_tells_who_is_gone_as_it_finds_out(
     assert bigtrain(words) == 2
     said = capsys.readouterr()
     assert said.err.count("exit code 255: No route to host") == 200
-    assert "128 of 201 hosts were asked" in said.err
+    assert "128 of 201 hosts probed" in said.err
     rows = [line for line in said.out.splitlines() if line.startswith("gone") and "FAIL" in line]
     assert len(rows) == 200
 

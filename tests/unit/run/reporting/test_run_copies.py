@@ -73,8 +73,8 @@ def test_the_newest_is_copied_and_nothing_waits(
     ("error", "words"),
     [
         (
-            StorageError("s3://b/x cannot be written after 8 tries: 503"),
-            "after 8 tries: 503; the run",
+            StorageError("s3://b/x cannot be written after 8 attempts: 503"),
+            "after 8 attempts: 503; the run",
         ),
         (FileNotFoundError("gone"), "it was removed meanwhile"),
         (ZeroDivisionError("odd"), "ZeroDivisionError: odd"),

@@ -134,7 +134,7 @@ def test_new_keys_in_the_file_are_found(aws: Path) -> None:
         ("[profile a]\nregion = x\n[services s]\n", "b", r"'b': neither .*one of these: a$"),
         ("[profile a]\nrole_arn = r\n", "a", "has role_arn, .*export-credentials --profile a "),
         ("[profile a]\nsso_session = s\n", "a", "has sso_session, .*export-credentials"),
-        ("[profile a]\naws_access_key_id = k\n", "a", "no aws_secret_access_key beside it"),
+        ("[profile a]\naws_access_key_id = k\n", "a", "no aws_secret_access_key next to it"),
         (f"{SECRET}\n", "a", r"config cannot be read: MissingSectionHeaderError$"),
         ("[profile a]\ncredential_process = /no/such\n", "a", "cannot be started"),
     ],

@@ -161,7 +161,7 @@ def test_the_command_fetches_the_newest_complete_checkpoint(
 def test_nothing_is_written_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"../evil": RemoteStat(1, "1")}
     monkeypatch.setattr(copies, "list_tree", lambda address, wanted: found)
-    with pytest.raises(StorageError, match="which is no file name"):
+    with pytest.raises(StorageError, match="which is not a file name"):
         fetch_tree("memory://x", tmp_path / "back")
     assert not (tmp_path / "evil").exists()
 

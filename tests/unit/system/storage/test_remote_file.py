@@ -82,7 +82,7 @@ def test_a_broken_line_is_resumed_at_its_byte(
         begins = [int(asked[6:].partition("-")[0]) for _, asked in site.requests[2:]]
         assert len(begins) == 2
         assert 800_000 < begins[0] < begins[1] < 1_800_000
-        assert "resumed there" in caplog.text
+        assert "resuming there" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["http", "s3"])
@@ -185,7 +185,7 @@ def test_a_server_that_is_gone_is_given_up(
         address, _ = address_of("http", tmp_path, first, monkeypatch)
         known = store_of(address).stat(address)
     with RemoteFile(f"{address}?token=abc", known) as file:
-        with pytest.raises(StorageError, match="beyond byte 0 after 3 tries") as error:
+        with pytest.raises(StorageError, match="beyond byte 0 after 3 attempts") as error:
             file.read(1)
     assert "abc" not in str(error.value)
 

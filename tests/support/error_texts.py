@@ -1,4 +1,4 @@
-"""The page docs/reference/errors.md: texts of all errors, read from the code. No torch."""
+"""Texts of all errors, read from the code."""
 
 from __future__ import annotations
 
@@ -9,38 +9,21 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from bigtrain import errors
+from tools.markdown import markdown_cell
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def error_texts() -> tuple[str, str]:
-    """Its title, and all that stands below the line on how it is written."""
-    parts = [
-        "Search this page for the words of an error that do not depend on your run; `…` stands for "
-        "what does, and what may stand there has rows of its own. A configuration error has the "
-        "form `KEY = VALUE: RULE -> REMEDY`. [Troubleshooting](../troubleshooting.md) goes by "
-        "symptom, and [What cannot run](../compatibility.md) has the reasons for which "
-        "combinations are refused.\n",
-    ]
-    trees = {
-        path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8"))
+def error_texts() -> str:
+    """Return the texts of all errors in `bigtrain/`, one per line, escaped as in a Markdown table,
+    with … for what depends on a run."""
+    trees = [
+        ast.parse(path.read_text(encoding="utf-8"))
         for path in sorted((ROOT / "bigtrain").rglob("*.py"))
-    }
-    returned = _returned(trees.values())
-    by_folder: dict[str, list[tuple[str, str, str]]] = {}
-    for place, tree in trees.items():
-        for kind, text in _texts_of(tree, returned):
-            by_folder.setdefault(str(place.parent), []).append((text, kind, place.name))
-    for folder, found in sorted(by_folder.items()):
-        parts.append(f"## {folder}\n")
-        parts.append("| text | error | file |\n|---|---|---|")
-        unique = sorted(set(found), key=lambda row: (row[2], not row[1], row[0]))
-        rows = [
-            f"| {markdown_cell(text)} | {f'`{kind}`' if kind else 'part of one'} | `{file}` |"
-            for text, kind, file in unique
-        ]
-        parts.append("\n".join(rows) + "\n")
-    return "# Error texts\n\n", "\n" + "\n".join(parts)
+    ]
+    returned = _returned(trees)
+    texts = {text for tree in trees for _, text in _texts_of(tree, returned)}
+    return "\n".join(sorted(map(markdown_cell, texts)))
 
 
 Strings = dict[str, list[ast.expr]]
@@ -174,17 +157,3 @@ def _text(node: ast.expr) -> str:
 
 def _says(text: str) -> bool:
     return len(re.findall(r"\w{3,}", text)) >= 2
-
-
-def markdown_cell(text: str) -> str:
-    """`text` in a cell of a table: one line, and nothing of it is taken for Markdown or HTML."""
-    line = " ".join(text.split()).replace("``", "`")
-    for sign, written in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("*", "\\*")):
-        line = line.replace(sign, written)
-    return re.sub(r"([\[\]])", r"\\\1", line)
-
-
-def sentence(text: str | None) -> str:
-    """The first paragraph of `text` as one line that ends with a full stop."""
-    words = " ".join((text or "").split("\n\n")[0].split())
-    return f"{words}{'' if words.endswith('.') else '.'}\n"
