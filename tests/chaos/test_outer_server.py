@@ -214,8 +214,13 @@ class DirectSite(threading.Thread):
         while True:
             plan = self.plan(fragment)
             self.shared[plan.attempt, self.index] = local
-            self.ask("put", b"here", generation=plan.generation, key=f"{plan.attempt}/{self.index}")
-            self.ask("vote", attempt=plan.attempt, is_done=True)
+            is_done = True
+            try:
+                key = f"{plan.attempt}/{self.index}"
+                self.ask("put", b"here", generation=plan.generation, key=key)
+            except RefusedByServerError:  # it was killed meanwhile: there is no handshake
+                is_done = False
+            self.ask("vote", attempt=plan.attempt, is_done=is_done)
             reply = {"is_decided": False}
             while not reply["is_decided"]:
                 reply = self.ask("verdict", attempt=plan.attempt, seconds=10.0)
