@@ -44,7 +44,7 @@ class ServerSite:
 
     def ask(self, action: str, payload: bytes = b"", **header: Any) -> tuple[Any, memoryview]:
         header |= {"site": self.index}
-        return self.client.ask(action, header, payload, deadline=time.monotonic() + 300)
+        return self.client.ask(action, header, payload, deadline=time.monotonic() + 90)
 
     def join(self) -> None:
         request = {
@@ -188,7 +188,7 @@ class DirectSite(threading.Thread):
 
     def ask(self, action: str, payload: bytes = b"", **header: Any) -> Any:
         header |= {"site": self.index, "run": f"{self.index:x}"}
-        return self.client.ask(action, header, payload, deadline=time.monotonic() + 300)[0]
+        return self.client.ask(action, header, payload, deadline=time.monotonic() + 90)[0]
 
     def run(self) -> None:
         try:

@@ -79,6 +79,9 @@ class DirectOrders(RuleBasedStateMachine):
         self.plans: dict[str, tuple[RoundPlan, dict[int, dict[str, Any]]]] = {}
         self.votes: dict[str, dict[int, bool]] = {}
         self.verdicts: dict[str, bool] = {}
+        for index in range(3):
+            self.join(index, True)
+        self.make_round([1, 1, 1])
 
     def teardown(self) -> None:
         self.server.state.members.store.close()
@@ -140,7 +143,7 @@ class DirectOrders(RuleBasedStateMachine):
         self.hear_verdicts()
         for plan in plans:
             if plan is not None and plan.attempt not in before and not plan.digests:
-                assert self.verdicts[plan.attempt] or set(plan.members) - self.alive
+                assert self.verdicts.get(plan.attempt) or set(plan.members) - self.alive
 
     @rule(seconds=st.sampled_from([2, 20, WINDOW]), stopped=st.sets(SITES, max_size=2))
     def pass_time(self, seconds: float, stopped: set[int]) -> None:
