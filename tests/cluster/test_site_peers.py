@@ -102,10 +102,13 @@ class Lab:
 
     def wait_until_alone(self, *sites: int) -> None:
         """Until these have gone on without an outer step that they could not make."""
-        before = {site: self.text(site).count("trains alone") for site in sites}
+        words = "trains on its own"
+        before = {site: self.text(site).count(words) for site in sites}
 
         def alone() -> bool:
-            return all(self.text(n).count("trains alone") > count for n, count in before.items())
+            return all(
+                self.text(n).count("trains on its own") > count for n, count in before.items()
+            )
 
         wait_until(f"sites {sites} train alone", alone, 300)
 
@@ -151,7 +154,7 @@ def test_sites_go_on_without_those_that_are_lost(
     for site in range(3):
         lab.train(site, LONG, *settings)
     lab.wait_for_steps([0, 1, 2])
-    # A link is cut, and mended: the others go on, and the one behind it trains alone.
+    # A link is cut, and mended: the others go on, and the one behind it trains on its own.
     net.link("s2", "down")
     lab.wait_for_steps([0, 1])
     lab.wait_until_alone(2)
