@@ -3,8 +3,8 @@
 python benchmarks/sites_link.py [--rate 100mbit] [--inner-steps 10] [--codecs float32 int8]
 Two hosts in network namespaces on one machine (root, iproute2), one rank each, whose links tc slows
 down. The quickstart's model and text (`make quickstart` makes it) under ZeRO 1 as one world of both
-ranks, then as two sites that exchange directly, then with an overlap of exchange and steps; all with the
-same global batch. Seconds of steps and of outer steps are those of the runs' metrics,
+ranks, then as two sites that exchange directly, then with an overlap of exchange and steps; all
+with the same global batch. Seconds of steps and of outer steps are those of the runs' metrics,
 bytes those that the link of the first host has carried, with all headers.
 """
 
