@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=WINDOW_SECONDS,
         metavar="S",
-        help="how long the first site at an outer step waits for the others, which are left out "
+        help="how long the first site at an outer step waits for the others, which are skipped "
         f"then; less than their sites.timeout_seconds (default: {WINDOW_SECONDS:g})",
     )
     parser.add_argument(
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port: a whole number from 1 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: an integer from 1 to 65535")
     return int(text)
 
 

@@ -1,4 +1,4 @@
-"""HTTP client of an outer server: signs requests, and tries again until a deadline."""
+"""HTTP client of an outer server: signs requests, and retries until a deadline."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class ServerClient:
     def ask(
         self, action: str, header: Mapping[str, Any], payload: bytes = b"", *, deadline: float
     ) -> tuple[Header, memoryview]:
-        """Return header and payload of the reply to `action`. Tries again until `deadline` (of
+        """Return header and payload of the reply to `action`. Retries until `deadline` (of
         `time.monotonic`) if nobody answers, or a message was corrupted on the way.
 
         Raises UnreachableError, RefusedByServerError.

@@ -48,7 +48,7 @@ MOST_SITES, MOST_STEP, MOST_TOKENS = 1 << 16, 10**9, 10**15
 """Limits: sites of one run; optimizer or outer steps; tokens of one contribution."""
 OK, CORRUPT, FORGED, REFUSED, TOO_LARGE, OTHER_START = 200, 400, 401, 409, 413, 412
 LATER = 503
-"""HTTP statuses of replies; after `LATER`, as after `CORRUPT`, a site tries again."""
+"""HTTP statuses of replies; after `LATER` and `CORRUPT` a site retries."""
 HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT = 2.0, 15.0
 """Seconds between two heartbeats of a site, and from the last one until the site counts as lost."""
 LONGEST_POLL_SECONDS = 20.0
@@ -157,7 +157,7 @@ def one_line(text: str) -> str:
 
 
 def escaping(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Return `say` for texts that contain what others have sent: each is one line (`one_line`). A
+    """Return `say` for texts that include what others have sent: each is one line (`one_line`). A
     log that cannot be written, as on a full disk, stops nothing."""
 
     def say_one_line(text: str) -> None:
@@ -385,7 +385,7 @@ class RoundPlan:
     global weights of `donor`. fragment: None where weights are only taken. number, tokens_seen:
     after the round; step: of the sites that give the mean. layouts: digests by site. plain:
     parameters that every site sends in float32. digests: of the global weights by site, if sites of
-    a new run differ in them: then there is no round, and every site ends.
+    a new run differ in them: every site ends then.
     """
 
     attempt: str

@@ -1,5 +1,5 @@
-"""The HTTP side of an outer server: only what is signed reaches the state, and whoever does not
-know the token is answered before any body is read. On Starlette and uvicorn."""
+"""The HTTP side of an outer server: only signed requests reach the state, and strangers to
+the token are answered before any body is read. On Starlette and uvicorn."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class OuterServer:
                 return OK, self._greeted(marks.nonce), b""
             reply, content = self._state.act(action, header, payload, body)
         except OSError as error:
-            self._say(f"{host}: {action} could not be done, and is asked for again: {error}")
+            self._say(f"{host}: {action} could not be done yet, and the site asks again: {error}")
             return LATER, {"error": str(error)}, b""
         except Exception as error:  # of a site that has the token, whatever it is
             text = str(error) if isinstance(error, RefusedError) else repr(error)

@@ -146,8 +146,8 @@ class ServerExchange:
                 self._store.forget([site])
                 self._members.note(LEFT_OUT, f"site {site}", "late")
                 self._members.log(
-                    f"site {site} was late for outer step {delivery.base + 1}: left out, it takes "
-                    f"the weights of {self._weights.number}"
+                    f"site {site} was late for outer step {delivery.base + 1}: its change is "
+                    f"discarded, it takes the weights of {self._weights.number}"
                 )
                 return {**self._members.summary(heard), "late": True}
             try:
@@ -233,7 +233,7 @@ class ServerExchange:
         if absent:
             members.log(
                 f"{named(absent)} missed outer step {number} by more than "
-                f"{members.rules.window_seconds:g} s: left out until they are back"
+                f"{members.rules.window_seconds:g} s: not waited for until they are back"
             )
         members.log(f"outer step {number} with {named(delivered)}")
 
@@ -280,12 +280,12 @@ class ServerExchange:
         self._unusable.add(site)
         self._members.note(LEFT_OUT, f"site {site}", "its delivery makes the outer step fail")
         self._members.log(
-            f"site {site} is left out of outer step {self._weights.number + 1}, which cannot be "
+            f"site {site} is excluded from outer step {self._weights.number + 1}, which cannot be "
             f"made with its delivery ({error!r}): set aside in {place}"
         )
 
     def _refused_unusable(self, site: int, error: UnusableError) -> RefusedError:
-        """Leave a site out of the next outer step; return what it is told."""
+        """Exclude a site from the next outer step; return the refusal."""
         with self._members.changed:
             if site not in self._store.deliveries():  # what was confirmed before stays
                 with self._store.transaction():
@@ -294,11 +294,10 @@ class ServerExchange:
                     self._store.write_site(row)
                 self._unusable.add(site)
             self._members.note(LEFT_OUT, f"site {site}", UNUSABLE)
-            self._members.log(
-                f"site {site} is left out of outer step {self._weights.number + 1}: it sent {error}"
-            )
+            number = self._weights.number + 1
+            self._members.log(f"site {site} is excluded from outer step {number}: it sent {error}")
             self._members.attempt(self.tick)
-        return RefusedError(f"site {site} sent {error}: it is left out")
+        return RefusedError(f"site {site} sent {error}: it is excluded")
 
     def _was_used(self, site: int, delivery: Delivery) -> bool:
         """Return whether an outer step was made with an attempt."""

@@ -315,7 +315,7 @@ class DirectExchange:
             self._members.log(f"outer step {plan.number} with {named(plan.sites)}")
 
     def _abort(self, current: _OpenRound, silent: set[int]) -> None:
-        """End the open round without effect; leave out sites for which it failed."""
+        """End the open round without effect; exclude sites for which it failed."""
         plan = current.plan
         self._open, self._aborted = None, plan
         self._end_generation()  # whose groups are broken
@@ -327,7 +327,7 @@ class DirectExchange:
         failed = [site for site, is_done in current.votes.items() if not is_done]
         self._num_undecided = 0 if silent or current.blamed else self._num_undecided + 1
         if self._num_undecided > 1 and len(plan.members) > 1:
-            # All are here, and some cannot reach each other: one is left out, each time longer.
+            # All are here, and some cannot reach each other: one is excluded, each time longer.
             site, self._num_undecided = max(failed), 0
             times = self._skipped.get(site, (0, 0))[1] + 1
             self._skipped[site] = plan.number - 1 + min(2**times, _MOST_SKIPPED), times
@@ -343,10 +343,10 @@ class DirectExchange:
             self._store.write_site(replace(self._members.row(site), refused=text, is_active=False))
             self._waiting.pop(site, None)
             self._members.note(LEFT_OUT, f"site {site}", UNUSABLE)
-            self._members.log(f"site {site} is left out: it {UNUSABLE}")
+            self._members.log(f"site {site} is excluded: it {UNUSABLE}")
 
     def _events_of(self, plan: RoundPlan, told: Counter[EventKey]) -> list[OuterEvent]:
-        """Return what happened to the sites since the last round, beside what they were `told`."""
+        """Return what happened to the sites since the last round, and the events `told`."""
         number = plan.number
         events = events_of(told, number)
         named_, last = {event.who for event in events}, self._store.record()

@@ -43,7 +43,7 @@ class Rules:
 class Members:
     """Sites of a run, its rounds and events. What methods return is on disk.
 
-    log: shows a line to whoever runs the server. clock: seconds that ascend. changed: the lock of
+    log: writes a line to the server's log. clock: seconds that ascend. changed: the lock of
     everything, notified of each change.
     """
 
@@ -242,7 +242,7 @@ class Members:
                 self.note(*key)
 
     def attempt(self, work: Callable[[], None]) -> None:
-        """Call `work`; log a failure once, since it is tried again."""
+        """Call `work`; log a failure once, since the next `tick` repeats it."""
         try:
             work()
         except Exception as error:
@@ -252,7 +252,7 @@ class Members:
         """Log a failure that may come at each try once."""
         if text != self._failure:
             self._failure = text
-            self.log(f"{text}; it is tried again")
+            self.log(f"{text}; it is repeated until it succeeds")
 
 
 def refuse_index(site: int, count: int) -> None:

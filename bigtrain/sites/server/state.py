@@ -10,7 +10,7 @@ from bigtrain.sites.metrics import LEFT_OUT, RETURNED
 from bigtrain.sites.protocol import HEARTBEAT_SECONDS, Header, RefusedError
 from bigtrain.sites.server.deliveries import ServerExchange
 from bigtrain.sites.server.direct import DirectExchange
-from bigtrain.sites.server.members import UNUSABLE, Members, Rules, described, refuse_index
+from bigtrain.sites.server.members import Members, Rules, described, refuse_index
 from bigtrain.sites.server.store import Store
 
 
@@ -18,7 +18,7 @@ class OuterServerState:
     """The state behind the requests. Methods may be called from several threads; what they return
     is on disk.
 
-    log: shows a line to whoever runs the server. clock: seconds that ascend.
+    log: writes a line to the server's log. clock: seconds that ascend.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class OuterServerState:
             members.store.write_site(row)
             members.log(f"site {site} left" + (f": {reason}" if reason else ""))
             if reason:
-                members.note(LEFT_OUT, f"site {site}", UNUSABLE)
+                members.note(LEFT_OUT, f"site {site}", reason)
             assert self.exchange is not None
             self.exchange.left(site, reason)
             self.tick()
 
     def tick(self) -> None:
-        """Do what is due by now. A failure leaves the state as it was, is logged once, and is tried
-        again at the next call."""
+        """Do what is due by now. A failure leaves the state as it was and is logged once; the next
+        call repeats the work."""
         members = self.members
         with members.changed:
             members.attempt(members.note_now)

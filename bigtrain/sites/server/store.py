@@ -258,7 +258,7 @@ class Store:
                 self._write("DELETE FROM deliveries WHERE site = ?", site)
 
     def set_aside(self, site: int) -> Path:
-        """Move what a site has sent out of the next step, for whoever looks for the cause; return
+        """Move what a site has sent out of the next step, to look for the cause; return
         where. What was set aside of the site before is removed."""
         place = self.directory / "set_aside" / str(site)
         place.mkdir(parents=True, exist_ok=True)
@@ -359,7 +359,7 @@ class Store:
         )
 
     def _remove_orphans(self) -> None:
-        """Remove files that no row names, of writes that were cut off."""
+        """Remove files that no row names, of interrupted writes."""
         named = {
             self.directory / "parts" / name for (name,) in self._rows("SELECT file FROM parts")
         }

@@ -389,4 +389,7 @@ def test_a_full_disk_is_tried_again_by_the_site(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, serving(tmp_path, said, port):
         patch.setattr(Store, "write_run", write_run)
         assert ask(client, "join", **JOIN)[0]["uploads"]
-    assert sum("join could not be done, and is asked for again: [Errno 28]" in t for t in said) == 1
+    assert (
+        sum("join could not be done yet, and the site asks again: [Errno 28]" in t for t in said)
+        == 1
+    )

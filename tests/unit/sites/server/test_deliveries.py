@@ -270,7 +270,9 @@ def test_a_site_that_misses_a_window_is_left_out_and_takes_the_weights_when_it_i
     ledger.tick()
     state = ledger.members.summary()
     assert (state["number"], state["sites"]) == (1, [0])
-    assert "site 1 missed outer step 1 by more than 0.05 s: left out until they are back" in said
+    assert (
+        "site 1 missed outer step 1 by more than 0.05 s: not waited for until they are back" in said
+    )
     first.take()
     # Alone it does not wait.
     assert first.deliver(changed(first.weights, 2))["number"] == 2

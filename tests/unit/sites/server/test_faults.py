@@ -110,7 +110,7 @@ def test_a_full_disk_delays_a_step_and_loses_nothing(codec: str, kind: str, tmp_
         assert torch.equal(weight, ends[1][name])
     if kind in ("state", "row"):
         text = "the next outer step could not be made: OSError(28, 'No space left on device')"
-        assert said.count(f"{text}; it is tried again") == 3
+        assert said.count(f"{text}; it is repeated until it succeeds") == 3
 
 
 def test_a_commit_that_fails_after_it_was_written_is_found(
@@ -187,12 +187,12 @@ def test_values_that_are_not_finite_or_too_large_are_refused_and_the_site_left_o
     assert sites[0].deliver(changed(sites[0].weights, 1))["number"] == 0
     local = changed(sites[1].weights, 2)
     local["a.weight"].view(-1)[3] = bad
-    with pytest.raises(RefusedError, match=r"site 1 sent .*: it is left out"):
+    with pytest.raises(RefusedError, match=r"site 1 sent .*: it is excluded"):
         sites[1].deliver(local)
     state = ledger.members.summary()  # which does not wait for it
     assert (state["number"], state["sites"]) == (1, [0])
     assert ("site_left_out", "site 1") in {(e["event"], e["who"]) for e in state["events"]}
-    assert any(text.startswith("site 1 is left out of outer step 1: it sent ") for text in said)
+    assert any(text.startswith("site 1 is excluded from outer step 1: it sent ") for text in said)
     on_disk = ledger.members.store.state()
     assert on_disk is not None
     assert all(tensor.isfinite().all() for tensor in on_disk.values())
@@ -229,7 +229,7 @@ def test_what_makes_a_step_fail_is_set_aside_also_after_a_restart(
         sites[0].ledger = ledger
     state = sites[0].deliver(changed(sites[0].weights, 2))
     assert (state["number"], state["sites"]) == (1, [0]), said
-    assert any(text.startswith("site 1 is left out of outer step 1") for text in said)
+    assert any(text.startswith("site 1 is excluded from outer step 1") for text in said)
     assert (tmp_path / "set_aside/1/delivery.json").exists()
     assert len(list((tmp_path / "set_aside/1").iterdir())) == (1 if how[0] in "gn" else 2)
     assert ledger_at(tmp_path).members.summary()["number"] == 1
@@ -333,7 +333,7 @@ def test_a_delivery_whose_reply_was_lost_is_used_once(
 
 
 def test_a_site_without_heartbeats_is_not_waited_for_until_the_window_ends(tmp_path: Path) -> None:
-    """One that has sent some and is lost is left out when these have stopped for their limit."""
+    """One that has sent some and is lost is skipped when these have stopped for their limit."""
     now = [0.0]
     ledger = OuterServerState(Store(tmp_path), Rules(False, 1000.0), quiet, lambda: now[0])
     sites = [Site(ledger, index, "float32") for index in range(3)]
