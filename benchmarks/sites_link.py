@@ -3,7 +3,7 @@
 python benchmarks/sites_link.py [--rate 100mbit] [--inner-steps 10] [--codecs float32 int8]
 Two hosts in network namespaces on one machine (root, iproute2), one rank each, whose links tc slows
 down. The quickstart's model and text (`make quickstart` makes it) under ZeRO 1 as one world of both
-ranks, then as two sites that meet, then with what is exchanged beside the steps (an overlap); all
+ranks, then as two sites that exchange directly, then with an overlap of exchange and steps; all
 with the same global batch. Seconds of steps and of outer steps are those of the runs' metrics,
 bytes those that the link of the first host has carried, with all headers.
 """
@@ -50,7 +50,16 @@ def run(net: Network, args: argparse.Namespace, directory: Path, sites: dict[str
         words = settings(args, directory / (str(index) if sites else "run"))
         env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         if sites:
-            own = {**sites, "index": index, "address": f"{net.address('s0')}:29600"}
+            token = directory / "token"
+            token.write_text("0123456789abcdef")
+            own = {
+                **sites,
+                "index": index,
+                "server": f"http://{net.address('s0')}:29700",
+                "token_file": token,
+                "start_server": True,
+                "exchange": "direct",
+            }
             words += [f"sites.{key}={value}" for key, value in own.items()]
         else:
             env |= {"RANK": str(index), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}

@@ -29,8 +29,8 @@ _Failure = tuple[str, int | None]
 
 
 class DirectRounds:
-    """Makes outer steps with the sites of a `RoundPlan`: their ranks exchange means by gloo, every
-    site votes, and the step counts if the server commits it, for all its members or for none.
+    """Outer steps with the sites of a `RoundPlan`: their ranks exchange means by gloo, every site
+    votes, and the step counts if the server commits it, for all its members or for none.
 
     membership: None for a single site, which has nothing to exchange. join: fields of the request
     to join.
@@ -83,7 +83,7 @@ class DirectRounds:
             attempt.detached = str(error)
 
     def leave(self, reason: str = "") -> str:
-        """Leave; return why the server could not be told, or an empty text."""
+        """Leave; return why the server could not be notified, or an empty text."""
         return "" if self._membership is None else self._membership.leave(reason)
 
     def _make(self, attempt: OuterRound) -> None:
@@ -130,7 +130,7 @@ class DirectRounds:
         return self._ranks.on_main(lambda: membership.enter(entry))
 
     def _exchanged(self, attempt: OuterRound, plan: RoundPlan) -> _Failure:
-        """Transfer what the plan says; changes only the attempt. Collective over the site."""
+        """Make the transfers of the plan; changes only the attempt. Collective over the site."""
         layouts = None
         if plan.generation != self._generation:
             self._close()

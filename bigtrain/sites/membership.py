@@ -31,7 +31,7 @@ _MOST_NAMED = 8
 
 
 class DetachedError(LaunchError):
-    """The server is unreachable, or refuses a request (`is_refused`): the site trains alone."""
+    """Loss of the server, or a request that it refuses (`is_refused`): the site is on its own."""
 
     def __init__(self, text: str, is_refused: bool = False) -> None:
         super().__init__(text, is_refused)
@@ -164,8 +164,8 @@ class Membership:
             raise
 
     def leave(self, reason: str = "") -> str:
-        """Leave: the other sites do not wait for this one. Return why the server could not be told,
-        or an empty text."""
+        """Leave: the other sites do not wait for this one. Return why the server could not be
+        notified, or an empty text."""
         self._ended.set()
         try:
             deadline = time.monotonic() + _LEAVE_SECONDS

@@ -1,4 +1,4 @@
-"""What is told of an outer step."""
+"""Metrics and events of an outer step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class OuterStepMetrics:
-    """What an outer step did; the same on every rank of a site.
+    """Metrics of an outer step; the same on every rank of a site.
 
     number: of the outer step, from 1. fragment: of the model, that it exchanged. sites: that took
     part. sent_bytes: by all ranks of this site. link_bytes: the most that a rank of it sent to one
@@ -39,14 +39,14 @@ ALONE, LEFT_OUT, RETURNED, MESSAGE_REFUSED = (
     "site_returned",
     "message_refused",
 )
-"""Kinds of `OuterEvent`: a site goes on alone; its change is left out of an outer step; it is back;
-the server has refused a message."""
+"""Kinds of `OuterEvent`: a site is on its own; its change is not in an outer step; it is back; the
+server has refused a message."""
 
 
 @dataclass(frozen=True)
 class OuterEvent:
-    """What happened beside the figures of outer steps. who: the site, or the host that sent a
-    message; outer_step: the last one then; count: how often since the one before it."""
+    """Event between outer steps. who: the site, or the host that sent a message; outer_step: the
+    last one at that time; count: how often since the one before it."""
 
     event: str
     who: str
@@ -57,7 +57,7 @@ class OuterEvent:
 
 @dataclass(frozen=True)
 class SiteMetrics:
-    """What the ranks of a site add up to. change, distance: root mean squares."""
+    """Sums over the ranks of a site. change, distance: root mean squares."""
 
     sent_bytes: int
     most_bytes: int
@@ -66,7 +66,7 @@ class SiteMetrics:
 
 
 def reduce_site_metrics(squares: torch.Tensor, num_bytes: int, device: torch.device) -> SiteMetrics:
-    """Of every rank's sums: squares of change, squares of distance, elements; and bytes sent.
+    """Reduce every rank's sums (squares of change, squares of distance, elements) and bytes sent.
 
     Collective over the site.
     """
@@ -80,5 +80,5 @@ def reduce_site_metrics(squares: torch.Tensor, num_bytes: int, device: torch.dev
 
 
 def square(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The summed square of the difference."""
+    """Return the summed square of the difference."""
     return float(torch.linalg.vector_norm(first - second, dtype=torch.float64)) ** 2

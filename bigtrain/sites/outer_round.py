@@ -17,18 +17,18 @@ from bigtrain.sites.outer_state import OuterState
 class OuterRound:
     """An attempt at an outer step with `fragment`, after `step` optimizer steps.
 
-    What the site enters it with: fragment (None: it only takes the weights of others), number and
-    tokens_seen (of its global weights), tokens (trained on since the fragment's last exchange),
-    local (masters by window, where they change meanwhile; None: as they are).
+    Inputs: fragment (None: only take the weights of others), number and tokens_seen (of the site's
+    global weights), tokens (trained on since the fragment's last exchange), local (masters by
+    window, if they change meanwhile; None: the current ones).
 
-    What comes of it. Exactly one of: is_done (it counts, on all its members), detached (why this
-    site trains alone instead), failure (why it does not count). new_number, new_tokens_seen: after
-    it; new_step: optimizer step of the sites in the mean; sites: those; num_members: of all that
-    exchanged; mean_of: the fragment of which there is a mean. received: by window of the model, the
-    weights and momentum that this site takes instead of its own; means, errors: by window of the
-    fragment, the mean of what this rank exchanges and the new rounding errors, None: unchanged.
-    distances: by site, where the server computes them. squares: sums for the metrics (change,
-    distance, elements). waited: seconds of waiting for other sites.
+    Results: exactly one of is_done (it counts, on all its members), detached (why this site is on
+    its own instead) and failure (why it does not count). new_number, new_tokens_seen: after it;
+    new_step: optimizer step of the `sites` in the mean; num_members: all that exchanged; mean_of:
+    the fragment with a mean. received: by window of the model, the weights and momentum that this
+    site takes instead of its own; means, errors: by window of the fragment, the mean of this rank's
+    share and the new rounding errors (None: unchanged). distances: by site, if the server computes
+    them. squares: sums for the metrics (change, distance, elements). waited: seconds of waiting for
+    other sites.
     """
 
     fragment: int | None
@@ -69,8 +69,8 @@ class OuterRound:
 
 
 class RoundMaker(Protocol):
-    """A way to make outer steps: `direct.DirectRounds` or `through_server.ServerRounds`. Collective
-    over this site. state: which rounds read, and `OuterStep` changes after them."""
+    """Way to make outer steps: `direct.DirectRounds` or `through_server.ServerRounds`. Collective
+    over this site. state: read by rounds, and changed after them by `OuterStep`."""
 
     state: OuterState
 
@@ -79,8 +79,8 @@ class RoundMaker(Protocol):
         Raises LaunchError."""
 
     def make(self, attempt: OuterRound) -> None:
-        """Fill in what comes of an attempt; may run in a thread next to training. Raises
+        """Fill in the results of an attempt; may run in a thread next to training. Raises
         LaunchError, TrainingError if this site cannot continue."""
 
     def leave(self, reason: str = "") -> str:
-        """Leave; return why the others could not be told, or an empty text. Not collective."""
+        """Leave; return why the server could not be notified, or an empty text. Not collective."""

@@ -27,9 +27,9 @@ ELEMENTS_AT_ONCE = 1 << 24
 
 
 def fragment_of(name: str, num_fragments: int) -> int:
-    """The fragment of the parameter `name`: layers in turn, what is in no layer in the first one.
+    """Return the fragment of the parameter `name`: layers in turn, the rest in the first one.
 
-    A layer is what has the first number in a Hugging Face name: ``model.layers.7.mlp.up_proj``.
+    The layer is the first number in a Hugging Face name: ``model.layers.7.mlp.up_proj``.
     """
     found = re.search(r"\.(\d+)\.", name)
     return int(found.group(1)) % num_fragments if found else 0
@@ -37,7 +37,7 @@ def fragment_of(name: str, num_fragments: int) -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """A flat range of a master: of the parameter `name`, from element `start` of `shard` on."""
+    """Flat range of the master of the parameter `name`, from element `start` of `shard` on."""
 
     name: str
     shard: Shard
@@ -48,7 +48,7 @@ class Piece:
 @dataclass(frozen=True)
 class Window:
     """Pieces of masters that are exchanged together, and their outer states: float32 [N] views in
-    host memory; None for what a run has not."""
+    host memory; None if the run has no such state."""
 
     pieces: list[Piece]
     codec: Codec
@@ -57,7 +57,7 @@ class Window:
     error: torch.Tensor | None
 
     def gathered(self) -> torch.Tensor:
-        """The masters in host memory, float32 [N]; a copy."""
+        """Return a copy of the masters in host memory, float32 [N]."""
         return torch.cat([piece.master.detach().cpu() for piece in self.pieces])
 
     def merge(self, mixing: float) -> None:
@@ -74,8 +74,9 @@ class Window:
     def boxes(
         self, flat: torch.Tensor, own: slice, *, primary: bool
     ) -> Iterator[tuple[Box, tuple[int, ...], torch.Tensor]]:
-        """The range `own` of a tensor [N] that lies as this window does: rectangles of parameters,
-        the parameters' shapes, and views of `flat`. primary: only what no other rank counts."""
+        """Yield the range `own` of a tensor [N] in the order of this window: rectangles of
+        parameters, the parameters' shapes, and views of `flat`. primary: only what no other rank
+        counts."""
         begin = 0
         for piece in self.pieces:
             end = begin + piece.master.numel()
@@ -89,7 +90,7 @@ class Window:
 
 
 class Replicas:
-    """The ranks of a site that all hold the same masters (ZeRO 0): each exchanges a share."""
+    """Ranks of a site that all hold the same masters (ZeRO 0): each exchanges a share."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
@@ -98,13 +99,13 @@ class Replicas:
         self._rank = dist.get_rank(group)
 
     def own(self, num_elements: int) -> slice:
-        """This rank's share of so many elements; the last ones may have less, or nothing."""
+        """Return this rank's share of so many elements; the last ranks may have less, or none."""
         share = -(-num_elements // self.size)
         begin = min(num_elements, share * self._rank)
         return slice(begin, min(num_elements, begin + share))
 
     def joined(self, own: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """All ranks' shares, float32 [num_elements] on the CPU. Collective over the replicas."""
+        """Return all ranks' shares, float32 [num_elements] on the CPU. Collective."""
         share = -(-num_elements // self.size)
         padded = torch.zeros(share, device=self._device)
         padded[: len(own)] = own.to(self._device)
@@ -168,18 +169,18 @@ class OuterState:
         return self._sites.fragments
 
     def own(self, length: int) -> slice:
-        """What this rank exchanges of a window of so many elements."""
+        """Return this rank's share of a window of so many elements."""
         return slice(0, length) if self.replicas is None else self.replicas.own(length)
 
     def layout(self) -> str:
-        """A checksum of which parts of parameters this rank holds, in which order."""
+        """Return a checksum of the parts of parameters that this rank holds, and their order."""
         parts = [(part.name, part.start, part.count, part.shard) for part in self._parts()]
         return xxhash.xxh3_64_hexdigest(repr(parts).encode())
 
     def checksum(self) -> int:
-        """Of global weights and momentum, 64 bits that do not depend on the layout once the ranks
-        of a site have added theirs: by parameter the sum of all bits, times a number of its name.
-        """
+        """Return a checksum of global weights and momentum, 64 bits that do not depend on the
+        layout once the ranks of a site have added theirs: by parameter the sum of all bits, times a
+        number of its name."""
         total = 0
         for window in itertools.chain.from_iterable(map(self.windows, range(self.num_fragments))):
             own = self.own(len(window.weights))
@@ -192,7 +193,7 @@ class OuterState:
         return total % (1 << 64)
 
     def windows(self, fragment: int) -> Iterator[Window]:
-        """The pieces of a fragment, of at most `ELEMENTS_AT_ONCE` elements."""
+        """Yield the windows of a fragment, of at most `ELEMENTS_AT_ONCE` elements each."""
         # A multiple of the sites, so that only the last part is filled up.
         most = max(1, ELEMENTS_AT_ONCE // self._sites.count) * self._sites.count
         begin = self._begins[fragment]
@@ -219,7 +220,7 @@ class OuterState:
         return Window(pieces, codec, self.weights[begin : begin + count], *cuts)
 
     def _runs(self, fragment: int) -> Iterator[tuple[Codec, list[MasterPart]]]:
-        """The parts of a fragment that are encoded alike."""
+        """Yield the parts of a fragment by codec."""
         own = [part for part in self._parts() if self._fragment(part) == fragment]
         yield self._codec, [part for part in own if part.name not in self.plain]
         yield CODECS["float32"], [part for part in own if part.name in self.plain]
@@ -228,17 +229,18 @@ class OuterState:
         return fragment_of(part.name, self._sites.fragments)
 
     def _parts(self) -> list[MasterPart]:
-        """Of what is trained, as they lie in the states: fragment after fragment, in each what is
-        encoded alike, in the order of the model's parameters."""
+        """Return the trained parts in the order of the states: by fragment, then by codec, then in
+        the order of the model's parameters."""
         parts = _trained_parts(self._engine)
         return sorted(parts, key=lambda p: (self._fragment(p), p.name in self.plain))
 
 
 def held_twice(engine: TrainEngine) -> set[str]:
-    """Parameters that tensor-parallel ranks or stages hold several times (norms, tied embeddings).
+    """Return the parameters that are replicated inside a site (norms of tensor-parallel ranks, tied
+    embeddings of stages).
 
-    In blocks with other neighbours each of these would get other means; one element at a time they
-    stay equal. Collective over the site: ZeRO's ranges may end elsewhere on each of these ranks.
+    In blocks with different neighbours each replica would get a different mean; encoded one element
+    at a time they stay equal. Collective over the site: ZeRO's ranges differ between these ranks.
     """
     own = [part.name for part in _trained_parts(engine) if not part.shard.primary]
     everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]

@@ -38,12 +38,12 @@ _WORDS = {LEFT_OUT: "is left out", RETURNED: "is back"}
 
 
 class OuterStep:
-    """Moves the global weights, and the masters of one rank to them. Methods are collective over
-    this site.
+    """Outer steps of one rank: update of the global weights, and of its masters. Methods are
+    collective over this site.
 
-    A site that cannot reach the server trains alone, and enters the next outer step again; what it
-    changed is lost only if others made outer steps meanwhile: then it takes their weights. With an
-    overlap, a fragment is exchanged in a thread, next to the following steps, and takes effect
+    A site that cannot reach the server continues on its own, and enters the next outer step again;
+    its change is lost only if others made outer steps meanwhile: then it takes their weights. With
+    an overlap, a fragment is exchanged in a thread, next to the following steps, and takes effect
     `sites.overlap_steps` later.
 
     facts: settings and data that all sites must have alike; allowed: those of them that this site
@@ -251,7 +251,7 @@ class OuterStep:
         self._under_way = attempt
         attempt.thread.start()
 
-    # What comes of them
+    # Results
 
     def _apply(self, attempt: OuterRound) -> None:
         """Update the global weights by an attempt that counts. Collective over this site."""
@@ -327,7 +327,7 @@ class OuterStep:
             self.events.append(OuterEvent(ALONE, own, attempt.detached, self.number))
             self.notes.append(
                 f"{at}: no outer step after {self.number}: {attempt.detached}; this site trains "
-                "alone until its next outer step"
+                "on its own until its next outer step"
             )
             self._was_detached = True
             return

@@ -31,8 +31,8 @@ _PLAIN = FloatCodec(torch.float32, is_relative=False)
 
 @dataclass
 class _Contribution:
-    """What one rank sent: the rounding errors by window, which count once the server has used the
-    change, sums for the metrics, and messages."""
+    """Contribution of one rank: the rounding errors by window, valid once the server has used the
+    change, sums for the metrics, and the number of messages."""
 
     errors: list[torch.Tensor | None] = field(default_factory=list)
     squares: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
@@ -40,7 +40,7 @@ class _Contribution:
 
 
 class ServerRounds:
-    """Makes outer steps by sending this site's change to the server and taking its weights.
+    """Outer steps by sending this site's change to the server and taking the server's weights.
 
     A site that missed an outer step takes the weights of the server's newest one; its own change is
     lost then. join: fields of the request to join.
@@ -86,25 +86,25 @@ class ServerRounds:
             attempt.detached = str(error)
 
     def leave(self, reason: str = "") -> str:
-        """Leave; return why the server could not be told, or an empty text."""
+        """Leave; return why the server could not be notified, or an empty text."""
         return self._membership.leave(reason)
 
     def _resync(self, attempt: OuterRound, deadline: float) -> None:
         """Take the server's weights at the beginning, if they are not those of this site."""
-        found = self._ranks.on_main(lambda: self._wait(-1, deadline))
-        if attempt.number > found["number"]:
+        current = self._ranks.on_main(lambda: self._wait(-1, deadline))
+        if attempt.number > current["number"]:
             raise LaunchError(
                 f"this site was at outer step {attempt.number}, and the server at "
-                f"{self._sites.server} is at {found['number']} -> start the server with the "
+                f"{self._sites.server} is at {current['number']} -> start the server with the "
                 "directory it had"
             )
-        self._heard = int(found["number"]) if self._is_new else attempt.number
-        if self._is_new or attempt.number != found["number"]:
-            found = self._receive(attempt, found, deadline, is_update=False)
-        if attempt.number != found["number"]:
-            reason = f"took the global weights of outer step {found['number']}"
-            attempt.events.append(self._event(RETURNED, reason, found))
-        self._finish(attempt, {**found, "sites": [], "distances": {}})
+        self._heard = int(current["number"]) if self._is_new else attempt.number
+        if self._is_new or attempt.number != current["number"]:
+            current = self._receive(attempt, current, deadline, is_update=False)
+        if attempt.number != current["number"]:
+            reason = f"took the global weights of outer step {current['number']}"
+            attempt.events.append(self._event(RETURNED, reason, current))
+        self._finish(attempt, {**current, "sites": [], "distances": {}})
 
     def _take_part(self, attempt: OuterRound, deadline: float) -> None:
         name, before = self._ranks.on_main(lambda: secrets.token_hex(8)), self._membership.num_bytes
@@ -112,29 +112,29 @@ class ServerRounds:
         attempt.num_bytes = self._membership.num_bytes - before
         begun = time.perf_counter()
         num_messages = sum(self._ranks.gathered(sent.num_messages))
-        found = self._ranks.on_main(lambda: self._deliver(attempt, name, num_messages, deadline))
+        current = self._ranks.on_main(lambda: self._deliver(attempt, name, num_messages, deadline))
         attempt.waited = time.perf_counter() - begun
-        took_part = self._sites.index in found["sites"] and not found.get("late")
-        found = self._receive(attempt, found, deadline, is_update=took_part)
+        took_part = self._sites.index in current["sites"] and not current.get("late")
+        current = self._receive(attempt, current, deadline, is_update=took_part)
         attempt.squares, attempt.mean_of = sent.squares, 0
-        attempt.events += [OuterEvent(**one) for one in found.get("events", ())]
-        self._heard = int(found["number"])
+        attempt.events += [OuterEvent(**one) for one in current.get("events", ())]
+        self._heard = int(current["number"])
         if took_part:
             attempt.errors = sent.errors
         else:
             reason = f"missed outer step {attempt.number + 1}; loaded the weights of outer step"
-            reason += f" {found['number']}"
-            attempt.events.append(self._event(LEFT_OUT, reason, found))
+            reason += f" {current['number']}"
+            attempt.events.append(self._event(LEFT_OUT, reason, current))
             attempt.notes.append(f"{reason}; this site's own change is discarded")
-        self._finish(attempt, found)
+        self._finish(attempt, current)
 
-    def _finish(self, attempt: OuterRound, found: Header) -> None:
+    def _finish(self, attempt: OuterRound, current: Header) -> None:
         attempt.is_done = True
-        attempt.new_number, attempt.new_step = int(found["number"]), int(found["step"])
-        attempt.sites, attempt.distances = tuple(found["sites"]), found.get("distances", {})
+        attempt.new_number, attempt.new_step = int(current["number"]), int(current["step"])
+        attempt.sites, attempt.distances = tuple(current["sites"]), current.get("distances", {})
 
-    def _event(self, kind: str, reason: str, found: Header) -> OuterEvent:
-        return OuterEvent(kind, f"site {self._sites.index}", reason, int(found["number"]))
+    def _event(self, kind: str, reason: str, current: Header) -> OuterEvent:
+        return OuterEvent(kind, f"site {self._sites.index}", reason, int(current["number"]))
 
     # Requests
 
@@ -142,10 +142,10 @@ class ServerRounds:
         """Send this rank's part of the initial weights."""
         for window in self.state.windows(0):
             own = self.state.own(len(window.weights))
-            found = list(window.boxes(window.weights, own, primary=True))
-            if found:
-                flat = torch.cat([view.reshape(-1) for _, _, view in found])
-                header = {"boxes": [box.to_json() for box, _, _ in found]}
+            boxes = list(window.boxes(window.weights, own, primary=True))
+            if boxes:
+                flat = torch.cat([view.reshape(-1) for _, _, view in boxes])
+                header = {"boxes": [box.to_json() for box, _, _ in boxes]}
                 self._membership.ask("upload", header, payload=flat.numpy().tobytes())
 
     def _contribute(self, name: str, deadline: float) -> _Contribution:
@@ -162,26 +162,25 @@ class ServerRounds:
                 change += window.error
             error = None if window.error is None else window.error.clone()
             sent.errors.append(error)
-            found = list(window.boxes(change, own, primary=True))
-            if not found:
+            boxes = list(window.boxes(change, own, primary=True))
+            if not boxes:
                 continue
-            values = torch.cat([view.reshape(-1) for _, _, view in found]).unsqueeze(0)
+            values = torch.cat([view.reshape(-1) for _, _, view in boxes]).unsqueeze(0)
             codes = codec.encode(values)
             header = {
                 "attempt": name,
                 "rank": self._ranks.rank,
                 "part": part,
-                "boxes": [box.to_json() for box, _, _ in found],
+                "boxes": [box.to_json() for box, _, _ in boxes],
             }
             self._membership.ask("contribute", header, deadline, codes[0].numpy().tobytes())
             sent.num_messages += 1
             if error is not None:  # error feedback: what the server does not get
                 lost = (values - decoded(codec, codes, values.shape[1]))[0]
-                boxes = [view for _, _, view in window.boxes(error, own, primary=True)]
-                for view, part_of in zip(
-                    boxes, lost.split([view.numel() for view in boxes]), strict=True
-                ):
-                    view.copy_(part_of.view(view.shape))
+                views = [view for _, _, view in window.boxes(error, own, primary=True)]
+                values_of = lost.split([view.numel() for view in views])
+                for view, value in zip(views, values_of, strict=True):
+                    view.copy_(value.view(view.shape))
         return sent
 
     def _deliver(
@@ -196,29 +195,29 @@ class ServerRounds:
             "num_messages": num_messages,
             "heard": self._heard,
         }
-        found = self._membership.ask("deliver", header, deadline)
-        if found.get("late") or found["number"] > attempt.number:
-            return found
+        current = self._membership.ask("deliver", header, deadline)
+        if current.get("late") or current["number"] > attempt.number:
+            return current
         return self._wait(attempt.number, deadline)
 
     def _wait(self, base: int, deadline: float) -> Header:
         """Return the server's state once it has weights of an outer step after `base`."""
         while True:
             header = {"base": base, "seconds": poll_seconds(deadline), "heard": self._heard}
-            found = self._membership.ask("wait", header, deadline)
-            if found["is_ready"] and found["number"] > base:
-                return found
+            current = self._membership.ask("wait", header, deadline)
+            if current["is_ready"] and current["number"] > base:
+                return current
             if time.monotonic() > deadline - 1:
                 raise DetachedError(f"{self._sites.server} made no outer step in time")
 
     def _receive(
-        self, attempt: OuterRound, found: Header, deadline: float, *, is_update: bool
+        self, attempt: OuterRound, current: Header, deadline: float, *, is_update: bool
     ) -> Header:
-        """Receive the global weights of the outer step in `found`, as an update if this rank has
+        """Receive the global weights of the outer step in `current`, as an update if this rank has
         the weights before it; return the state that they are of, which may be a newer one."""
         windows = list(self.state.windows(0))
         for tries_left in reversed(range(_TRIES)):
-            number = int(found["number"])
+            number = int(current["number"])
             form = "update" if is_update and number == attempt.number + 1 else "full"
 
             def fetch(number: int = number, form: str = form) -> list[torch.Tensor]:
@@ -232,28 +231,28 @@ class ServerRounds:
                 if not tries_left:
                     raise
                 last = number - 1
-                found = self._ranks.on_main(functools.partial(self._wait, last, deadline))
+                current = self._ranks.on_main(functools.partial(self._wait, last, deadline))
         attempt.received = [(one, None) for one in weights]
-        return found
+        return current
 
     def _fetched(self, window: Window, number: int, form: str, deadline: float) -> torch.Tensor:
         """Return the new global weights of a window, of which this rank's own share is filled."""
         new = window.weights.clone()
-        found = list(window.boxes(new, self.state.own(len(new)), primary=False))
-        if not found:
+        boxes = list(window.boxes(new, self.state.own(len(new)), primary=False))
+        if not boxes:
             return new
-        header = {"number": number, "form": form, "boxes": [box.to_json() for box, _, _ in found]}
+        header = {"number": number, "form": form, "boxes": [box.to_json() for box, _, _ in boxes]}
         reply, payload = self._membership.fetch("weights", header, deadline)
         is_update = reply["form"] == "update"
         codec = CODECS[self._sites.codec] if is_update else _PLAIN
-        values = split_cuts(codec, payload, [(box, shape) for box, shape, _ in found])
+        values = split_cuts(codec, payload, [(box, shape) for box, shape, _ in boxes])
         if not is_finite(values):
             raise DetachedError(
                 f"{self._sites.server} sent weights of outer step {number} that are not finite, "
                 "which this site does not take"
             )
         begin = 0
-        for box, _, view in found:
+        for box, _, view in boxes:
             value = values[begin : begin + box.count].view(box.sizes)
             view.copy_(view + value if is_update and codec.is_relative else value)
             begin += box.count

@@ -131,7 +131,7 @@ def test_sites_go_on_while_hosts_and_links_fail(lab: Lab) -> None:
     lab.net.link("s1", "down")
     lab.wait_for_steps("0")
     assert "site 1 missed outer step" in lab.text("hub")
-    wait_until("site 1 is alone", lambda: "this site trains alone" in lab.text("1"))
+    wait_until("site 1 is alone", lambda: "this site trains on its own" in lab.text("1"))
     lab.net.link("s1", "up")
     lab.wait_for_steps("0, 1")
     assert "site 1 was late for outer step" in lab.text("hub")
@@ -145,10 +145,10 @@ def test_sites_go_on_while_hosts_and_links_fail(lab: Lab) -> None:
     # The server is killed and started again.
     lab.end("hub", signal.SIGKILL)
     number = lab.outer_steps()[-1][0]
-    alone = lab.text("0").count("this site trains alone")
+    alone = lab.text("0").count("this site trains on its own")
     wait_until(
         "site 0 goes on without the server",
-        lambda: lab.text("0").count("this site trains alone") > alone,
+        lambda: lab.text("0").count("this site trains on its own") > alone,
     )
     lab.serve("--window-seconds", "2")
     lab.wait_for_steps("0, 1")

@@ -65,6 +65,7 @@ class Members:
         self._run_ids = {site: row.run for site, row in rows.items()}
         self._heard = dict.fromkeys(rows, clock())
         self._beating: set[int] = set()
+        self._has_joined = False
         self.last_heard = clock()
 
     def admit(self, site: int, request: Header) -> SiteRow:
@@ -94,7 +95,7 @@ class Members:
                 self.store.write_run(document)
             self.store.write_site(row)
         self._run_ids[site] = row.run
-        self._heard[site] = self.clock()
+        self._heard[site], self._has_joined = self.clock(), True
         return before
 
     def row(self, site: int) -> SiteRow:
@@ -116,9 +117,9 @@ class Members:
         return self.clock() - self._heard.get(site, -HEARTBEAT_TIMEOUT) < HEARTBEAT_TIMEOUT
 
     def is_over(self, idle_seconds: float) -> bool:
-        """Return whether all sites that have joined have left, or none was heard of for so long."""
-        rows = self.store.sites().values()
-        have_left = bool(rows) and all(row.has_left for row in rows)
+        """Return whether sites have joined this start of the server, and all have left, or none was
+        heard of for so long."""
+        have_left = self._has_joined and all(row.has_left for row in self.store.sites().values())
         return have_left or self.clock() - self.last_heard >= idle_seconds
 
     def hear(self, site: int, run: str, *, is_beat: bool) -> None:

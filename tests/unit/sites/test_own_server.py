@@ -29,13 +29,16 @@ def section(directory: Path, port: int, token: str = "0" * 32) -> SitesSection:
     )
 
 
-def test_a_server_is_started_once_and_ends_when_all_have_left(tmp_path: Path) -> None:
+def test_a_server_is_started_once_and_ends_when_all_have_left(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     port = free_port()
     sites, directory = section(tmp_path, port), tmp_path / "run" / "outer_server"
     assert start_own_server(sites, directory).startswith("started the outer server at")
     (server,) = [
         one for one in psutil.process_iter(["cmdline"]) if str(directory) in (one.cmdline() or [])
     ]
+    request.addfinalizer(lambda: server.is_running() and server.kill())
     # Not a descendant, which a launcher would end, nor in a session that gets its signals.
     assert server.pid not in {one.pid for one in psutil.Process().children(recursive=True)}
     assert os.getsid(server.pid) != os.getsid(0)

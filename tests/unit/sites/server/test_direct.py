@@ -408,3 +408,6 @@ def test_a_run_is_over_when_all_have_left_or_nobody_is_heard_of(run: DirectRun) 
     assert not members.is_over(10)
     run.pass_time(10)
     assert members.is_over(10)
+    # A server that is started again with this directory waits for sites to join.
+    run.restart()
+    assert not run.state.members.is_over(10)
