@@ -357,7 +357,9 @@ class DirectExchange:
         for site in plan.members:
             if site in plan.takers or site not in before:
                 does = "takes the global weights" if site in plan.takers else "takes part again"
-                events.append(OuterEvent(RETURNED, f"site {site}", does, number))
+                who = f"site {site}"  # once, though it has joined as well
+                events = [one for one in events if (one.event, one.who) != (RETURNED, who)]
+                events.append(OuterEvent(RETURNED, who, does, number))
         return events
 
     def _expected(self) -> dict[int, SiteRow]:
