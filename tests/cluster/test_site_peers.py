@@ -201,7 +201,8 @@ def test_site_0_starts_the_server_and_finds_it_again(
 ) -> None:
     """It outlives the training process, and ends when all sites have left."""
     lab = Lab(net, tmp_path, inputs.run_yaml, 2, server="s0")
-    settings = ("sites.start_server=true", "batch.global_batch_size=8")
+    # Site 1 may be there long before site 0 has started the server.
+    settings = ("sites.start_server=true", "batch.global_batch_size=8", "sites.timeout_seconds=60")
     for site in (1, 0):
         lab.train(site, LONG, *settings)
     lab.wait_for_steps([0, 1])
