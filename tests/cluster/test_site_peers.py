@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -228,7 +227,9 @@ def test_a_site_is_lost_in_the_middle_of_an_exchange(
     for site in range(3):
         lab.train(site, LONG)
     lab.wait_for_steps([0, 1, 2])
-    time.sleep(1.5)
+    # Of the 77 kB that it sends for each outer step: control messages are far smaller.
+    sent = net.sent_bytes("s2")
+    wait_until("an exchange is under way", lambda: net.sent_bytes("s2") > sent + 20_000, 60)
     if how == "killed":
         lab.end(2, signal.SIGKILL)
     else:
