@@ -12,6 +12,7 @@ from bigtrain.engine.experts.load import LoadFigures
 from bigtrain.engine.loss_window import LossWindow
 from bigtrain.engine.startup.process_group import cpu_group
 from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.report.step_metrics import StepMetrics
 from bigtrain.run.checkpointing.rollback import roll_back
 from bigtrain.run.checkpointing.saver import Saver
 from bigtrain.run.diagnostics.out_of_memory import explained
@@ -23,7 +24,6 @@ from bigtrain.run.evaluation.best import is_over
 from bigtrain.run.evaluation.evaluator import Evaluator
 from bigtrain.run.health.stopping import StopAgreement
 from bigtrain.run.outer_steps import OuterSteps
-from bigtrain.run.reporting.metrics import StepMetrics
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
 from bigtrain.settings.lr_schedule import learning_rate_at

@@ -31,7 +31,7 @@ from bigtrain.engine.train_engine import (
     OPTIMIZER_UPDATE,
 )
 from bigtrain.models.torch_patches import observed_device_waits, observed_waits
-from bigtrain.run.reporting.breakdown import Breakdown
+from bigtrain.report.step_metrics import Breakdown
 from bigtrain.run.reporting.phase_memory import PhaseMemory
 
 DATA, ENGINE = "data", "engine"

@@ -1,15 +1,8 @@
 """The metrics of a run: metrics.jsonl, the trackers, the log and the terminal.
 
-``metrics.jsonl`` holds one JSON object per line, of four kinds. Every logged step::
-
-    {"step", "loss", "lr", "grad_norm", "tokens", "samples", "tokens_per_second", "step_seconds",
-     "model_flops_utilization", "memory_gib", "breakdown", "peak_memory_gib_by_phase",
-     "expert_imbalance", "expert_exchange", "optimizer_exchange"}
-
-where "breakdown" holds what `bigtrain.run.reporting.breakdown.Breakdown` describes, and a run on a
-CPU has no "peak_memory_gib_by_phase", a model without experts neither of those about them, one
-whose experts are not divided no "expert_exchange", and only one with Muon "optimizer_exchange".
-Trackers get them as ``breakdown/NAME``, ``peak_memory_gib/PHASE``, ``expert_imbalance/MODULE``,
+``metrics.jsonl`` holds one JSON object per line, of four kinds. Every logged step is a line of
+`bigtrain.report.step_metrics.StepMetrics`; trackers get entries of its objects as
+``breakdown/NAME``, ``peak_memory_gib/PHASE``, ``expert_imbalance/MODULE``,
 ``expert_exchange/NAME`` and ``optimizer_exchange/NAME``. Every evaluation::
 
     {"step", "held_out_loss", "held_out_perplexity", "held_out_tokens", "held_out_bits_per_byte",
@@ -57,13 +50,12 @@ import math
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
 from bigtrain.errors import OutputError
-from bigtrain.run.reporting.breakdown import Breakdown
+from bigtrain.report.step_metrics import StepMetrics
 from bigtrain.run.reporting.held_out_loss import HeldOutLoss
 from bigtrain.run.reporting.metrics_lines import cut_lines
 from bigtrain.run.reporting.progress import (
@@ -82,57 +74,6 @@ from bigtrain.system.files import writing
 __all__ = ["HeldOutLoss", "MetricsWriter", "StepMetrics", "check_trackers", "memory_gib"]
 
 GIB = 2**30
-# Fields of `StepMetrics` that are objects, and omitted if not known.
-_OBJECTS = (
-    "breakdown",
-    "peak_memory_gib_by_phase",
-    "expert_imbalance",
-    "expert_exchange",
-    "optimizer_exchange",
-)
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """What is written of one logged optimizer step.
-
-    `step`: optimizer steps done, from 1; `loss`: mean over the target tokens of the steps since the
-    last logged one, or since the run resumed from a checkpoint, without skipped updates;
-    `lr`: used in this step; `grad_norm`: before clipping; `tokens`: trained on since the
-    beginning of the run, padding included; `samples`: trained on since the beginning of the run;
-    `tokens_per_second`: of the whole run (of this site, where there are several), padding included,
-    mean since the last logged step, as is `step_seconds`; `model_flops_utilization`: between 0 and
-    1, None where the device's peak is not
-    known; `memory_gib`: see `memory_gib`; `breakdown`: which part of the step took how long on the
-    main rank; `peak_memory_gib_by_phase`: GiB allocated on the main rank's CUDA device at most so
-    far in forward, backward (compute for both in a pipeline), optimizer, save and evaluation; seen
-    in the first two steps of a start, in those that are logged, and in all saves and evaluations;
-    None on a CPU, where what one phase has left is not told from what the next one uses;
-    `expert_imbalance`: by name of a layer's experts, tokens of the global batch that chose its
-    busiest expert over the mean of its experts, of the logged step alone: 1 where all have as
-    many; None without experts and where layers are compiled; `expert_exchange`: where ranks divide
-    the experts, "sent_bytes" that a rank has sent to others in the exchanges of tokens and of
-    gradients, and the "seconds" that these took, waiting for the others included; of the logged
-    step alone, means over all ranks; `optimizer_exchange`: with Muon, "sent_bytes" that a rank has
-    sent to others to bring matrices together and to return their updates, of the logged step alone
-    (0 if its update was skipped), the mean over all ranks.
-    """
-
-    step: int
-    loss: float
-    lr: float
-    grad_norm: float
-    tokens: int
-    samples: int
-    tokens_per_second: float
-    step_seconds: float
-    model_flops_utilization: float | None
-    memory_gib: float
-    breakdown: Breakdown | None = None
-    peak_memory_gib_by_phase: Mapping[str, float] | None = None
-    expert_imbalance: Mapping[str, float] | None = None
-    expert_exchange: Mapping[str, float] | None = None
-    optimizer_exchange: Mapping[str, float] | None = None
 
 
 class MetricsWriter:
@@ -202,10 +143,7 @@ class MetricsWriter:
 
     def log_step(self, metrics: StepMetrics) -> None:
         """Write one step's metrics everywhere. The line is on its way to disk on return."""
-        figures = asdict(metrics)
-        details = {name: figures.pop(name) for name in _OBJECTS}
-        known = {name: value for name, value in details.items() if value is not None}
-        self._write({**figures, **known})
+        self._write(metrics.line())
         self._tally.add(metrics)
         self._shown = (
             f"loss {metrics.loss:.4g} lr {format_lr(metrics.lr)} "
@@ -215,11 +153,7 @@ class MetricsWriter:
         shown = self._shown + self._time_left(metrics.step)
         line = f"step {metrics.step}/{self._total_steps} {shown}"
         self._progress.step(metrics.step, line, shown)
-        step = figures.pop("step")
-        for name, values in known.items():
-            prefix = name.removesuffix("_by_phase")
-            figures |= {f"{prefix}/{key}": value for key, value in values.items()}
-        self._trackers.log({k: v for k, v in figures.items() if v is not None}, step)
+        self._trackers.log(metrics.tracked(), metrics.step)
 
     def advance(self, step: int) -> None:
         """Show on a terminal that `step` is done, logged or not; elsewhere nothing."""

@@ -4,33 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Protocol
 
-from bigtrain.run.reporting.breakdown import Breakdown, MeanBreakdown
+from bigtrain.report.step_metrics import MeanBreakdown, StepMetrics
 from bigtrain.run.reporting.progress import format_duration, format_rate
-
-
-class LoggedStep(Protocol):
-    """What is read of `bigtrain.run.reporting.metrics.StepMetrics`."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def loss(self) -> float: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def samples(self) -> int: ...
-    @property
-    def tokens_per_second(self) -> float: ...
-    @property
-    def step_seconds(self) -> float: ...
-    @property
-    def model_flops_utilization(self) -> float | None: ...
-    @property
-    def memory_gib(self) -> float: ...
-    @property
-    def breakdown(self) -> Breakdown | None: ...
 
 
 class Tally:
@@ -42,12 +18,12 @@ class Tally:
         self._logged_step = resume_step
         self._seconds = self._tokens = 0.0
         self._first_loss = first_loss
-        self._last: LoggedStep | None = None
+        self._last: StepMetrics | None = None
         self.memory_gib = 0.0
         self._breakdown = MeanBreakdown()
         self.held_out: tuple[int, float] | None = None
 
-    def add(self, metrics: LoggedStep) -> None:
+    def add(self, metrics: StepMetrics) -> None:
         """Count a logged step."""
         if self._first_loss is None and self._last is None:
             self._first_loss = metrics.loss
