@@ -271,8 +271,8 @@ def test_what_files_say_is_text(tmp_path: Path) -> None:
     )
     (run / "generations").mkdir()
     holder = json.dumps({"host": EVIL, "since": EVIL, "slurm_job_id": EVIL})
-    for number in (1, 2):
-        (run / "generations" / f"{number:08d}.json").write_text(holder)
+    for generation in (1, 2):
+        (run / "generations" / f"{generation:08d}.json").write_text(holder)
     (run / "hangs" / "step-00000001-x").mkdir(parents=True)
     (run / "hangs" / "step-00000001-x" / "report.txt").write_text(f"  {EVIL}")
     for html in (page(run), page(run, plain)):
