@@ -1,4 +1,4 @@
-"""What a launch adds up of its logged steps: the closing summary and the time left."""
+"""Totals over a launch's logged steps, for the closing summary and the time left."""
 
 from __future__ import annotations
 
@@ -37,27 +37,28 @@ class Tally:
         self._logged_step, self._last = metrics.step, metrics
 
     def roll_back(self, step: int) -> None:
-        """The run continues from `step`."""
+        """Continue from `step`."""
         self._logged_step = step
 
     @property
     def step_seconds(self) -> float:
-        """Mean seconds of a step of this launch."""
+        """Return the mean seconds of a step of this launch."""
         return self._seconds / max(1, self._logged_step - self._resume_step)
 
     def seconds_of_a_step(self, step: int) -> float:
-        """As `step_seconds`; before anything is logged, by the time since training began."""
+        """Return `step_seconds`; before the first logged step, estimate it from the time since
+        training began."""
         if self._last is not None:
             return self.step_seconds
         return (time.perf_counter() - self._begun_at) / max(1, step - self._resume_step)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all logged steps of this launch."""
+        """Return the tokens per second over all logged steps of this launch."""
         return self._tokens / max(self._seconds, 1e-9)
 
     def lines(self, total_steps: int) -> list[str]:
-        """The summary."""
+        """Return the summary."""
         last = self._last
         if last is None:
             return [f"no step after {self._resume_step} of {total_steps} was logged"]
@@ -81,7 +82,7 @@ class Tally:
 
 
 def loss_text(loss: float) -> str:
-    """A loss in nats, and its perplexity."""
+    """Format a loss in nats, and its perplexity."""
     perplexity = math.exp(loss) if loss < 100 else math.inf
     return f"loss {loss:.4f} perplexity {perplexity:,.2f}"
 

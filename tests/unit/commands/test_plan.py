@@ -136,14 +136,14 @@ def test_without_torch_dense_layers_are_counted_by_a_closed_form(
     ("arguments", "says"),
     [
         (["--gpus", "8xH900"], "nearest names: H"),
-        (["--gpus", "0xH100"], "write 64xH100-80GB, say"),
-        (["--gpus", "H100"], "write 64xH100-80GB, say"),
+        (["--gpus", "0xH100"], "write e.g. 64xH100-80GB"),
+        (["--gpus", "H100"], "write e.g. 64xH100-80GB"),
         (["--gpus", "12xH100"], "nearest: 8 or 16"),
         (["--gpus", "8xH100", "--hardware", "none.json"], "is not a calibration"),
         (["--gpus", "7xH100"], "batch.global_batch_size: 28 or 35"),
-        (["--gpus", "8xH100", "--write", "out", "--choose", "10000"], "layouts that fit"),
+        (["--gpus", "8xH100", "--write", "out", "--choose", "10000"], "layouts fit"),
         (["--gpus", "8xH100", "model.config.hidden_sise=8"], "did you mean"),
-        ([], "--gpus: is needed for a plan"),
+        ([], "--gpus: is required for a plan"),
     ],
 )
 def test_what_cannot_be_planned_is_one_error(

@@ -116,7 +116,7 @@ def test_everything_wrong_is_named_at_once(
         "line 4: has a Windows line ending",
         "line 5: '127.0.0.4:': is not a host name of letters, digits, dots and hyphens -> "
         "write 127.0.0.4 slots=4",
-        "line 6: no.such.host.invalid: neither this machine nor ssh's settings",
+        "line 6: no.such.host.invalid: this host name does not resolve here",
         "line 7: 127.0.0.2 is already listed in line 3",
         "127.0.0.3 has slots=1, most hosts 4",
     ):

@@ -381,7 +381,7 @@ def test_missing_tracker_packages_are_problems(
     absent, leftover = check_trackers(names)
     assert str(absent) == (
         "logging.trackers = 'absent_tracker': needs the package absent-tracker, which is not "
-        "installed -> pip install absent-tracker, or take absent_tracker out of the list"
+        "installed -> pip install absent-tracker, or remove absent_tracker from the list"
     )
     assert leftover.value == "leftover"
 
@@ -402,7 +402,7 @@ def test_a_tracker_that_does_not_start_is_refused_by_name(tmp_path: Path) -> Non
     with writer(tmp_path) as metrics:
         metrics.log_step(step_metrics(10))
     (tmp_path / "tensorboard").write_text("a file where the folder should be")
-    with pytest.raises(LaunchError, match=r"logging\.trackers = 'tensorboard': .* does not start"):
+    with pytest.raises(LaunchError, match=r"logging\.trackers = 'tensorboard': .* cannot start"):
         writer(tmp_path, trackers=("tensorboard",))
     assert [line["step"] for line in lines_of(tmp_path)] == [10]
 
