@@ -103,7 +103,7 @@ def _name(config: RunConfig, engine: Engine, world_size: int) -> str:
         for name in ("tensor", "pipeline", "sequence", "expert")
         if getattr(parallel, name) > 1
     ]
-    data_size = world_size // (parallel.tensor * parallel.pipeline * parallel.sequence)
+    data_size = world_size // parallel.degrees.replica_size
     return ", ".join([engine.label, f"data {data_size}", *degrees])
 
 

@@ -94,7 +94,7 @@ def test_loss_and_buckets_of_a_layout_are_written(config: Path) -> None:
     from bigtrain.settings.loading import load_run_config
 
     run = load_run_config(str(config), [])
-    usual = Layout(8, zero_stage=2, sequence_length=64, reduce_bucket_elements=50_000_000,
+    usual = Layout(data_size=8, zero_stage=2, sequence_length=64, reduce_bucket_elements=50_000_000,
                    gather_bucket_elements=50_000_000)  # fmt: skip
     tree, raw = run_and_engine(run, usual, 1024)
     assert "loss" not in tree["model"]
