@@ -82,8 +82,8 @@ def test_a_file_that_exists_is_replaced_by_force_alone(
     ("given", "said"),
     [
         ([], "--model or --new-model and --data: is required when stdin is not a terminal"),
-        (["--model", "m"], "--data: is needed"),
-        (["--new-model", "quickstart", "--data", "d", "--adapters"], "--adapters: are trained"),
+        (["--model", "m"], "--data: is required"),
+        (["--new-model", "quickstart", "--data", "d", "--adapters"], "--adapters: require trained weights"),
         (
             ["--new-model", "quickstart", "--data", "d", "--devices", "2xAbacus"],
             "--devices = 'Abacus': no such device",
@@ -147,7 +147,7 @@ def test_a_person_is_asked_at_a_terminal(folder: Path) -> None:
             ("Configuration .*quickstart", ""),
             ("Data", ""),
             ("Data", "texts/"),
-            ("nothing at texts/; give it again", "texts/"),
+            ("texts/ does not exist; enter it again", "texts/"),
             ("conversations", ""),
             ("Devices", ""),
             ("Optimizer steps", "many"),
