@@ -48,6 +48,7 @@ tokenizers 0.23.2, torch 2.11.0, which needs fsspec, and huggingface_hub 1.33.0,
 in 2026-11)."""
 
 NOT_NEEDED = {
+    "botocore": "reads profiles of the AWS CLI",
     "datasets": "reads text, which the check has none of",
     "fastokens": "encodes text",
     "gigatoken": "encodes text",

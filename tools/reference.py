@@ -24,7 +24,8 @@ sys.path[:0] = [str(ROOT)]
 from bigtrain import errors  # noqa: E402
 from bigtrain.cli import COMMANDS, build_parser  # noqa: E402
 from bigtrain.commands.arguments import EXIT_CODES  # noqa: E402
-from bigtrain.run.reporting import breakdown, metrics  # noqa: E402
+from bigtrain.report.step_metrics import Breakdown, StepMetrics  # noqa: E402
+from bigtrain.run.reporting import metrics  # noqa: E402
 from bigtrain.train import build_parser as train_parser  # noqa: E402
 from tools.markdown import markdown_cell, sentence  # noqa: E402
 from tools.reference_deepspeed import deepspeed_keys_page  # noqa: E402
@@ -178,52 +179,36 @@ def _error_rows(error: type[errors.BigtrainError]) -> Iterator[str]:
 def _metrics() -> str:
     parts = [
         "# Metrics\n",
-        _WRITTEN.format(source="`bigtrain/run/reporting/metrics.py`"),
+        _WRITTEN.format(
+            source="`bigtrain/report/step_metrics.py` and `bigtrain/run/reporting/metrics.py`"
+        ),
         "## A logged step\n",
         "| field | type | meaning |\n|---|---|---|",
     ]
-    meanings = _step_meanings()
-    for field in fields(metrics.StepMetrics):
-        kind = _json_type(field.type)
-        parts.append(f"| `{field.name}` | {kind} | {markdown_cell(meanings[field.name])} |")
+    parts += _rows(StepMetrics)
     parts += [
         "\n## The breakdown of a step\n",
-        inspect.cleandoc(breakdown.Breakdown.__doc__ or "").split("\n\n")[0].replace("\n", " "),
+        inspect.cleandoc(Breakdown.__doc__ or "").replace("\n", " "),
         "\n| field | type | meaning |\n|---|---|---|",
+        *_rows(Breakdown),
     ]
-    meanings = _field_meanings(breakdown.Breakdown)
-    for field in fields(breakdown.Breakdown):
-        kind = _json_type(field.type)
-        parts.append(f"| `{field.name}` | {kind} | {markdown_cell(meanings[field.name])} |")
     text = inspect.cleandoc(metrics.__doc__ or "")
     parts += ["\n## All kinds of lines\n", _restructured(text.split("\n\n", 1)[1])]
     return "\n".join(parts)
+
+
+def _rows(kind: type) -> Iterator[str]:
+    """Yield the rows of the metrics that a dataclass declares."""
+    for field in fields(kind):
+        unit = field.metadata.get("unit")
+        meaning = field.metadata["meaning"] + (f" ({unit})" if unit else "")
+        yield f"| `{field.name}` | {_json_type(field.type)} | {markdown_cell(meaning)} |"
 
 
 def _json_type(kind: object) -> str:
     """An annotation as what it is in JSON."""
     text = re.sub(r"Mapping\[[^\]]*\]|Breakdown", "object", str(kind))
     return text.replace("None", "null").replace("|", "or")
-
-
-def _step_meanings() -> dict[str, str]:
-    found = _field_meanings(metrics.StepMetrics)
-    memory = inspect.cleandoc(metrics.memory_gib.__doc__ or "")
-    found["memory_gib"] = memory
-    also = {"step_seconds": "seconds of an optimizer step, mean since the last logged step"}
-    return {**found, **also}
-
-
-def _field_meanings(kind: type) -> dict[str, str]:
-    """What the docstring of `kind` says of each field: "`a`, `b`: text; `c`: text"."""
-    doc = inspect.cleandoc(kind.__doc__ or "").split("\n\n", 1)[1]
-    found: dict[str, str] = {}
-    name = r"`(\w+)`"
-    pattern = rf"((?:{name}, )*{name}): (.*?)(?=; (?:{name}, )*{name}: |\Z)"
-    for match in re.finditer(pattern, " ".join(doc.split())):
-        for each in re.findall(name, match[1]):
-            found[each] = match[4].rstrip(".").replace("None", "null")
-    return found
 
 
 def _restructured(text: str) -> str:

@@ -33,7 +33,7 @@ def out_of_memory(setup: Setup, part: Part) -> None:
     part.check(ended.code == 2, f"the run ended with {ended.code}, not 2: {ended.output[-300:]}")
     text = next((line for line in ended.output.splitlines() if "ran out of" in line), "")
     part.figures["error"] = text
-    for wanted in ("ran out of device memory", "activations and all else", "micro_batch_size="):
+    for wanted in ("ran out of device memory", "activations and other", "micro_batch_size="):
         part.check(wanted in text, f"the error does not say {wanted!r}")
     snapshots = list((setup.directory / "large").rglob("out_of_memory_rank_0.pickle"))
     part.check(len(snapshots) == 1, "there is no snapshot of the allocator")

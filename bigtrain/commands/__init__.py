@@ -1,7 +1,7 @@
-"""The subcommands of `bigtrain`, one module each.
+"""Subcommands of `bigtrain`, one module each.
 
 The top layer: may import everything, and only `bigtrain.cli` imports it, one module per call. A
-module imports torch and the like inside its `run`, so that `--help` stays fast; what it does is in
-`bigtrain.python_api`, where Python calls the same. Start with `registry`, which lists the commands,
-then with the module that has the command's name; `arguments` has what several commands share.
+module imports torch and the like inside its `run`, so that `--help` is fast; its work is in
+`bigtrain.python_api`, which Python calls too. Start with `registry`, which lists the commands,
+then with the module that has the command's name; `arguments` has the shared arguments.
 """

@@ -7,14 +7,14 @@ import re
 from typing import Any
 
 EXIT_CODES = (
-    "Exit codes: 0 done; 2 something to fix, in the arguments or in what they name, told in one "
-    "text; 1 an error of bigtrain itself, with a traceback."
+    "Exit codes: 0 done; 2 a problem with the arguments or their files, reported in one "
+    "message; 1 an error of bigtrain itself, with a traceback."
 )
-"""The end of every command's help."""
+"""Epilog of every command's help."""
 
 
 def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Which text to read: the arguments that `reading_of` understands.
+    """Add the arguments for reading text, which `reading_of` converts.
 
     `required`: whether the command always needs an input."""
     parser.add_argument(
@@ -23,12 +23,12 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool = Tru
         nargs="+",
         action="extend",
         metavar="INPUT",
-        help="files, folders, globs, directories of Dataset.save_to_disk, hub datasets, - for "
+        help="files, folders, globs, directories of Dataset.save_to_disk, Hub datasets, - for "
         "standard input, or addresses (s3://, gs://, az://, hf://, https:// and all that fsspec "
-        "knows) of files, folders and globs. Files: .jsonl, .ndjson, .parquet, .arrow, .csv, "
+        "supports) of files, folders and globs. Files: .jsonl, .ndjson, .parquet, .arrow, .csv, "
         ".tsv, .json, or else text, each also compressed "
-        "(.gz, .zst, .xz, .bz2). Compressed parquet and arrow files are decompressed beside the "
-        "output while they are read: there must be space for the largest, once per worker",
+        "(.gz, .zst, .xz, .bz2). Compressed parquet and arrow files are decompressed next to the "
+        "output while they are read: this needs space for the largest, once per worker",
     )
     parser.add_argument(
         "--text-key",
@@ -36,7 +36,7 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool = Tru
         default=[],
         type=_keys,
         metavar="KEY",
-        help="key or column that holds the document (default: text); with several (a,b, or "
+        help="key or column of the document (default: text); with several (a,b, or "
         "repeated) those that a row has are joined by a newline",
     )
     parser.add_argument(
@@ -45,7 +45,7 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool = Tru
         default=[],
         type=_suffix,
         metavar=".SUFFIX",
-        help="files to take from folders, also with .gz, .zst, .xz or .bz2 after it; may be "
+        help="suffix of files to read in folders, also followed by .gz, .zst, .xz or .bz2; may be "
         "repeated (default: .txt .jsonl .parquet)",
     )
     parser.add_argument(
@@ -53,7 +53,7 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool = Tru
         default=None,
         type=_suffix,
         metavar=".SUFFIX",
-        help="read every input file as if its name ended so, such as .jsonl.gz (default: by its "
+        help="read every input file as if it had this suffix, such as .jsonl.gz (default: by its "
         "own name; for standard input .jsonl)",
     )
     parser.add_argument(
@@ -66,21 +66,21 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool = Tru
     parser.add_argument(
         "--follow-links",
         action="store_true",
-        help="read what links in a folder lead to outside of it, files and folders; without it "
+        help="read targets of a folder's links outside of it, files and folders; without it "
         "such a link is an error, which names it",
     )
     _add_limits(parser)
-    parser.add_argument("--dataset-config", metavar="NAME", help="configuration of a hub dataset")
+    parser.add_argument("--dataset-config", metavar="NAME", help="configuration of a Hub dataset")
     parser.add_argument(
         "--dataset-split",
         default="train",
         metavar="SPLIT",
-        help="split of a hub or saved dataset (default: train)",
+        help="split of a Hub or saved dataset (default: train)",
     )
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    """Which documents are bad, and how many may be."""
+    """Add the limits on bad documents."""
     parser.add_argument(
         "--max-document-bytes",
         type=size,
@@ -92,7 +92,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         type=_fraction_or_one,
         default=0.0,
         metavar="F",
-        help="skip and count documents that cannot be read, up to this share of all; with 0, the "
+        help="skip and count unreadable documents, up to this share of all; with 0, the "
         "default, the first one is an error",
     )
     parser.add_argument(
@@ -100,13 +100,13 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         action="store_const",
         const=1.0,
         dest="max_bad_fraction",
-        help="as --max-bad-fraction 1: skip all of them",
+        help="same as --max-bad-fraction 1: skip all of them",
     )
 
 
 def reading_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What `add_input_arguments` parsed, as parameters of `bigtrain.python_api.tokenizing`; all but
-    the inputs themselves and how many documents may be bad."""
+    """Convert the arguments of `add_input_arguments` to parameters of
+    `bigtrain.python_api.tokenizing`, without the inputs and the limit of bad documents."""
     return {
         "text_keys": [key for keys in args.text_key for key in keys],
         "suffixes": args.suffix,
@@ -120,7 +120,7 @@ def reading_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Settings of the run that the command line changes."""
+    """Add the settings of the run that the command line changes."""
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -138,7 +138,7 @@ def add_count(
 
 
 def positive_int(text: str) -> int:
-    """An argparse type: an integer of at least 1."""
+    """Parse an argument: an integer of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
@@ -146,7 +146,7 @@ def positive_int(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """An argparse type: an integer of at least 0."""
+    """Parse an argument: an integer of at least 0."""
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is less than 0")
@@ -154,7 +154,7 @@ def count(text: str) -> int:
 
 
 def size(text: str) -> int:
-    """An argparse type: bytes, as a number with or without a unit (KiB, MB, GiB, ...)."""
+    """Parse an argument: bytes, as a number with or without a unit (KiB, MB, GiB, ...)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text} is not a size, such as 67108864, 64MiB or 1GB")

@@ -1,4 +1,4 @@
-"""`bigtrain check`: print the run as it would be started, or every problem of it."""
+"""`bigtrain check`: print the resolved run, or all its problems."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         choices=get_args(Device),
-        help="also refuse what this kind of device does not support (default: not known)",
+        help="also refuse settings that this kind of device does not support (default: unknown)",
     )
     parser.add_argument(
         "--gpu",
         metavar="NAME",
-        help="predict time and memory on this device (H100-80GB, say), and refuse what cannot fit",
+        help="predict time and memory on this device (e.g. H100-80GB), and refuse what cannot fit",
     )
     parser.add_argument(
         "--inputs",
         action="store_true",
-        help="also open the data and try the model's own code, as the run does before its "
+        help="also open the data and test the model's own code, like the run before its "
         "rendezvous (some seconds; default: the settings only)",
     )
     parser.add_argument(
         "--show",
         metavar="SECTION.KEY",
-        help="print only this setting of the run, for scripts (output.directory, say)",
+        help="print only this setting of the run, for scripts (e.g. output.directory)",
     )
     add_overrides(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the resolved run and its predicted time and memory. Raises ConfigError with all
-    problems, LaunchError if it cannot fit `--gpu`, CheckpointError if the run's directory holds
+    problems, LaunchError if it cannot fit `--gpu`, CheckpointError if the run's directory has
     another run; with `--inputs` ModelError for a model that cannot be found."""
     kind: Device | None = args.device
     if kind is None and args.gpu is not None:
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             args.config, args.overrides, size, engine, kind, inputs=args.inputs
         )
     except CheckpointError:
-        # The settings are right: they are shown, whatever the run's directory holds.
+        # The settings are valid: show them regardless of the run's directory.
         print(describe(resolve(args.config, args.overrides, size, engine, kind)))
         raise
     predicted = chosen + prediction(resolved, args.gpu)
@@ -77,9 +77,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
-    """Lines on the predicted time and memory. Without `gpu` torch is not imported, and the model's
-    costs are those of an earlier trace, or of a closed form. Raises LaunchError if the run cannot
-    fit `gpu`, ConfigError if that is unknown."""
+    """Return lines on the predicted time and memory. Without `gpu` torch is not imported, and the
+    model's costs are those of an earlier trace, or of a closed form. Raises LaunchError if the run
+    cannot fit `gpu`, ConfigError if that is unknown."""
     from bigtrain.models.tracing.traced_costs import model_costs
     from bigtrain.planner.run_layout import usual_chunk
     from bigtrain.planner.run_prediction import predict_run, refuse_too_large
@@ -98,18 +98,19 @@ def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
     tokens = plan.micro_batch_size * resolved.config.batch.sequence_length
     tokens //= resolved.topology.sequence_size
     chunk = usual_chunk(section.loss, section.loss_chunk_tokens, model.vocabulary_size, tokens)
-    found = predict_run(resolved, model, chunk, device, measured)
-    lines = [found.line()]
+    predicted = predict_run(resolved, model, chunk, device, measured)
+    lines = [predicted.line()]
     if remark:
         lines.append("the model's costs are " + remark)
     if device is not None:
         refuses = resolved.config.engine.refuse_too_large
-        lines.append(refuse_too_large(found, device.memory_bytes, refuses=refuses))
+        lines.append(refuse_too_large(predicted, device.memory_bytes, refuses=refuses))
     return [line for line in lines if line]
 
 
 def setting(resolved: ResolvedRun, key: str) -> str:
-    """One setting of the run: a string as it is, anything else as JSON. Raises ConfigError."""
+    """Return one setting of the run: strings unchanged, other values as JSON. Raises
+    ConfigError."""
     value: Any = resolved.config.model_dump(mode="json")
     for name in key.split("."):
         if not isinstance(value, dict) or name not in value:
@@ -119,7 +120,8 @@ def setting(resolved: ResolvedRun, key: str) -> str:
 
 
 def describe(resolved: ResolvedRun) -> str:
-    """The resolved run as text: a stream of two YAML documents (JSON is YAML) with comments."""
+    """Return the resolved run as text: a stream of two YAML documents (JSON is YAML) with
+    comments."""
     run_yaml = yaml.safe_dump(resolved.config.model_dump(mode="json"), sort_keys=False)
     engine = resolved.engine
     world_size = resolved.topology.world_size
@@ -129,7 +131,7 @@ def describe(resolved: ResolvedRun) -> str:
             run_yaml,
             f"# {resolved.plan.equation()}",
             "---",
-            f"# What DeepSpeed is given ({engine.source}, ZeRO {engine.zero_stage})",
+            f"# DeepSpeed configuration ({engine.source}, ZeRO {engine.zero_stage})",
             json.dumps(engine.deepspeed, indent=2),
         ]
     )

@@ -1,9 +1,9 @@
-"""`bigtrain completion`: a script that lets a shell complete commands, options, recipes and
+"""`bigtrain completion`: shell completion script for commands, options, recipes and
 settings.
 
-The script is static: pressing TAB starts no Python, which would take a fifth of a second each time
-only to import the settings. So shtab, which writes such scripts of an argparse parser, rather than
-argcomplete, which calls the program back.
+The script is static: pressing TAB does not start Python, which would take a fifth of a second each
+time only to import the settings. Hence shtab, which writes such scripts from an argparse parser,
+not argcomplete, which calls the program.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def completion_script(shell: str) -> str:
-    """The script for one of `SHELLS`."""
+    """Return the script for one of `SHELLS`."""
     parser = build_parser(*COMMANDS)
     for subparser in _below(parser):
         for action in subparser._actions:
@@ -65,18 +65,18 @@ def completion_script(shell: str) -> str:
 
 
 def _below(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """The parsers of all commands, those below a command too."""
-    for found in parser.commands.values() if isinstance(parser, CommandParser) else ():
-        yield found
-        yield from _below(found)
+    """Yield the parsers of all commands, including nested ones."""
+    for command in parser.commands.values() if isinstance(parser, CommandParser) else ():
+        yield command
+        yield from _below(command)
 
 
 _WORDS = ("config", "deepspeed_config", "overrides")
-"""Arguments whose words are known, by their names in the parser; the first two also take paths."""
+"""Arguments with known words, by their names in the parser; the first two also accept paths."""
 
 
 def _words() -> dict[str, Sequence[str]]:
-    """What is offered for each of `_WORDS`."""
+    """Return the completions for each of `_WORDS`."""
     engines = sorted(path.stem for path in ds_configs().glob("*.json"))
     return {
         "config": recipe_names(),
@@ -90,7 +90,7 @@ def _function(name: str) -> str:
 
 
 def _functions(shell: str, words: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """A function of the shell for each of `words`, which offers them."""
+    """Yield a shell function for each of `words` that completes them."""
     for name, offered in words.items():
         function, joined, takes_path = _function(name), " ".join(offered), name != "overrides"
         if shell == "bash":
@@ -106,5 +106,5 @@ def _functions(shell: str, words: Mapping[str, Sequence[str]]) -> Iterator[str]:
 
 
 def _takes_path(action: argparse.Action) -> bool:
-    """Whether an argument names a file or directory."""
+    """Return whether an argument names a file or directory."""
     return action.type is Path or action.dest in ("input", "model", "tokenizer")

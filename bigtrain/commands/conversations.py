@@ -1,4 +1,4 @@
-"""Arguments of `bigtrain tokenize` that say what rows hold: conversations, and which, or text."""
+"""Arguments of `bigtrain tokenize` on the format of rows: kinds of conversations, or text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from bigtrain.errors import DataError
 
 
 def add_conversation_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that `conversations_of` understands, and those that need conversations."""
+    """Add the arguments that `conversations_of` converts, and those that need conversations."""
     parser.add_argument(
         "--chat-key",
         metavar="KEY",
-        help="instead of --text-key: the key that holds a conversation, a list of messages with "
+        help="instead of --text-key: the key of a conversation, a list of messages with "
         "role and content (its tools are in the key `tools`); rendered by the tokenizer's chat "
         "template, with loss on the assistant's tokens only",
     )
@@ -23,7 +23,7 @@ def add_conversation_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=("auto", "text", "messages", "sharegpt", "alpaca", "prompt-completion"),
         default="auto",
-        help="what a row holds; auto detects it from the keys of the first row, and prints it, if "
+        help="format of a row; auto detects it from the keys of the first row, and prints it, if "
         "neither --text-key nor --chat-key is given; for a named pipe it is text (default: auto)",
     )
     parser.add_argument(
@@ -39,7 +39,7 @@ def add_conversation_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=ROLE",
-        help="what a name of a role in the data means, such as customer=user; may be repeated "
+        help="meaning of a role name in the data, such as customer=user; may be repeated "
         "(those of ShareGPT, human, gpt, observation, ..., are known)",
     )
     parser.add_argument(
@@ -67,9 +67,9 @@ def add_conversation_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def conversations_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What `add_conversation_arguments` parsed, as parameters of
-    `bigtrain.python_api.tokenizing.build_tokens`. Raises DataError for arguments that do not go
-    together."""
+    """Convert the arguments of `add_conversation_arguments` to parameters of
+    `bigtrain.python_api.tokenizing.build_tokens`. Raises DataError for incompatible
+    arguments."""
     name = args.format
     keys = dict(_pair(pair, "--key", "instruction=question") for pair in args.key)
     if args.chat_key is not None:

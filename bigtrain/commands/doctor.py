@@ -1,4 +1,4 @@
-"""`bigtrain doctor`: look at every host before a run is started on it."""
+"""`bigtrain doctor`: check every host before a run is started on it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `bigtrain doctor`."""
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument("--hostfile", type=Path, metavar="FILE", help="hosts, reached over ssh")
-    hosts.add_argument(
-        "--slurm", action="store_true", help="the hosts of the job this is called in"
-    )
+    hosts.add_argument("--slurm", action="store_true", help="the hosts of the current Slurm job")
     parser.add_argument(
         "--slots",
         type=positive_int,
         metavar="N",
-        help="ranks per host, without --hostfile (default: what Slurm says, or 1)",
+        help="ranks per host, without --hostfile (default: from Slurm, or 1)",
     )
     parser.add_argument(
         "--directory",
@@ -34,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=positive_int, metavar="N", help="the port a run will use (default: any)"
     )
-    add_count(parser, "--seconds", 120, "S", "limit of each step of the examination")
+    add_count(parser, "--seconds", 120, "S", "time limit of each check")
     parser.add_argument(
         "--least-gib",
         type=float,
@@ -48,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table and the remedies; 2 if anything failed. Raises LaunchError."""
+    """Print the table and the fixes; return 2 if anything failed. Raises LaunchError."""
     from bigtrain.launchers.doctor.examination import Examination, examine
     from bigtrain.launchers.doctor.verdicts import render
     from bigtrain.launchers.hostfile import Host, describe_unequal, hosts_of_slurm, read_hostfile
@@ -68,6 +66,6 @@ def run(args: argparse.Namespace) -> int:
         least_gib=args.least_gib,
         compute=not args.quick,
     )
-    found, lines = examine(what, say=lambda line: print(line, file=sys.stderr, flush=True))
-    print("\n".join([render(hosts, found), *describe_unequal(hosts), *lines]))
-    return EXIT_USER_ERROR if any(finding.failed for finding in found) else 0
+    findings, lines = examine(what, say=lambda line: print(line, file=sys.stderr, flush=True))
+    print("\n".join([render(hosts, findings), *describe_unequal(hosts), *lines]))
+    return EXIT_USER_ERROR if any(finding.failed for finding in findings) else 0

@@ -15,13 +15,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--best",
         action="store_true",
-        help="export the checkpoint that is the best by evaluation.best of the run",
+        help="export the best checkpoint by the run's evaluation.best",
     )
     parser.add_argument("--output", required=True, type=Path, help="directory to write")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="of the stored weights (default: the one the run computed in; of adapters: float32)",
+        help="of the stored weights (default: the run's compute dtype; for adapters: float32)",
     )
     parser.add_argument(
         "--merge",
@@ -33,13 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-shard-size",
         type=_size,
         default="5GB",
-        help="largest size of a weight file (default: 5GB), and of the memory that writing takes; "
-        "a larger tensor has a file of its own",
+        help="largest size of a weight file (default: 5GB), and of the memory for writing; "
+        "a larger tensor gets a separate file",
     )
     parser.add_argument(
         "--push-to-hub",
         metavar="OWNER/NAME",
-        help="also upload the verified directory to this repository of the Hugging Face hub, which "
+        help="also upload the verified directory to this repository of the Hugging Face Hub, which "
         "is created if it does not exist (login: hf auth login, or HF_TOKEN)",
     )
     parser.add_argument(
@@ -49,14 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _size(text: str) -> str:
     if re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", text.upper()) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500MB or 5GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
     return text.upper()
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write and verify the directory, and upload it to the hub if asked to.
+    """Write and verify the directory, and upload it to the Hub if requested.
 
-    Raises ConfigError, before anything is written, if the hub cannot be used."""
+    Raises ConfigError, before anything is written, if the Hub cannot be used."""
     from bigtrain.python_api.results import export_run
 
     exported = export_run(

@@ -8,24 +8,24 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("address", help="where it lies, such as s3://bucket/runs/mine")
+    parser.add_argument("address", help="address, such as s3://bucket/runs/mine")
     parser.add_argument("output", type=Path, help="directory to copy it to")
     parser.add_argument(
         "--step",
         type=int,
         metavar="N",
-        help="of a run: the checkpoint to fetch (default: the newest complete one)",
+        help="for a run: the checkpoint to fetch (default: the newest complete one)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fetch what is not there yet. Raises DataError; what has come stays for the next start."""
+    """Fetch missing files. Raise DataError; fetched files are kept for the next start."""
     from bigtrain.python_api.runs import fetch
     from bigtrain.system.storage.addresses import without_secrets
 
-    found = fetch(args.address, args.output, step=args.step, say=print)
+    fetched = fetch(args.address, args.output, step=args.step, say=print)
     address = without_secrets(args.address.rstrip("/"))
-    print(f"{args.output}: {found.num_bytes:,} bytes from {address}")
-    if found.step is not None:
-        print(f"  the run resumes from step {found.step} with output.directory={args.output}")
+    print(f"{args.output}: {fetched.num_bytes:,} bytes from {address}")
+    if fetched.step is not None:
+        print(f"  the run resumes from step {fetched.step} with output.directory={args.output}")
     return 0

@@ -1,4 +1,4 @@
-"""`bigtrain generate`: continue a prompt with a Hugging Face directory, or talk to it."""
+"""`bigtrain generate`: continue a prompt with a Hugging Face directory, or chat with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bigtrain.errors import ModelError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("--model", required=True, help="Hugging Face directory or hub name")
+    parser.add_argument("--model", required=True, help="Hugging Face directory or Hub name")
     parser.add_argument(
         "--prompt", help="text to continue; with --chat the first message of the user"
     )
@@ -32,18 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "only answer it",
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, default=128, help="tokens to add at most (default: 128)"
+        "--max-new-tokens", type=int, default=128, help="maximum new tokens (default: 128)"
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.8,
-        help="0 always takes the most likely token (default: 0.8)",
+        help="0 always selects the most likely token (default: 0.8)",
     )
     parser.add_argument(
         "--top-p", type=float, default=0.95, help="nucleus to sample from (default: 0.95)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from bigtrain.python_api.results import generate
 
     if args.messages is not None and not args.chat:
-        raise ModelError("--messages is for a conversation -> --chat beside it")
+        raise ModelError("--messages is for a conversation -> add --chat")
     how: dict[str, Any] = {
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,
@@ -87,7 +87,7 @@ def _answer(talk: Any, messages: list[dict[str, Any]]) -> None:
 
 
 def _said(prompt: str | None) -> Iterator[str]:
-    """What the user says: one message, or the lines of standard input until its end."""
+    """Yield the user's messages: one message, or the lines of standard input until its end."""
     if prompt is not None:
         yield prompt
         return

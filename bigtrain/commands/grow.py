@@ -1,4 +1,5 @@
-"""`bigtrain grow`: a Hugging Face model with rows for the tokens added to its tokenizer."""
+"""`bigtrain grow`: a Hugging Face model with embedding rows for the tokens added to its
+tokenizer."""
 
 from __future__ import annotations
 
@@ -11,18 +12,18 @@ from bigtrain.commands.arguments import positive_int
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("--model", required=True, help="directory or hub name of the base")
+    parser.add_argument("--model", required=True, help="directory or Hub name of the base")
     parser.add_argument(
         "--tokenizer",
         required=True,
-        help="directory or hub name: the base's, with tokens added (bigtrain tokenizer --base)",
+        help="directory or Hub name: the base's with added tokens (bigtrain tokenizer --base)",
     )
     parser.add_argument("--output", required=True, type=Path, help="directory to write")
     parser.add_argument(
         "--new-rows",
         choices=("mean_covariance", "mean", "normal"),
         default="mean_covariance",
-        help="as model.vocabulary.new_rows of a run (default: mean_covariance)",
+        help="like model.vocabulary.new_rows of a run (default: mean_covariance)",
     )
     parser.add_argument(
         "--pad-to-multiple-of",
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="add rows up to a multiple of N",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of rows that are drawn (default: 0)"
+        "--seed", type=int, default=0, metavar="N", help="seed of random rows (default: 0)"
     )
 
 

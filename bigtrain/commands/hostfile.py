@@ -1,4 +1,4 @@
-"""`bigtrain hostfile`: write or check a hostfile, and the environment its hosts are given."""
+"""`bigtrain hostfile`: write or check a hostfile, and the environment of its hosts."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _LOOKUPS_AT_ONCE = 256  # threads that wait
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `bigtrain hostfile`."""
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--check", type=Path, metavar="FILE", help="say what is wrong with a file")
-    what.add_argument("--slurm", action="store_true", help="write one for the Slurm job this is in")
+    what.add_argument("--check", type=Path, metavar="FILE", help="report the problems of a file")
+    what.add_argument("--slurm", action="store_true", help="write one for the current Slurm job")
     what.add_argument(
         "--environment",
         action="store_true",
-        help=f"write {NAME}: the variables that DeepSpeed gives to the hosts, without secrets",
+        help=f"write {NAME}: the variables that DeepSpeed sends to the hosts, without secrets",
     )
     parser.add_argument(
         "--slots",
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="NAME",
-        help="with --environment: further variables; secret ones are refused",
+        help="with --environment: additional variables; secret ones are refused",
     )
     parser.add_argument(
         "--output",
@@ -97,18 +97,18 @@ def _check(path: Path) -> int:
 
 
 def _unknown(hosts: list[Host]) -> list[str]:
-    rule = "neither this machine nor ssh's settings know a host of this name"
+    rule = "this host name does not resolve here or in ssh's configuration"
     with ThreadPoolExecutor(_LOOKUPS_AT_ONCE) as pool:
         known = list(pool.map(_resolves, (host.name for host in hosts)))
     return [
-        f"line {host.line}: {host.name}: {rule} -> correct the name, or take it out"
+        f"line {host.line}: {host.name}: {rule} -> fix the name, or remove it"
         for host, is_known in zip(hosts, known, strict=True)
         if not is_known
     ]
 
 
 def _resolves(name: str) -> bool:
-    """Whether `name`, or the HostName that ssh's configuration gives it, has an address."""
+    """Return whether `name`, or its HostName in ssh's configuration, has an address."""
     if _has_address(name):
         return True
     other = _name_for_ssh(name) if ssh_settings_name_hosts() else None
@@ -135,7 +135,7 @@ def _name_for_ssh(name: str) -> str | None:
 
 @cache
 def ssh_settings_name_hosts() -> bool:
-    """Whether ssh's configuration may replace host names; if not, `ssh -G` is not needed.
+    """Return whether ssh's configuration may replace host names; if not, `ssh -G` is not needed.
 
     Looks for HostName and CanonicalizeHostname (man ssh_config) in the configuration of this user
     and machine, and in the files they include.
@@ -153,32 +153,32 @@ def ssh_settings_name_hosts() -> bool:
                 return True
             if word.lower() == "include" and rest:
                 for pattern in shlex.split(rest[0]):
-                    found = path.parent / Path(pattern).expanduser()
-                    files += map(Path, glob.glob(str(found)))
+                    include = path.parent / Path(pattern).expanduser()
+                    files += map(Path, glob.glob(str(include)))
     return False
 
 
 def _environment(path: Path, include: list[str]) -> int:
     chosen = select_environment(os.environ, include)
-    # DeepSpeed reads the one in the home directory too, before that of the working directory.
+    # DeepSpeed also reads the one in the home directory, before that in the working directory.
     for other in {path.absolute(), Path.home() / NAME}:
         for problem in inspect_environment_file(other):
             print(f"warning: {problem}", file=sys.stderr)
     write_environment(path, chosen.variables)
     print(f"{path}: {', '.join(chosen.variables) or 'no variables'}")
     if quoted := quoted_names(chosen.variables):
-        print(f"  quoted, which only pdsh takes off again: {', '.join(quoted)}")
+        print(f"  quoted, which only pdsh removes again: {', '.join(quoted)}")
     if chosen.secrets:
-        print("  secrets, not written, for DeepSpeed puts what is written into command lines:")
+        print("  secrets, not written, since DeepSpeed puts the file into command lines:")
         for name in chosen.secrets:
-            print(f"    {name}: instead {instead_of_command_lines(name)}")
+            print(f"    {name}: use {instead_of_command_lines(name)}")
     if chosen.exposed:
         rule = "DeepSpeed itself puts into command lines on every host: unset these"
         print(f"  secrets that {rule}: {', '.join(chosen.exposed)}")
     if chosen.dropped:
-        print(f"  not written (--include NAME takes one along): {', '.join(chosen.dropped)}")
+        print(f"  not written (--include NAME adds one): {', '.join(chosen.dropped)}")
     if path.name != NAME:
         print(f"  DeepSpeed reads it with  DS_ENV_FILE={shlex.quote(path.name)}")
-    print("  start with ssh options that let a dead host end the run:")
+    print("  start with ssh options that end the run if a host dies:")
     print(f"  PDSH_SSH_ARGS_APPEND={shlex.quote(KEEP_ALIVE)} deepspeed --hostfile FILE ...")
     return 0

@@ -1,4 +1,4 @@
-"""`bigtrain init`: ask a few questions, or take options, and write a commented run YAML."""
+"""`bigtrain init`: write a commented run YAML from options or a few questions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bigtrain.python_api.new_run import NewRun, write_new_run
 from bigtrain.settings.hf_config_keys import missing_model
 from bigtrain.settings.run_config import ModelSection
 
-# Options that answer a question; with any of them nothing is asked.
+# Options that answer a question; with any of them no questions are asked.
 _ANSWERS = (
     "model",
     "new_model",
@@ -44,35 +44,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--new-model",
         metavar="NAME_OR_DIR",
-        help="start from random weights with this configuration: directory, hub name or recipe",
+        help="start from random weights with this configuration: directory, Hub name or recipe",
     )
     parser.add_argument(
         "--data",
         metavar="PATH",
-        help="shards of `bigtrain tokenize`, or text that is still to be tokenized",
+        help="shards of `bigtrain tokenize`, or text to be tokenized",
     )
     parser.add_argument(
         "--shards",
         metavar="DIR",
-        help=f"where the shards of such text will lie (default: {defaults.shards})",
+        help=f"directory for the shards of such text (default: {defaults.shards})",
     )
     parser.add_argument(
         "--chat",
         action="store_true",
         default=None,
-        help="the data are conversations: pack whole ones into samples (default: text)",
+        help="the data are conversations: pack complete ones into samples (default: text)",
     )
     parser.add_argument(
         "--adapters",
         action="store_true",
         default=None,
-        help="train LoRA adapters beside the weights of --model (default: all weights)",
+        help="train LoRA adapters for the weights of --model (default: all weights)",
     )
     _add_training_arguments(parser, defaults)
     parser.add_argument(
         "--run-directory",
         metavar="DIR",
-        help="where the run writes (default: runs/ and the model's name)",
+        help="output directory of the run (default: runs/ and the model's name)",
     )
     parser.add_argument(
         "--output",
@@ -121,15 +121,15 @@ def run(args: argparse.Namespace) -> int:
     missing = [] if given.keys() & {"model", "new_model"} else ["--model or --new-model"]
     missing += [] if "data" in given else ["--data"]
     if missing:
-        rule = "is needed where nothing can be asked"
+        rule = "is required when stdin is not a terminal"
         raise ConfigError(Problem(" and ".join(missing), None, rule, "bigtrain init --help"))
     wanted = NewRun(**given)
     if wanted.names_nothing_here and (close := _similar(wanted.data)):
-        rule, remedy = "there is nothing at this path", f"did you mean {close}?"
+        rule, remedy = "does not exist", f"did you mean {close}?"
         raise ConfigError(Problem("--data", wanted.data, rule, remedy))
     written = write_new_run(wanted, args.output, force=args.force)
     if wanted.names_nothing_here:
-        print(f"note: there is nothing at {wanted.data} yet", file=sys.stderr)
+        print(f"note: {wanted.data} does not exist yet", file=sys.stderr)
     print(f"wrote {' and '.join(map(str, written.files))}; next:")
     for command in written.next_commands:
         print(f"  {command}")
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _similar(path: str) -> str | None:
-    """A file or folder beside the missing `path` whose name is much like its own."""
+    """Return a file or folder next to the missing `path` with a similar name."""
     parent = Path(path).parent
     if not parent.is_dir():
         return None
@@ -147,28 +147,28 @@ def _similar(path: str) -> str | None:
 
 
 def _ask() -> dict[str, Any]:
-    """Answers of a person at a terminal; an empty one takes the default. Raises ConfigError where
-    they end."""
+    """Return the answers of a user at a terminal; an empty one selects the default. Raise
+    ConfigError if input ends."""
     try:
         return _answers()
     except EOFError:
         print()
-        rule = "the answers end before the last question"
+        rule = "the input ends before the last question"
         raise ConfigError(Problem("bigtrain init", None, rule, "bigtrain init --help")) from None
 
 
 def _answers() -> dict[str, Any]:
     defaults = NewRun(data="")
-    print("A run YAML in a few answers; press Enter for the default in brackets.")
+    print("A run YAML from a few answers; press Enter to accept the default in brackets.")
     answers: dict[str, Any] = {}
-    trained = _yes("Start from trained weights (no: a new model with random ones)?", True)
+    trained = _yes("Start from trained weights (no: a new model with random weights)?", True)
     if trained:
         answers["model"] = _existing("Model (directory or Hugging Face name)", _is_missing_model)
         answers["adapters"] = _yes("Train LoRA adapters only?", False)
     else:
         text = "Configuration (directory, Hugging Face name or recipe)"
         answers["new_model"] = _text(text, "quickstart")
-    text = "Data (shards, or files, a folder or a hub dataset to tokenize)"
+    text = "Data (shards, or files, a folder or a Hub dataset to tokenize)"
     answers["data"] = _existing(text, lambda answer: NewRun(data=answer).names_nothing_here)
     answers["chat"] = _yes("Are the data conversations?", False)
     devices = _text("Devices to plan for, such as 8xH100-80GB or 2xCPU (empty: one, unplanned)", "")
@@ -183,15 +183,15 @@ def _answers() -> dict[str, Any]:
 
 
 def _existing(question: str, is_missing: Callable[[str], bool]) -> str:
-    """The name of something that exists, or that is given twice."""
+    """Ask for a name until it exists or is given twice."""
     refused = None
     while True:
         answer = _text(question)
         if answer == refused or not is_missing(answer):
             return answer
         close = _similar(answer)
-        hint = f"did you mean {close}?" if close else "give it again to use it all the same"
-        print(f"there is nothing at {answer}; {hint}")
+        hint = f"did you mean {close}?" if close else "enter it again to use it anyway"
+        print(f"{answer} does not exist; {hint}")
         refused = answer
 
 
@@ -214,11 +214,11 @@ def _yes(question: str, default: bool) -> bool:
             return default
         if answer in ("y", "yes", "n", "no"):
             return answer[0] == "y"
-        print("yes or no, please")
+        print("answer yes or no")
 
 
 def _count(question: str, default: int) -> int:
-    """A number; `default` for an empty answer, and 0 is not shown."""
+    """Ask for a number; an empty answer selects `default`, which is not shown if 0."""
     while True:
         answer = _text(question, str(default or ""))
         if not answer:
@@ -226,4 +226,4 @@ def _count(question: str, default: int) -> int:
         try:
             return positive_int(answer)
         except (ValueError, argparse.ArgumentTypeError):
-            print("a whole number of at least 1, please")
+            print("enter an integer of at least 1")

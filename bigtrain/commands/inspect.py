@@ -1,4 +1,4 @@
-"""`bigtrain inspect`: what is in token shards."""
+"""`bigtrain inspect`: show the contents of token shards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_TOKENS = 512
 SHOWN = 20
-"""Shards and inputs in human-readable form; --json has them all."""
+"""Number of shards and inputs in human-readable output; --json has all of them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,26 +36,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="N",
-        help="also show these documents, counted from 0 in the order of the shards",
+        help="also show these documents, counted from 0 in shard order",
     )
     parser.add_argument(
         "--split", choices=("train", "held_out"), help="of --document (default: train)"
     )
-    add_count(parser, "--max-tokens", DEFAULT_MAX_TOKENS, "N", "tokens of a document shown at most")
+    add_count(parser, "--max-tokens", DEFAULT_MAX_TOKENS, "N", "maximum tokens of a document")
     parser.add_argument(
         "--tokenizer", type=Path, help="directory to decode with (default: the dataset's own)"
     )
     parser.add_argument(
         "--mask",
         action="store_true",
-        help="show what is learned of the documents: in color on a terminal, else between "
-        "\u27e6 and \u27e7; without --document of document 0",
+        help="show the learned tokens of the documents: in color on a terminal, else between "
+        "\u27e6 and \u27e7; without --document for document 0",
     )
     parser.add_argument(
         "--html",
         type=Path,
         metavar="FILE",
-        help="write the documents of --mask as a page with what is learned marked",
+        help="write the documents of --mask as a page with learned tokens marked",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
 
@@ -107,16 +107,16 @@ def _write_html(path: Path, title: str, documents: list[dict[str, Any]]) -> None
     try:
         path.write_text(as_html(title, documents), encoding="utf-8")
     except OSError as error:
-        remedy = "name a file in a folder that can be written"
+        remedy = "choose a file in a writable folder"
         raise DataError(f"--html {path} cannot be written: {error.strerror} -> {remedy}") from error
 
 
 def _lines(inspected: Inspected, tree: dict[str, Any]) -> list[str]:
-    """The description, human-readable."""
+    """Return the description, human-readable."""
     manifest = inspected.manifest
     if manifest is None:
         lines = [f"{inspected.path}: {tree['token_dtype']} tokens, a shard without a manifest"]
-        lines.append("  checksums: none, so nothing tells whether it is corrupt")
+        lines.append("  checksums: none, so corruption cannot be detected")
     else:
         from bigtrain.data.shards.block_checksums import NOT_VERIFIED
         from bigtrain.data.shards.inspection import summary
@@ -128,7 +128,7 @@ def _lines(inspected: Inspected, tree: dict[str, Any]) -> list[str]:
         )
         options = ", ".join(f"{key} {value}" for key, value in tree["options"].items())
         lines.append(f"  options:  {options}")
-        verified = "of blocks of 16 KiB, verified as they are read"
+        verified = "of blocks of 16 KiB, verified on reading"
         lines.append(f"  checksums: {verified if manifest.has_blocks else NOT_VERIFIED}")
         lines.append(f"  inputs:   {len(manifest.sources):,}")
         lines += [f"    {source.path}" for source in manifest.sources[:SHOWN]]

@@ -23,13 +23,13 @@ _KINDS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `bigtrain launch slurm`, `torchrun` and `kubernetes`."""
     kinds = parser.add_subparsers(dest="kind", metavar="slurm|torchrun|kubernetes", required=True)
-    found = {
+    parsers = {
         kind: kinds.add_parser(kind, help=text, description=f"Write {text}", epilog=EXIT_CODES)
         for kind, text in _KINDS.items()
     }
     if isinstance(parser, CommandParser):
-        parser.commands.update(found)
-    slurm = found["slurm"]
+        parser.commands.update(parsers)
+    slurm = parsers["slurm"]
     _add_common(slurm)
     slurm.add_argument(
         "--nodes", default="1", metavar="N[-M]", help="nodes, or fewest and most (default: 1)"
@@ -43,11 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "seconds before the time limit at which the run is saved and requeued",
     )
     _add_repeated(
-        slurm, "--sbatch", "OPTION=VALUE", "further option of sbatch, such as partition=gpu"
+        slurm, "--sbatch", "OPTION=VALUE", "additional option of sbatch, such as partition=gpu"
     )
     _add_setup(slurm)
-    _add_torchrun_arguments(found["torchrun"])
-    _add_kubernetes_arguments(found["kubernetes"])
+    _add_torchrun_arguments(parsers["torchrun"])
+    _add_kubernetes_arguments(parsers["kubernetes"])
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -81,12 +81,12 @@ def _add_torchrun_arguments(parser: argparse.ArgumentParser) -> None:
         "--rendezvous",
         required=True,
         metavar="HOST:PORT",
-        help="rendezvous endpoint: a node that stays, or a machine that runs the script with "
+        help="rendezvous endpoint: a permanent node, or a machine that runs the script with "
         "`serve`",
     )
-    parser.add_argument("--name", help="of the run (default: from the run's file name)")
+    parser.add_argument("--name", help="name of the run (default: from the run's file name)")
     add_count(
-        parser, "--restarts", 100, "N", "starts after failures, from the newest checkpoint each"
+        parser, "--restarts", 100, "N", "restarts after failures, each from the newest checkpoint"
     )
     add_count(
         parser,
@@ -100,7 +100,7 @@ def _add_torchrun_arguments(parser: argparse.ArgumentParser) -> None:
         "--last-call-timeout",
         15,
         "S",
-        "after a change, seconds in which further nodes may join",
+        "after a change, seconds in which more nodes may join",
     )
     add_count(parser, "--threads", 1, "N", "OMP_NUM_THREADS")
     _add_setup(parser)
@@ -128,21 +128,21 @@ def _add_kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
         help="PersistentVolumeClaim that all nodes can write (ReadWriteMany): data and run",
     )
     parser.add_argument(
-        "--mount", default="/data", metavar="PATH", help="where pods see it (default: /data)"
+        "--mount", default="/data", metavar="PATH", help="mount path in the pods (default: /data)"
     )
-    parser.add_argument("--name", help="of the job (default: from the run's file name)")
+    parser.add_argument("--name", help="name of the job (default: from the run's file name)")
     parser.add_argument("--namespace", help="default: kubectl's")
     parser.add_argument("--cpus", type=positive_int, metavar="N", help="cores of each node")
-    parser.add_argument("--memory", metavar="SIZE", help="of each node, such as 400Gi")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of each node, such as 400Gi")
     parser.add_argument(
-        "--shared-memory", default="16Gi", metavar="SIZE", help="of /dev/shm (default: 16Gi)"
+        "--shared-memory", default="16Gi", metavar="SIZE", help="size of /dev/shm (default: 16Gi)"
     )
     parser.add_argument(
         "--restarts",
         type=int,
         default=10,
         metavar="N",
-        help="starts after failures, from the newest checkpoint each (default: 10)",
+        help="restarts after failures, each from the newest checkpoint (default: 10)",
     )
     add_count(
         parser,
@@ -150,23 +150,21 @@ def _add_kubernetes_arguments(parser: argparse.ArgumentParser) -> None:
         60,
         "N",
         "minutes without a line of log or metrics after which a pod counts as hung; must be more "
-        "than saving, and logging.every_steps steps, take",
+        "than the time of saving and of logging.every_steps steps",
     )
-    add_count(
-        parser, "--save-seconds", 600, "S", "seconds that an evicted pod is given to save the run"
-    )
+    add_count(parser, "--save-seconds", 600, "S", "seconds for an evicted pod to save the run")
     _add_pod_arguments(parser)
 
 
 def _add_pod_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `PodSettings` holds, and what else only Kubernetes asks of a pod."""
+    """Add the arguments of `PodSettings`, and other Kubernetes-only settings of pods."""
     for flag, metavar, text in (
         ("--env", "NAME=VALUE", "variable of every pod"),
         ("--secret-env", "NAME=SECRET:KEY", "variable from a key of a Secret"),
         ("--env-from-secret", "SECRET", "every key of a Secret as a variable"),
         ("--node-selector", "LABEL=VALUE", "label that nodes must have"),
         ("--toleration", "KEY[=VALUE][:EFFECT]", "taint of nodes that pods tolerate"),
-        ("--image-pull-secret", "SECRET", "Secret that the image's registry asks for"),
+        ("--image-pull-secret", "SECRET", "Secret for the image's registry"),
         ("--rdma", "RESOURCE=N", "network cards of each node, such as rdma/hca=8"),
     ):
         _add_repeated(parser, flag, metavar, text)
@@ -186,8 +184,8 @@ def _add_pod_arguments(parser: argparse.ArgumentParser) -> None:
         "--patch",
         type=Path,
         metavar="FILE",
-        help="YAML with metadata and spec that is merged into the pods' template, for what no "
-        "option sets; named entries of lists are merged by name, and null removes a field",
+        help="YAML with metadata and spec that is merged into the pods' template, for fields "
+        "without an option; named entries of lists are merged by name, and null removes a field",
     )
 
 
@@ -209,7 +207,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def kubernetes_text(args: argparse.Namespace, output: Path) -> str:
-    """The manifests that `args` ask for. `output` is not read."""
+    """Return the manifests for `args`. `output` is not read."""
     from bigtrain.launchers.kubernetes import KubernetesRequest, render_manifests
     from bigtrain.launchers.pods import PodSettings, pairs, read_patch
 
@@ -252,7 +250,7 @@ def kubernetes_text(args: argparse.Namespace, output: Path) -> str:
 
 
 def slurm_text(args: argparse.Namespace, output: Path) -> str:
-    """The script that `args` ask for, checked by bash. `output` is not read."""
+    """Return the script for `args`, checked by bash. `output` is not read."""
     from bigtrain.launchers.slurm import SlurmRequest, render_script, sbatch_options
 
     gpus, processes = processes_of(args)
@@ -275,7 +273,7 @@ def slurm_text(args: argparse.Namespace, output: Path) -> str:
 
 
 def torchrun_text(args: argparse.Namespace, output: Path) -> str:
-    """The script that `args` ask for, which will stand in `output`, checked by bash."""
+    """Return the script for `args` that will be written to `output`, checked by bash."""
     from bigtrain.launchers.torchrun import TorchrunRequest, render_torchrun
 
     gpus, processes = processes_of(args)
@@ -303,34 +301,35 @@ def torchrun_text(args: argparse.Namespace, output: Path) -> str:
 
 
 def _checked(text: str) -> str:
-    """A script that bash can read. Raises LaunchError."""
+    """Check that bash can parse a script, and return it. Raises LaunchError."""
     checked = subprocess.run(
         ["bash", "-n"], input=text, capture_output=True, text=True, timeout=60, check=False
     )
     if checked.returncode != 0:
-        raise LaunchError(f"bash cannot read the script, look at --setup: {checked.stderr.strip()}")
+        raise LaunchError(f"bash cannot parse the script, check --setup: {checked.stderr.strip()}")
     return text
 
 
 def _name_of(config: str) -> str:
-    """A name that Kubernetes and torchrun take, from the run's file or recipe."""
+    """Return a name that Kubernetes and torchrun accept, from the run's file or recipe."""
     return re.sub(r"[^a-z0-9-]+", "-", Path(config).stem.lower()).strip("-")
 
 
 def processes_of(args: argparse.Namespace) -> tuple[int, int]:
-    """GPUs and ranks of one node. Raises LaunchError if the two contradict each other."""
+    """Return GPUs and ranks of one node. Raises LaunchError if the two contradict each other."""
     gpus, processes = args.gpus_per_node, args.processes_per_node
     if gpus < 0:
         raise LaunchError(f"--gpus-per-node = {gpus}: must be 0 (CPUs) or more")
     if gpus and processes not in (None, gpus):
         raise LaunchError(
             f"--processes-per-node = {processes} contradicts --gpus-per-node = {gpus}: a GPU has "
-            "one process -> leave it out, or --gpus-per-node 0"
+            "one process -> remove it, or --gpus-per-node 0"
         )
     return gpus, gpus or processes or 1
 
 
 def absolute(name_or_path: str) -> str:
-    """An absolute path, valid wherever the job starts; the name of a recipe as it is."""
+    """Return an absolute path, independent of the job's working directory; recipe names are
+    unchanged."""
     path = Path(name_or_path)
     return str(path.resolve()) if path.is_file() else name_or_path

@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{refused} topologies are refused; --refused lists them with the reasons")
     print(
         "differences from plain transformers and torch.optim in one process, the worst of "
-        "all steps: of the loss in nats, of the gradient norm relative to it, of the weights; of "
-        "these the one nearest to what rounding alone explains, which is 1e-5 or 4 times as far as "
-        "plain transformers is from itself with its sums in another order"
+        "all steps: of the loss in nats, of the gradient norm relative to it, of the weights; for "
+        "these the one closest to its rounding limit, which is 1e-5 or 4 times the distance of "
+        "plain transformers from itself with its sums in another order"
     )
     return 0 if passed else EXIT_DIFFERENT

@@ -1,4 +1,4 @@
-"""`bigtrain plan`: what fits a number of devices, and how fast it will be."""
+"""`bigtrain plan`: find the layouts that fit a number of devices, and their speed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus",
         metavar="NxDEVICE",
-        help="what to plan for: 64xH100-80GB, 8xA100; 4xCPU: processes, by this machine's figures "
-        "with --hardware, else by those of the CPUs that bigtrain is developed on",
+        help="devices: 64xH100-80GB, 8xA100; 4xCPU: processes, with this machine's measurements "
+        "by --hardware, else with those of bigtrain's development CPUs",
     )
     parser.add_argument(
         "--nodes-of", type=positive_int, metavar="N", help="devices on each node (default: 8)"
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--choose",
         type=positive_int,
         metavar="N",
-        help="which line of the table --write takes (default: the first that is not tight)",
+        help="line of the table that --write uses (default: the first that is not tight)",
     )
     parser.add_argument(
         "--evaluate",
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="of --evaluate: rows with predictions, as CSV; of --calibrate: what was measured",
+        help="of --evaluate: rows with predictions, as CSV; of --calibrate: measurements",
     )
     add_overrides(parser)
 
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     if missing:
         names = " and ".join(f"--{name}" for name in missing)
         raise ConfigError(
-            Problem(names, None, "is needed for a plan", "or --evaluate ROWS.csv, or --calibrate")
+            Problem(names, None, "is required for a plan", "or --evaluate ROWS.csv, or --calibrate")
         )
     with _uncollected():
         return _plan(args)
@@ -98,9 +98,9 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without Python's search for reference cycles, during the plan and at the end of the program:
-    imports and layouts make many objects and hardly a cycle, and looking for them is an eighth of a
-    plan's time, and again as much when torch is left behind."""
+    """Disable Python's cyclic garbage collection during the plan and at exit: imports and layouts
+    create many objects and few cycles, and the search for cycles is an eighth of a plan's time, and
+    again as much at exit with torch."""
     was_enabled = gc.isenabled()
     gc.disable()
     atexit.unregister(gc.freeze)
@@ -141,7 +141,7 @@ def _calibrate(output: Path | None) -> int:
     from bigtrain.planner.tables.calibration_file import keep_calibration, write_calibration
 
     if output is None:
-        raise ConfigError(Problem("--output", None, "is needed for --calibrate", "name a file"))
+        raise ConfigError(Problem("--output", None, "is required for --calibrate", "name a file"))
     try:
         output.touch()
     except OSError as error:
@@ -161,8 +161,8 @@ def _calibrate(output: Path | None) -> int:
 
 
 def ranked_layouts(args: argparse.Namespace, *, varies: bool = True) -> Plan:
-    """The layouts that the arguments ask for; `varies`: with loss and buckets other than a run
-    decides by itself, too. Raises ConfigError if none fits."""
+    """Return the layouts for the arguments; `varies`: also with loss and buckets that differ from a
+    run's defaults. Raises ConfigError if none fits."""
     from bigtrain.python_api.planning import plan
 
     return plan(
@@ -205,11 +205,11 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _bits(text: str) -> float:
-    """An argparse type: bits a second, such as 400Gb."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([GMT])b(?:it)?(?:/s|ps)?\s*", text)
-    if found is None:
+    """Parse an argument: bits per second, such as 400Gb."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([GMT])b(?:it)?(?:/s|ps)?\s*", text)
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text} is not a rate, such as 400Gb")
-    value = float(found.group(1)) * {"M": 1e6, "G": 1e9, "T": 1e12}[found.group(2)]
+    value = float(match.group(1)) * {"M": 1e6, "G": 1e9, "T": 1e12}[match.group(2)]
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{text} is not a rate, such as 400Gb")
     return value

@@ -1,5 +1,5 @@
-"""The names of the subcommands and their parser. Imports nothing heavy, and no command until its
-arguments are asked for."""
+"""Names of the subcommands and their parser. Imports nothing heavy, and no command until its
+arguments are needed."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from bigtrain.commands.arguments import EXIT_CODES
 from bigtrain.settings.field_names import with_setting_names
 
 COMMANDS = {
-    "init": "ask a few questions, or take options, and write a run YAML",
+    "init": "write a run YAML from options or a few questions",
     "tokenizer": "train a byte-level BPE tokenizer on text, or add tokens to one",
     "tokenize": "turn text into token shards",
-    "inspect": "show what is in token shards",
+    "inspect": "show the contents of token shards",
     "check": "resolve and check a run without starting it",
-    "plan": "say what fits a number of devices, and how fast it will be",
+    "plan": "find the layouts that fit a number of devices, and their speed",
     "parity": "compare every legal topology of N ranks with a single-process run",
-    "launch": "write what starts a run: a script for Slurm or torchrun, Kubernetes manifests",
-    "hostfile": "write or check a hostfile, and the environment its hosts are given",
+    "launch": "write a script for Slurm or torchrun, or Kubernetes manifests, that starts a run",
+    "hostfile": "write or check a hostfile, and the environment of its hosts",
     "checkpoints": "list a run's checkpoints: complete or corrupt, which topology wrote each, and "
     "why it is kept",
     "verify": "read token shards or a run's checkpoints again and compare every checksum",
-    "report": "write a run as one page: curves, events, settings; or serve it while it goes on",
-    "outer-server": "hold the global weights of sites that can only open connections outwards",
-    "doctor": "look at every host before a run is started on it",
+    "report": "write a run as one page: curves, events, settings; or serve it during the run",
+    "outer-server": "keep the global weights of sites that can only open outgoing connections",
+    "doctor": "check every host before a run is started on it",
     "fetch": "copy a run, a model or a dataset from an address (s3://, ...) to a directory",
     "export": "write a run's weights as a verified Hugging Face directory",
-    "grow": "give a Hugging Face model rows for the tokens that were added to its tokenizer",
-    "generate": "continue a prompt with a Hugging Face directory, or talk to it",
+    "grow": "add embedding rows to a Hugging Face model for tokens added to its tokenizer",
+    "generate": "continue a prompt with a Hugging Face directory, or chat with it",
     "schema": "print the JSON schema of the run YAML, for editors",
-    "completion": "print a script that lets bash, zsh or fish complete what is typed",
+    "completion": "print a completion script for bash, zsh or fish",
 }
 
 
@@ -44,29 +44,29 @@ _UNKNOWN_COMMAND = re.compile(
 )  # argparse's own words
 
 SETTINGS = "[section.key=value ...]"
-"""How the usage of a command ends that takes settings of a run."""
+"""End of the usage of a command that accepts settings of a run."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Accepts overrides between options too, as train.py does."""
+    """Parser that also accepts overrides between options, like train.py."""
 
     _intermixing = False
-    takes_settings = False  # whether the command that was named does
+    takes_settings = False  # whether the named command does
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.commands: dict[str, argparse.ArgumentParser] = {}
 
     def error(self, message: str) -> NoReturn:
-        found = _UNKNOWN_COMMAND.match(message)
-        if found is not None:
-            message = _unknown_command(found[1])
+        match = _UNKNOWN_COMMAND.match(message)
+        if match is not None:
+            message = _unknown_command(match[1])
         super().error(with_setting_names(message) if self.takes_settings else message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self._intermixing or self._subparsers is not None:
             return super().parse_known_args(args, namespace)
-        self._intermixing = True  # what follows comes through here
+        self._intermixing = True  # the rest is parsed here
         try:
             return self.parse_known_intermixed_args(args, namespace)
         finally:
@@ -74,7 +74,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def build_parser(*loaded: str | None) -> CommandParser:
-    """The parser of all commands; only the arguments of `loaded` ones are loaded."""
+    """Return the parser of all commands; only the arguments of `loaded` ones are loaded."""
     parser = CommandParser(
         prog="bigtrain",
         description="Train any Hugging Face causal LM under DeepSpeed. "
@@ -99,11 +99,11 @@ def _unknown_command(name: str) -> str:
         return f"{name} is not a command: a launcher starts training -> {TRAINING}"
     close = difflib.get_close_matches(name, COMMANDS, n=3)
     remedy = f"did you mean {' or '.join(close)}?" if close else "bigtrain --help"
-    return f"there is no command {name} -> {remedy}"
+    return f"unknown command {name} -> {remedy}"
 
 
 def command_module(command: str) -> Any:
-    """The module of a command: its name, with underscores."""
+    """Return the module of a command: its name, with underscores."""
     return importlib.import_module(f"bigtrain.commands.{command.replace('-', '_')}")
 
 

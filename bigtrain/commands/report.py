@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="DIR",
-        help="directories of further runs, drawn into the same charts; may be repeated",
+        help="directories of more runs, drawn into the same charts; may be repeated",
     )
     parser.add_argument(
         "--output",
@@ -43,13 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--port",
         type=_port,
         metavar="N",
-        help=f"of --live, 1 to 65535 (default: {DEFAULT_PORT})",
+        help=f"port of --live, 1 to 65535 (default: {DEFAULT_PORT})",
     )
 
 
 def _port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port: a whole number from 1 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: an integer from 1 to 65535")
     return int(text)
 
 
@@ -60,19 +60,19 @@ def run(args: argparse.Namespace) -> int:
     from bigtrain.report.run import open_runs
 
     if args.live and args.output is not None:
-        rule = "--live serves the page and writes none"
-        raise ConfigError(Problem("--output", str(args.output), rule, "leave one of them out"))
+        rule = "--live serves the page and does not write one"
+        raise ConfigError(Problem("--output", str(args.output), rule, "remove one of them"))
     if args.port is not None and not args.live:
-        rule = "is of --live alone"
-        raise ConfigError(Problem("--port", args.port, rule, "leave it out, or add --live"))
+        rule = "applies only to --live"
+        raise ConfigError(Problem("--port", args.port, rule, "remove it, or add --live"))
     begun = time.monotonic()
     if args.live:
         return _serve(open_runs([args.run, *args.compare], final=False), args.port or DEFAULT_PORT)
-    found = write_report(args.run, compare=args.compare, output=args.output)
-    steps = found.num_steps
+    written = write_report(args.run, compare=args.compare, output=args.output)
+    steps = written.num_steps
     print(
-        f"{found.path}: {steps:,} logged step{'s' if steps != 1 else ''}, "
-        f"{found.num_bytes / 2**20:.1f} MiB, in {time.monotonic() - begun:.1f} s"
+        f"{written.path}: {steps:,} logged step{'s' if steps != 1 else ''}, "
+        f"{written.num_bytes / 2**20:.1f} MiB, in {time.monotonic() - begun:.1f} s"
     )
     return 0
 

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_input_arguments(parser)
     add_conversation_arguments(parser)
     parser.add_argument(
-        "--tokenizer", required=True, help="directory or name on the Hugging Face hub"
+        "--tokenizer", required=True, help="directory or name on the Hugging Face Hub"
     )
     parser.add_argument("--output", required=True, type=Path, help="directory to write")
     parser.add_argument(
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shard-size",
         type=size,
         metavar="SIZE",
-        help="bytes of input per shard, as far as a file can be split; also the most work that is "
+        help="bytes of input per shard, if a file can be split; also the maximum work "
         "lost when a worker is killed (default: 256MiB)",
     )
     _add_work_arguments(parser)
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--encoder",
         choices=("auto", "gigatoken", "fastokens", "reference"),
         default="auto",
-        help="auto takes the fastest that agrees with the reference on texts of edge cases and on "
+        help="auto selects the fastest that agrees with the reference on edge cases and on "
         "a share of the documents; the tokens are the same with each (default: auto)",
     )
     parser.add_argument(
@@ -50,40 +50,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--beginning-of-text",
         choices=("auto", "always", "never"),
         default="auto",
-        help="what documents of plain text, and prompts, begin with: auto what the tokenizer "
+        help="start of plain-text documents and prompts: auto: tokens that the tokenizer "
         "itself adds to a text (Llama 3, Gemma: their beginning-of-text token; many: nothing), "
-        "always its beginning-of-text token, never nothing; generate and evaluation do the same "
+        "always: its beginning-of-text token, never: nothing; generate and evaluation do the same "
         "(default: auto)",
     )
     parser.add_argument(
         "--end-of-document",
         metavar="TOKEN",
-        help="token that ends documents of plain text, such as <|endoftext|> where the tokenizer's "
+        help="token that ends documents of plain text, such as <|endoftext|> if the tokenizer's "
         "end-of-sequence token ends a turn (default: the end-of-sequence token)",
     )
 
 
 def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
-    """Who does the work; nothing of it changes the result."""
+    """Add the division of work, which does not change the result."""
     parser.add_argument(
         "--workers",
         type=positive_int,
         metavar="N",
-        help="processes that build shards; 1 is this process alone, with threads (default: all "
+        help="processes that build shards; 1 is only this process, with threads (default: all "
         "cores, in as many processes as have 256 MiB of input and 1 GiB of free memory each)",
     )
     parser.add_argument(
         "--rank",
         type=int,
         metavar="R",
-        help="rank of this command among several with the same --output on different nodes; taken "
-        "from torchrun, Slurm or a Kubernetes indexed job if not given",
+        help="rank of this command among several with the same --output on different nodes; "
+        "default: from torchrun, Slurm or a Kubernetes indexed job",
     )
     parser.add_argument("--world-size", type=int, metavar="W", help="number of such commands")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tokenize and print a summary. Raises DataError; then only finished work is left behind."""
+    """Tokenize and print a summary. Raises DataError; then only finished work is kept."""
     from bigtrain.data.shards.inspection import summary
     from bigtrain.python_api.tokenizing import build_tokens
 

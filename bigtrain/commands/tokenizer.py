@@ -23,12 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--vocab-size",
         type=positive_int,
         metavar="N",
-        help="tokens of the vocabulary, the end-of-document token among them; at least 257",
+        help="tokens of the vocabulary, including the end-of-document token; at least 257",
     )
     parser.add_argument(
         "--base",
         metavar="NAME",
-        help="instead of --input and --vocab-size: take this tokenizer (directory or hub name), "
+        help="instead of --input and --vocab-size: use this tokenizer (directory or Hub name), "
         "and add tokens to it",
     )
     parser.add_argument(
@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="the same for a control token, such as <|im_start|>: the text of documents never "
-        "becomes it, and decoding can leave it out; may be repeated",
+        help="the same for a control token, such as <|im_start|>: document text never "
+        "becomes it, and decoding can skip it; may be repeated",
     )
     parser.add_argument(
         "--config",
@@ -56,39 +56,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train or grow, save and print a summary. Raises ConfigError, DataError; then nothing is left
-    behind."""
+    """Train or grow, save and print a summary. Raise ConfigError, DataError; then no files
+    remain."""
     if args.overrides and args.config is None:
-        rule = "a setting of a run, and --config names none"
+        rule = "is a setting of a run, and --config is missing"
         raise ConfigError(Problem("arguments", args.overrides[0], rule, "--config RUN.yaml"))
     trains = bool(args.input) or args.vocab_size is not None
     if args.config is not None:
         if trains or args.base is not None or args.add_token or args.add_special_token:
-            rule = "says which tokenizer, and which tokens it gets"
+            rule = "defines the tokenizer and its added tokens"
             raise ConfigError(
-                Problem("--config", args.config, rule, "leave out all else but --output")
+                Problem("--config", args.config, rule, "remove all other options except --output")
             )
         return _grow(args.output, *_of_run(args.config, args.overrides))
     if args.base is not None:
         if trains:
-            raise DataError(
-                "--base takes a trained tokenizer -> leave out --input and --vocab-size"
-            )
+            raise DataError("--base uses a trained tokenizer -> remove --input and --vocab-size")
         return _grow(args.output, args.base, args.add_token, args.add_special_token)
     if not args.input or args.vocab_size is None:
-        raise DataError("--input and --vocab-size train a tokenizer; or --base takes one")
+        raise DataError(
+            "training a tokenizer needs --input and --vocab-size -> give both, or --base"
+        )
     if args.add_token or args.add_special_token:
         raise DataError("--add-token and --add-special-token are for an existing tokenizer: --base")
     return _train(args)
 
 
 def _of_run(name: str, overrides: Sequence[str]) -> tuple[str, Sequence[str], Sequence[str]]:
-    """The tokenizer that a run adds tokens to, and its plain and its special tokens."""
+    """Return the tokenizer to which a run adds tokens, and its plain and its special tokens."""
     from bigtrain.settings.loading import load_run_config
 
     config = load_run_config(name, overrides)
     if config.tokenizer is None or config.base_tokenizer is None:
-        rule = "its run adds no tokens to a tokenizer"
+        rule = "its run does not add tokens to a tokenizer"
         remedy = "name them in its section: tokenizer.add_special_tokens, tokenizer.add_tokens"
         raise ConfigError(Problem("--config", name, rule, remedy))
     return config.base_tokenizer, config.tokenizer.add_tokens, config.tokenizer.add_special_tokens
@@ -120,7 +120,7 @@ def _train(args: argparse.Namespace) -> int:
     )
     if num_tokens < args.vocab_size:
         print(
-            f"note: the text gives {num_tokens} tokens, fewer than --vocab-size {args.vocab_size}",
+            f"note: the text yields {num_tokens} tokens, fewer than --vocab-size {args.vocab_size}",
             file=sys.stderr,
         )
     return 0

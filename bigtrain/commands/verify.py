@@ -20,13 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="written by `bigtrain export`: its weights"
     )
-    parser.add_argument("--step", type=int, help="of one checkpoint (default: all of them)")
+    parser.add_argument("--step", type=int, help="step of one checkpoint (default: all of them)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print a line for each; exit code 0 if all are complete and correct, else 2.
 
-    Raises DataError that names every corrupt file of a dataset.
+    Raises DataError with every corrupt file of a dataset.
     """
     if not args.datasets and args.run is None and args.model is None:
         remedy = "name a DATASET, --run DIR or --model DIR"
@@ -46,14 +46,14 @@ def _verify_datasets(datasets: Sequence[Path]) -> None:
     for path in datasets:
         splits = open_dataset(path, check="index").table.splits.values()
         num_shards, tokens = sum(map(len, splits)), sum(split.num_tokens for split in splits)
-        print(f"{path}: {num_shards} shards, {tokens:,} tokens, every checksum is right")
+        print(f"{path}: {num_shards} shards, {tokens:,} tokens, all checksums match")
 
 
 def _verify_model(directory: Path) -> None:
     from bigtrain.python_api.runs import verify_model
 
     num_files = verify_model(directory)
-    print(f"{directory}: {num_files} files, every checksum is right")
+    print(f"{directory}: {num_files} files, all checksums match")
 
 
 def _verify_run(directory: Path, step: int | None) -> int:
@@ -61,7 +61,7 @@ def _verify_run(directory: Path, step: int | None) -> int:
 
     all_complete = True
     for number, reason in verified_checkpoints(directory, step):
-        how = "corrupt: " + reason if reason else "complete, every checksum is right"
+        how = "corrupt: " + reason if reason else "complete, all checksums match"
         print(f"step {number}: {how}", flush=True)
         all_complete &= reason is None
     return 0 if all_complete else EXIT_USER_ERROR

@@ -113,7 +113,7 @@ def _batch_for_all(
     """Return the nearest global batch that is divisible for every number of nodes; None if it is
     far."""
     run = load_run_config(config, overrides)
-    inner = run.parallel.tensor * run.parallel.pipeline * run.parallel.sequence
+    inner = run.parallel.degrees.replica_size
     worlds = [n * processes_per_node for n in range(smallest, largest + 1)]
     experts = run.parallel.expert
     if any(world % inner or world // inner * run.parallel.sequence % experts for world in worlds):

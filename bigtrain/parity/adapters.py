@@ -1,4 +1,4 @@
-"""The run's adapters on plain transformers: peft's model, with the documented initial values."""
+"""Adapters of the run on plain transformers: peft's model, with the documented initial values."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from bigtrain.settings.run_config import AdaptersSection
 
 
 def comparable_adapters(model: Any, section: AdaptersSection, notes: list[str]) -> AdaptersSection:
-    """`section` for the proxy `model`, which has fewer layers: without dropout, on weights that are
-    not quantized. Raises ConfigError if it would adapt nothing."""
+    """Return `section` for the proxy `model`, which has fewer layers: without dropout, on weights
+    that are not quantized. Raises ConfigError if no module matches."""
     if section.is_quantized:
         notes.append(f"adapters.quantization = {section.quantization} is off here")
     if section.dropout:
@@ -47,15 +47,15 @@ def comparable_adapters(model: Any, section: AdaptersSection, notes: list[str]) 
             update[name] = tuple(kept)
     small = section.model_copy(update=update)
     if not find_targets(model, small)[0] and not find_parameters(model, small)[0]:
-        rule = "matches no layer of the proxy model, which has fewer of them"
+        rule = "matches no layer of the proxy model, which has fewer layers"
         raise ConfigError(Problem(KEY, section.targets, rule, "match layers of every depth"))
     return small
 
 
 def with_adapters(model: Any, section: AdaptersSection, seed: int) -> Any:
-    """`model` with peft's adapters in its layers and everything else frozen; the same object.
+    """Add peft's adapters to the layers of `model` and freeze everything else; return `model`.
 
-    Each layer's initial values are peft's, from a random stream of its own
+    Each layer's initial values are peft's, from a separate random stream
     (docs/howto/adapters.md).
     """
     dtype = next(model.parameters()).dtype
@@ -63,7 +63,7 @@ def with_adapters(model: Any, section: AdaptersSection, seed: int) -> Any:
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
 
-        warnings.simplefilter("ignore")  # of Conv1D, and layers that peft supports in several ways
+        warnings.simplefilter("ignore")  # Conv1D, and layers that peft supports in several ways
         names = find_targets(model, section)[0]
         config = LoraConfig(
             r=section.rank,

@@ -1,4 +1,4 @@
-"""How much a topology differs from the reference, and where the first difference arises."""
+"""Comparison of a topology with the reference, and the location of the first difference."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bigtrain.parity.reference import Figures
 from bigtrain.parity.topologies import Point
 
 LOSS_TOLERANCE = 1e-5
-"""Of the loss in nats, at every step; float32 rounding is a tenth of it."""
+"""Tolerance of the loss in nats, at every step; float32 rounding is a tenth of it."""
 NORM_TOLERANCE = 1e-4
-"""Of the gradient norm, at every step."""
+"""Tolerance of the gradient norm, at every step."""
 WEIGHT_TOLERANCE = 1e-5
-"""Of any weight at the end, unless rounding alone makes a larger difference (`ROUNDING`)."""
+"""Tolerance of any weight at the end, unless rounding makes a larger difference (`ROUNDING`)."""
 ROUNDING = 4.0
 """Allowed difference of a weight, as a multiple of that between plain PyTorch runs that sum in
 another order."""
@@ -29,7 +29,7 @@ theirs."""
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest differences that count as rounding: of the loss in nats, of the gradient norm
+    """Largest differences that count as rounding: of the loss in nats, of the gradient norm
     (relative), of the weights, and of the sum of squares of a layer's output (relative)."""
 
     loss: float = LOSS_TOLERANCE
@@ -40,7 +40,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one topology: the worst difference of each kind, and where the first arises.
+    """Result of one topology: the worst difference of each kind, and where the first arises.
 
     crash: the first line of the error with which it ended; then nothing was compared.
     """
@@ -55,7 +55,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether all differences are within tolerance. NaN counts as a difference."""
+        """True if all differences are within tolerance. NaN counts as a difference."""
         return (
             not self.crash
             and self.loss <= self.limits.loss
@@ -67,11 +67,11 @@ class Verdict:
 def compare(
     point: Point, references: Sequence[Figures], found: Figures, reordered: Sequence[Figures] = ()
 ) -> Verdict:
-    """The worst differences of `found`, and where the first arises if they are too large.
+    """Return the worst differences of `found`, and where the first arises if they are too large.
 
     Several references, which differ only by rounding, are compared by their mean, and their
     distances from it set the limits. reordered: runs of the one reference with sums in other
-    orders, which set the limit of each weight. The verdict's weight is then the one nearest to its
+    orders, which set the limit of each weight. The verdict's weight is then the one closest to its
     limit, or farthest beyond it.
     """
     reference, limits = mean_of(references)
@@ -89,7 +89,7 @@ def compare(
 
 
 def mean_of(references: Sequence[Figures]) -> tuple[Figures, Limits]:
-    """The mean of `references`, and the limits that follow from how far apart they are."""
+    """Return the mean of `references`, and the limits from their distances."""
     if len(references) == 1:
         return references[0], Limits()
     centre = Figures(
@@ -105,7 +105,7 @@ def mean_of(references: Sequence[Figures]) -> tuple[Figures, Limits]:
 
 
 def _rounding(reference: Figures, reordered: Sequence[Figures]) -> dict[str, float]:
-    """The largest allowed difference of each parameter."""
+    """Return the largest allowed difference of each parameter."""
     floors = [_weight_distance(reference.last, other.last) for other in reordered]
     return {
         name: max(WEIGHT_TOLERANCE, ROUNDING * max(floor[name] for floor in floors))
@@ -122,7 +122,7 @@ def _mean(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _distances(reference: Figures, found: Figures) -> tuple[float, float, float]:
-    """Differences of the loss and the norm at the worst step, and of the worst weight at the
+    """Return differences of the loss and the norm at the worst step, and of the worst weight at the
     end."""
     return (
         max(_distance(a, b) for a, b in zip(reference.losses, found.losses, strict=True)),

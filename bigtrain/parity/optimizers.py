@@ -1,4 +1,4 @@
-"""The run's optimizer by torch's own implementation, on full masters in one process."""
+"""Optimizer of the run by torch's own implementation, on full masters in one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bigtrain.settings.run_config import OptimizerSection
 
 
 class PlainOptimizer(Protocol):
-    """What a plain PyTorch training loop needs of an optimizer."""
+    """Interface of an optimizer in a plain PyTorch training loop."""
 
     param_groups: list[dict[str, Any]]
 
@@ -25,7 +25,7 @@ class PlainOptimizer(Protocol):
 
 
 Groups = list[dict[str, Any]]
-"""torch's parameter groups, of masters."""
+"""torch's parameter groups of masters."""
 
 
 def plain_optimizer(
@@ -34,10 +34,10 @@ def plain_optimizer(
     masters: Mapping[str, torch.Tensor],
     section: OptimizerSection,
 ) -> PlainOptimizer:
-    """The optimizer that updates `masters`, of `parameters` by name. Set the learning rate in its
-    groups.
+    """Return the optimizer that updates `masters`, of `parameters` by name. Set the learning rate
+    in its groups.
 
-    Which of them decay goes by their roles.
+    Weight decay follows their roles.
     """
     chosen = {} if section.facts.beside is None else hidden_matrices(model)
     roles = parameter_roles(model)
@@ -66,15 +66,16 @@ def plain_optimizer(
 
 
 def check_comparable(section: OptimizerSection) -> None:
-    """Raises ConfigError if there is no plain optimizer to compare with."""
+    """Raise ConfigError if there is no plain optimizer to compare with."""
     known = PLAIN.keys() | PLAIN_OF_MATRICES.keys()
     if section.type not in known:
-        rule = "has no plain optimizer here to be compared with"
+        rule = "has no plain optimizer for comparison"
         raise ConfigError(Problem("optimizer.type", section.type, rule, f"one of {sorted(known)}"))
 
 
 class Together:
-    """Optimizers that step together; the learning rate of each is the one set times its ratio."""
+    """Optimizers that step together; the learning rate of each is the common one times its
+    ratio."""
 
     def __init__(self, parts: Sequence[tuple[PlainOptimizer, float]]) -> None:
         self._parts = parts
@@ -89,7 +90,7 @@ class Together:
 
 
 class _MuonOfParts:
-    """Muon of matrices that are cut out of masters."""
+    """Muon on matrices that are slices of masters."""
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ def _muon(matrices: Sequence[torch.Tensor], section: OptimizerSection) -> PlainO
 
 
 class _WideMuon:
-    """`torch.optim.Muon` with its iteration in float32; torch's is in bfloat16 always."""
+    """`torch.optim.Muon` with its iteration in float32; torch's is always in bfloat16."""
 
     def __init__(
         self, matrices: Sequence[torch.Tensor], section: OptimizerSection, decay: float
@@ -192,7 +193,7 @@ class _WideMuon:
 
 
 class _Lion:
-    """Chen et al. 2023 (arXiv 2302.06675), algorithm 2; torch has none."""
+    """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2); torch has none."""
 
     def __init__(self, groups: Groups, section: OptimizerSection) -> None:
         self.param_groups = groups
@@ -218,10 +219,10 @@ PLAIN: dict[str, Callable[[Groups, OptimizerSection], PlainOptimizer]] = {
     "lion": _Lion,
     "adafactor": _adafactor,
 }
-"""By ``optimizer.type``: of whole masters, in groups with and without decay."""
+"""Optimizers by ``optimizer.type``: on full masters, in groups with and without decay."""
 
 PLAIN_OF_MATRICES: dict[
     str,
     Callable[[Sequence[Matrix], Mapping[str, torch.Tensor], OptimizerSection], PlainOptimizer],
 ] = {"muon": _MuonOfParts}
-"""By ``optimizer.type``: of the matrices of hidden layers alone."""
+"""Optimizers by ``optimizer.type``: on the matrices of hidden layers only."""

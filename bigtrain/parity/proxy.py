@@ -1,4 +1,4 @@
-"""The run that is trained at every topology: the user's run with a proxy model."""
+"""Run that is trained at every topology: the user's run with a proxy model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from bigtrain.settings.run_config import (
 
 STEPS = 5
 RATES = tuple(1e-2 * (0.5 + 0.25 * step) for step in range(STEPS))
-"""The learning rate of every step, all different, so that one applied a step late shows."""
+"""The learning rate of every step, all different, so that one applied a step late is detected."""
 
 SHIPPED = ("zero0", "zero1", "zero2", "zero3", "pipeline_zero1")
 _CLIP_NORM = 0.5
@@ -60,7 +60,7 @@ _CHUNK_TOKENS = 7
 
 @dataclass(frozen=True)
 class Engine:
-    """A DeepSpeed JSON: its label in the output, its name or path, and whether it is the run's
+    """DeepSpeed JSON: its label in the output, its name or path, and whether it is the run's
     own."""
 
     label: str
@@ -70,10 +70,10 @@ class Engine:
 
 @dataclass(frozen=True)
 class Proxy:
-    """The run to train here, in float32.
+    """Run to train here, in float32.
 
     precision: the run's, in which its own engine is compared too; None if that is float32.
-    notes: human-readable lines on how it differs from the user's run.
+    notes: human-readable lines on its differences from the user's run.
     """
 
     config: RunConfig
@@ -83,12 +83,13 @@ class Proxy:
 
 
 def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
-    """`config` with a proxy model (written to `directory`) and a batch size that suits all points.
+    """Return `config` with a proxy model (written to `directory`) and a batch size that suits all
+    points.
 
-    The architecture and its options stay, and so do the run's frozen parameters, loss, decay and
+    The architecture and its options are kept, as are the run's frozen parameters, loss, decay and
     Adam's betas. The weights are transformers' initial ones plus noise (ones and zeros hide
     errors), and clipping, if on, takes effect. Dropout is off. Raises ModelError if no proxy model
-    can be built, ConfigError for what the run's model or DeepSpeed JSON rules out.
+    can be built, ConfigError for conflicts with the run's model or DeepSpeed JSON.
     """
     check_comparable(config.optimizer)
     section, notes = config.model, _left_out(config)
@@ -129,7 +130,7 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
 
 
 def _left_out(config: RunConfig) -> list[str]:
-    """Notes on the settings that are not compared, whatever the model is."""
+    """Return notes on the settings that are not compared, for any model."""
     section = config.model
     notes = [
         f"model.{name} = {value} needs CUDA or time: not compared"
@@ -141,7 +142,7 @@ def _left_out(config: RunConfig) -> list[str]:
         if value not in (off, "auto")
     ]
     if config.precision.dtype == "float16":
-        notes.append("float16 skips steps until its loss scale fits: float32 alone is compared")
+        notes.append("float16 skips steps until its loss scale fits: only float32 is compared")
     return notes
 
 
@@ -153,10 +154,11 @@ def _proxy_model(
     tokens: int,
     notes: list[str],
 ) -> Any:
-    """The proxy model, filled with noise, for samples of so many tokens. Raises ModelError."""
+    """Return the proxy model, filled with noise, for samples of this many tokens. Raises
+    ModelError."""
     if dropout := _dropout(hf_config):
         notes.append(
-            f"dropout is off here ({dropout}): its masks depend on how the work is divided, so "
+            f"dropout is off here ({dropout}): its masks depend on the division of the work, so "
             "that training with it cannot be compared step by step"
         )
     try:
@@ -172,11 +174,11 @@ def _proxy_model(
     if has_auxiliary_loss(model.config):
         if config.data.isolates and not can_be_put_together(model):
             model.config.output_router_logits = False
-            notes.append("the auxiliary loss is off here: of documents alone it is another one")
+            notes.append("the auxiliary loss is off here: it differs for separate documents")
         elif model.config.router_aux_loss_coef < AUXILIARY:
             notes.append(
                 f"router_aux_loss_coef = {model.config.router_aux_loss_coef:g} is {AUXILIARY:g} "
-                "here, so that an error shows"
+                "here, so that an error is detected"
             )
             model.config.router_aux_loss_coef = AUXILIARY
     randomize(model)
@@ -184,7 +186,7 @@ def _proxy_model(
 
 
 def _moe(section: MoeSection, notes: list[str]) -> MoeSection:
-    """The run's section, with terms that are large enough to show."""
+    """Return the run's section, with terms that are large enough for comparison."""
     update = {
         name: max(value, least)
         for name, value, least in (
@@ -195,27 +197,30 @@ def _moe(section: MoeSection, notes: list[str]) -> MoeSection:
     }
     changed = [f"moe.{k} = {v:g}" for k, v in update.items() if v != getattr(section, k)]
     if changed:
-        notes.append(f"{', '.join(changed)} here, so that an error shows")
+        notes.append(f"{', '.join(changed)} here, so that an error is detected")
     return section.model_copy(update=update)
 
 
 def _dropout(hf_config: Any) -> str:
-    """The configuration's dropout probabilities that are not zero, as text; empty if none."""
+    """Return the configuration's dropout probabilities that are not zero, as text; empty if
+    none."""
     off = deterministic(hf_config)
-    found = {
+    probabilities = {
         f"{key} = {value}"
         for part, other in ((hf_config, off), (text_config(hf_config), text_config(off)))
         for key, value in vars(part).items()
         if value != vars(other).get(key)
     }
-    return ", ".join(sorted(found))
+    return ", ".join(sorted(probabilities))
 
 
 def _optimizer(section: OptimizerSection, notes: list[str]) -> OptimizerSection:
-    """The run's section, except for settings that would hide differences or amplify rounding.
+    """Return the run's section, except for settings that would hide differences or amplify
+    rounding.
 
     With Adam's default eps a gradient that is only rounding error moves a weight as far as any
-    other, and every topology would differ; at a small learning rate no weight would show anything.
+    other, and every topology would differ; at a small learning rate no weight would show a
+    difference.
     """
     if section.facts.settings == "muon":
         own: dict[str, Any] = {"ns_dtype": "float32", "split": {}}
@@ -226,7 +231,7 @@ def _optimizer(section: OptimizerSection, notes: list[str]) -> OptimizerSection:
             )
         if section.muon.split:
             notes.append("optimizer.muon.split is for the widths of the run's model: not compared")
-        if section.muon.lr is not None:  # in proportion to a rate that is another one here
+        if section.muon.lr is not None:  # in proportion to the learning rate, which differs here
             own["lr"] = section.muon.lr / section.lr * max(RATES)
         section = section.model_copy(update={"muon": section.muon.model_copy(update=own)})
     if section.state_dtype != "float32":
@@ -244,7 +249,7 @@ def _optimizer(section: OptimizerSection, notes: list[str]) -> OptimizerSection:
 
 
 def _frozen(config: RunConfig, model: torch.nn.Module, notes: list[str]) -> tuple[str, ...]:
-    """The run's patterns that match something in the proxy model, which has fewer layers."""
+    """Return the run's patterns that match something in the proxy model, which has fewer layers."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     patterns = config.model.frozen
     kept = tuple(p for p in patterns if any(fnmatchcase(name, p) for name in names))
@@ -258,7 +263,7 @@ def _frozen(config: RunConfig, model: torch.nn.Module, notes: list[str]) -> tupl
 
 
 def _loss(config: RunConfig, hf_config: Any, notes: list[str]) -> Literal["plain", "chunked"]:
-    """How the run would compute the loss of its own micro-batches."""
+    """Return the run's method for the loss of its own micro-batches."""
     batch = config.batch
     plan = BatchPlan(batch.samples_per_step, batch.micro_batch_size, 1, 1, batch.sequence_length)
     chosen, _ = choose_loss(config, hf_config, plan)
@@ -268,7 +273,7 @@ def _loss(config: RunConfig, hf_config: Any, notes: list[str]) -> Literal["plain
 
 
 def _engines(config: RunConfig, directory: Path) -> tuple[Engine, ...]:
-    """One for each ZeRO stage, and the run's own JSON if it is none of those."""
+    """Return one for each ZeRO stage, and the run's own JSON if it is not one of those."""
     shipped = [Engine(name, name, False) for name in SHIPPED]
     path = find_deepspeed_config(config.engine.deepspeed_config)
     label = Path(label_of(path)).name.removesuffix(".json")
@@ -299,7 +304,8 @@ def _set_auto(tree: dict[str, Any], key: str) -> None:
 def micro_batches(
     config: RunConfig, plan: BatchPlan, step: int, data_rank: int
 ) -> list[MicroBatch]:
-    """The batches of a step for `data_rank`: random tokens, the same samples at every topology."""
+    """Return the batches of a step for `data_rank`: random tokens, the same samples at every
+    topology."""
     generator = torch.Generator().manual_seed(1000 + step)
     shape = (plan.global_batch_size, plan.sequence_length + 1)
     tokens = torch.randint(1, VOCABULARY, shape, generator=generator)

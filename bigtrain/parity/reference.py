@@ -1,6 +1,6 @@
-"""Plain transformers and torch.optim in one process: what every topology is compared with.
+"""Reference for every topology: plain transformers and torch.optim in one process.
 
-Only the tokens are bigtrain's: the model comes from `from_pretrained`, and loss, decay, frozen
+Only the tokens are bigtrain's: the model is loaded by `from_pretrained`, and loss, decay, frozen
 parameters and clipping, as the run YAML defines them, are implemented again.
 """
 
@@ -42,7 +42,7 @@ _DIVISIONS = 8
 
 @dataclass
 class Figures:
-    """The numbers of a training run of `STEPS` steps.
+    """Measurements of a training run of `STEPS` steps.
 
     layers: sums of squares of each layer's output before the first step, in model order. first and
     last: the weights after the first and the last step, by name.
@@ -57,7 +57,7 @@ class Figures:
 
 @contextmanager
 def without_progress() -> Iterator[None]:
-    """Inside, transformers shows no progress bars."""
+    """Hide transformers' progress bars inside the block."""
     disable_progress_bar()
     try:
         yield
@@ -70,10 +70,10 @@ def train_reference(
 ) -> list[Figures]:
     """Train plain transformers with torch's own optimizer in this process.
 
-    In float32 once, whole batches at a time. In 16 bit, with float32 masters, several times, with
+    In float32 once, full batches at a time. In 16 bit, with float32 masters, several times, with
     samples in other orders and micro-batches: these runs differ only by rounding. sum_dtype: the
     dtype in which gradients of micro-batches are accumulated; None: that of the parameters.
-    division: of the topology that this is compared with, where router losses depend on it.
+    division: of the compared topology, if router losses depend on it.
     """
     if config.precision.dtype == "float32":
         samples = config.batch.samples_per_step
@@ -90,7 +90,7 @@ def train_reference(
 
 
 def train_reordered(config: RunConfig, division: Division | None = None) -> list[Figures]:
-    """As `train_reference` in float32, with the sums of linear layers in other orders.
+    """Run `train_reference` in float32, with the sums of linear layers in other orders.
 
     Dividing the work over ranks reorders sums in the same way: these runs differ only by rounding.
     """
@@ -108,15 +108,15 @@ def _whole(config: RunConfig) -> list[torch.Tensor]:
 def _train(
     config: RunConfig, chunks: Sequence[Sequence[torch.Tensor]], sum_dtype: torch.dtype | None
 ) -> Figures:
-    """chunks: the samples of each micro-batch of each step."""
+    """Train. chunks: the samples of each micro-batch of each step."""
     section, dtype = config.model, _DTYPES[config.precision.dtype]
     assert section.path is not None
     attention = None if section.attention == "auto" else section.attention
     model: Any = AutoModelForCausalLM.from_pretrained(
         section.path, dtype=dtype, attn_implementation=attention
     )
-    fit_experts(model)  # grouped products do not take every width
-    # Masters are what the files hold, rounded nowhere.
+    fit_experts(model)  # grouped products do not support every width
+    # Masters are the tensors of the files, without rounding.
     full = AutoModelForCausalLM.from_pretrained(section.path, dtype=torch.float32)
     values = dict(full.named_parameters())
     for name, value in section.overrides.items():
@@ -162,7 +162,8 @@ def _train(
 
 
 def _trained(model: nn.Module, frozen: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Trained parameters by name: all without a name (tied ones have several) in `frozen`."""
+    """Return trained parameters by name: all without a name (tied ones have several) in
+    `frozen`."""
     is_frozen = {
         id(parameter)
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -182,8 +183,8 @@ def _backward(
     sum_dtype: torch.dtype,
     terms: RouterTerms,
 ) -> float:
-    """Give `masters` the gradient of the mean loss over a step's targets, and of the router losses;
-    returns the former."""
+    """Set the gradient of `masters` to that of the mean loss over a step's targets, and of the
+    router losses; return the former."""
     terms.begin_step()
     num_targets = int((batch.labels != _IGNORED).sum())
     sums: dict[str, torch.Tensor] = {}
@@ -219,8 +220,8 @@ def _logits(model: Any, batch: MicroBatch) -> torch.Tensor:
 
 
 def _outputs(model: Any, batch: MicroBatch) -> tuple[list[Any], torch.Tensor]:
-    """What plain transformers returns for `batch`, and its logits [B, T, V]; every document is a
-    forward pass of its own if documents are isolated."""
+    """Return plain transformers' outputs for `batch`, and its logits [B, T, V]; every document is a
+    separate forward pass if documents are isolated."""
     outputs: list[Any] = []
 
     def of(ids: torch.Tensor) -> torch.Tensor:
@@ -241,8 +242,8 @@ def _outputs(model: Any, batch: MicroBatch) -> tuple[list[Any], torch.Tensor]:
 def _weights(
     model: nn.Module, masters: dict[str, torch.Tensor], terms: RouterTerms
 ) -> dict[str, torch.Tensor]:
-    """Masters, frozen parameters as they are (not beside adapters, whose base no run saves), and
-    selection biases."""
+    """Return masters, unmodified frozen parameters (not with adapters, whose base no run saves),
+    and selection biases."""
     kept = dict(model.named_parameters())
     if any(".lora_" in name for name in masters):
         kept = {name: kept[name] for name in masters}
@@ -254,9 +255,9 @@ def _weights(
 
 
 def layer_outputs(model: torch.nn.Module, forward: Callable[[], object]) -> dict[str, float]:
-    """Sum of squares of the output of every layer of `model` during `forward`, by name.
+    """Return the sum of squares of the output of every layer of `model` during `forward`, by name.
 
-    Layers of other pipeline stages, which have no parameters here, are not among them. Sums over
+    Layers of other pipeline stages, which have no parameters here, are not included. Sums over
     tokens, so those of disjoint batches or parts add up.
     """
     sums: dict[str, float] = {}

@@ -1,8 +1,8 @@
-"""What a mixture of experts adds to a plain training loop: router losses and selection biases.
+"""Router losses and selection biases of a mixture of experts in a plain training loop.
 
-Implemented again, from what transformers returns: the terms of the run's section ``moe`` and the
-model's own auxiliary loss. Their value depends on how a step's samples are divided, so the
-reference is given the division of the topology that it is compared with.
+Independent implementation, from transformers' outputs: the terms of the run's section ``moe`` and
+the model's own auxiliary loss. Their value depends on the division of a step's samples, so the
+reference uses the division of the compared topology.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from bigtrain.models.experts.selection_biases import SelectionBias, selection_bi
 from bigtrain.settings.run_config import MoeSection
 
 AUXILIARY, Z_LOSS, BIAS_RATE = 0.5, 0.05, 0.02
-"""The least that a term counts for in a comparison, so that an error in it shows."""
+"""Minimum coefficient of a term in a comparison, so that an error in it is detected."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """How a topology divides a step: samples of a rank's micro-batch, ranks with other samples."""
+    """Division of a step by a topology: samples of a rank's micro-batch, ranks with other
+    samples."""
 
     micro_batch_size: int
     data_size: int
 
     def chunks(self, samples: int, section: MoeSection) -> list[torch.Tensor]:
-        """The samples over which a router loss is computed at once: of one rank, or of all."""
+        """Return the samples over which a router loss is computed at once: of one rank, or of
+        all."""
         size = self.micro_batch_size
         if section.auxiliary_loss == "global_batch":
             size *= self.data_size
@@ -40,13 +42,14 @@ class Division:
 
 
 def has_auxiliary_loss(config: Any) -> bool:
-    """Whether the model of a transformers configuration adds its auxiliary loss."""
+    """Return whether the model of a transformers configuration adds its auxiliary loss."""
     is_on = bool(getattr(config, "output_router_logits", False))
     return is_on and bool(getattr(config, "router_aux_loss_coef", 0.0))
 
 
 def can_be_put_together(model: Any) -> bool:
-    """Whether the auxiliary loss can be computed from the logits of several forward passes."""
+    """Return whether the auxiliary loss can be computed from the logits of several forward
+    passes."""
     return hasattr(sys.modules[type(model).__module__], _FORMULA) and hasattr(
         model, "num_experts_per_tok"
     )
@@ -56,7 +59,7 @@ _FORMULA = "load_balancing_loss_func"
 
 
 class RouterTerms:
-    """The terms of one plain model under training."""
+    """Router terms of one plain model in training."""
 
     def __init__(self, model: Any, section: MoeSection) -> None:
         self._model, self._section = model, section
@@ -76,20 +79,21 @@ class RouterTerms:
 
     @property
     def is_on(self) -> bool:
-        """Whether any loss is added."""
+        """True if any loss is added."""
         return bool(self._coefficient or self._section.z_loss_coefficient)
 
     def named_biases(self) -> dict[str, torch.Tensor]:
-        """The selection biases by their names in the model."""
+        """Return the selection biases by their names in the model."""
         return {bias.name: bias.tensor for bias in self.biases}
 
     def begin_step(self) -> None:
-        """An optimizer step begins."""
+        """Begin an optimizer step."""
         self._chosen.clear()
         self._counts.clear()
 
     def of(self, outputs: Sequence[Any]) -> torch.Tensor:
-        """The loss to add for one chunk of samples, from what the model returned for its parts."""
+        """Return the loss to add for one chunk of samples, from the model's outputs for its
+        parts."""
         total = torch.zeros(())
         if self._coefficient:
             total = total + self._coefficient * self._auxiliary(outputs)
@@ -120,7 +124,7 @@ class RouterTerms:
 
     @torch.no_grad()
     def update_biases(self) -> None:
-        """After an update of the parameters: by the tokens of the whole step."""
+        """Update the biases after an update of the parameters, by the tokens of the full step."""
         for bias in self.biases:
             counts = self._counts[bias.experts].double()
             step = self._section.bias_update_rate * (counts.mean() - counts).sign()

@@ -1,4 +1,5 @@
-"""Every point trained in worlds of real processes on CPUs, and compared with the reference."""
+"""Training of every point in worlds of real processes on CPUs, and comparison with the
+reference."""
 
 from __future__ import annotations
 
@@ -30,10 +31,10 @@ def run_parity(
     say: Callable[[str], None],
     report: Callable[[Point, Verdict | None], None],
 ) -> bool:
-    """Compare every legal topology of `world_size` ranks; calls `report` for every point, with None
+    """Compare every legal topology of `world_size` ranks; call `report` for every point, with None
     for a refused one, and `say` with the proxy's notes first.
 
-    Returns whether all passed; one that crashes has failed, and the others continue. Raises
+    Returns whether all passed; a crashed one has failed, and the others continue. Raises
     ModelError if no proxy model can be built or plain transformers fails, ConfigError as `shrink`,
     LaunchError if no process starts.
     """
@@ -46,7 +47,7 @@ def run_parity(
         all_points = points(proxy, world_size)
         for point in all_points:
             if point.is_wrong:
-                report(point, Verdict(point, crash=f"another auxiliary loss: {point.refusal}"))
+                report(point, Verdict(point, crash=f"different auxiliary loss: {point.refusal}"))
             elif point.refusal is not None:
                 report(point, None)
         legal = [point for point in all_points if point.refusal is None]
@@ -56,18 +57,18 @@ def run_parity(
             references = {point.name: reference_of(point, world_size) for point in legal}
             reordered = {point.name: reordered_of(point, world_size) for point in legal}
         passed = not any(point.is_wrong for point in all_points)
-        for point, found in train_points(legal, world_size, directory):
-            if isinstance(found, str):
-                verdict = Verdict(point, crash=found)
+        for point, result in train_points(legal, world_size, directory):
+            if isinstance(result, str):
+                verdict = Verdict(point, crash=result)
             else:
-                verdict = compare(point, references[point.name], found, reordered[point.name])
+                verdict = compare(point, references[point.name], result, reordered[point.name])
             report(point, verdict)
             passed = passed and verdict.passed
         return passed
 
 
 def reference_of(point: Point, world_size: int) -> Sequence[Figures]:
-    """What plain transformers computes for `point`. Raises ModelError if it fails."""
+    """Return plain transformers' results for `point`. Raise ModelError if it fails."""
     stage = resolve_run(point.config, world_size, point.engine, "cpu").engine.zero_stage
     in_float32 = gradient_dtype_of(point.config, stage) == "fp32"
     sum_dtype = torch.float32 if in_float32 else None
@@ -79,7 +80,7 @@ def reference_of(point: Point, world_size: int) -> Sequence[Figures]:
 
 
 def _division(point: Point, world_size: int) -> Division | None:
-    """How `point` divides a step, if its router losses depend on it."""
+    """Return how `point` divides a step, if its router losses depend on it."""
     if not has_auxiliary_loss(load_hf_config(point.config.model)):
         return None
     plan = resolve_run(point.config, world_size, point.engine, "cpu").plan
@@ -88,15 +89,15 @@ def _division(point: Point, world_size: int) -> Division | None:
 
 
 def reordered_of(point: Point, world_size: int) -> Sequence[Figures]:
-    """Runs of the float32 reference with sums in other orders; none in 16 bit, where the reference
-    is several runs itself."""
+    """Return runs of the float32 reference with sums in other orders; none in 16 bit, where the
+    reference consists of several runs itself."""
     if point.config.precision.dtype != "float32":
         return []
     return _reordered(_key(point), _division(point, world_size))
 
 
 def _key(point: Point) -> str:
-    """The cache key of a reference: the same for all points of a dtype."""
+    """Return the cache key of a reference: the same for all points of a dtype."""
     parallel = RunConfig.model_fields["parallel"].default
     return point.config.model_copy(update={"parallel": parallel}).model_dump_json()
 
@@ -116,10 +117,10 @@ def _reference(
 def train_points(
     legal: Sequence[Point], world_size: int, directory: Path
 ) -> list[tuple[Point, Figures | str]]:
-    """Train every legal point in a world of `world_size` ranks; returns the first line of the error
+    """Train every legal point in a world of `world_size` ranks; yield the first line of the error
     for one that crashes.
 
-    The points after it train in a new world. Raises LaunchError with the end of the ranks' output
+    Later points train in a new world. Raises LaunchError with the end of the ranks' output
     if they fail before the first point.
     """
     places = [directory / f"point{number}" for number in range(len(legal))]
@@ -161,6 +162,6 @@ def _figures(place: Path) -> Figures:
 
 
 def _reason(place: Path, error: LaunchError) -> str:
-    """The error of the rank that failed first; the others lose their connection to it."""
+    """Return the error of the rank that failed first; the others lose their connection to it."""
     said = sorted(place.glob("error*"), key=lambda path: path.stat().st_mtime_ns)
     return said[0].read_text() if said else str(error).splitlines()[0].rstrip(":")

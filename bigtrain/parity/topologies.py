@@ -1,4 +1,4 @@
-"""The topologies of a world size, and which of them are legal."""
+"""Topologies of a world size, and their legality."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from bigtrain.settings.run_config import MoeSection, ParallelSection, RunConfig
 
 @dataclass(frozen=True)
 class Point:
-    """A topology to compare. engine: name or path of a DeepSpeed JSON. refusal: why it is refused;
-    None if it is legal. is_wrong: whether it is refused because the model's auxiliary loss is
-    another one there, which it is for no architecture of transformers: an error of bigtrain's."""
+    """Topology to compare. engine: name or path of a DeepSpeed JSON. refusal: why it is refused;
+    None if it is legal. is_wrong: True if it is refused because the model's auxiliary loss
+    differs there, which happens for no architecture of transformers: an error of bigtrain."""
 
     name: str
     engine: str
@@ -32,13 +32,13 @@ class Point:
 
 
 def points(proxy: Proxy, world_size: int) -> list[Point]:
-    """Every topology of `world_size` ranks for `proxy`, legal or not; in float32.
+    """Return every topology of `world_size` ranks for `proxy`, legal or not; in float32.
 
     If the run has another dtype, the first legal point of its own engine is added in that dtype:
-    one is enough, since errors show in float32, where rounding hides nothing. It has no tensor
-    parallelism: partial sums in 16 bit are another computation.
+    one is enough, since errors are visible in float32, where rounding does not hide them. It has no
+    tensor parallelism: partial sums in 16 bit are a different computation.
     """
-    config, found = proxy.config, []
+    config, points_found = proxy.config, []
     refused_by_model = cache(partial(_model_refusal, config))  # a second or so each
     is_other_loss = cache(partial(_is_other_auxiliary_loss, config))
     has_experts = inspect_configuration(config.model)[0].num_experts is not None
@@ -52,10 +52,10 @@ def points(proxy: Proxy, world_size: int) -> list[Point]:
             refusal = by_rule or refused_by_model(parallel)
             is_wrong = by_rule is None and refusal is not None and is_other_loss(parallel)
             name = _name(at, engine, world_size)
-            found.append(Point(name, engine.config, at, refusal, is_wrong))
+            points_found.append(Point(name, engine.config, at, refusal, is_wrong))
     if proxy.precision is not None:
         own = [engine.config for engine in proxy.engines if engine.is_own]
-        legal = [p for p in found if p.refusal is None and p.engine in own]
+        legal = [p for p in points_found if p.refusal is None and p.engine in own]
         for point in [p for p in legal if p.config.parallel.tensor == 1][:1]:
             # Router losses depend on the division of a step, by which runs in 16 bit differ.
             model = point.config.model.model_copy(update={"overrides": _WITHOUT_ROUTER_LOSSES})
@@ -63,8 +63,8 @@ def points(proxy: Proxy, world_size: int) -> list[Point]:
             at = point.config.model_copy(update={"precision": proxy.precision, **off})
             refusal = _rule_refusal(at, point.engine, world_size)
             name = f"{point.name}, {proxy.precision.dtype}"
-            found.append(Point(name, point.engine, at, refusal))
-    return found
+            points_found.append(Point(name, point.engine, at, refusal))
+    return points_found
 
 
 _WITHOUT_ROUTER_LOSSES = {"output_router_logits": False}
@@ -76,7 +76,7 @@ def _has_router_losses(config: RunConfig) -> bool:
 
 
 def _is_other_auxiliary_loss(config: RunConfig, parallel: ParallelSection) -> bool:
-    """Whether the model's own code runs under `parallel` without its auxiliary loss only."""
+    """Return whether the model's own code runs under `parallel` without its auxiliary loss only."""
     if not has_auxiliary_loss(load_hf_config(config.model)):
         return False
     alone = config.model_copy(update={"moe": MoeSection()})
@@ -103,7 +103,7 @@ def _name(config: RunConfig, engine: Engine, world_size: int) -> str:
         for name in ("tensor", "pipeline", "sequence", "expert")
         if getattr(parallel, name) > 1
     ]
-    data_size = world_size // (parallel.tensor * parallel.pipeline * parallel.sequence)
+    data_size = world_size // parallel.degrees.replica_size
     return ", ".join([engine.label, f"data {data_size}", *degrees])
 
 

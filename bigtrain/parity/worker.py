@@ -1,4 +1,4 @@
-"""One rank of the world that `bigtrain.parity.run` starts: trains one case after the other."""
+"""Rank of the world that `bigtrain.parity.run` starts: trains one case after the other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from bigtrain.system.world import World, read_world
 
 
 def train_case(case: dict[str, Any], world: World, device: torch.device) -> None:
-    """Train one case; rank 0 writes its figures, all write the weights. Collective."""
+    """Train one case; rank 0 writes its results, all write the weights. Collective."""
     directory = Path(case["directory"])
     if world.is_main:
         directory.mkdir()
@@ -69,7 +69,7 @@ def _sum_over_ranks(outputs: dict[str, float]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Read the cases from the file that the first argument names."""
+    """Train the cases in the file named by the first argument."""
     torch.set_num_threads(1)
     world = read_world(os.environ)
     with process_group(world) as joined:
@@ -79,7 +79,7 @@ def main() -> None:
             except Exception as error:
                 _write_reason(error, Path(case["directory"]) / f"error{world.rank}")
                 traceback.print_exc()
-                exit_process(1)  # the others would wait for this process while it unloads
+                exit_process(1)  # otherwise the others would wait for this process to unload
 
 
 def _write_reason(error: Exception, file: Path) -> None:

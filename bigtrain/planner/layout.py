@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from bigtrain.settings.degrees import Degrees
 from bigtrain.settings.sections.optimizer_facts import facts_of_optimizer
 
 Recompute = Literal["none", "attention", "operators", "full"]
@@ -36,8 +37,8 @@ class OptimizerCosts:
 ADAMW = OptimizerCosts()
 
 
-@dataclass(frozen=True)
-class Layout:
+@dataclass(frozen=True, kw_only=True)
+class Layout(Degrees):
     """Layout as defined by run YAML and DeepSpeed JSON.
 
     ZeRO partitions over `data_size` x `sequence_size`, and `expert_size` divides their product.
@@ -48,11 +49,6 @@ class Layout:
     `copies_states`: a checkpoint is written from a copy in main memory while training continues.
     """
 
-    data_size: int
-    tensor_size: int = 1
-    pipeline_size: int = 1
-    sequence_size: int = 1
-    expert_size: int = 1
     zero_stage: int = 0
     micro_batch_size: int = 1
     num_accumulation: int = 1
@@ -77,16 +73,6 @@ class Layout:
         other = object.__new__(Layout)
         vars(other).update(vars(self), **changes)
         return other
-
-    @property
-    def world_size(self) -> int:
-        """Ranks."""
-        return self.data_size * self.tensor_size * self.pipeline_size * self.sequence_size
-
-    @property
-    def partition_size(self) -> int:
-        """Ranks over which ZeRO partitions."""
-        return self.data_size * self.sequence_size
 
     @property
     def expert_parts(self) -> int:

@@ -20,11 +20,7 @@ def layout_of(run: ResolvedRun, loss_chunk_tokens: int | None = None) -> Layout:
     checkpointing = config.model.gradient_checkpointing
     recompute: Recompute = "none" if checkpointing == "none" else "full"
     return Layout(
-        data_size=topology.data_size,
-        tensor_size=topology.tensor_size,
-        pipeline_size=topology.pipeline_size,
-        sequence_size=topology.sequence_size,
-        expert_size=topology.expert_size,
+        **topology.degrees(),
         zero_stage=run.engine.zero_stage,
         micro_batch_size=run.plan.micro_batch_size,
         num_accumulation=run.plan.accumulation,

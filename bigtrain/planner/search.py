@@ -23,6 +23,7 @@ from bigtrain.planner.tables.engines import Engine
 from bigtrain.planner.tables.hardware import Device
 from bigtrain.settings.compatibility.check import is_violated
 from bigtrain.settings.compatibility.facts import Facts
+from bigtrain.settings.degrees import Degrees, ModelDegrees
 
 
 @dataclass(frozen=True)
@@ -205,9 +206,9 @@ def _of_degrees(
     """Add the layouts of `degrees` to `ranking`; return how many were not assessed."""
     too_large: set[Recompute | int] = set()
     roomy, skipped = False, 0
-    offloads = _offloads(degrees, request, cluster.num_devices)
-    micro_sizes = _micro_sizes(degrees, request, cluster.num_devices)
-    first = _smallest(degrees, request, cluster.num_devices)
+    offloads = _offloads(degrees, request)
+    micro_sizes = _micro_sizes(degrees, request)
+    first = _smallest(degrees, request)
     for index, (micro, accumulation) in enumerate(micro_sizes):
         layout = first.changed(
             micro_batch_size=micro,
@@ -216,7 +217,7 @@ def _of_degrees(
                 request.loss,
                 request.loss_chunk_tokens,
                 request.model.vocabulary_size,
-                micro * request.sequence_length // degrees.sequence,
+                micro * request.sequence_length // degrees.sequence_size,
             ),
         )
         tried = list(_recomputed(layout, request, cluster, engine, too_large))
@@ -292,18 +293,9 @@ def assess(model: ModelCosts, layout: Layout, cluster: Cluster, engine: Engine) 
     return Candidate(layout, memory, fits, time)
 
 
-@dataclass(frozen=True)
-class _Degrees:
-    zero: int
-    tensor: int
-    pipeline: int
-    sequence: int
-    expert: int
-
-    @property
-    def of_model(self) -> int:
-        """Ranks that share one replica of the model."""
-        return self.tensor * self.pipeline * self.sequence
+@dataclass(frozen=True, kw_only=True)
+class _Degrees(Degrees):
+    zero_stage: int
 
 
 def _degrees(request: Request, world_size: int) -> Iterator[_Degrees]:
@@ -330,27 +322,25 @@ def _degrees(request: Request, world_size: int) -> Iterator[_Degrees]:
     ]
     for zero in request.zero_stages:
         for t, p, s, e in shapes:
-            if is_legal(request.facts, zero, world_size, t, p, s, e):
-                yield _Degrees(zero, t, p, s, e)
+            model = ModelDegrees(tensor_size=t, pipeline_size=p, sequence_size=s, expert_size=e)
+            degrees = Degrees.of_world(world_size, model)
+            if is_legal(request.facts, zero, degrees):
+                yield _Degrees(zero_stage=zero, **degrees.degrees())
 
 
-def _micro_sizes(degrees: _Degrees, request: Request, world_size: int) -> list[tuple[int, int]]:
+def _micro_sizes(degrees: _Degrees, request: Request) -> list[tuple[int, int]]:
     """Return micro-batch sizes of `degrees`, ascending, and the accumulation steps of each."""
-    per_rank = request.global_batch_size // (world_size // degrees.of_model)
+    per_rank = request.global_batch_size // degrees.data_size
     sizes = [(micro, per_rank // micro) for micro in _divisors(per_rank) if micro <= 64]
     # With more stages than micro-batches a pipeline is mostly bubble.
-    return [one for one in sizes if degrees.pipeline == 1 or one[1] >= degrees.pipeline]
+    return [one for one in sizes if degrees.pipeline_size == 1 or one[1] >= degrees.pipeline_size]
 
 
-def _smallest(degrees: _Degrees, request: Request, world_size: int) -> Layout:
+def _smallest(degrees: _Degrees, request: Request) -> Layout:
     """Return the layout of `degrees` with the smallest micro-batch."""
     return Layout(
-        data_size=world_size // degrees.of_model,
-        tensor_size=degrees.tensor,
-        pipeline_size=degrees.pipeline,
-        sequence_size=degrees.sequence,
-        expert_size=degrees.expert,
-        zero_stage=degrees.zero,
+        **degrees.degrees(),
+        zero_stage=degrees.zero_stage,
         sequence_length=request.sequence_length,
         parameter_bytes=request.parameter_bytes,
         gradient_bytes=request.gradient_bytes,
@@ -362,43 +352,31 @@ def _smallest(degrees: _Degrees, request: Request, world_size: int) -> Layout:
     )
 
 
-def is_legal(
-    facts: Facts,
-    zero: int,
-    world_size: int,
-    tensor: int,
-    pipeline: int,
-    sequence: int,
-    expert: int = 1,
-) -> bool:
+def is_legal(facts: Facts, zero_stage: int, degrees: Degrees) -> bool:
     """Return whether a run of these degrees would be accepted."""
     changed = facts.changed(
-        zero_stage=zero,
-        world_size=world_size,
-        tensor_size=tensor,
-        pipeline_size=pipeline,
-        sequence_size=sequence,
-        expert_size=expert,
+        zero_stage=zero_stage,
+        world_size=degrees.world_size,
+        **degrees.model_degrees(),
         pipeline_block=False,
         pipeline_settings=(),
     )
     return not is_violated(changed)
 
 
-def _offloads(degrees: _Degrees, request: Request, world_size: int) -> list[dict[str, Any]]:
+def _offloads(degrees: _Degrees, request: Request) -> list[dict[str, Any]]:
     """Return the offload options of a layout of `degrees`, in increasing order of offloaded
     state."""
     options: list[dict[str, Any]] = []
-    if degrees.zero < 1 or degrees.pipeline > 1:
+    if degrees.zero_stage < 1 or degrees.pipeline_size > 1:
         return options
     facts = replace(request.facts, offload_optimizer="cpu")
-    shape = (degrees.tensor, degrees.pipeline, degrees.sequence, degrees.expert)
     optimizer = {"offload_optimizer": True}
-    if is_legal(facts, degrees.zero, world_size, *shape):
+    if is_legal(facts, degrees.zero_stage, degrees):
         options += [optimizer, {**optimizer, "recompute": "full"}]
-    if degrees.zero == 3:
+    if degrees.zero_stage == 3:
         facts = replace(facts, offload_param="cpu")
-        if is_legal(facts, 3, world_size, *shape):
+        if is_legal(facts, 3, degrees):
             options.append({**optimizer, "offload_parameters": True, "recompute": "full"})
     return options
 

@@ -1,8 +1,8 @@
-"""What `import bigtrain` offers: tokenize, check, plan, train, read, export, generate.
+"""Public Python API of `import bigtrain`: tokenize, check, plan, train, read, export, generate.
 
-Above everything but the commands, `cli` and `train.py`, which are thin shells over these functions.
-`bigtrain/__init__.py` offers them by name and imports a module of this folder when one of its names
-is first used; each function imports torch and the like itself, so that no import here is slow.
-Start with `training`; `new_run`, `tokenizing`, `shards`, `growing`, `configuring` and `planning`
-come before it in a user's work, `results` and `runs` after it.
+Above everything except the commands, `cli` and `train.py`, which are thin wrappers of these
+functions. `bigtrain/__init__.py` exports them by name and imports a module of this folder when one
+of its names is first used; each function imports torch and the like itself, so that no import here
+is slow. Start with `training`; `new_run`, `tokenizing`, `shards`, `growing`, `configuring` and
+`planning` come before it in a user's workflow, `results` and `runs` after it.
 """

@@ -1,4 +1,4 @@
-"""A run's configuration, loaded and checked: what `bigtrain check` does before it prints."""
+"""Loading and checking of a run's configuration: the work of `bigtrain check` before it prints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Config = RunConfig | Mapping[str, Any] | str | Path
 
 
 def load_config(config: Config, *overrides: str) -> RunConfig:
-    """The run that `config` and ``section.key=value`` `overrides` describe.
+    """Load the run that `config` and ``section.key=value`` `overrides` describe.
 
     Reads the run YAML only: no torch, no network. Raises ConfigError with every problem found.
     """
@@ -40,13 +40,13 @@ def check(
     device: Device | None = None,
     inputs: bool = False,
 ) -> ResolvedRun:
-    """The run as `world_size` ranks would start it: batch arithmetic, the DeepSpeed configuration.
+    """Resolve the run for `world_size` ranks: batch arithmetic, the DeepSpeed configuration.
 
     deepspeed_config: a DeepSpeed JSON or its name in ``ds_configs/`` (default: the run's).
-    device: "cpu" or "cuda": also refuse what that kind of device does not support.
-    inputs: also open the data and try the model's own code, which takes seconds and imports torch.
+    device: "cpu" or "cuda": also refuse settings that this kind of device does not support.
+    inputs: also open the data and test the model's own code, which takes seconds and imports torch.
 
-    Raises ConfigError with every problem found, CheckpointError if the run's directory holds
+    Raises ConfigError with every problem found, CheckpointError if the run's directory has
     another run; with `inputs` also DataError and ModelError.
     """
     return checked(config, overrides, world_size, deepspeed_config, device, inputs=inputs)[0]
@@ -61,7 +61,7 @@ def checked(
     *,
     inputs: bool = False,
 ) -> tuple[ResolvedRun, list[str]]:
-    """As `check`, with lines on what the run would choose and resume from."""
+    """Return the result of `check`, with lines on the run's automatic choices and its resume."""
     resolved = resolve(config, overrides, world_size, deepspeed_config, device)
     if missing := missing_model(resolved.config.model):
         raise ConfigError(missing, str(config) if isinstance(config, str | Path) else "the run")
@@ -69,23 +69,23 @@ def checked(
 
 
 def _try_inputs(resolved: ResolvedRun) -> list[str]:
-    """Lines on what the run would choose for its model. Raises the errors that the run itself would
-    raise about its data, its model and a checkpoint that it would resume from."""
+    """Return lines on the run's automatic choices for its model. Raise the errors that the run
+    itself would raise about its data, its model and a checkpoint that it would resume from."""
     from bigtrain.run.checkpointing.changed_settings import refuse_other_run
     from bigtrain.run.preflight import check_base_weights, inspect_inputs
 
     inputs = inspect_inputs(resolved)
     check_base_weights(resolved.config, inputs)
-    found = refuse_other_run(
+    checkpoint = refuse_other_run(
         resolved.config, inputs.sources, inputs.data_hash, inputs.model_plan.parameters
     )
     lines = [f"data: {len(inputs.datasets)} opened, model: {inputs.hf_config.model_type}"]
     lines += inputs.model_plan.lines(resolved.plan.accumulation)
-    return lines + _resumes_from(found)
+    return lines + _resumes_from(checkpoint)
 
 
 def _try_settings(resolved: ResolvedRun) -> list[str]:
-    """A line on the checkpoint that the run would resume from, if there is one. Raises
+    """Return a line on the checkpoint that the run would resume from, if there is one. Raise
     CheckpointError if that is of a run with other settings; the data is not compared."""
     if not (Path(resolved.config.output.directory) / "checkpoints").exists():
         return []  # without the import of numpy
@@ -106,7 +106,7 @@ def resolve(
     device: Device | None = None,
     accelerate: AccelerateSettings | None = None,
 ) -> ResolvedRun:
-    """The settings alone, as `check` and `bigtrain.python_api.training.train_run` take them."""
+    """Resolve only the settings, for `check` and `bigtrain.python_api.training.train_run`."""
     name = None if deepspeed_config is None else str(deepspeed_config)
     if isinstance(config, str | Path):
         # Problems of the YAML and of the DeepSpeed JSON are one error.

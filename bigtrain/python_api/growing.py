@@ -1,4 +1,5 @@
-"""Tokens added to a tokenizer, and rows for them: `bigtrain tokenizer --base`, `bigtrain grow`."""
+"""Added tokens of a tokenizer, and embedding rows for them: `bigtrain tokenizer --base`, `bigtrain
+grow`."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ def add_tokens(
     tokens: Sequence[str] = (),
     special_tokens: Sequence[str] = (),
 ) -> dict[str, int]:
-    """Write the tokenizer `base` with tokens added to it into the directory `output`; returns the
+    """Write the tokenizer `base` with tokens added to it into the directory `output`; return the
     id of each.
 
     base: directory or hub name. tokens: texts that become one token each. special_tokens: control
-    tokens, which the text of documents never becomes; their ids come first. All ids follow the
-    highest that there is. Raises DataError; then nothing is left behind.
+    tokens, which document text never becomes; their ids come first. All ids follow the
+    highest existing one. Raises DataError; then no files remain.
     """
     from bigtrain.data.tokenizers.added_tokens import add_tokens as added
     from bigtrain.system.files import new_directory, require_free
@@ -48,10 +49,10 @@ def grow_model(
     seed: int = 0,
 ) -> Growth:
     """Write `model` with rows for the tokens of a grown `tokenizer` into the directory `output`, a
-    verified Hugging Face directory; returns how it has grown.
+    verified Hugging Face directory; return the growth.
 
     model, tokenizer: directories or hub names. new_rows, pad_to_multiple_of: as
-    ``model.vocabulary`` of a run. seed: of rows that are drawn. Raises ModelError or DataError;
+    ``model.vocabulary`` of a run. seed: of random rows. Raises ModelError or DataError;
     then nothing is written.
     """
     from bigtrain.data.tokenizers.tokenizer import load_tokenizer

@@ -1,4 +1,4 @@
-"""A first run YAML for a user's model, data and devices: `bigtrain init`."""
+"""First run YAML for a user's model, data and devices: `bigtrain init`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bigtrain.system.storage.addresses import is_address
 if TYPE_CHECKING:
     from bigtrain.python_api.planning import Plan
 
-# Peaks that are usual for AdamW: full fine-tuning, adapters, random weights of small models.
+# Common peak learning rates of AdamW: full fine-tuning, adapters, random weights of small models.
 _LR = {"trained": 2.0e-5, "adapters": 2.0e-4, "random": 3.0e-4}
 _SEQUENCE_LENGTH = 1024
 _WARMUP_FRACTION, _SAVES = 0.03, 10
@@ -32,14 +32,14 @@ _WARMUP_FRACTION, _SAVES = 0.03, 10
 
 @dataclass(frozen=True)
 class NewRun:
-    """What `bigtrain init` asks for.
+    """Answers to `bigtrain init`.
 
-    model: directory or hub name whose trained weights the run starts from; or new_model: whose
-    configuration a model of random weights gets, also the name of a recipe. data: token shards, or
-    text that is not tokenized yet, of which the shards will lie in `shards`. chat: the data are
-    conversations. adapters: train LoRA adapters beside the model's weights. devices: such as
-    8xH100-80GB or 2xCPU; None: not planned, one rank. sequence_length: default: 1024, or as many
-    tokens as the model has positions. run_directory: default: below runs/.
+    model: directory or Hub name of trained weights to start from; or new_model: configuration for a
+    model with random weights, also the name of a recipe. data: token shards, or untokenized text
+    whose shards will be written to `shards`. chat: the data are conversations. adapters: train LoRA
+    adapters for the model's weights. devices: such as 8xH100-80GB or 2xCPU; None: not planned, one
+    rank. sequence_length: default: 1024, or the model's number of positions if smaller.
+    run_directory: default: below runs/.
     """
 
     data: str
@@ -57,12 +57,12 @@ class NewRun:
 
     @property
     def is_tokenized(self) -> bool:
-        """Whether `data` is a directory that `bigtrain tokenize` wrote."""
+        """True if `data` is a directory that `bigtrain tokenize` wrote."""
         return (Path(self.data) / "manifest.json").is_file()
 
     @property
     def names_nothing_here(self) -> bool:
-        """Whether `data` is the path of something on this machine that is not there."""
+        """True if `data` is a missing path on this machine."""
         is_elsewhere = is_address(self.data) or self.data == "-" or "*" in self.data
         is_hub_name = self.data.count("/") < 2 and not Path(self.data).suffix
         if is_elsewhere or Path(self.data).exists():
@@ -72,17 +72,17 @@ class NewRun:
 
 @dataclass(frozen=True)
 class WrittenRun:
-    """The files that were written, and the command lines that come next."""
+    """Written files, and the next command lines."""
 
     files: tuple[Path, ...]
     next_commands: tuple[str, ...]
 
 
 def write_new_run(wanted: NewRun, output: Path, *, force: bool = False) -> WrittenRun:
-    """Write a commented run YAML to `output`, that `bigtrain check` accepts.
+    """Write a commented run YAML, which `bigtrain check` accepts, to `output`.
 
-    With `wanted.devices` it has the fastest layout that is predicted to fit them; a DeepSpeed JSON
-    of that layout is written beside it where none of ``ds_configs/`` is the same. Replaces nothing
+    With `wanted.devices` it uses the fastest layout that is predicted to fit them; a DeepSpeed JSON
+    for it is written next to it if none of ``ds_configs/`` matches. Replaces nothing
     without `force`. Raises ConfigError, ModelError, OutputError; then nothing is written.
     """
     sections = _sections(wanted)
@@ -99,7 +99,7 @@ def write_new_run(wanted: NewRun, output: Path, *, force: bool = False) -> Writt
                 named = [_as_asked(problem) for problem in error.problems]
                 raise ConfigError(named, error.source) from error
             rule = "cannot be planned for without the model's configuration"
-            remedy = "leave it out, and plan where the hub can be reached: bigtrain plan"
+            remedy = "remove it, and plan on a machine that can reach the Hub: bigtrain plan"
             unplanned = Problem("--devices", wanted.devices, rule, remedy)
             raise ConfigError([*error.problems, unplanned], error.source) from error
         planned, engine = plan.run_tree()
@@ -125,7 +125,7 @@ def write_new_run(wanted: NewRun, output: Path, *, force: bool = False) -> Writt
 
 
 def _as_asked(problem: Problem) -> Problem:
-    """A problem of `bigtrain plan`, with the option's name here."""
+    """Convert a problem of `bigtrain plan` to this command's option name."""
     return replace(problem, key="--devices") if problem.key == "--gpus" else problem
 
 
@@ -163,12 +163,12 @@ def _sections(wanted: NewRun) -> dict[str, Any]:
 
 def _model(wanted: NewRun) -> dict[str, Any]:
     if (wanted.model is None) == (wanted.new_model is None):
-        rule = "either trained weights or a new model, and one of them is needed"
+        rule = "either trained weights or a new model is required"
         raise ConfigError(Problem("--model", wanted.model, rule, "or --new-model, but not both"))
     if wanted.model is not None:
         return {"path": wanted.model}
     if wanted.adapters:
-        rule = "are trained beside weights that exist, and a new model has none"
+        rule = "require trained weights, and a new model has none"
         raise ConfigError(Problem("--adapters", None, rule, "--model instead of --new-model"))
     if wanted.new_model in recipe_names():
         recipe = load_config(str(wanted.new_model)).model
@@ -178,13 +178,13 @@ def _model(wanted: NewRun) -> dict[str, Any]:
 
 
 def _sequence_length(model: dict[str, Any]) -> int:
-    """The usual length, or the model's number of positions where that is known and less."""
+    """Return the default length, or the model's number of positions if known and smaller."""
     figures, _ = inspect_configuration(ModelSection.model_validate(model))
     return min(_SEQUENCE_LENGTH, figures.max_position_embeddings or _SEQUENCE_LENGTH)
 
 
 def _in_order(tree: dict[str, Any]) -> dict[str, Any]:
-    """The sections of `tree` in the order of the reference; empty ones left out."""
+    """Return the sections of `tree` in the order of the reference, without empty ones."""
     return {name: tree[name] for name in RunConfig.model_fields if tree.get(name) not in (None, {})}
 
 
@@ -194,14 +194,14 @@ def _name(wanted: NewRun) -> str:
 
 
 def _prediction(plan: Plan) -> list[str]:
-    """What the plan says of the layout. Three digits: predictions know no more."""
+    """Return the plan's prediction, rounded to three significant digits."""
     line, cluster = plan.default_choice, plan.cluster
     best = plan.fitting[line - 1]
-    place = "the first" if line == 1 else f"line {line}, the first that is not tight,"
+    choice = "the first" if line == 1 else f"line {line}, the first that is not tight,"
     rate = float(f"{best.tokens_per_second / cluster.num_devices:.3g}")
     gib = 2.0**30
     return [
-        f"Layout: {place} of `bigtrain plan` for {cluster.num_devices}x{cluster.device.name}: "
+        f"Layout: {choice} of `bigtrain plan` for {cluster.num_devices}x{cluster.device.name}: "
         f"{best.layout.describe()}",
         f"predicted, not measured: {best.memory.total / gib:.3g} GiB of "
         f"{cluster.usable_memory / gib:.3g} on the fullest device, {rate:,.0f} tokens/s on each",
@@ -209,7 +209,7 @@ def _prediction(plan: Plan) -> list[str]:
 
 
 def _shipped(engine: dict[str, Any]) -> str | None:
-    """The name in ds_configs/ of a DeepSpeed JSON that says the same as `engine`."""
+    """Return the name in ds_configs/ of a DeepSpeed JSON equal to `engine`."""
     for stage in range(4):
         for offload in ("", "_offload"):
             try:
@@ -240,7 +240,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _next_commands(wanted: NewRun, output: Path, plan: Plan | None) -> Iterator[str]:
-    """What a user types next, in this order."""
+    """Yield the next commands, in order."""
     quoted = shlex.quote(str(output))
     if not wanted.is_tokenized:
         tokenizer = wanted.model or "TOKENIZER"
@@ -257,7 +257,8 @@ def _next_commands(wanted: NewRun, output: Path, plan: Plan | None) -> Iterator[
 
 
 def launch_line(yaml_path: str, plan: Plan | None) -> str:
-    """What starts the run in `yaml_path` on all devices of a plan; without one on one rank."""
+    """Return the command that starts `yaml_path` on all devices of a plan, or without one on one
+    rank."""
     program = Path("bigtrain/train.py")
     if not program.is_file():
         program = checkout() / program

@@ -1,4 +1,4 @@
-"""What fits a number of devices, and how fast it will be: `bigtrain plan`."""
+"""Planning of layouts for a number of devices, with predicted speed: `bigtrain plan`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run's layouts on a cluster: those that fit, fastest first, and others that were looked at,
-    of `num_others` that do not. `remark`: what has to be said of the model's costs, or nothing."""
+    """Layouts of a run on a cluster: those that fit, fastest first, and other assessed ones,
+    of `num_others` that do not. `remark`: note on the model's costs, or empty."""
 
     config: RunConfig
     cluster: Cluster
@@ -35,13 +35,14 @@ class Plan:
     num_others: int
 
     def table(self, top: int = 10) -> str:
-        """The `top` fastest layouts, and the terms of memory and time of the first, as text."""
+        """Return the `top` fastest layouts, and the terms of memory and time of the first, as
+        text."""
         from bigtrain.planner.plan_text import plan_table
 
         return plan_table(self.fitting, self.cluster, top)
 
     def layouts(self) -> list[dict[str, Any]]:
-        """All layouts with memory (bytes) and time (seconds) by their terms; those that fit
+        """Return all layouts with memory (bytes) and time (seconds) by their terms; those that fit
         first."""
         from bigtrain.planner.plan_text import as_json
 
@@ -49,19 +50,19 @@ class Plan:
 
     @property
     def default_choice(self) -> int:
-        """The line of the table (from 1) that is written where none is named: the fastest layout
-        that leaves as much memory as predictions are wrong by on average."""
+        """Line of the table (from 1) that is written by default: the fastest layout that leaves at
+        least the mean prediction error of memory free."""
         from bigtrain.planner.plan_text import default_choice
 
         return default_choice(self.fitting, self.cluster)
 
     def run_tree(self, choose: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Run YAML and DeepSpeed JSON, as trees, of line `choose` of the table (from 1; default:
-        `default_choice`). Raises ConfigError if there is no such line."""
+        """Return run YAML and DeepSpeed JSON, as trees, for line `choose` of the table (from 1;
+        default: `default_choice`). Raises ConfigError if there is no such line."""
         if choose is None:
             choose = self.default_choice
         if not 1 <= choose <= len(self.fitting):
-            rule = f"there are {len(self.fitting)} layouts that fit"
+            rule = f"{len(self.fitting)} layouts fit"
             raise ConfigError(Problem("--choose", choose, rule, f"1 to {len(self.fitting)}"))
         layout = self.fitting[choose - 1].layout
         return run_and_engine(self.config, layout, self.model.vocabulary_size)
@@ -84,7 +85,7 @@ class Plan:
             raise OutputError(f"--write = {folder}: cannot be written: {error}") from error
         write_new(json_path, json.dumps(raw, indent=2) + "\n")
         write_new(yaml_path, yaml.safe_dump(tree, sort_keys=False))
-        # Check that a run accepts what was written.
+        # Check that a run accepts the written files.
         resolve_run(RunConfig.model_validate(tree), self.cluster.num_devices)
         return yaml_path
 
@@ -99,12 +100,12 @@ def plan(
     hardware: str | Path | None = None,
     varies: bool = True,
 ) -> Plan:
-    """The layouts of a run on `devices`, such as ``8xH100-80GB`` or ``4xCPU``.
+    """Return the layouts of a run on `devices`, such as ``8xH100-80GB`` or ``4xCPU``.
 
     nodes_of: devices on each node (default: 8). host_memory_bytes: of a node, for offload.
     network_bits_per_second: per device (default: of the device's usual node). hardware: a file of
-    ``bigtrain plan --calibrate``. varies: also with loss and buckets other than a run decides by
-    itself.
+    ``bigtrain plan --calibrate``. varies: also with loss and buckets that differ from a run's
+    defaults.
 
     Traces a model that was never planned before, which imports torch. Raises ConfigError if
     nothing fits, ModelError if the model cannot be found.
@@ -123,13 +124,13 @@ def plan(
     engine = engine_named("deepspeed")
     if measured is not None:
         engine = engine.with_measured(measured)
-    found = search(request, cluster, engine)
-    if not found.fitting and not found.others:
+    ranking = search(request, cluster, engine)
+    if not ranking.fitting and not ranking.others:
         raise ConfigError(_no_layout(loaded, cluster))
-    if not found.fitting:
-        rule, remedy = nothing_fits(found.others, cluster)
+    if not ranking.fitting:
+        rule, remedy = nothing_fits(ranking.others, cluster)
         raise ConfigError(Problem("--gpus", devices, rule, remedy))
-    return Plan(loaded, cluster, model, remark, found.fitting, found.others, found.num_others)
+    return Plan(loaded, cluster, model, remark, ranking.fitting, ranking.others, ranking.num_others)
 
 
 def _cluster(
@@ -144,11 +145,11 @@ def _cluster(
     from bigtrain.planner.tables.engines import cpu_engine
     from bigtrain.planner.tables.hardware import find_device, with_network
 
-    found = re.fullmatch(r"\s*(\d+)\s*x\s*(\S.*?)\s*", devices)
-    if found is None or int(found.group(1)) < 1:
+    match = re.fullmatch(r"\s*(\d+)\s*x\s*(\S.*?)\s*", devices)
+    if match is None or int(match.group(1)) < 1:
         rule = "is not a number of devices and their name"
-        raise ConfigError(Problem("--gpus", devices, rule, "write 64xH100-80GB, say"))
-    number, name = int(found.group(1)), found.group(2)
+        raise ConfigError(Problem("--gpus", devices, rule, "write e.g. 64xH100-80GB"))
+    number, name = int(match.group(1)), match.group(2)
     device: Accelerator
     measured: MeasuredEngine | None = None
     if hardware is not None:
@@ -161,7 +162,7 @@ def _cluster(
     per_node = device.devices_per_node
     if number > per_node and number % per_node:
         below = number // per_node * per_node
-        rule = f"is not a whole number of nodes of {per_node} devices (--nodes-of)"
+        rule = f"is not a multiple of the node size of {per_node} devices (--nodes-of)"
         remedy = f"nearest: {below} or {below + per_node}"
         raise ConfigError(Problem("--gpus", number, rule, remedy))
     if network is not None:
@@ -220,12 +221,12 @@ def _deepspeed_json(zero_stage: int, offload: str) -> dict[str, Any]:
 def run_and_engine(
     config: RunConfig, layout: Layout, vocabulary_size: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The run YAML and the DeepSpeed JSON of `config` in another layout, as trees. The loss is
-    written where it is not what such a run would decide by itself."""
+    """Return the run YAML and the DeepSpeed JSON of `config` in another layout, as trees. The loss
+    is written if it differs from the default of such a run."""
     from bigtrain.planner.run_layout import usual_chunk
 
     offload = "_offload" if layout.offload_optimizer else ""
-    # Of ZeRO 1 with its optimizer in main memory none is shipped: ZeRO 2's differs in the stage.
+    # No JSON is shipped for ZeRO 1 with an offloaded optimizer: it is ZeRO 2's with another stage.
     raw = _deepspeed_json(2 if offload and layout.zero_stage == 1 else layout.zero_stage, offload)
     raw["zero_optimization"]["stage"] = layout.zero_stage
     if layout.offload_optimizer and not layout.offload_parameters:

@@ -1,4 +1,4 @@
-"""What a run has left: metrics, weights, an export, and a model that continues text."""
+"""Results of a run: metrics, weights, an export, and text generation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Kind = Literal["step", "evaluation", "event", "outer_step"]
 
 @dataclass(frozen=True)
 class Exported:
-    """An export: its directory, the step of its checkpoint, and where on the hub it is, if it
+    """Export: its directory, the step of its checkpoint, and its Hub address, if it
     was pushed there."""
 
     directory: Path
@@ -29,7 +29,7 @@ class Exported:
 
 
 def read_metrics(run: str | Path, kind: Kind | None = "step") -> list[dict[str, Any]]:
-    """The lines of a run's ``metrics.jsonl``, in order; also of a run that still trains.
+    """Return the lines of a run's ``metrics.jsonl``, in order; also of a running run.
 
     run: a run directory. kind: logged steps, evaluations, events or outer steps; None: all lines.
     The fields are those of docs/reference/metrics.md. Raises DataError if the file is missing or
@@ -42,20 +42,20 @@ def read_metrics(run: str | Path, kind: Kind | None = "step") -> list[dict[str, 
 
 
 def read_metric_columns(run: str | Path, kind: Kind | None = "step") -> dict[str, list[Any]]:
-    """What `read_metrics` reads, as a list of values by field, with None where a line has no such
-    field: pandas, polars and plots take it as it is."""
+    """Return `read_metrics` as a list of values by field, with None if a line has no such
+    field, in the format of pandas, polars and plots."""
     lines = read_metrics(run, kind)
     names = dict.fromkeys(name for line in lines for name in line)
     return {name: [line.get(name) for line in lines] for name in names}
 
 
 def load_state_dict(run: str | Path, step: int | None = None) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint by their Hugging Face names, on the CPU.
+    """Return the weights of a checkpoint by their Hugging Face names, on the CPU.
 
-    run: a run directory, of which the checkpoint of `step` is read (default: the newest complete
+    run: a run directory, whose checkpoint of `step` is read (default: the newest complete
     one), or the directory of one checkpoint. Trained weights are the float32 masters, exactly;
-    buffers have their own dtype; of a run with adapters, the adapters alone. Every checksum is
-    compared, whatever topology wrote the checkpoint. Raises CheckpointError.
+    buffers have their own dtype; for a run with adapters, only the adapters. Every checksum is
+    compared, for any topology that wrote the checkpoint. Raises CheckpointError.
     """
     return dict(_weights(Path(run), step))
 
@@ -87,32 +87,32 @@ def export_run(
 ) -> Exported:
     """Write a checkpoint's weights as a verified Hugging Face directory.
 
-    step: of the checkpoint (default: the newest complete one). best: take the one that is the best
-    by ``evaluation.best`` of the run. dtype: of the stored weights
+    step: of the checkpoint (default: the newest complete one). best: select the best one
+    by the run's ``evaluation.best``. dtype: of the stored weights
     (default: the one the run computed in; of adapters float32). merge: adapters into the weights of
     their base. max_shard_size: of a weight file. push_to_hub: also upload to this OWNER/NAME,
     private if it is new and `private`. warn: gets a line on each newer checkpoint that is corrupt
-    and passed over (default: print to standard error).
+    and skipped (default: print to standard error).
 
-    Raises ConfigError before anything is written if the hub cannot be used, CheckpointError or
-    ModelError if the checkpoint cannot be exported faithfully; `output` then stays as it was.
+    Raises ConfigError before anything is written if the Hub cannot be used, CheckpointError or
+    ModelError if the checkpoint cannot be exported faithfully; `output` is then unchanged.
     """
     from bigtrain.models.export.hub import push_to_hub as push
     from bigtrain.models.export.hub import refuse_unreachable
 
     if private and push_to_hub is None:
-        rule = "is of a repository, and none is named"
+        rule = "applies to a repository, but none is named"
         raise ConfigError(Problem("--private", None, rule, "--push-to-hub OWNER/NAME"))
     if best and step is not None:
-        rule = "both name a checkpoint"
-        raise ConfigError(Problem("--best and --step", step, rule, "leave one of them out"))
+        rule = "both select a checkpoint"
+        raise ConfigError(Problem("--best and --step", step, rule, "remove one of them"))
     if push_to_hub is not None:
         refuse_unreachable(push_to_hub)
-    # Seconds of imports, which what is refused above need not take.
+    # Imports take seconds, which the refusals above avoid.
     from bigtrain.run.checkpointing.listing import best_step
     from bigtrain.run.reporting.library_log import import_log
 
-    with import_log(shown=False):  # of DeepSpeed, which says what it takes the machine for
+    with import_log(shown=False):  # DeepSpeed logs the detected machine
         from bigtrain.run.checkpointing.export import export_run as export
 
     exported_step = export(
@@ -140,9 +140,9 @@ def generate(
     top_p: float = 0.95,
     seed: int = 0,
 ) -> str:
-    """`prompt` and its continuation by a Hugging Face directory or hub model.
+    """Return `prompt` and its continuation by a Hugging Face directory or Hub model.
 
-    temperature: 0 always takes the most likely token. top_p: nucleus to sample from. seed: of the
+    temperature: 0 always selects the most likely token. top_p: nucleus to sample from. seed: of the
     sampling. Raises ModelError if the model cannot be loaded, or the prompt is empty.
     """
     from bigtrain.models.generation import Sampling
@@ -166,8 +166,8 @@ def open_conversation(
     top_p: float = 0.95,
     seed: int = 0,
 ) -> Conversation:
-    """A Hugging Face directory or hub model to talk to, by its tokenizer's chat template:
-    ``answer(messages)`` is its answer, which ends where the template ends a turn.
+    """Return a chat with a Hugging Face directory or Hub model by its tokenizer's chat template:
+    ``answer(messages)`` is its answer, which ends at the template's end of a turn.
 
     The other parameters are those of `generate`; max_new_tokens: of one answer. Raises ModelError
     if the model cannot be loaded, or has no chat template.
@@ -184,8 +184,8 @@ def open_conversation(
 
 
 def _tokenizer_of(model: str) -> Any:
-    """The tokenizer in the directory of a model, as its tokenizer.json has it; None if there is
-    none, or none that documents can be tokenized with."""
+    """Return the tokenizer of a model's directory from its tokenizer.json; None if there is
+    none, or none that can tokenize documents."""
     from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 
     if not (Path(model) / "tokenizer.json").is_file():

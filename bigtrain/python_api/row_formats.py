@@ -1,4 +1,4 @@
-"""What rows of the input of `bigtrain tokenize` hold: conversations, and which, or text."""
+"""Row formats of the input of `bigtrain tokenize`: kinds of conversations, or text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """A format of conversations, the keys that a row has for it, and its role names, as
+    """Format of conversations, its keys in a row, and its role names, as
     ``NAME=ROLE``."""
 
     name: Any  # of OptionsRecord.chat_format
@@ -23,8 +23,8 @@ class RowFormat:
 
 
 def detected_format(reading: ReadOptions, say: Callable[[str], None]) -> str:
-    """The format that the keys of the first row are those of; `say` gets a line on it. Text where
-    they are of none. Raises DataError if the first rows of the files have several formats."""
+    """Return the format of the first row's keys; `say` gets a line on it. Text if
+    they match none. Raises DataError if the first rows of the files have several formats."""
     from bigtrain.data.documents.bad_documents import ONE_FORMAT
     from bigtrain.data.documents.chat_formats import nearest
     from bigtrain.data.documents.first_row import keys_in, sources_to_look_at
@@ -33,8 +33,8 @@ def detected_format(reading: ReadOptions, say: Callable[[str], None]) -> str:
     for source in sources_to_look_at(reading):
         keys = keys_in(source, reading)
         if keys or source.kind == "text" or not formats:
-            found = nearest(keys)
-            formats.setdefault("text" if found is None else found.name, source.path)
+            match = nearest(keys)
+            formats.setdefault("text" if match is None else match.name, source.path)
     if len(formats) > 1:
         shown = "; ".join(f"{name}: {path}" for name, path in formats.items())
         raise DataError(
@@ -42,14 +42,14 @@ def detected_format(reading: ReadOptions, say: Callable[[str], None]) -> str:
         )
     name = next(iter(formats), "text")
     if name != "text":
-        say(f"the keys of the first row are those of --format {name}")
+        say(f"the keys of the first row match --format {name}")
     return name
 
 
 def row_format(name: str, names: Mapping[str, str], roles: Mapping[str, str]) -> RowFormat | None:
-    """The format `name` of conversations, whose keys (of a row, and of a turn in it) have other
-    `names` in the data, and roles other names; None for text. Raises DataError for what `name` has
-    not."""
+    """Return the format `name` of conversations, whose keys (of a row, and of a turn in it) have
+    other `names` in the data, and roles other names; None for text. Raise DataError for unknown
+    keys of `name`."""
     from bigtrain.data.documents.chat_formats import FORMATS
 
     if name == "text":
@@ -64,21 +64,21 @@ def row_format(name: str, names: Mapping[str, str], roles: Mapping[str, str]) ->
     if wrong is not None:
         raise DataError(f"--key {wrong}: --format {name} has no such key -> {', '.join(known)}")
     keys = tuple(names.get(key, key) for key in known)
-    # What is as the format has it is not recorded: earlier versions knew no keys of turns, and for
+    # Defaults of the format are not recorded: earlier versions had no keys of turns, and for
     # messages the key `tools` was implied.
     if keys[len(own) :] == turns:
         keys = keys[: len(own)]
     if name == "messages" and keys[1:] == own[1:]:
         keys = keys[:1]
     if roles and name == "alpaca":
-        raise DataError("--role: rows of --format alpaca have no roles -> leave it out")
+        raise DataError("--role: rows of --format alpaca have no roles -> remove it")
     return RowFormat(name, keys, tuple(f"{said}={role}" for said, role in sorted(roles.items())))
 
 
 def refuse_for_text(
     reading: ReadOptions, chat_template: object, learn: str, roles: Mapping[str, str]
 ) -> None:
-    """Raises DataError for options of conversations, which the input has none of, and for an input
+    """Raise DataError for options of conversations if the input has none, and for an input
     that cannot be read."""
     from bigtrain.data.documents.chat_formats import remedy_for
     from bigtrain.data.documents.first_row import keys_of_first_row
@@ -89,7 +89,7 @@ def refuse_for_text(
         return
     keys = keys_of_first_row(reading, strict=True)
     shown = f"the first row has the keys {', '.join(sorted(keys)[:20])}"
-    remedy = remedy_for(keys) or " -> say where they are, --chat-key KEY, or leave it out"
+    remedy = remedy_for(keys) or " -> name their key, --chat-key KEY, or remove it"
     raise DataError(
         f"{given} is for conversations, and {shown if keys else 'no row with keys is read'}{remedy}"
     )

@@ -1,4 +1,4 @@
-"""A run's directory: its checkpoints, whether they are complete, its report, a copy of it."""
+"""Run directories: checkpoints, verification, report, copy."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def list_checkpoints(run: str | Path) -> list[ListedCheckpoint]:
-    """The checkpoints in a run directory, oldest first: complete or corrupt (by sizes; by contents
-    of small files), the topology that wrote each, and why it is kept.
+    """Return the checkpoints in a run directory, oldest first: complete or corrupt (by sizes; by
+    contents of small files), the topology that wrote each, and why it is kept.
 
     Raises CheckpointError if there is none.
     """
@@ -25,24 +25,24 @@ def list_checkpoints(run: str | Path) -> list[ListedCheckpoint]:
 
 
 def verify_run(run: str | Path, step: int | None = None) -> dict[int, str | None]:
-    """Read the checkpoints of a run again and compare every checksum: by step why it is corrupt,
-    None where it is complete.
+    """Read the checkpoints of a run again and compare every checksum; return by step why it is
+    corrupt, None if it is complete.
 
-    step: of one checkpoint (default: all of them). Raises CheckpointError where there is none.
+    step: of one checkpoint (default: all of them). Raises CheckpointError if there is none.
     """
     return dict(verified_checkpoints(run, step))
 
 
 def verified_checkpoints(run: str | Path, step: int | None) -> Iterator[tuple[int, str | None]]:
-    """As `verify_run`, one after the other."""
+    """Yield the results of `verify_run` one by one."""
     from bigtrain.run.checkpointing.listing import verify_checkpoints
 
     return verify_checkpoints(Path(run), step)
 
 
 def verify_model(directory: str | Path) -> int:
-    """Read the weights of an export again and compare every checksum; returns how many files there
-    are. Raises ModelError that names every corrupt one."""
+    """Read the weights of an export again and compare every checksum; return the number of
+    files. Raise ModelError with every corrupt one."""
     from bigtrain.models.weights.checksums import corrupt_weights
 
     num_files, corrupt = corrupt_weights(Path(directory))
@@ -53,7 +53,7 @@ def verify_model(directory: str | Path) -> int:
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """A page: where it is, the logged steps in it, and its size in bytes."""
+    """Report page: its path, its number of logged steps, and its size in bytes."""
 
     path: Path
     num_steps: int
@@ -65,7 +65,7 @@ def write_report(
 ) -> WrittenReport:
     """Write a run as one HTML page: curves, events, settings.
 
-    compare: directories of further runs, drawn into the same charts. output: the page (default:
+    compare: directories of more runs, drawn into the same charts. output: the page (default:
     report.html in the directory of `run`); an older report is replaced, any other file is not.
     Raises DataError and OutputError.
     """
@@ -83,7 +83,7 @@ def write_report(
 
 @dataclass(frozen=True)
 class Fetched:
-    """What came from an address: its bytes, and of a run the step of the checkpoint."""
+    """Result of a fetch: its bytes, and for a run the step of the checkpoint."""
 
     directory: Path
     num_bytes: int
@@ -99,22 +99,22 @@ def fetch(
 ) -> Fetched:
     """Copy a run, a model or a dataset from an address (s3://, https://, ...) to a directory.
 
-    step: of a run, the checkpoint to fetch (default: the newest complete one); the others stay
-    there. say: gets a line on each file. Called again, it goes on where it stopped. Raises
-    DataError; what has come stays.
+    step: for a run, the checkpoint to fetch (default: the newest complete one); the others are not
+    fetched. say: gets a line on each file. When called again, it resumes. Raises
+    DataError; fetched files are kept.
     """
     from bigtrain.system.storage.addresses import is_address, without_secrets
     from bigtrain.system.storage.copies import fetch_tree, list_tree, newest_first
 
     if not is_address(address):
-        raise DataError(f"{address} is no address, such as s3://bucket/runs/mine -> cp -r")
+        raise DataError(f"{address} is not an address, such as s3://bucket/runs/mine -> cp -r")
     address = address.rstrip("/")
     steps = newest_first(list(list_tree(address)))
     if step is not None and step not in steps:
         listed = ", ".join(map(str, steps)) or "none"
         raise DataError(
-            f"{without_secrets(address)} has no complete checkpoint of step {step} -> of "
-            f"these: {listed}"
+            f"{without_secrets(address)} has no complete checkpoint of step {step} -> one of "
+            f"{listed}"
         )
     wanted = steps[0] if steps and step is None else step
 

@@ -1,4 +1,4 @@
-"""What token shards hold, and whether they are what was written: `inspect`, `verify`."""
+"""Inspection and verification of token shards: `inspect`, `verify`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def describe_shards(path: str | Path) -> dict[str, Any]:
-    """What `bigtrain inspect --json` says of shards: tokenizer, options, and by split the
+    """Return the output of `bigtrain inspect --json`: tokenizer, options, and by split the
     documents, tokens, files and lengths.
 
     path: directory of a dataset, or prefix of one .bin/.idx pair, also Megatron's. Raises
@@ -32,11 +32,11 @@ def read_documents(
     max_tokens: int = 512,
     tokenizer: str | Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Documents of shards: tokens, and their text where there is a tokenizer.
+    """Return documents of shards: tokens, and their text if there is a tokenizer.
 
-    path: as of `describe_shards`. numbers: of documents, from 0 in the order of the shards. split:
-    of a dataset (default: train). max_tokens: of a document, the first ones. tokenizer: directory
-    to decode with (default: the dataset's own). Raises DataError.
+    path: as in `describe_shards`. numbers: of documents, from 0 in shard order. split: of a dataset
+    (default: train). max_tokens: limit on the first tokens of a document. tokenizer: directory to
+    decode with (default: the dataset's own). Raises DataError.
     """
     from bigtrain.data.shards.inspection import inspect_shards
 
@@ -51,13 +51,13 @@ def documents_of(
     tokenizer: str | Path | None,
     mask: bool = False,
 ) -> list[dict[str, Any]]:
-    """As `read_documents`, of shards that are open; with `mask` also the `runs` of learned and
+    """Return `read_documents` of open shards; with `mask` also the `runs` of learned and
     other tokens."""
     from bigtrain.data.shards.inspection import LONE, decoder_of
     from bigtrain.data.shards.learned_text import runs_of
 
     if inspected.manifest is None and split:
-        raise DataError(f"--split {split}: a lone shard has no splits -> leave it out")
+        raise DataError(f"--split {split}: a single shard has no splits -> remove it")
     name = LONE if inspected.manifest is None else split or "train"
     if numbers and name not in inspected.splits:
         raise DataError(f"--split {name}: {inspected.path} has no such split")
@@ -81,15 +81,15 @@ def documents_of(
         if mask:
             if decoder is None:
                 raise DataError("--mask shows text -> --tokenizer DIRECTORY to decode with")
-            found = shard.document_mask(within)[:max_tokens]
-            documents[-1]["runs"] = runs_of(shown, found, decoder.decode)
+            mask_of_document = shard.document_mask(within)[:max_tokens]
+            documents[-1]["runs"] = runs_of(shown, mask_of_document, decoder.decode)
     return documents
 
 
 def verify_shards(*datasets: str | Path) -> None:
     """Read token shards again and compare every checksum.
 
-    Raises DataError that names every corrupt file of all `datasets`, directories that `tokenize`
+    Raises DataError with every corrupt file of all `datasets`, directories that `tokenize`
     wrote.
     """
     from bigtrain.data.shards.verification import corrupt_files

@@ -1,4 +1,4 @@
-"""From text to a tokenizer and to token shards: `bigtrain tokenizer` and `bigtrain tokenize`."""
+"""Tokenizers and token shards from text: `bigtrain tokenizer` and `bigtrain tokenize`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Encoder = Literal["auto", "gigatoken", "fastokens", "reference"]
 
 
 class ReadingOptions(TypedDict, total=False):
-    """Which text is read, and how: the parameters of `read_options`."""
+    """Options for reading text: the parameters of `read_options`."""
 
     text_keys: Sequence[str]
     suffixes: Sequence[str]
@@ -38,8 +38,8 @@ class ReadingOptions(TypedDict, total=False):
 
 
 class TokenizeOptions(ReadingOptions, total=False):
-    """The options of `tokenize`; those that are left out have the values that `build_tokens`
-    lists."""
+    """Options of `tokenize`; omitted ones have the defaults listed at
+    `build_tokens`."""
 
     format: Format
     keys: Mapping[str, str] | None
@@ -66,9 +66,9 @@ def tokenize(
     """Turn text into token shards in the directory `output`, and open them.
 
     `inputs`: one or several of files, folders, globs, directories of ``Dataset.save_to_disk`` and
-    hub datasets. `tokenizer`: a directory or hub name. `options`: those of ``bigtrain tokenize``,
+    Hub datasets. `tokenizer`: a directory or Hub name. `options`: those of ``bigtrain tokenize``,
     listed at `build_tokens`. Does nothing if `output` is the finished dataset of this
-    input, and continues an unfinished one. Raises DataError; then only finished work is left.
+    input, and continues an unfinished one. Raises DataError; then only finished work is kept.
     """
     from bigtrain.data.shards.dataset import open_dataset
 
@@ -79,34 +79,34 @@ def tokenize(
 def build_tokens(
     inputs: Inputs, tokenizer: str | Path, output: str | Path, **options: Unpack[TokenizeOptions]
 ) -> BuildResult:
-    """What `bigtrain tokenize` and `tokenize` do; returns what was built.
+    """Build token shards for `bigtrain tokenize` and `tokenize`; return the result.
 
     text_keys: keys or columns that hold a document; those that a row has are joined (default:
         ``text``).
-    format: what a row holds; ``auto`` (default): detected by the keys of the first row, text if
+    format: format of a row; ``auto`` (default): detected by the keys of the first row, text if
         `text_keys` are given. keys: names in the data of the keys of `format`, such as
-        ``{"instruction": "question"}``. roles: what names of roles in the data mean, such as
+        ``{"instruction": "question"}``. roles: meaning of role names in the data, such as
         ``{"customer": "user"}``. learn: which answers of the assistant have loss, ``all`` (default)
         or the ``last``.
     chat_template: a Jinja file instead of the tokenizer's own template.
     held_out: share of the documents kept for evaluation, 0 (default) to below 1.
     shard_bytes: bytes of input per shard (default: 256 MiB).
-    suffixes, exclude: files to take from folders, and those to skip. read_as: read every file as if
-        its name ended so, such as ``.jsonl.gz``. follow_links: read what links in a folder lead to
-        outside of it; without it such a link is an error.
-    dataset_config, dataset_split: of a hub dataset (default: ``train``).
+    suffixes, exclude: files to select from folders, and those to skip. read_as: read every file as
+        if it had this suffix, such as ``.jsonl.gz``. follow_links: read targets of a folder's links
+        outside of it; otherwise such a link is an error.
+    dataset_config, dataset_split: of a Hub dataset (default: ``train``).
     max_document_bytes: a larger document is bad (default: 64 MiB); max_bad_fraction: bad documents
         are skipped up to this share of all, 0 (default) makes the first one an error.
-    max_unrendered: so many parts of conversations (content of a message, tool call, tool,
-        reasoning) the chat template may drop; 0 (default) makes the first one an error. Reasoning
-        of earlier turns that it drops by design is counted and never an error.
+    max_unrendered: number of parts of conversations (content of a message, tool call, tool,
+        reasoning) that the chat template may drop; 0 (default) makes the first one an error.
+        Reasoning of earlier turns that it drops by design is counted and never an error.
     workers: processes (default: by cores, memory and input). rank, world_size: of this call among
         several with one `output` on different nodes.
-    encoder, parse_special_tokens: as the options of the command.
-    beginning_of_text: what documents of plain text begin with; ``auto`` (default): what the
+    encoder, parse_special_tokens: as in the command's options.
+    beginning_of_text: start of plain-text documents; ``auto`` (default): tokens that the
         tokenizer itself adds, ``always`` its beginning-of-text token, ``never`` nothing.
     end_of_document: token that ends documents (default: the tokenizer's end-of-sequence token).
-    say: gets a line on what was detected (default: print to standard error).
+    say: gets a line on the detected format (default: print to standard error).
     """
     from bigtrain.data.tokenize_job.job import build_dataset
     from bigtrain.data.tokenize_job.request import BuildRequest
@@ -134,8 +134,8 @@ def _reading_of(options: TokenizeOptions) -> ReadingOptions:
 
 
 def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
-    """What a dataset records of how it is made, from the first row where that decides it. Raises
-    DataError for options that do not go together."""
+    """Return a dataset's record of its options, from the first row if that decides. Raise
+    DataError for incompatible options."""
     from bigtrain.data.shards.manifest import DEFAULT_SHARD_BYTES, OptionsRecord
 
     name: str = options.get("format", "auto")
@@ -175,12 +175,12 @@ def train_tokenizer(
     **options: Unpack[ReadingOptions],
 ) -> int:
     """Train a byte-level BPE tokenizer of at most `vocab_size` tokens, write it into the directory
-    `output`, and return how many tokens it has.
+    `output`, and return its number of tokens.
 
-    inputs: as of `tokenize`. max_bad_fraction: documents that cannot be read are skipped up to this
-    share of all. say: gets a line with the summary. options: which text, as the options of
+    inputs: as in `tokenize`. max_bad_fraction: unreadable documents are skipped up to this share of
+    all. say: gets a line with the summary. options: options for reading text, as the options of
     `tokenize` of these names: text_keys, suffixes, exclude, dataset_config, dataset_split,
-    max_document_bytes, read_as, follow_links. Raises DataError; then nothing is left behind.
+    max_document_bytes, read_as, follow_links. Raises DataError; then no files remain.
     """
     from bigtrain.data.documents.bad_documents import Rejects, require_few
     from bigtrain.data.documents.open_reader import DocumentReader
@@ -219,7 +219,7 @@ def read_options(
     read_as: str = "",
     follow_links: bool = False,
 ) -> ReadOptions:
-    """Which text is read, and how; `build_tokens` says what each parameter means."""
+    """Return the options for reading text; `build_tokens` documents each parameter."""
     from bigtrain.data.documents.parts import ReadOptions
     from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES
     from bigtrain.data.sources.discovery import DEFAULT_SUFFIXES, Selection

@@ -1,4 +1,4 @@
-"""Training in this process: what `train.py` does once it knows its settings."""
+"""Training in this process: the work of `train.py` after its settings are loaded."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def train_run(
     """Train a run in this process to its last step, from its newest checkpoint if there is one.
 
     One rank in a plain process; under a launcher (deepspeed, torchrun, accelerate) its ranks, and
-    then collective: every rank calls it with the same arguments. It does what ``train.py`` does,
+    then collective: every rank calls it with the same arguments. It does the same as ``train.py``,
     and writes the same files into ``output.directory``.
 
-    Ctrl-C (an interrupted notebook cell), SIGTERM and SIGUSR1 end the run after a step that is
-    saved, and the result says so; before the first step and during the export Ctrl-C raises
+    Ctrl-C (an interrupted notebook cell), SIGTERM and SIGUSR1 end the run after a saved
+    step, and the result reports it; before the first step and during the export Ctrl-C raises
     KeyboardInterrupt. Afterwards process group, signal handlers, environment, threads and torch's
-    random generator on the CPU are as before. A run that hangs ends its process (exit code 76), as
-    the run YAML's ``watchdog`` says.
+    random generator on the CPU are as before. A hung run ends its process (exit code 76), by
+    the run YAML's ``watchdog``.
 
     Raises ConfigError, DataError, ModelError, CheckpointError, OutputError, TrainingError,
     LaunchError: all of them are BigtrainError.
@@ -61,10 +61,10 @@ def train_resolved(
 ) -> TrainingResult:
     """Train `run` as a rank of `world`. Collective over all of them.
 
-    `signals`: the handlers of this process. `importing`: what large libraries are imported in.
+    `signals`: the handlers of this process. `importing`: context for importing large libraries.
     """
-    # Imported here, so that a wrong configuration is refused before torch is imported, and wrong
-    # inputs before DeepSpeed, which probes devices and prints while it is imported.
+    # Imported here, so that an invalid configuration is refused before torch is imported, and
+    # invalid inputs before DeepSpeed, which probes devices and prints on import.
     with importing():
         from bigtrain.engine.startup.device import refuse_for_device
         from bigtrain.run.checkpointing.changed_settings import refuse_other_run
@@ -86,7 +86,7 @@ def train_resolved(
 
 
 def _refuse_other_group() -> None:
-    """Raises LaunchError where this process is in a process group already."""
+    """Raise LaunchError if this process is in a process group already."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_initialized():
         raise LaunchError(

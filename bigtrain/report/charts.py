@@ -7,8 +7,8 @@ logged steps are a few megabytes. Values are float32, steps float64.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from bigtrain.report.metrics_file import (
 )
 from bigtrain.report.reduction import Bucketed, Column, Reduced
 from bigtrain.report.run import Run
+from bigtrain.report.step_metrics import StepMetrics, is_optional
 
 _MOST_KNOTS = 2048
 
@@ -63,7 +64,7 @@ class Chart:
     from_zero: bool = False
 
 
-CHARTS = (
+_SPECIAL_CHARTS = (
     Chart(
         "loss",
         "Training loss",
@@ -240,6 +241,29 @@ CHARTS = (
         from_zero=True,
     ),
 )
+
+
+def own_charts(metrics: type = StepMetrics) -> Iterator[Chart]:
+    """Yield a chart for each metric of a step that no special chart draws."""
+    drawn = {
+        name.removesuffix("/*").partition("/")[0] for c in _SPECIAL_CHARTS for name in c.series
+    }
+    for row in fields(metrics):
+        kind, name = row.metadata["kind"], row.name
+        if kind == "position" or name in drawn:
+            continue
+        yield Chart(
+            name.replace("_", "-"),
+            name.replace("_", " ").capitalize(),
+            row.metadata.get("unit", ""),
+            f"{row.metadata['meaning'].capitalize()}.",
+            "steps",
+            (f"{name}/*",) if kind == "entries" else (name,),
+            of_some=is_optional(row),
+        )
+
+
+CHARTS = (*_SPECIAL_CHARTS, *own_charts())
 
 
 def names_of(chart: Chart, run: Run) -> list[str]:

@@ -22,18 +22,11 @@ import orjson
 
 from bigtrain.errors import DataError
 from bigtrain.report.reduction import MAX_BUCKETS, Column, Reducer
+from bigtrain.report.step_metrics import names_of_kind
 
-FIGURES = (
-    "loss",
-    "lr",
-    "grad_norm",
-    "tokens_per_second",
-    "step_seconds",
-    "model_flops_utilization",
-    "memory_gib",
-)
+FIGURES = names_of_kind("number")
 """Fields of a logged step that are drawn as curves."""
-POSITIONS = ("step", "tokens", "samples", "hours")
+POSITIONS = (*names_of_kind("position"), "hours")
 """Fields that can be the x axis; hours of training are summed up from `step_seconds`."""
 BREAKDOWN = "breakdown"
 WAITING = f"{BREAKDOWN}/communication_seconds"
@@ -43,13 +36,12 @@ EXPERTS = "expert_imbalance"
 EXCHANGE = "expert_exchange"
 SENT_BY_OPTIMIZER = "optimizer_exchange"
 SOURCES = "held_out_sources"
-TASKS = "tasks"
 BITS = "held_out_bits_per_byte"
 TASKS = "tasks"
 """Objects of a line whose entries are series of their own, named ``OBJECT/ENTRY``."""
 MOST_OF_LAYERS, MEAN_OF_LAYERS = "busiest_layer", "mean_of_layers"
 """Series made of the entries of `EXPERTS`: a model may have a hundred layers."""
-OF_STEPS = (BREAKDOWN, PHASES, EXPERTS, EXCHANGE, SENT_BY_OPTIMIZER)
+OF_STEPS = names_of_kind("entries")
 OUTER_FIGURES = ("sent_bytes", "link_bytes", "seconds", "waited_seconds", "change", "distance")
 """Fields of an outer step that are drawn as curves."""
 SITES = "sites"

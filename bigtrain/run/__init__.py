@@ -1,6 +1,6 @@
-"""One training run: session, loop, start and end.
+"""Training run: session, loop, start and end.
 
 Imports `engine`, `models`, `data`, `planner`, `settings` and `system`; only `train.py` and the
-commands import it. Read `training` first (one launch from start to end), then `loop`; `session` is
-what a launch has open, `preflight` what is checked before there is one.
+commands import it. Read `training` first (one launch from start to end), then `loop`; `session` has
+the open resources of a launch, `preflight` the checks before it.
 """

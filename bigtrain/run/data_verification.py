@@ -1,4 +1,4 @@
-"""Reading all of the data once before a run, if it asks for that (``data.verify: contents``)."""
+"""Verification of all data before a run, if configured (``data.verify: contents``)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def verify_data(session: Session) -> None:
     begun = time.perf_counter()
     shards = ListedShards(session.run.config.data)
     share = share_of(shards.num_bytes.tolist(), session.world.rank, session.world.size)
-    found = session.long_work.on_every_rank(
+    texts_by_rank = session.long_work.on_every_rank(
         lambda: [text for number in share for text in shards[number].problems()]
     )
-    corrupt = sorted(text for texts in found for text in texts)
+    corrupt = sorted(text for texts in texts_by_rank for text in texts)
     if corrupt:
         shown = corrupt[:_NAMED]
         if len(corrupt) > _NAMED:

@@ -1,4 +1,4 @@
-"""The end of a run: a verified Hugging Face directory, a closing summary, and its result."""
+"""End of a run: a verified Hugging Face directory, a closing summary, and its result."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ EXPORTED = "exported.json"
 def closing_result(
     session: Session, step: int | None, received: Signals | None = None
 ) -> TrainingResult:
-    """The result of a launch that ends after `step`, by signal `received` or at the end of the run;
-    `step` is None where the run was complete. Collective: the main rank reads the run's metrics."""
+    """Return the result of a launch that ends after `step`, by signal `received` or at the end of
+    the run; `step` is None if the run was complete. Collective: the main rank reads the run's
+    metrics."""
 
     def read() -> TrainingResult:
         export = session.directory / EXPORT
@@ -63,10 +64,10 @@ def stop_early(session: Session, engine: TrainEngine, state: TrainState, receive
 
 
 def is_complete(session: Session, state: TrainState) -> bool:
-    """Whether the run is at its last step, or stopped early, everything is written, export
-    included, and checkpoints that it does not keep are removed. Collective.
+    """Return whether the run is at its last step (or stopped early), everything is written (export
+    included), and checkpoints that it does not keep are removed. Collective.
 
-    Logs that it is.
+    Logs it if so.
     """
     config = session.run.config
     if not is_over(config, state):
@@ -93,7 +94,7 @@ def is_complete(session: Session, state: TrainState) -> bool:
 def _exported_step(directory: Path) -> object:
     try:
         record = json.loads((directory / EXPORTED).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # a run older than this record, or killed
+    except (OSError, ValueError):  # a run from before this record existed, or killed
         return None
     return record.get("step") if isinstance(record, dict) else None
 
@@ -102,7 +103,7 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
     """Export the last checkpoint to ``RUN/hf`` if asked, and log the summary. Collective.
 
     Raises ModelError on every rank if the exported model's logits differ from the trained one's,
-    StaleLaunchError if a later launch of the run holds its directory.
+    StaleLaunchError if a later launch of the run owns its directory.
     """
 
     def export() -> list[str]:
@@ -128,7 +129,7 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
             summary += session.copies.wait(session.run.config.output.copy_wait_seconds)
         return summary
 
-    # All is saved, and the export appears complete or not at all: a signal may end this at once.
+    # Everything is saved, and the export is atomic: a signal may end this at once.
     session.signals.exit_after(lambda received: _leave_unexported(session, state, received))
     engine.close()
     try:

@@ -1,5 +1,4 @@
-"""The training loop, top to bottom: batch, step, advance or roll back, outer step, log, evaluate,
-save, stop."""
+"""Training loop: batch, step, advance or roll back, outer step, log, evaluate, save, stop."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ from bigtrain.engine.experts.load import LoadFigures
 from bigtrain.engine.loss_window import LossWindow
 from bigtrain.engine.startup.process_group import cpu_group
 from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.report.step_metrics import StepMetrics
 from bigtrain.run.checkpointing.rollback import roll_back
 from bigtrain.run.checkpointing.saver import Saver
 from bigtrain.run.diagnostics.out_of_memory import explained
@@ -23,14 +23,13 @@ from bigtrain.run.evaluation.best import is_over
 from bigtrain.run.evaluation.evaluator import Evaluator
 from bigtrain.run.health.stopping import StopAgreement
 from bigtrain.run.outer_steps import OuterSteps
-from bigtrain.run.reporting.metrics import StepMetrics
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
 from bigtrain.settings.lr_schedule import learning_rate_at
 
 
 class Batches(Protocol):
-    """This rank's micro-batches of the optimizer step that begins at a global sample."""
+    """Source of this rank's micro-batches for the optimizer step that begins at a global sample."""
 
     def step(self, first_sample: int) -> list[MicroBatch]: ...
 
@@ -44,7 +43,7 @@ def train(
     saver: Saver,
     outer: OuterSteps,
 ) -> tuple[TrainState, Signals | None]:
-    """Train until ``train.steps``, early stopping or a signal; returns the final state, which has
+    """Train until ``train.steps``, early stopping or a signal; return the final state, which has
     been saved, and the signal. Collective."""
     config, plan = session.run.config, session.run.plan
     clock = StepClock(session.device.type, engine.host_time, session.memory)
@@ -88,7 +87,7 @@ def train(
                     state = outer.make(state)
             last = state.step == config.train.steps
             profiler.after(state.step, last=last)
-            # Before anything is written: it also finds out that a later launch holds the directory.
+            # Before anything is written: it also detects a later launch that holds the directory.
             beat.at("agreeing whether to stop")
             received = None if last else stop.agreed()
             if session.metrics is not None:
@@ -125,7 +124,7 @@ def _due(step: int, every: int | None) -> bool:
 
 def _save(session: Session, saver: Saver, state: TrainState, figures: Mapping[str, float]) -> None:
     # Only the writing is slow; a copy takes no longer than other collectives.
-    session.heartbeat.at("waiting for the save before this one", slow=True)
+    session.heartbeat.at("waiting for the previous save", slow=True)
     saver.wait()
     session.heartbeat.at("saving", slow=not session.run.config.checkpoint.asynchronous)
     saver.save(state, figures)
@@ -139,8 +138,8 @@ def _log(
     lr: float,
     clock: StepClock,
 ) -> tuple[int, float]:
-    """Log a step; returns the number of steps since the last logged one, and seconds of each."""
-    # Apart from the guard, the only places in the loop that wait for the device.
+    """Log a step; return the number of steps since the last logged one, and seconds of each."""
+    # Apart from the guard, only this function waits for the device in the loop.
     loss, norm = losses.read(), engine.gradient_norm()
     load, sent_bytes = engine.expert_load.read(), engine.optimizer_sent_bytes()
     times = clock.read()
@@ -169,10 +168,10 @@ def _log(
 
 
 def _experts(load: LoadFigures | None) -> dict[str, dict[str, float]]:
-    """The fields of `StepMetrics` that only a mixture of experts has."""
+    """Return the fields of `StepMetrics` that only a mixture of experts has."""
     if load is None:
         return {}
-    found = {"expert_imbalance": load.imbalance}
+    fields = {"expert_imbalance": load.imbalance}
     if load.sent_bytes is not None and load.seconds is not None:
-        found["expert_exchange"] = {"sent_bytes": load.sent_bytes, "seconds": load.seconds}
-    return found
+        fields["expert_exchange"] = {"sent_bytes": load.sent_bytes, "seconds": load.seconds}
+    return fields

@@ -1,4 +1,4 @@
-"""Every check that can be made before a process group or a file exists."""
+"""Checks before a process group or a file exists."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from bigtrain.system.files import why_not_creatable
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads, checked to exist and to fit together.
+    """Inputs of a run, checked for existence and consistency.
 
     hf_config: the model's Hugging Face configuration. growth: how its vocabulary has grown, if it
     has. data_hash: `bigtrain.data.samples.identity`.
@@ -62,9 +62,9 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
     """Read the model's configuration and the dataset's manifest, and compare them with the run.
 
     `check`: how much of the data is checked, as in `open_dataset`; "listed", for the other ranks of
-    a host, leaves out what one rank of it has read or tried already. Creates only caches of the
+    a host, skips the checks that one rank of it has done. Creates only caches of the
     dataset (packing plan, shard table); every rank may call it. Raises ModelError for a model that
-    cannot be found, and one ConfigError with everything else that is wrong.
+    cannot be found, and one ConfigError with all other problems.
     """
     config = run.config
     hf_config = load_hf_config(config.model)
@@ -115,7 +115,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
 
 
 def check_base_weights(config: RunConfig, inputs: Inputs) -> None:
-    """Read the headers of the weight files in a base's directory on this host, as the run does
+    """Read the headers of the weight files in a base's directory on this host, like the run
     before its rendezvous, unless it resumes. Raises ModelError as `find_weights`."""
     path = config.model.path
     if path is None or not Path(path).is_dir() or _resumes(config):
@@ -132,7 +132,7 @@ def _resumes(config: RunConfig) -> bool:
 
 def _check_tokenizer(config: RunConfig, dataset: TokenDataset) -> Sequence[Problem]:
     """Compare the data's tokenizer with the section ``tokenizer`` and with that of the base model.
-    A run that resumes keeps these settings and reads nothing of the base: its data's tokenizer
+    A run that resumes keeps these settings and does not read the base: its data's tokenizer
     is compared with its own."""
     resumes = _resumes(config)
     place = dataset.tokenizer_path
@@ -147,7 +147,7 @@ def _check_tokenizer(config: RunConfig, dataset: TokenDataset) -> Sequence[Probl
 
 
 def _check_export(hf_config: Any, dataset: TokenDataset) -> Sequence[Problem]:
-    """Whether transformers will read the data's tokenizer next to the exported model."""
+    """Check that transformers will read the data's tokenizer next to the exported model."""
     file = dataset.tokenizer_path / "tokenizer.json"
     texts = tokenizer_edge_cases(file.read_text(encoding="utf-8")) if file.is_file() else []
     name = class_beside(hf_config.model_type, dataset.tokenizer_path, texts)
@@ -155,14 +155,15 @@ def _check_export(hf_config: Any, dataset: TokenDataset) -> Sequence[Problem]:
         return []
     rule = (
         f"next to a {hf_config.model_type}, transformers reads its tokenizer as a {name}, which "
-        "gives other tokens, so the export could not be read"
+        "produces different tokens, so the export would be unusable"
     )
     remedy = f"{TOKENIZER_REMEDY}; without an export: output.export=false"
     return [Problem("data.path", str(dataset.path), rule, remedy)]
 
 
 def _check_output(directory: Path) -> Sequence[Problem]:
-    """Check that the directory, or the one it would be created in, is writable; leaves nothing."""
+    """Check that the directory, or the one it would be created in, is writable; leave nothing
+    behind."""
     rule = why_not_creatable(directory)
     if rule is None:
         return []
@@ -170,14 +171,14 @@ def _check_output(directory: Path) -> Sequence[Problem]:
 
 
 def _check_base_files(config: RunConfig) -> Sequence[Problem]:
-    """Check the small files of a base on this host: their checksums, where some were recorded, and
-    whether an export could hold them."""
+    """Check the small files of a base on this host: their checksums, if recorded, and
+    whether an export can include them."""
     path = config.model.path
     if path is None or not Path(path).is_dir():
         return []
-    remedy = "restore them; if the change is meant, remove the list and start a new run"
-    found = changed_files(Path(path), Path(config.output.directory))
-    problems = [Problem("model.path", path, text, remedy) for text in found]
+    remedy = "restore them; if the change is intended, remove the list and start a new run"
+    changes = changed_files(Path(path), Path(config.output.directory))
+    problems = [Problem("model.path", path, text, remedy) for text in changes]
     return problems + [Problem("model.path", path, *fault) for fault in unusable_files(Path(path))]
 
 

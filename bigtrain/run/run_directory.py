@@ -1,4 +1,4 @@
-"""What a launch records of its run: configuration, environment, tokenizer, hosts."""
+"""Records of a launch in the run directory: configuration, environment, tokenizer, hosts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write_run_directory(
     base_model: Sums | None,
 ) -> None:
     """Record `run` in its directory. `hosts`: by rank. `base_model`: checksums of the weight files
-    that it begins with, if any."""
+    that it starts from, if any."""
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "config.json", run.config.model_dump(mode="json"))
     _write_json(directory / "deepspeed.json", run.engine.deepspeed)
@@ -59,14 +59,14 @@ def write_run_directory(
 
 
 def _with_template(tokenizers: Sequence[TokenizerRecord]) -> int:
-    """Number of the dataset whose tokenizer is the run's. All are the same, but for the chat
-    template: that of conversations is kept."""
+    """Return the index of the dataset whose tokenizer the run uses. All are equal except for the
+    chat template: that of conversations is used."""
     return next((n for n, one in enumerate(tokenizers) if one.chat_template is not None), 0)
 
 
 def text_record(tokenizers: Sequence[TokenizerRecord]) -> TextRecord:
-    """How the texts of a mixture's datasets begin and end; the first one of plain text decides how
-    they begin: conversations begin as their template writes."""
+    """Return how texts of a mixture's datasets begin and end. The first plain-text dataset decides
+    how they begin: conversations begin according to their template."""
     first = next((one for one in tokenizers if one.chat_template is None), tokenizers[0])
     ends = {number for one in tokenizers for number in one.answer_end_ids or ()}
     return TextRecord(first.beginning_ids or (), first.end_of_document_id, tuple(sorted(ends)))
@@ -75,7 +75,7 @@ def text_record(tokenizers: Sequence[TokenizerRecord]) -> TextRecord:
 def describe_environment(
     run: ResolvedRun, inputs: Inputs, hosts: Sequence[str], device: torch.device
 ) -> dict[str, Any]:
-    """Versions, git commit, topology and device: what is needed to reproduce the run."""
+    """Return versions, git commit, topology and device, to reproduce the run."""
     return {
         "bigtrain": bigtrain.__version__,
         "git_commit": _git_commit(),

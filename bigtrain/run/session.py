@@ -1,4 +1,4 @@
-"""What a run has open on a rank (process group, watchdog, metrics, ...), closed on exit."""
+"""Open resources of a run on a rank (process group, watchdog, metrics, ...), closed on exit."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ from bigtrain.system.world import World
 
 @dataclass
 class Session:
-    """A rank's part in a run: its place, its device, and (main rank) what it writes.
+    """Session of a rank in a run: its coordinates, its device, and (main rank) its output files.
 
-    hosts: of every rank. long_work: for work that may take one rank long. run_token: the main
-    rank's, from `bigtrain.run.checkpointing.resume.acquire_run_directory` on. base_model: checksums
-    of the pretrained weight files that this launch has read. memory: peaks of this rank's device.
-    copies: the main rank's, where checkpoints are copied to an address.
+    hosts: of every rank. long_work: for work that may take one rank a long time. run_token: the
+    main rank's, from `bigtrain.run.checkpointing.resume.acquire_run_directory` on. base_model:
+    checksums of the pretrained weight files that this launch has read. memory: peaks of this rank's
+    device. copies: the main rank's, if checkpoints are copied to an address.
     """
 
     run: ResolvedRun
@@ -83,7 +83,7 @@ class Session:
         self.memory = PhaseMemory(self.device.type)
 
     def check_run_token(self) -> None:
-        """Raises on the main rank if a later launch holds the directory, or it is gone.
+        """Raise on the main rank if a later launch holds the directory, or it was deleted.
 
         Not collective; the other ranks have no run token.
         """
@@ -91,11 +91,12 @@ class Session:
             self.run_token.check()
 
     def trouble(self) -> BigtrainError | None:
-        """Why the main rank can write no more, or None; checks twice a second at most."""
+        """Return the error after which the main rank cannot write, or None; checks at most twice a
+        second."""
         failure = None if self.metrics is None else self.metrics.failure
         if self.run_token is not None and (failure is not None or self.run_token.lost()):
             try:
-                self.run_token.check()  # whose text names the cause
+                self.run_token.check()  # raises with the cause
             except LostRunTokenError as error:
                 return error
         return failure
@@ -104,7 +105,7 @@ class Session:
         return self.run_token is not None and self.run_token.lost()
 
     def is_stale(self) -> bool:
-        """Whether a later launch holds the run directory, as far as this rank can see."""
+        """Return whether a later launch holds the run directory, if this rank can see it."""
         if self.run_token is not None:
             return self.run_token.newer_launch() is not None
         newest = fencing.newest_holder(self.directory)
@@ -113,7 +114,7 @@ class Session:
     def begin_writing(self, state: TrainState) -> None:
         """Record the run in its directory, and open metrics and log at `state`. Collective.
 
-        The main rank writes. Comes after
+        The main rank writes. Called after
         `bigtrain.run.checkpointing.resume.acquire_run_directory`, so that a refused run creates
         and overwrites nothing. Raises OutputError on every rank if the directory cannot be written.
         """
@@ -153,7 +154,7 @@ class Session:
         )
         if config.output.copy_to is not None:
             self.copies = RunCopies(self.directory, config.output.copy_to)
-            # What the launch before may not have finished copying.
+            # The previous launch may not have finished copying it.
             for path in sorted((self.directory / "checkpoints").glob("step-????????"))[-1:]:
                 self.copies.add(path)
         while self._said_early:
@@ -162,16 +163,16 @@ class Session:
             self.metrics.note(self._noted_early.pop(0))
 
     def say(self, text: str) -> None:
-        """Show a line, from the main rank; log.txt gets it as soon as that is open."""
+        """Show a line, on the main rank; it is written to log.txt as soon as that is open."""
         if self.metrics is not None:
             self.metrics.info(text)
         elif self.world.is_main and text not in self._said_early:
-            # The checkpoints are read a second time where the newest is corrupt, or where an
-            # earlier launch has saved since: what was said then still holds.
+            # The checkpoints are read a second time if the newest is corrupt, or if an
+            # earlier launch has saved since: skip repeated lines.
             self._said_early.append(text)
 
     def note(self, text: str) -> None:
-        """Write a line to log.txt alone, as soon as that is open; from the main rank."""
+        """Write a line to log.txt only, as soon as that is open; on the main rank."""
         if self.metrics is not None:
             self.metrics.note(text)
         elif self.world.is_main:
@@ -186,7 +187,8 @@ class Session:
         self._said_early.clear()
 
     def utilization(self, tokens_per_second: float) -> float | None:
-        """Model FLOPs utilization, or None where the device's peak or the formula is not known."""
+        """Return model FLOPs utilization, or None if the device's peak or the formula is
+        unknown."""
         if self.device.type != "cuda":
             return None
         peak = peak_flops_per_second(
@@ -217,7 +219,7 @@ class Session:
 
 
 def step_seed(seed: int, step: int, place: Coordinates) -> int:
-    """The seed of optimizer step `step` on the rank at `place` of a run seeded `seed`.
+    """Return the seed of optimizer step `step` on the rank at `place` of a run seeded `seed`.
 
     Equal in a tensor-parallel group, different everywhere else.
     """
@@ -234,7 +236,7 @@ def open_session(
 ) -> Iterator[Session]:
     """Join the process group; nothing is written yet. Collective over all ranks.
 
-    `signals`: the handler that the program installed when it began; None installs one.
+    `signals`: the handler that the program installed at its start; None installs one.
     """
     directory = Path(run.config.output.directory)
     watchdog = run.config.watchdog
@@ -245,7 +247,7 @@ def open_session(
         runtime_settings(run, world) as settings,
         process_group(world, *limits) as joined,
     ):
-        # From DeepSpeed's own calls; a user could do nothing about them.
+        # Caused by DeepSpeed's own calls; users cannot avoid them.
         warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
         warnings.filterwarnings("ignore", ".*reduce_scatter_tensor", FutureWarning)
         session = Session(
@@ -271,7 +273,7 @@ def open_session(
 
 
 def _shape_of(model: Any) -> ModelShape | None:
-    # Not the engine's model, which may have only some parameters, or a part of each.
+    # Not the engine's model, which may have only some parameters, or a shard of each.
     parameters = dict(model.named_parameters())
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()

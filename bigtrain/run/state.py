@@ -1,4 +1,4 @@
-"""The state of a run outside the engine: steps, samples, data phases, guard."""
+"""State of a run outside the engine: steps, samples, data phases, guard."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from bigtrain.settings.batch_plan import BatchPlan
 
 @dataclass(frozen=True)
 class GuardState:
-    """The state of `bigtrain.run.diagnostics.step_guard`.
+    """State of `bigtrain.run.diagnostics.step_guard`.
 
     num_skipped: skipped updates so far. streak: how many of the last steps in a row were skipped.
-    losses, norms: of the last updates that were made, oldest first, with ``guard.spike_sigma``.
-    rolled_back_to: the step the run last rolled back to, and num_rollbacks how often in a row.
+    losses, norms: of the last applied updates, oldest first, with ``guard.spike_sigma``.
+    rolled_back_to: the step the run last rolled back to, num_rollbacks: how often in a row.
     """
 
     num_skipped: int = 0
@@ -28,7 +28,8 @@ class GuardState:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any] | None) -> GuardState:
-        """From the output of `dataclasses.asdict`; None: a checkpoint older than the guard."""
+        """Build from the output of `dataclasses.asdict`; None: a checkpoint older than the
+        guard."""
         tree = tree or {}
         figures = {name: tuple(tree[name]) for name in ("losses", "norms") if name in tree}
         return cls(**{**tree, **figures})
@@ -36,11 +37,11 @@ class GuardState:
 
 @dataclass(frozen=True)
 class BestSoFar:
-    """The best evaluation so far, by ``evaluation.best``.
+    """Best evaluation so far, by ``evaluation.best``.
 
-    metric: its name. value: None before the first one. step: of it. reference: the value that an
+    metric: its name. value: None before the first one. step: its step. reference: the value that an
     evaluation must improve by more than ``early_stopping.min_delta`` (None: `value`). num_since:
-    evaluations since then, none of which did.
+    evaluations since then without such an improvement.
     """
 
     metric: str = ""
@@ -51,20 +52,22 @@ class BestSoFar:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any] | None) -> BestSoFar:
-        """From the output of `dataclasses.asdict`; None: a checkpoint older than it."""
+        """Build from the output of `dataclasses.asdict`; None: a checkpoint older than this
+        class."""
         return cls(**(tree or {}))
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """Optimizer steps done, samples and input tokens read. This is all state outside the engine:
-    sample order and random streams are functions of it and the seed. Samples only grow, also when
-    a run rolls back to an earlier step (`bigtrain.run.diagnostics.step_guard`).
+    """Optimizer steps done, samples and input tokens read. This is the complete state outside the
+    engine: sample order and random streams are functions of it and the seed. Samples only grow,
+    also when a run rolls back to an earlier step (`bigtrain.run.diagnostics.step_guard`).
 
-    `phases`: of the data, `bigtrain.data.samples.phases`; one for each change of it, oldest first.
+    `phases`: data phases (`bigtrain.data.samples.phases`), one for each change, oldest first.
     `outer_steps`: outer steps done with other sites. `best`: evaluation. `outer_sent`: the fragment
-    that the last outer step has not yet brought to the masters, and the step it was sent after.
-    `outer_tokens`: that all sites of the outer steps have trained on for the global weights.
+    of the last outer step that is not yet applied to the masters, and the step after which it was
+    sent. `outer_tokens`: tokens that all sites of the outer steps have trained on for the global
+    weights.
     """
 
     step: int = 0
@@ -78,7 +81,7 @@ class TrainState:
     outer_tokens: int = 0
 
     def after_step(self, plan: BatchPlan) -> TrainState:
-        """The state one optimizer step later."""
+        """Return the state one optimizer step later."""
         return replace(
             self,
             step=self.step + 1,

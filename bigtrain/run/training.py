@@ -1,4 +1,4 @@
-"""One launch of a run, from checked inputs to its result: build, resume, train, finish."""
+"""Launch of a run, from checked inputs to its result: build, resume, train, finish."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def train_inputs(
 ) -> TrainingResult:
     """Train `run` to its end or until a signal, resuming from its directory.
 
-    `notes`: lines for log.txt from before. Returns how it ended, on every rank. Collective over all
+    `notes`: lines for log.txt from before. Returns its result, on every rank. Collective over all
     ranks of `world`.
     """
     source = weights_source(run.config)
@@ -98,16 +98,16 @@ def _predict(session: Session, inputs: Inputs) -> None:
     """Log the predicted time and memory; refuse a run that cannot fit its device. Collective."""
 
     def find() -> RunPrediction | None:
-        found, reason = predict(
+        prediction, reason = predict(
             session.run, inputs.hf_config, inputs.model_plan.loss, session.device
         )
-        session.say(f"no prediction: {reason}" if found is None else found.line())
-        if found is not None and session.device.type == "cuda":
+        session.say(f"no prediction: {reason}" if prediction is None else prediction.line())
+        if prediction is not None and session.device.type == "cuda":
             memory = torch.cuda.get_device_properties(session.device).total_memory
             refuses = session.run.config.engine.refuse_too_large
-            if warning := refuse_too_large(found, float(memory), refuses=refuses):
+            if warning := refuse_too_large(prediction, float(memory), refuses=refuses):
                 session.say(warning)
-        return found
+        return prediction
 
     session.prediction = session.long_work.on_main_rank(find)
 
@@ -128,7 +128,7 @@ def _build(session: Session, inputs: Inputs, source: WeightsSource, mesh: Mesh) 
 
 
 def _check_tensor_plan(session: Session, inputs: Inputs, mesh: Mesh) -> None:
-    """Try the model's tensor-parallel plan in the main rank's tensor-parallel group, unless the
+    """Verify the model's tensor-parallel plan in the main rank's tensor-parallel group, unless the
     result is cached. Collective; raises ModelError on every rank."""
     config, work = session.run.config, session.long_work
     settings = config.model.attention, config.batch.sequence_length
@@ -158,7 +158,7 @@ def _say_plan(session: Session, inputs: Inputs) -> None:
     engine = session.run.engine
     if engine.not_tried:
         session.say(
-            f"{engine.source}: no test of bigtrain has trained with {', '.join(engine.not_tried)} "
+            f"{engine.source}: not covered by bigtrain's tests: {', '.join(engine.not_tried)} "
             "(docs/reference/deepspeed_keys.md)"
         )
     placement = [topology.describe(), *topology.crossings(session.hosts)]
@@ -180,11 +180,11 @@ def _begin(
     source: WeightsSource,
     weights: Weights | None,
 ) -> tuple[TrainState, TrainingBatches, Evaluator] | None:
-    """Resume or begin, with the run token acquired; None if the run is complete."""
+    """Resume or start, with the run token acquired; return None if the run is complete."""
     run = session.run
     pin = session.device.type == "cuda"
     if run.config.adapters is not None:
-        # Checkpoints do not hold the base weights, so these are read first.
+        # Checkpoints do not contain the base weights, so these are read first.
         source.fill(session, engine, weights)
     while True:
         state = restore_or_start(session, engine)
@@ -195,7 +195,7 @@ def _begin(
         data = run.config, run.plan, mesh.coordinates.data_rank, state.phases[-1]
         batches = open_training_data(*data, datasets=inputs.datasets, device_pin=pin)
         held_out = open_held_out(*data, datasets=inputs.datasets, device_pin=pin)
-        # In the mean over all sets they count only where the data has no held-out documents.
+        # They count in the mean over all sets only if the data has no held-out documents.
         weight = 0 if held_out else 1
         held_out += open_held_out_sets(
             *data[:3], inputs.held_out_sets, weight=weight, device_pin=pin

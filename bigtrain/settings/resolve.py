@@ -138,10 +138,7 @@ def facts_of(
     return Facts(
         **_json_facts(raw),
         world_size=world_size,
-        tensor_size=config.parallel.tensor,
-        pipeline_size=config.parallel.pipeline,
-        sequence_size=config.parallel.sequence,
-        expert_size=config.parallel.expert,
+        **config.parallel.degrees.model_degrees(),
         sequence_length=config.batch.sequence_length,
         dtype=config.precision.dtype,
         gradient_dtype=config.precision.gradient_dtype,

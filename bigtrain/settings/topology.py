@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bigtrain.errors import Problem
+from bigtrain.settings.degrees import Degrees
 from bigtrain.settings.run_config import ParallelSection
 
 Axis = Literal["data", "pipeline", "sequence", "tensor"]
@@ -26,20 +27,9 @@ class Coordinates:
     tensor_rank: int
 
 
-@dataclass(frozen=True)
-class Topology:
-    """Degrees of parallelism. `world_size` is data x pipeline x sequence x tensor.
-
-    expert_size: ranks among which the experts are divided, neighbours within data x sequence. It is
-    no factor of the world size, since these ranks also compute samples of their own.
-    """
-
-    world_size: int
-    data_size: int
-    tensor_size: int = 1
-    pipeline_size: int = 1
-    sequence_size: int = 1
-    expert_size: int = 1
+@dataclass(frozen=True, kw_only=True)
+class Topology(Degrees):
+    """Degrees of parallelism, the coordinates of ranks, and their groups."""
 
     def size(self, axis: Axis) -> int:
         """Ranks along `axis`."""
@@ -136,7 +126,8 @@ def derive_topology(
     parallel: ParallelSection, world_size: int
 ) -> tuple[Topology | None, list[Problem]]:
     """The topology of `world_size` ranks, or the reason why there is none."""
-    inner = parallel.tensor * parallel.pipeline * parallel.sequence
+    degrees = parallel.degrees
+    inner = degrees.replica_size
     if world_size % inner:
         below = world_size // inner * inner
         nearest = f"{below} or {below + inner}" if below else str(inner)
@@ -145,12 +136,4 @@ def derive_topology(
             f"{parallel.pipeline} x {parallel.sequence} = {inner}"
         )
         return None, [Problem("world size", world_size, rule, f"start {nearest} processes")]
-    topology = Topology(
-        world_size,
-        world_size // inner,
-        parallel.tensor,
-        parallel.pipeline,
-        parallel.sequence,
-        parallel.expert,
-    )
-    return topology, []
+    return Topology.of_world(world_size, degrees), []

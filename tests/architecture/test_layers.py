@@ -28,6 +28,7 @@ NOT_PURE = {
 # The places below that take a library, when they are called.
 LAZILY = {
     "bigtrain.system.files": {"xxhash"},
+    "bigtrain.system.storage.aws_files": {"botocore"},
     "bigtrain.system.storage.fsspec_store": {"fsspec"},
     "bigtrain.system.storage.http_store": {"requests", "urllib3"},
     "bigtrain.system.storage.object_store": {"obstore"},

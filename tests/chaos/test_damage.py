@@ -106,7 +106,7 @@ def fall_back(server: Server, run_yaml: Path, run: Path, uninterrupted: Path, na
     codes, text = server.live(arguments(run_yaml, run))
     assert codes == [0, 0], text
     corrupt = checkpoints.checkpoint_path(run, NEWEST)
-    line = f"checkpoint of step {NEWEST} is corrupt and passed over: {corrupt}/{name}"
+    line = f"skipping corrupt checkpoint at step {NEWEST}: {corrupt}/{name}"
     assert text.count(line) == 1
     assert f"resumed at step {BEFORE} " in text
     assert_same_run(run, uninterrupted)

@@ -108,7 +108,7 @@ def test_a_disk_too_small_for_a_checkpoint_is_known_before_the_first_step(
         assert 2 in codes, text
         assert "Traceback" not in text
         assert "the run could not save a checkpoint: no space left for it: " in text
-        assert "has 32.0 MiB free, and 0.1 MiB are needed, besides 64 to spare" in text
+        assert "has 32.0 MiB free, and 0.1 MiB are needed, plus 64 in reserve" in text
         assert list(run.iterdir()) == [place]
         assert list(place.iterdir()) == []
         subprocess.run(["mount", "-o", "remount,size=256m", place], check=True)

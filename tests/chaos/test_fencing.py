@@ -41,7 +41,7 @@ def test_the_earlier_start_ends_and_changes_nothing(
     assert "Traceback" not in older_text
     held_by = f"{run} is held by generation 2 (host {os.uname().nodename}, process "
     assert f"train.py: {held_by}" in older_text
-    assert "this is generation 1, a stale launch, which writes no more" in older_text
+    assert "this is generation 1, a stale launch, which stops writing" in older_text
     assert "held by" not in newer_text
     assert_same_run(run, uninterrupted)
     assert during or contents(run) == before

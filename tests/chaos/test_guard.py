@@ -140,10 +140,10 @@ def test_bad_steps_that_do_not_end_are_gone_back_from(
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        (range(1, 4), "has no checkpoint from before them to roll back to -> look at the data"),
+        (range(1, 4), "has no checkpoint from before them to roll back to -> check the data"),
         pytest.param(
             range(5, 100),
-            "steps went bad again after the run rolled back to step 4 3 times",
+            "steps were bad again after the run rolled back to step 4 3 times",
             marks=pytest.mark.slow,
         ),
     ],

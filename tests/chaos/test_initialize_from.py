@@ -124,7 +124,7 @@ def test_a_run_with_nothing_whole_is_refused(
 def test_what_is_no_source_is_refused(run_yaml: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for source, said in (
-        (tmp_path / "empty", "is no run, checkpoint or Hugging Face directory"),
+        (tmp_path / "empty", "is not a run, checkpoint or Hugging Face folder"),
         (tmp_path / "nowhere", "not found"),
         (tmp_path / "run", "is this run's own output.directory"),
     ):

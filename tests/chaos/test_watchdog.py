@@ -65,7 +65,7 @@ def test_a_process_that_sleeps_in_a_layer_is_named(
     assert codes == [EXIT_HANG, EXIT_HANG], text
     named = rf"  rank {rank} on {HOST} \(process \d+\): step 3, forward pass, model.layers.1, "
     lagging = text.split("lagging:\n")[1].split("waiting:\n")
-    assert re.match(named + "in no collective", lagging[0])
+    assert re.match(named + "outside of collectives", lagging[0])
     assert re.match(rf"  rank {1 - rank} on {HOST} .*, in (all_)?reduce", lagging[1])
     idle = re.search(r"watchdog: no progress for (\d+) s", text)
     assert idle is not None
@@ -96,7 +96,7 @@ def test_a_stopped_process_is_named(
     codes, text = server.live(words, send=stop(run, rank, signal.SIGSTOP))
     assert codes[1 - rank] == EXIT_HANG, text
     assert codes[rank] == -signal.SIGKILL  # by the launcher
-    assert f"lagging:\n  rank {rank} on {HOST} does not answer" in text
+    assert f"lagging:\n  rank {rank} on {HOST} does not respond" in text
     assert (hang_directory(run) / f"rank-{1 - rank:05d}.txt").exists()
 
 
@@ -109,7 +109,7 @@ def test_a_process_held_in_c_code_is_named_and_ends(
     words = arguments(run_yaml, run, TIMEOUT, "checkpoint.every_steps=100")
     codes, text = server.live(words, hang=hang(1, "hold", call=41), grace_seconds=60)
     assert codes == [EXIT_HANG, 1], text
-    assert f"lagging:\n  rank 1 on {HOST} does not answer" in text
+    assert f"lagging:\n  rank 1 on {HOST} does not respond" in text
     assert "Timeout (" in text  # faulthandler's, with the stack
 
 

@@ -173,7 +173,7 @@ def test_a_run_goes_on_while_hosts_come_and_go(elastic: Elastic, unbroken: Path)
     lab.cluster.link("n1", "down")
     assert elastic.wait_for_resume(2, story) >= newest
     reports = [path.read_text() for path in elastic.run.glob("hangs/*/report.txt")]
-    assert any(re.search(r"rank \d on n1 does not answer", report) for report in reports), reports
+    assert any(re.search(r"rank \d on n1 does not respond", report) for report in reports), reports
     wait_until("n1's process ends as well", lambda: not any(map(lives, cut_off)), 60)
     for host in ("n0", "n2"):
         agent, log = agents[host]

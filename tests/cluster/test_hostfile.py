@@ -109,7 +109,10 @@ def test_no_ssh(lab: Lab, alone: dict[int, float]) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("n1 slots=1\nn9 slots=1\n", "line 2: n9: neither this machine nor ssh's settings know"),
+        (
+            "n1 slots=1\nn9 slots=1\n",
+            "line 2: n9: this host name does not resolve here or in ssh's",
+        ),
         ("n1 slots=1\nn2: slots=1\n", "line 2: 'n2:': is not a host name"),
         ("n1 slots=1\nn2 slots=1\nn1 slots=1\n", "line 3: n1 is already listed in line 1"),
         ("n1 slots=1\r\nn2 slots=1\r\n", "line 1: has a Windows line ending (CR LF)"),
@@ -182,4 +185,4 @@ def test_a_dead_host_does_not_keep_the_runner(lab: Lab) -> None:
     lab.cluster.link("n2", "down")
     code, output = finish(runner, timeout=120)
     assert code not in (0, None), output
-    assert "rank 1 on n2 does not answer" in output
+    assert "rank 1 on n2 does not respond" in output

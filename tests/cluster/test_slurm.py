@@ -147,7 +147,7 @@ def test_a_run_outlives_its_time_limit_and_a_hang(lab: Lab, submit: Submit) -> N
     assert wait_for_resume(lab, log, 2) >= newest
     assert ended(lab, job, log, 300) == "COMPLETED", log.read_text()
     story = log.read_text()
-    assert "rank 1 on n2 does not answer" in story
+    assert "rank 1 on n2 does not respond" in story
     assert story.count("nothing moved, see ") == 1
     assert story.count("back into the queue") == 2
     assert "start 3: n[1-2]" in story

@@ -74,7 +74,7 @@ def test_your_own_data(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert manifest.is_masked == (name not in ("pages", "more"))
     said = capsys.readouterr()
     for name in ("messages", "sharegpt", "prompt-completion"):
-        assert f"those of --format {name}" in said.err
+        assert f"match --format {name}" in said.err
 
 
 def test_object_stores(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ TEXTS = error_texts()
 
 def quotes() -> list[str]:
     """The first cells of the tables of texts."""
-    tables = re.findall(r"^\| you read .*\n\|[-|]+\n((?:\|.*\n)+)", PAGE, flags=re.M)
+    tables = re.findall(r"^\| Error text .*\n\|[-|]+\n((?:\|.*\n)+)", PAGE, flags=re.M)
     rows = [row for table in tables for row in table.splitlines()]
     return [row.split("|")[1].strip() for row in rows]
 

@@ -212,6 +212,6 @@ def test_another_base_is_refused(adapted: Path, inputs: Inputs, base: Path, tmp_
     before = snapshot(run)
     finished = start(inputs, other, run, "zero0", 1, "checkpoint.allow_changes=[model.path]")
     assert finished.code != 0
-    assert "holds adapters of another base than model.path names now" in finished.output
+    assert "has adapters of a base other than the current model.path" in finished.output
     assert "config.json: " in finished.output
     assert snapshot(run) == before

@@ -376,7 +376,9 @@ def test_flipped_weights_are_refused(inputs: Inputs, tmp_path: Path, listed: str
     (tmp_path / "flipped.yaml").write_text(yaml.safe_dump(tree))
     finished = run_train("--config", tmp_path / "flipped.yaml")
     assert finished.code == 2, finished.output
-    assert finished.output.count(f"model.path = '{model}': its files are corrupt, or others") == 1
+    assert (
+        finished.output.count(f"model.path = '{model}': its files are corrupt or have changed") == 1
+    )
     assert f"{where} lists {len(content)} and" in finished.output
     assert "Traceback" not in finished.output
     assert not (run / "config.json").exists()
@@ -399,12 +401,12 @@ def test_tokenize_an_empty_dataset(
     source = tmp_path / "empty.jsonl"
     source.write_text(text)
     words = ["--input", source, "--tokenizer", inputs.tokenizer, "--output", tmp_path / "shards"]
-    assert "no training token in the input" in refused_command("tokenize", *words)
+    assert "the input has no training tokens" in refused_command("tokenize", *words)
 
 
 def test_export_of_something_that_is_no_run(refused_command: Refused, tmp_path: Path) -> None:
     said = refused_command("export", "--run", tmp_path / "nowhere", "--output", tmp_path / "hf")
-    assert f"{tmp_path / 'nowhere'}: holds no usable checkpoint" in said
+    assert f"{tmp_path / 'nowhere'}: has no usable checkpoint" in said
 
 
 def test_export_of_a_step_that_is_not_kept(
@@ -489,7 +491,7 @@ def test_export_of_an_older_step_says_why(
     printed = capsys.readouterr()
     assert "step 8, reloaded" in printed.out
     [said] = [line for line in printed.err.splitlines() if line.startswith("bigtrain export: ")]
-    assert "checkpoint of step 12 is corrupt and passed over: " in said
+    assert "skipping corrupt checkpoint at step 12: " in said
     assert str(file) in said
 
 

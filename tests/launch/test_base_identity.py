@@ -115,7 +115,7 @@ def test_a_tokenizer_that_no_export_could_hold_is_refused_before_the_run(
     words.append(f"output.directory={tmp_path / 'run'}")
     assert bigtrain(["check", "--inputs", *words]) == 2
     refused = capsys.readouterr().err
-    assert "reads its tokenizer as a Qwen2Tokenizer, which gives other tokens" in refused
+    assert "reads its tokenizer as a Qwen2Tokenizer, which produces different tokens" in refused
     done = train(*words)
     assert done.code == 2
     assert "Qwen2Tokenizer" in done.output

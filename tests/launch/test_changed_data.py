@@ -106,7 +106,7 @@ def test_goes_on_with_other_shares_and_shorter_and_longer_samples(
     code, output = start(tree, allowed)
     assert code == 0, output
     assert "resumed at step 4 " in output
-    assert "from sample 32 on with other data: batch.sequence_length: 32 there, 16 now" in output
+    assert "other data from sample 32 on: batch.sequence_length: 32 there, 16 now" in output
     assert sorted(metrics(run)) == list(range(1, 9))
     assert metrics(run, "tokens")[8] == 4 * 8 * 32 + 4 * 8 * 16
     state = json.loads((run / "checkpoints" / "step-00000008" / "state.json").read_text())
@@ -120,9 +120,9 @@ def test_goes_on_with_other_shares_and_shorter_and_longer_samples(
     tree["train"]["steps"] = 10
     code, output = start(tree, allowed)
     assert code == 0, output
-    assert "from sample 64 on with other data: batch.sequence_length: 16 there, 48 now" in output
+    assert "other data from sample 64 on: batch.sequence_length: 16 there, 48 now" in output
     assert f"{tree['data']['sources'][1]['path']}: " in output
-    assert " samples are joined of pieces of 32 tokens until its epoch ends" in output
+    assert " samples are joined from pieces of 32 tokens until its epoch ends" in output
     assert metrics(run, "tokens")[10] == 4 * 8 * 32 + 4 * 8 * 16 + 2 * 8 * 48
     state = json.loads((run / "checkpoints" / "step-00000010" / "state.json").read_text())
     assert [phase["chunk_length"] for phase in state["phases"]] == [32, 32, 48]

@@ -44,6 +44,6 @@ def test_a_run_resumes_from_its_copy(
         [*command, f"output.directory={tmp_path / 'back'}", "output.copy_wait_seconds=1"], home
     )
     assert again.code == 0, again.output
-    assert "not everything is copied" in again.output
+    assert "not everything was copied" in again.output
     found, wanted = metrics(tmp_path / "back"), metrics(finished_run)
     assert {step: found[step] for step in range(9, 13)} == {s: wanted[s] for s in range(9, 13)}

@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[list[str], dict[str, str], str]] = {
     "nothing to be private": (
         ["--private"],
         {},
-        "--private: is of a repository, and none is",
+        "--private: applies to a repository, but none is",
     ),
 }
 

@@ -48,5 +48,5 @@ def test_the_others_end(
     output = "".join(seen) + finished.output
     assert finished.code != 0, output
     if sent == signal.SIGSTOP:
-        named = rf"lagging:\n  rank 1 on {re.escape(socket.gethostname())} does not answer"
+        named = rf"lagging:\n  rank 1 on {re.escape(socket.gethostname())} does not respond"
         assert re.search(named, output), output

@@ -304,7 +304,7 @@ def test_corrupt_newest_checkpoint_is_passed_over(
     again = ["--config", inputs.run_yaml, f"output.directory={run}"]
     finished = train(*again)
     assert finished.code == 0, finished.output
-    passed_over = f"checkpoint of step 12 is corrupt and passed over: {tensors}: "
+    passed_over = f"skipping corrupt checkpoint at step 12: {tensors}: "
     for text in (finished.output, (run / "log.txt").read_text()):
         assert passed_over in text
         assert "resumed at step 8 " in text

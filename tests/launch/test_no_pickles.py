@@ -109,7 +109,7 @@ def test_a_malicious_index_is_not_read(
         finished = launch(["-m", "bigtrain.train", *words, *arguments], home)
         assert finished.code == 2, finished.output
         assert "Traceback" not in finished.output
-        assert "format 1, whose index is a pickle and is not read any more" in finished.output
+        assert "format 1, whose pickle index is no longer supported" in finished.output
     assert not harm.exists()
 
 

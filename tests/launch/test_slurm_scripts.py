@@ -82,7 +82,7 @@ def test_script_without_gpus(capsys: pytest.CaptureFixture[str]) -> None:
         (["--sbatch", "nodes=3"], "--sbatch nodes = '3': is set by bigtrain"),
         (["--sbatch", "Bad Name"], "is not an option of sbatch"),
         (["--nodes", "1-3"], "on 3 nodes x 1 processes"),
-        (["--setup", "if ["], "bash cannot read the script"),
+        (["--setup", "if ["], "bash cannot parse the script"),
         (["--processes-per-node", "2"], "contradicts --gpus-per-node = 1"),
         (["optimizer.lrr=1"], "optimizer.lrr"),
     ],

@@ -45,7 +45,7 @@ def test_script_for_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["--rendezvous", "login:70000"], "is not HOST:PORT -> write node-1:29400"),
         ([*MEET, "--nodes", "4-1"], "--nodes = '4-1': is not a number of nodes"),
         ([*MEET, "--name", "a b"], "--name = 'a b': may contain only letters"),
-        ([*MEET, "--setup", "if ["], "bash cannot read the script"),
+        ([*MEET, "--setup", "if ["], "bash cannot parse the script"),
         # 8 samples, micro-batches of 4, 2 processes a node.
         (
             [*MEET, "--nodes", "1-2"],

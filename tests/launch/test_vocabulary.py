@@ -145,7 +145,7 @@ def test_a_larger_tokenizer_is_refused_without_it(place: Path, tmp_path: Path) -
     )
     assert finished.code == 2
     assert f"model vocab_size = {VOCAB_SIZE}: too small" in finished.output
-    assert "let the weights grow: model.vocabulary.new_rows=mean_covariance" in finished.output
+    assert "grow the weights: model.vocabulary.new_rows=mean_covariance" in finished.output
     assert not (tmp_path / "run").exists()
 
 
@@ -228,9 +228,9 @@ def test_adapters_learn_the_new_rows_of_a_grown_base(place: Path, tmp_path: Path
         (["--add-token", " "], "must have other characters than space"),
         (["--add-token", "ab cd", "--add-special-token", "ab cd"], "added twice"),
         ([], "nothing to add to the tokenizer"),
-        (["--add-token", "xyz", "--vocab-size", "300"], "--base takes a trained tokenizer"),
+        (["--add-token", "xyz", "--vocab-size", "300"], "--base uses a trained tokenizer"),
         (["--add-token", "xyz", "train.steps=2"], "= 'train.steps=2': .* --config RUN.yaml"),
-        (["--config", "quickstart"], "--config = 'quickstart': says which .* all else but"),
+        (["--config", "quickstart"], "--config = 'quickstart': defines the .* all other options except"),
     ],
 )
 def test_what_cannot_be_added(

@@ -15,14 +15,14 @@ from bigtrain.settings.topology import AXES, Topology
 from bigtrain.system.world import read_world
 
 TOPOLOGIES = [
-    Topology(4, 4),
-    Topology(4, 2, tensor_size=2),
-    Topology(4, 1, tensor_size=2, pipeline_size=2),
-    Topology(4, 1, tensor_size=4),
-    Topology(4, 2, sequence_size=2),
-    Topology(4, 4, expert_size=2),
-    Topology(4, 2, sequence_size=2, expert_size=4),
-    Topology(4, 2, pipeline_size=2, expert_size=2),
+    Topology(data_size=4),
+    Topology(data_size=2, tensor_size=2),
+    Topology(data_size=1, tensor_size=2, pipeline_size=2),
+    Topology(data_size=1, tensor_size=4),
+    Topology(data_size=2, sequence_size=2),
+    Topology(data_size=4, expert_size=2),
+    Topology(data_size=2, sequence_size=2, expert_size=4),
+    Topology(data_size=2, pipeline_size=2, expert_size=2),
 ]
 COMBINED = {"replicas": ("data", "sequence"), "model": ("pipeline", "tensor")}
 

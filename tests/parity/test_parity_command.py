@@ -500,8 +500,8 @@ def test_the_proxy_says_what_it_changes_of_routers_and_adapters(tmp_path: Path) 
     config = RunConfig.model_validate(run_of({"model": MIXTRAL, "moe": moe}, tmp_path))
     proxy = shrink(config, 2, tmp_path / "model")
     assert proxy.config.moe.auxiliary_loss == "global_batch"
-    assert "moe.z_loss_coefficient = 0.05 here, so that an error shows" in proxy.notes
-    assert "router_aux_loss_coef = 0.001 is 0.5 here, so that an error shows" in proxy.notes
+    assert "moe.z_loss_coefficient = 0.05 here, so that an error is detected" in proxy.notes
+    assert "router_aux_loss_coef = 0.001 is 0.5 here, so that an error is detected" in proxy.notes
     adapters = {"targets": ["q_proj", "model.layers.2.*"], "dropout": 0.1, "quantization": "nf4"}
     (tmp_path / "deep").mkdir()
     deep = run_of({"model": llama(num_hidden_layers=9), "adapters": adapters}, tmp_path / "deep")

@@ -218,7 +218,7 @@ def eventful_run(directory: Path, num_steps: int = 600, seed: int = 1, **files: 
     hang.mkdir(parents=True)
     (hang / "report.txt").write_text(
         "watchdog: no progress for 600 s\nlagging:\n"
-        "  rank 11 on node1 (process 4711): step 247, backward, in no collective (the others wait "
-        "for it in a collective)\n"
+        "  rank 11 on node1 (process 4711): step 247, backward, outside of collectives (the "
+        "others wait for it in a collective)\n"
     )
     return directory

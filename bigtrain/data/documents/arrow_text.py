@@ -1,4 +1,4 @@
-"""Arrow columns as UTF-8 without a Python string of every row, which costs as much as encoding."""
+"""Arrow columns as UTF-8 without a Python string per row, which costs as much as encoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class TextColumn:
-    """The rows of a column of text: `joined` is them one after another."""
+    """Rows of a text column: `joined` is their concatenation."""
 
     contents: list[bytes]
     joined: bytes
@@ -21,10 +21,10 @@ class TextColumn:
 
 
 def require_sound(column: Any) -> None:
-    """Raises ArrowInvalid where the arrow array `column` refers to what it does not hold.
+    """Raise ArrowInvalid if the arrow array `column` has offsets outside of its buffers.
 
-    A corrupt file can make one, and reading its rows would end the process. Text that is not UTF-8
-    is sound: that is for each row to say.
+    A corrupt file can produce one, and reading its rows would crash the process. Text that is not
+    UTF-8 is accepted: it is checked per row.
     """
     import pyarrow
 
@@ -41,7 +41,7 @@ def require_sound(column: Any) -> None:
 
 
 def text_column(column: Any) -> TextColumn | None:
-    """The arrow array `column`; None unless it is text in every row, and valid UTF-8."""
+    """Return the arrow array `column`; None unless every row is text and valid UTF-8."""
     import pyarrow
 
     kind = column.type

@@ -1,4 +1,4 @@
-"""Documents that cannot be read: an error at once, or skipped and listed. Pure."""
+"""Unreadable documents: an immediate error, or skipped and listed. Pure."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from bigtrain.errors import DataError
 
 ONE_FORMAT = (
-    "rows of several formats are tokenized one format at a time, each into an --output of its own, "
+    "rows of several formats must be tokenized one format at a time, each into its own --output, "
     "and mixed in the run: data.sources"
 )
 OTHER_KEYS = re.compile(r"^no key .*; keys here: (.* -> |(?:.*, )?text\b)")
-"""In reasons of rows that have the keys of another format."""
+"""Pattern of reasons for rows with the keys of another format."""
 TEMPLATE_FAULT = "the chat template"
-"""Start of reasons that are faults of the chat template, not of a document."""
+"""Start of reasons caused by the chat template, not by a document."""
 
 
 @dataclass(frozen=True)
 class BadDocument:
-    """The place of a document that cannot be used, and the reason.
+    """Location of an unusable document, and the reason.
 
-    `line` counts from 1, `row` from 0; neither for a file that is one document. A line counts from
-    the beginning of the file, or of the part of it that one unit reads
+    `line` counts from 1, `row` from 0; neither for a file that is one document. Lines count from
+    the start of the file, or of the part of it that one unit reads
     (`bigtrain.data.sources.lines`).
     """
 
@@ -43,7 +43,7 @@ class BadDocument:
 
 @dataclass
 class Rejects:
-    """Collects the documents that cannot be read.
+    """Collector of unreadable documents.
 
     Unless `allowed`, the first is an error. Otherwise each is counted and passed to `keep`.
     """
@@ -53,15 +53,16 @@ class Rejects:
     count: int = 0
 
     def add(self, bad: BadDocument) -> None:
-        """Raises DataError with place and reason unless bad documents are allowed."""
+        """Record `bad`. Raise DataError with location and reason unless bad documents are
+        allowed."""
         if not self.allowed:
             if bad.reason.startswith(TEMPLATE_FAULT) and " -> " in bad.reason:
-                raise DataError(str(bad))  # without such documents little would be left
-            remedy = "leave such documents out: --skip-bad"
+                raise DataError(str(bad))  # without such documents few would remain
+            remedy = "skip such documents: --skip-bad"
             if OTHER_KEYS.search(bad.reason):
-                first = " if all rows are like this one" if " -> " in str(bad) else " -> correct it"
+                first = " if all rows are like this one" if " -> " in str(bad) else " -> fix it"
                 raise DataError(f"{bad}{first}; {ONE_FORMAT}; or {remedy}")
-            joint = ", or" if " -> " in str(bad) else " -> correct it, or"
+            joint = ", or" if " -> " in str(bad) else " -> fix it, or"
             raise DataError(f"{bad}{joint} {remedy}")
         self.count += 1
         if self.keep is not None:
@@ -69,9 +70,9 @@ class Rejects:
 
 
 def require_few(bad: int, good: int, max_fraction: float, first: str) -> None:
-    """Raises DataError where `bad` of `bad + good` documents are more than `max_fraction`."""
+    """Raise DataError if `bad` of `bad + good` documents are more than `max_fraction`."""
     if bad > max_fraction * (bad + good):
         raise DataError(
             f"{bad:,} of {bad + good:,} documents cannot be read, more than --max-bad-fraction "
-            f"{max_fraction:g} allows; the first is {first} -> correct them, or allow more"
+            f"{max_fraction:g} allows; the first is {first} -> fix them, or allow more"
         )

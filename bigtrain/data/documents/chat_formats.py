@@ -17,14 +17,14 @@ from bigtrain.data.documents.conversations import ConversationError, from_text
 
 Messages = list[dict[str, Any]]
 Values = Sequence[Any]
-"""A row's values under the keys of its format, None for missing ones."""
+"""Values of a row under the keys of its format, None for missing ones."""
 Roles = Mapping[str, str]
-"""What the user says that names of roles in the data mean (``--role``)."""
+"""User-defined meanings of role names in the data (``--role``)."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages and the tools they were written with; not checked yet."""
+    """Messages and their tools; not checked yet."""
 
     messages: object
     tools: object = None
@@ -32,18 +32,18 @@ class Chat:
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt and its completion as plain text, for which no chat template is asked."""
+    """Prompt and completion as plain text, without a chat template."""
 
     prompt: str
     completion: str
 
 
 TOOLS_KEY = "tools"
-"""The key of a conversation's tools, beside its messages."""
+"""Key of a conversation's tools, next to its messages."""
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
-"""Keys of a row that say that its conversation is not of text alone."""
+"""Keys of a row that mark a conversation as not text-only."""
 FUNCTION_CALL = "function_call"
-"""Of ShareGPT as LLaMA-Factory has it: a turn whose value is the JSON of a call, or of several."""
+"""LLaMA-Factory's ShareGPT role of a turn whose value is the JSON of one or more calls."""
 ROLES = {
     "human": "user",
     "user": "user",
@@ -62,16 +62,16 @@ ROLES = {
     "function": "tool",
     "function_response": "tool",
 }
-"""ShareGPT's names, and those of LLaMA-Factory and Axolotl, as templates know them."""
+"""Names of ShareGPT, LLaMA-Factory and Axolotl, mapped to the names that templates use."""
 PEOPLE = {name: ROLES[name] for name in ("human", "gpt", "chatgpt", "bard", "bing")}
-"""Those that no template knows, so that they mean the same wherever they stand."""
+"""Names that no template uses, so that their meaning does not depend on the format."""
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """name: of ``--format``. keys: the first is required in every row; told: keys that identify the
-    format; make: converts their values, and those of `beside`, to a conversation; turn_keys: of
-    each of its turns, the speaker's and the text's. beside: keys that always have these names."""
+    """Chat format. name: of ``--format``. keys: the first is required in every row; told: keys that
+    identify the format; make: converts their values, and those of `beside`, to a conversation;
+    turn_keys: keys of speaker and text in each turn. beside: keys that always have these names."""
 
     name: str
     keys: tuple[str, ...]
@@ -82,9 +82,9 @@ class ChatFormat:
 
 
 def _messages(values: Values, roles: Roles) -> Chat:
-    found, tools, system, functions = values
-    messages = _with_roles(found, roles)
-    if functions and not tools:  # OpenAI's tools of before
+    given, tools, system, functions = values
+    messages = _with_roles(given, roles)
+    if functions and not tools:  # OpenAI's former tools
         listed = from_text(functions)
         if not isinstance(listed, list):
             raise ConversationError(f"its functions are not a list but {type(listed).__name__}")
@@ -99,7 +99,7 @@ def _messages(values: Values, roles: Roles) -> Chat:
 
 
 def _with_roles(found: object, roles: Roles) -> object:
-    """Messages with the roles that are meant by the names of `roles` and of `PEOPLE`."""
+    """Return messages with role names mapped by `roles` and `PEOPLE`."""
     messages = from_text(found)
     if not isinstance(messages, list):
         return messages
@@ -121,7 +121,7 @@ def _sharegpt(values: Values, roles: Roles) -> Chat:
         messages.append({"role": "system", "content": system})
     for number, turn in enumerate(turns, 1):
         if isinstance(turn, dict) and "role" in turn and "from" not in turn:
-            messages.append(_with_role(turn, roles))  # as OpenAI has them, under ShareGPT's key
+            messages.append(_with_role(turn, roles))  # in OpenAI's format, under ShareGPT's key
             continue
         if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
             shown, remedy = type(turn).__name__, ""
@@ -140,8 +140,8 @@ def _turn(number: int, turn: Mapping[str, Any], roles: Roles) -> dict[str, Any]:
     role = roles.get(name) or ROLES.get(name.lower())
     if role is None:
         raise ConversationError(
-            f"turn {number} is from {name!r}, which is none of {', '.join(ROLES)} -> say what it "
-            f"is: --role '{name}=user'"
+            f"turn {number} is from {name!r}, which is not one of {', '.join(ROLES)} -> map it: "
+            f"--role '{name}=user'"
         )
     rest = {k: v for k, v in turn.items() if k not in ("from", "value")}
     if name.lower() == FUNCTION_CALL and name not in roles:
@@ -150,13 +150,13 @@ def _turn(number: int, turn: Mapping[str, Any], roles: Roles) -> dict[str, Any]:
 
 
 def _calls(number: int, value: object) -> list[dict[str, Any]]:
-    """The tool calls that the value of a `FUNCTION_CALL` turn is the JSON of."""
+    """Parse the tool calls in the JSON value of a `FUNCTION_CALL` turn."""
     if isinstance(value, str):
         try:
             value = orjson.loads(value)
         except ValueError as error:
             raise ConversationError(
-                f"turn {number} is from {FUNCTION_CALL} and not JSON ({error}) -> to take it as "
+                f"turn {number} is from {FUNCTION_CALL} and not JSON ({error}) -> to treat it as "
                 f"plain text: --role {FUNCTION_CALL}=assistant"
             ) from error
     calls = value if isinstance(value, list) else [value]
@@ -165,7 +165,7 @@ def _calls(number: int, value: object) -> list[dict[str, Any]]:
     ):
         raise ConversationError(
             f"turn {number} is from {FUNCTION_CALL} and not the JSON of an object with name and "
-            f"arguments -> to take it as plain text: --role {FUNCTION_CALL}=assistant"
+            f"arguments -> to treat it as plain text: --role {FUNCTION_CALL}=assistant"
         )
     return [{"type": "function", "function": call} for call in calls]
 
@@ -189,7 +189,7 @@ def _alpaca(values: Values, roles: Roles) -> Chat:
     if not _is_text(instruction) or not _is_text(output):
         wrong = "instruction" if not _is_text(instruction) else "output"
         raise ConversationError(f"its {wrong} is not text")
-    # As LLaMA-Factory and Alpaca itself join them.
+    # Joined as in LLaMA-Factory and Alpaca.
     asked = f"{instruction}\n{given}" if _text(given, "input") else instruction
     answered = [{"role": "user", "content": asked}, {"role": "assistant", "content": output}]
     return Chat([*messages, *answered])
@@ -201,7 +201,7 @@ def _prompt_completion(values: Values, roles: Roles) -> Chat | Completion:
         before, after = (_with_roles(part, roles) for part in (prompt, completion))
         assert isinstance(before, list)
         assert isinstance(after, list)
-        # Of the prompt nothing is learned, as in TRL.
+        # The prompt has no loss, as in TRL.
         before = [{**m, "train": False} if _is_answer(m) else m for m in before]
         return Chat([*before, *after], tools)
     if not _is_text(prompt) or not _is_text(completion):
@@ -219,7 +219,8 @@ def _is_text(value: object) -> bool:
 
 
 def _text(value: object, name: str) -> bool:
-    """Whether `value` is a non-empty text. Raises ConversationError unless it is text or None."""
+    """Return whether `value` is a non-empty text. Raise ConversationError unless it is text or
+    None."""
     if value is not None and not isinstance(value, str):
         raise ConversationError(f"its {name} is not text but {type(value).__name__}")
     return bool(value)
@@ -270,21 +271,21 @@ OTHER_NAMES: Sequence[tuple[str, Mapping[str, Sequence[str]]]] = (
     ),
     ("prompt-completion", {"prompt": ("prompt",), "completion": ("response", "answer", "output")}),
 )
-"""By format, names of its keys that are met in data and in no other format. The keys of turns tell
-messages from ShareGPT, and both are read under the key of either."""
+"""Per format, alternative names of its keys that no other format uses. The keys of turns
+distinguish messages from ShareGPT, and both are accepted under the key of either."""
 
 
 def nearest(keys: Collection[str]) -> ChatFormat | None:
-    """The format that a row with these keys has; None if it is none of them."""
+    """Return the format of a row with these keys; None if unknown."""
     return next((entry for entry in FORMATS.values() if entry.told <= set(keys)), None)
 
 
 def remedy_for(keys: Collection[str]) -> str:
-    """The options that read rows with these keys, as the end of an error; empty if no format is
-    near."""
-    found = nearest(keys)
-    if found is not None:
-        return f" -> --format {found.name}"
+    """Return the options that read rows with these keys, as the end of an error; empty if no format
+    is similar."""
+    match = nearest(keys)
+    if match is not None:
+        return f" -> --format {match.name}"
     for name, others in OTHER_NAMES:
         met = {own: next((n for n in names if n in keys), None) for own, names in others.items()}
         if all(met.values()):
@@ -294,6 +295,6 @@ def remedy_for(keys: Collection[str]) -> str:
 
 
 def remedy_for_row(keys: Collection[str]) -> str:
-    """As `remedy_for`, of a row among others, which may have another format."""
+    """Return `remedy_for` for a row among others, which may have another format."""
     near = remedy_for(keys)
     return near and f"{near} if all rows are like this one; {ONE_FORMAT}"

@@ -10,29 +10,29 @@ import orjson
 
 
 class ConversationError(Exception):
-    """A conversation that cannot be used: the text is the reason, for the list of bad documents."""
+    """Unusable conversation: the text is the reason, for the list of bad documents."""
 
 
 FLAGS = ("train", "loss")
-"""Keys of a message that say whether it is learned: Axolotl's, and that of ms-swift."""
+"""Keys of a message that enable or disable its loss: Axolotl's, and that of ms-swift."""
 RESULTS = ("tool", "function", "ipython", "observation", "environment")
-"""Roles of what a tool answered, which may be any JSON, or nothing."""
+"""Roles of tool responses, whose content may be any JSON, or empty."""
 WORDLESS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
-"""Keys of what a message may say without content."""
+"""Keys that a message may have instead of content."""
 TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of the parts of OpenAI's messages that are text; the latter two of its responses."""
+"""Types of text parts in OpenAI's messages; the latter two in its responses."""
 
 
 def conversation_bytes(messages: object, tools: object = None, *, last_only: bool = False) -> bytes:
-    """A conversation as the document that is tokenized: JSON, always the same for the same.
+    """Return a conversation as the document that is tokenized: deterministic JSON.
 
-    last_only: of what the assistant said only the last message is learned.
-    Raises ConversationError for what is not one.
+    last_only: only the assistant's last message has loss.
+    Raises ConversationError for an invalid conversation.
     """
     messages = from_text(messages)
     if not isinstance(messages, list) or not messages:
-        found = "an empty list" if messages == [] else type(messages).__name__
-        raise ConversationError(f"not a list of messages but {found}")
+        kind = "an empty list" if messages == [] else type(messages).__name__
+        raise ConversationError(f"not a list of messages but {kind}")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
             raise ConversationError(
@@ -47,7 +47,7 @@ def conversation_bytes(messages: object, tools: object = None, *, last_only: boo
             )
         _check_learning(number, message)
     tools = _listed_tools(tools)
-    # As transformers does: a key without a value is no key.
+    # As in transformers, a key with value None counts as absent.
     given = [{key: value for key, value in m.items() if value is not None} for m in messages]
     given = [
         _with_text(number, _with_parsed_calls(number, message))
@@ -64,20 +64,21 @@ def conversation_bytes(messages: object, tools: object = None, *, last_only: boo
 
 
 def completion_bytes(prompt: str, completion: str) -> bytes:
-    """A prompt and its completion as the document that is tokenized, without a chat template."""
+    """Return a prompt and its completion as the document that is tokenized, without a chat
+    template."""
     return orjson.dumps({"prompt": prompt, "completion": completion})
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
-    """Whether a message is learned: the assistant's, but for ``weight: 0`` (OpenAI's format) and
-    ``train: false`` or ``loss: false`` (`FLAGS`)."""
+    """Return whether a message has loss: the assistant's, except with ``weight: 0`` (OpenAI's
+    format) and ``train: false`` or ``loss: false`` (`FLAGS`)."""
     wanted = message.get("weight", 1) and all(message.get(flag, True) for flag in FLAGS)
     return bool(message["role"] == "assistant" and wanted)
 
 
 def from_text(value: object) -> object:
-    """`value`, or what it is the JSON text of, as columns of csv and some of parquet hold lists and
-    objects. Text that is no JSON stays what it is."""
+    """Return `value`, or the list or object in its JSON text, as stored in columns of csv and some
+    parquet files. Text that is not JSON is returned unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError):
             return orjson.loads(value)
@@ -88,11 +89,11 @@ def _check_learning(number: int, message: Mapping[str, Any]) -> None:
     weight, role = message.get("weight"), message["role"]
     if message.get("train_detail"):
         raise ConversationError(
-            f"message {number} has train_detail: a message is learned as a whole or not -> train"
+            f"message {number} has train_detail: a message has loss or not as a unit -> train"
         )
     if weight not in (None, 0, 1):
         raise ConversationError(
-            f"message {number} has weight {weight!r}: a message is learned or not, by one bit for "
+            f"message {number} has weight {weight!r}: a message has loss or not, by one bit for "
             "each token -> 0, 1, or no weight"
         )
     given = {} if weight is None else {"weight": weight}
@@ -108,19 +109,19 @@ def _check_learning(number: int, message: Mapping[str, Any]) -> None:
         if value and role != "assistant":
             raise ConversationError(
                 f"message {number} has {key} {value!r} and role {role}: only messages of the "
-                f"assistant are learned -> {'0' if key == 'weight' else 'false'}, or no {key}"
+                f"assistant have loss -> {'0' if key == 'weight' else 'false'}, or no {key}"
             )
     if len({bool(value) for value in given.values()}) > 1:
         shown = " and ".join(f"{key} {value!r}" for key, value in given.items())
         raise ConversationError(
-            f"message {number} has {shown}, which contradict each other -> one of them"
+            f"message {number} has {shown}, which contradict each other -> keep one of them"
         )
 
 
 def _with_text(number: int, message: dict[str, Any]) -> dict[str, Any]:
-    """`message` with parts of text as one text: most templates of models of text write a list of
-    parts out as Python writes a list. Raises ConversationError where a message says nothing, or
-    what no text tokenizer has tokens for, by name."""
+    """Return `message` with its text parts joined: most text-only templates print a list of parts
+    as a Python list. Raise ConversationError for a message without content, or with content that a
+    text tokenizer cannot encode."""
     content, is_result = message.get("content"), message["role"] in RESULTS
     if isinstance(content, list) and (not is_result or all(map(_is_part, content))):
         return {**message, "content": "".join(_text_of(number, part) for part in content)}
@@ -149,26 +150,25 @@ def _text_of(number: int, part: object) -> str:
         kind, text = part.get("type", "text"), part.get("text")
     if isinstance(kind, str) and kind not in TEXT_PARTS:
         raise ConversationError(
-            f"message {number} holds a part of type {kind!r}: models of text alone are trained"
+            f"message {number} has a part of type {kind!r}: only text is supported"
         )
     if not isinstance(text, str):
         keys = ", ".join(sorted(map(str, part))) if isinstance(part, dict) else ""
         raise ConversationError(
-            f"message {number} holds a part that is not an object with type and text but "
+            f"message {number} has a part that is not an object with type and text but "
             + (f"one with the keys {keys}" if keys else type(part).__name__)
         )
     return text
 
 
 def _with_parsed_calls(number: int, message: dict[str, Any]) -> dict[str, Any]:
-    """`message` with the arguments of its tool calls as objects, which templates write out; OpenAI
-    has them as JSON text. A `function_call`, as OpenAI had it before there were several, is one of
-    them."""
+    """Return `message` with the arguments of its tool calls as objects, as templates expect; OpenAI
+    stores them as JSON text. OpenAI's former single `function_call` becomes one of them."""
     calls = from_text(message.get("tool_calls"))
     if not calls and "function_call" in message:
         call = from_text(message["function_call"])
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise ConversationError(f"the function_call of message {number} names no function")
+            raise ConversationError(f"the function_call of message {number} has no function name")
         message = {key: value for key, value in message.items() if key != "function_call"}
         calls = [{"type": "function", "function": call}]
     if calls is None:
@@ -179,7 +179,7 @@ def _with_parsed_calls(number: int, message: dict[str, Any]) -> dict[str, Any]:
     for call in calls:
         if isinstance(call.get("function"), dict):
             call = {**call, "function": _with_parsed_arguments(number, call["function"])}
-        elif "arguments" in call:  # as transformers also takes them, without "function" around
+        elif "arguments" in call:  # transformers also accepts them without an enclosing "function"
             call = _with_parsed_arguments(number, call)
         parsed.append(call)
     return {**message, "tool_calls": parsed}
@@ -190,22 +190,23 @@ def _with_parsed_arguments(number: int, function: dict[str, Any]) -> dict[str, A
     if not isinstance(arguments, str):
         return function
     try:
-        found = orjson.loads(arguments) if arguments.strip() else {}
+        parsed = orjson.loads(arguments) if arguments.strip() else {}
     except ValueError as error:
         raise ConversationError(
             f"message {number} calls {function.get('name')!r} with arguments that are text but not "
             f"JSON ({error})"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise ConversationError(
             f"message {number} calls {function.get('name')!r} with arguments that are not a JSON "
-            f"object but {type(found).__name__}"
+            f"object but {type(parsed).__name__}"
         )
-    return {**function, "arguments": found}
+    return {**function, "arguments": parsed}
 
 
 def _listed_tools(tools: object) -> object:
-    """The tools of a conversation, which some data sets write as a JSON string each or together."""
+    """Return the tools of a conversation; some data sets store them as JSON strings, each or
+    together."""
     if isinstance(tools, str):
         tools = _from_json(tools)
     if isinstance(tools, list):

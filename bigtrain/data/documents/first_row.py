@@ -1,4 +1,4 @@
-"""The keys of the first row of an input, from which its format is detected."""
+"""Keys of the first row of an input, from which its format is detected."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ from bigtrain.data.sources.lines import split_lines, stream_chunks
 from bigtrain.errors import DataError, first_line
 
 LOOKED_AT = 64
-"""Files besides the first one of which the first row is read."""
+"""Number of files, in addition to the first one, whose first row is read."""
 HEAD_BYTES = 1 << 20
-"""Of a .json file, which may be one line, so many bytes are read for its first object."""
+"""Bytes read for the first object of a .json file, which may be one line."""
 
 
 def keys_of_first_row(options: ReadOptions, *, strict: bool = False) -> Collection[str]:
-    """Of the first source: of JSON lines and .json the first object's keys, of tables and datasets
-    the columns. None are known of text, of compressed parquet and arrow, of a named pipe, whose
-    bytes come once, and of what cannot be read: `strict` raises DataError for that, else it is
+    """Return the keys in the first source: of JSON lines and .json the keys of the first object, of
+    tables and datasets the columns. Empty for text, compressed parquet and arrow, named pipes
+    (readable only once), and unreadable files: for these `strict` raises DataError, else they are
     refused later."""
     sources = find_sources(options.selection)
     return keys_in(sources[0], options, strict=strict) if sources else ()
 
 
 def sources_to_look_at(options: ReadOptions) -> list[Source]:
-    """The first source, and up to `LOOKED_AT` others on this machine, spread over all of them."""
+    """Return the first source, and up to `LOOKED_AT` others on this machine, spread over all of
+    them."""
     sources = find_sources(options.selection)
     others = [source for source in sources[1:] if source.address is None]
     return sources[:1] + others[:: max(1, -(-len(others) // LOOKED_AT))]
 
 
 def keys_in(source: Source, options: ReadOptions, *, strict: bool = False) -> Collection[str]:
-    """As `keys_of_first_row`, of one source."""
+    """Return `keys_of_first_row` of one source."""
     if source.is_unpacked or source.read_once:
         return ()
     find = _KEYS.get(source.kind)
@@ -72,7 +73,7 @@ def _keys_of_line(source: Source, options: ReadOptions) -> Collection[str]:
 
 
 def _keys_of_json(source: Source, options: ReadOptions) -> Collection[str]:
-    """Of a list of objects the first one's, of objects in lines the first line's."""
+    """Return the keys of a list's first object, or of the first line's object."""
     with open_stream(source, xxhash.xxh3_64(), whole=False) as stream:
         head = next(stream_chunks(stream, HEAD_BYTES), b"")
     text = head.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace").lstrip(" \t\r\n[")
@@ -117,4 +118,4 @@ _KEYS: dict[str, Callable[[Source, ReadOptions], Collection[str]]] = {
     "saved_dataset": _columns_of_dataset,
     "hub_dataset": _columns_of_dataset,
 }
-"""By `Source.kind`."""
+"""Readers by `Source.kind`."""

@@ -1,4 +1,4 @@
-"""Documents of text files, each of which is one, and of files of JSON."""
+"""Readers of text files, one document each, and of JSON files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from bigtrain.data.sources.lines import count_lines_before, range_chunks, split_
 from bigtrain.errors import DataError
 
 MAX_LIST_BYTES = 1 << 31
-"""Of a .json file that is one list, which is parsed as a whole."""
+"""Limit of a .json file that is one list, which is parsed at once."""
 ROWS_PER_BLOCK = 1024
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class TextReader(PartReader):
-    """A file that is one document, as it stands."""
+    """Reader of a file that is one document, unmodified."""
 
     def _blocks(self) -> Iterator[list[bytes]]:
         source, limit = self.part.source, self.options.max_document_bytes
@@ -48,10 +48,11 @@ class TextReader(PartReader):
 
 
 class JsonLinesReader(PartReader):
-    """A JSON object in each line of a file, or of a range of its bytes."""
+    """Reader of a file, or of a byte range of it, with one JSON object per line."""
 
     def reject_at(self, place: int, why: str) -> None:
-        """`place` counts from the beginning of the part; an error names the line of the file."""
+        """Reject a line. `place` counts from the start of the part; an error names the line of the
+        file."""
         if not self.rejects.allowed and self.part.begin:
             with open_file(self.part.source, self.part.begin) as file:
                 place += count_lines_before(file, self.part.begin)
@@ -82,7 +83,7 @@ class JsonLinesReader(PartReader):
             self.num_lines += len(lines)
 
     def _parse(self, lines: Sequence[bytes | None]) -> list[bytes]:
-        """Documents of `lines`, which follow `num_lines` others."""
+        """Return the documents of `lines`, which follow `num_lines` others."""
         keys = self.options.text_keys
         if self.options.chat:
             numbered = enumerate(lines, self.num_lines + 1)
@@ -90,7 +91,7 @@ class JsonLinesReader(PartReader):
             self.places = [number for number, content in chats if content is not None]
             return [content for _, content in chats if content is not None]
         try:
-            # What orjson refuses, and it refuses more than json does, is looked at one by one.
+            # Lines that orjson rejects (it rejects more than json) are parsed one by one.
             if len(keys) == 1:
                 key = keys[0]
                 return [orjson.loads(line)[key].encode() for line in lines]  # type: ignore[arg-type]
@@ -124,12 +125,13 @@ class JsonLinesReader(PartReader):
 
 
 class JsonReader(JsonLinesReader):
-    """A .json file: a list of objects, one object, or an object in each line after all."""
+    """Reader of a .json file: a list of objects, one object, or one object per line."""
 
     _is_list = False
 
     def reject_at(self, place: int, why: str) -> None:
-        """`place`: the number of the object in a list, from 0, or of the line, from 1."""
+        """Reject an item. `place`: index of the object in a list, from 0, or of the line, from
+        1."""
         where = {"row": place} if self._is_list else {"line": place}
         self.rejects.add(BadDocument(self.part.source.path, why, **where))
 
@@ -137,7 +139,7 @@ class JsonReader(JsonLinesReader):
         with open_stream(self.part.source, self) as stream:
             chunks = stream_chunks(stream)
             head = b""
-            for chunk in chunks:  # up to the first line that says something
+            for chunk in chunks:  # up to the first non-empty line
                 head += chunk
                 if b"\n" in head.removeprefix(BYTE_ORDER_MARK).lstrip():
                     break
@@ -156,10 +158,10 @@ class JsonReader(JsonLinesReader):
             if size > MAX_LIST_BYTES:
                 raise DataError(
                     f"{path} is one JSON value of more than {MAX_LIST_BYTES:,} bytes, which is "
-                    "read as a whole -> write its objects one a line, as .jsonl"
+                    "read at once -> write its objects one per line, as .jsonl"
                 )
-        found = _parsed(path, b"".join(parts).removeprefix(BYTE_ORDER_MARK))
-        rows = found if isinstance(found, list) else [found]
+        parsed = _parsed(path, b"".join(parts).removeprefix(BYTE_ORDER_MARK))
+        rows = parsed if isinstance(parsed, list) else [parsed]
         for begin in range(0, len(rows), ROWS_PER_BLOCK):
             self.places = []
             yield [
@@ -181,9 +183,9 @@ class JsonReader(JsonLinesReader):
 
 
 def parsed_line(line: bytes) -> Any:
-    """The JSON value of a line. Raises ValueError, RecursionError."""
+    """Parse the JSON value of a line. Raises ValueError, RecursionError."""
     try:
-        # Several times quicker, but refuses what Python writes: NaN, numbers beyond 64 bits.
+        # Several times faster, but rejects values that Python writes: NaN, numbers beyond 64 bits.
         return orjson.loads(line)
     except ValueError:
         return json.loads(line.decode("utf-8"))
@@ -198,10 +200,10 @@ def _is_json(line: bytes) -> bool:
 
 
 def _parsed(path: str, content: bytes) -> Any:
-    """Raises DataError naming the line of what is not JSON."""
+    """Parse a file. Raise DataError with the line of invalid JSON."""
     try:
         return orjson.loads(content)
-    except ValueError:  # which also refuses numbers beyond 64 bits
+    except ValueError:  # which also rejects numbers beyond 64 bits
         try:
             return json.loads(content)
         except json.JSONDecodeError as error:

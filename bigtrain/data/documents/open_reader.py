@@ -1,4 +1,4 @@
-"""Documents of sources and of parts of them, in memory bounded by the longest one allowed."""
+"""Readers of sources and of parts of them, in memory bounded by the longest allowed document."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ READERS: dict[str, type[PartReader]] = {
     "json": JsonReader,
     "csv": CsvReader,
 }
-"""By `Source.kind`; all others are tables."""
+"""Readers by `Source.kind`; all others are tables."""
 BATCH_BYTES = 1 << 20
 BATCH_DOCUMENTS = 2048
 
 
 def part_reader(part: Part, options: ReadOptions, rejects: Rejects) -> PartReader:
-    """The reader for the kind of `part`'s source."""
+    """Return the reader for the kind of `part`'s source."""
     return READERS.get(part.source.kind, TableReader)(part, options, rejects)
 
 
 class DocumentReader:
-    """Reads the documents of `sources`, in order. `bytes_done` follows for progress."""
+    """Reader of the documents of `sources`, in order. `bytes_done` is updated for progress."""
 
     def __init__(self, sources: Sequence[Source], options: ReadOptions, rejects: Rejects) -> None:
         self.sources = sources
@@ -40,8 +40,8 @@ class DocumentReader:
         self.total_bytes = None if None in sizes else sum(size or 0 for size in sizes)
 
     def text_batches(self) -> Iterator[list[str]]:
-        """In lists of about a million bytes. Raises DataError naming file and line of what cannot
-        be read; see `Rejects`."""
+        """Yield texts in lists of about a million bytes. Raise DataError with file and line of
+        unreadable documents; see `Rejects`."""
         for contents in batched(self.blocks()):
             yield [content.decode("utf-8") for content in contents]
 
@@ -58,7 +58,7 @@ class DocumentReader:
 
 
 def batched(blocks: Iterable[list[bytes]]) -> Iterator[list[bytes]]:
-    """The documents of `blocks` in lists of about a million bytes, at least one each."""
+    """Yield the documents of `blocks` in lists of about a million bytes, at least one each."""
     batch: list[bytes] = []
     size = 0
     for block in blocks:

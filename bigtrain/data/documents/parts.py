@@ -15,13 +15,13 @@ from bigtrain.data.sources.discovery import Selection, Source
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How documents are taken out of sources.
+    """Options for extracting documents from sources.
 
     `text_keys`: a row must have one of them; its non-empty ones are joined by a newline. `chat`:
-    documents are conversations; `chat_format` defines what the keys hold, of which a row must have
-    the first (after them may stand those of a turn), `last_only` whether only the last answer has
-    loss, and `roles` what names of roles in the data mean, as ``NAME=ROLE``. `max_document_bytes`:
-    of a document's UTF-8, or of its line in a file of lines. `scratch`: a folder for sources with
+    documents are conversations; `chat_format` defines the contents of the keys, of which a row must
+    have the first (keys of a turn may follow), `last_only` whether only the last answer has loss,
+    and `roles` the meaning of role names in the data, as ``NAME=ROLE``. `max_document_bytes`: of a
+    document's UTF-8, or of its line in a file of lines. `scratch`: a folder for sources with
     `Source.is_unpacked`; must exist when documents are read.
     """
 
@@ -44,7 +44,7 @@ class ReadOptions:
 
     @cached_property
     def conversations(self) -> Conversations | None:
-        """How rows are converted to conversations; None for text."""
+        """Conversion of rows to conversations; None for text."""
         if not self.chat:
             return None
         known = FORMATS[self.chat_format]
@@ -56,13 +56,13 @@ class ReadOptions:
 
     @property
     def too_large(self) -> str:
-        """Why a document or line of more than `max_document_bytes` is bad."""
+        """Reason for rejecting a document or line of more than `max_document_bytes`."""
         return f"is larger than --max-document-bytes {self.max_document_bytes:,}"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An input split: the part of a source that is read at once. `begin`, `end`: see `PartRecord`.
+    """Input split: the part of a source that is read at once. `begin`, `end`: see `PartRecord`.
 
     `num_bytes`: its share of the source's bytes, 0 if unknown.
     """
@@ -74,10 +74,10 @@ class Part:
 
     @property
     def end_byte(self) -> int | None:
-        """`end` of a range of bytes; None for others."""
+        """`end` of a byte range; None for others."""
         return self.end if self.source.kind == "jsonl" else None
 
 
 def whole(source: Source) -> Part:
-    """All of `source` as one part."""
+    """Return all of `source` as one part."""
     return Part(source, num_bytes=source.record.bytes or 0)

@@ -1,6 +1,7 @@
 """Base of the readers of all kinds of sources: documents, checksums, progress.
 
-`bigtrain.data.documents.line_readers` and `bigtrain.data.documents.table_readers` have the kinds.
+`bigtrain.data.documents.line_readers` and `bigtrain.data.documents.table_readers` contain the
+subclasses.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from bigtrain.errors import DataError
 
 
 class PartReader(ABC):
-    """Iterates once over the documents of `part`.
+    """Iterator over the documents of `part`; usable once.
 
     `bytes_done` is updated for progress. After the iteration `num_lines` is the number of lines
-    that started in the part (of a file of lines), and `checksum` and `layout` identify what was
-    read. `places`: lines or rows of the documents of the last block, as `BadDocument` counts them;
-    for conversations only.
+    that started in the part (of a file of lines), and `checksum` and `layout` identify the content
+    that was read. `places`: lines or rows of the documents of the last block, counted as in
+    `BadDocument`; for conversations only.
     """
 
     def __init__(self, part: Part, options: ReadOptions, rejects: Rejects) -> None:
@@ -38,9 +39,9 @@ class PartReader(ABC):
         self._layout = xxhash.xxh3_64()
 
     def blocks(self) -> Iterator[list[bytes]]:
-        """The documents as UTF-8, in lists of those that were read together.
+        """Yield the documents as UTF-8, in lists of those that were read together.
 
-        Raises DataError naming file and line of what cannot be read (see `Rejects`), and for a file
+        Raises DataError with file and line of unreadable content (see `Rejects`), and for a file
         that is corrupt, or changed since it was listed.
         """
         try:
@@ -51,14 +52,15 @@ class PartReader(ABC):
         self.bytes_done = self.part.num_bytes
 
     def checksum(self) -> str:
-        """Checksum of what was read so far; see `PartRecord`."""
+        """Return the checksum of the content read so far; see `PartRecord`."""
         return self._hash.hexdigest()
 
     def layout(self) -> str:
-        """Checksum of everything besides the bytes of `checksum` that determines the documents.
+        """Return the checksum of everything except the bytes of `checksum` that determines the
+        documents.
 
         For a byte range, the parts of its first and last line that lie outside of it; for a table,
-        where documents begin, and the rows that are rejected.
+        the starts of documents, and the rejected rows.
         """
         return self._layout.hexdigest()
 
@@ -76,12 +78,12 @@ class PartReader(ABC):
             raise DataError(f"{self.part.source.path} cannot be read: {error}") from error
 
     def reject_at(self, place: int, why: str) -> None:
-        """Reject a document of `places` for a problem that was found later."""
+        """Reject a document of `places` for a problem that was detected later."""
         self.rejects.add(BadDocument(self.part.source.path, why, row=place))
 
     @abstractmethod
     def _blocks(self) -> Iterator[list[bytes]]:
-        """As `blocks`, which names the file in `READ_ERRORS`."""
+        """Yield the blocks; `blocks` adds the file to `READ_ERRORS`."""
 
     def _skim(self, file: IO[bytes]) -> None:
         HashingReader(file, self).drain()

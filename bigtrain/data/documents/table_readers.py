@@ -1,4 +1,4 @@
-"""Documents of tables: csv, parquet, arrow and Hugging Face datasets, a row each."""
+"""Readers of tables: csv, parquet, arrow and Hugging Face datasets, one document per row."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bigtrain.data.sources.lines import stream_chunks
 
 
 class CsvReader(PartReader):
-    """A file of comma- or tab-separated rows, whose checksum is of its bytes."""
+    """Reader of comma- or tab-separated rows; its checksum covers the file's bytes."""
 
     def reject_at(self, place: int, why: str) -> None:
         self.rejects.add(BadDocument(self.part.source.path, why, line=place))
@@ -46,10 +46,10 @@ class CsvReader(PartReader):
 
 
 class TableReader(PartReader):
-    """Rows of parquet, arrow or a dataset."""
+    """Reader of rows of parquet, arrow or a dataset."""
 
     def skim(self) -> None:
-        """See `PartReader`; a checksum of documents needs all of them."""
+        """Read all documents, which their checksum requires; see `PartReader`."""
         if not self.part.source.is_hashed_by_documents:
             super().skim()
             return
@@ -74,7 +74,7 @@ class TableReader(PartReader):
             self.places = []
             sizes = array("q")
             joined = None
-            # Whether `_contents` would take every row, and as it is.
+            # Whether `_contents` would accept every row unchanged.
             if (
                 isinstance(block.values, TextColumn)
                 and not self.options.chat
@@ -86,7 +86,7 @@ class TableReader(PartReader):
             else:
                 contents = list(self._contents(block, sizes))
             if hashed:
-                # Row by row, so that it does not depend on how many are read together.
+                # Row by row, so that it does not depend on the number read together.
                 self._hash.update(b"".join(contents) if joined is None else joined)
                 self._layout.update(sizes.tobytes())
             yield contents
@@ -100,8 +100,8 @@ class TableReader(PartReader):
         return dataset_rows(source, self.options.selection, keys, part.begin, part.end)
 
     def _contents(self, block: Block, sizes: array[int]) -> Iterator[bytes]:
-        """The rows that are documents. Of each its size goes into `sizes`, and of others why they
-        are none, as a number below 0."""
+        """Yield the rows that are documents. Append the size of each to `sizes`, and for others the
+        reason as a negative number."""
         values = block.values
         rows = values.rows() if isinstance(values, TextColumn) else values
         for row, columns in enumerate(rows, block.row):
@@ -116,17 +116,17 @@ class TableReader(PartReader):
 
 
 def without_missing(value: Any) -> Any:
-    """`value` without the keys of objects that have none: a column of structures has every key of
-    any row in all of them, so that a tool would have the parameters of all others."""
+    """Return `value` without the None-valued keys of objects: a struct column has every key of any
+    row in all rows, so that a tool would have the parameters of all others."""
     if isinstance(value, dict):
         return {key: without_missing(item) for key, item in value.items() if item is not None}
     return [without_missing(item) for item in value] if isinstance(value, list) else value
 
 
 def _document(values: Sequence[Any], options: ReadOptions) -> tuple[bytes | None, str]:
-    """The document of a row, or None and why there is none."""
+    """Return the document of a row, or None and the reason."""
     if options.conversations is not None:
-        # One column of text comes without the others.
+        # A single text column is read without the others.
         given = [*values, *(None for _ in options.conversations.columns[len(values) :])]
         content, why = conversation_of(without_missing(given), options.conversations)
     else:

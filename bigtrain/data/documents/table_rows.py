@@ -1,7 +1,7 @@
 """Rows of parquet, arrow, csv and Hugging Face datasets: the values of some columns, in blocks.
 
-A row is the list of its values (None where a column has none). Every function raises DataError for
-a file that is corrupt and for one without any of the columns.
+A row is the list of its values (None if a column has none). Every function raises DataError for
+a corrupt file and for one without any of the columns.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from bigtrain.errors import DataError, first_line
 from bigtrain.system.storage.remote_file import RemoteFile
 
 READ_BYTES = 1 << 21
-"""About so many bytes of rows are read at a time, since a document may have many megabytes."""
+"""Approximate bytes of rows read at a time, since a document may have many megabytes."""
 MAX_ROWS_PER_READ = 4096
 STREAMED_ROWS_PER_READ = 32
-"""For a dataset of unknown size."""
+"""Rows read at a time from a dataset of unknown size."""
 
 Rows = list[list[Any]]
 
@@ -45,7 +45,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows that were read together, beginning with row `row` of the source.
+    """Rows that were read together, starting with row `row` of the source.
 
     `done`: share of the part that was read before, for progress; 0.0 if unknown.
     """
@@ -58,8 +58,8 @@ class Block:
 def parquet_rows(
     path: str, keys: Keys, begin: int, end: int | None, opened: Any = None
 ) -> Iterator[Block]:
-    """Rows of row groups [begin, end). `opened`: what is read in place of the file `path`, such as
-    the decompressed one of a compressed file."""
+    """Yield rows of row groups [begin, end). `opened`: file read instead of `path`, such as
+    its decompressed form."""
     from pyarrow import parquet
 
     with _reading(path):
@@ -81,7 +81,7 @@ def parquet_rows(
 
 
 def parquet_columns(source: Source) -> list[str]:
-    """Columns of a parquet file. Raises DataError where it is corrupt."""
+    """Return the columns of a parquet file. Raise DataError if it is corrupt."""
     from pyarrow import parquet
 
     with _reading(source.path):
@@ -89,7 +89,7 @@ def parquet_columns(source: Source) -> list[str]:
 
 
 def arrow_columns(source: Source) -> list[str]:
-    """Columns of an IPC file or stream. Raises DataError where it is corrupt."""
+    """Return the columns of an IPC file or stream. Raise DataError if it is corrupt."""
     import pyarrow
 
     with _reading(source.path), _mapped(open_table(source)) as mapped:
@@ -99,7 +99,7 @@ def arrow_columns(source: Source) -> list[str]:
 
 
 def count_row_groups(source: Source) -> list[int]:
-    """Rows of every row group of a parquet file. Raises DataError where it is corrupt."""
+    """Return the rows of every row group of a parquet file. Raise DataError if it is corrupt."""
     from pyarrow import parquet
 
     with _reading(source.path):
@@ -110,9 +110,9 @@ def count_row_groups(source: Source) -> list[int]:
 def arrow_rows(
     path: str, keys: Keys, begin: int, end: int | None, opened: Any = None
 ) -> Iterator[Block]:
-    """Rows of record batches [begin, end) of an IPC file or stream; `opened` as for parquet.
+    """Yield rows of record batches [begin, end) of an IPC file or stream; `opened` as for parquet.
 
-    A stream can only be read completely: `begin` 0 and no `end`.
+    A stream can only be read completely: with `begin` 0 and no `end`.
     """
     with _reading(path), _mapped(path if opened is None else opened) as mapped:
         row = 0
@@ -131,7 +131,8 @@ def arrow_rows(
 
 
 def count_record_batches(source: Source) -> int | None:
-    """Record batches of an arrow IPC file; None for a stream, which has no index of them."""
+    """Return the number of record batches of an arrow IPC file; None for a stream, which has no
+    index of them."""
     import pyarrow
 
     with _reading(source.path), _mapped(open_table(source)) as mapped:
@@ -151,21 +152,22 @@ def _reading(path: str) -> Iterator[None]:
 
 
 def _mapped(opened: Any) -> Any:
-    """A path, an open file of a disk or one at an address, as arrow reads it."""
+    """Return a path, an open file on disk or a remote file in the form that arrow reads."""
     import pyarrow
 
     if isinstance(opened, str):
         return pyarrow.memory_map(opened)
     if isinstance(opened, RemoteFile):
         return pyarrow.PythonFile(opened, mode="r")
-    # A map of no bytes is an error of its own; arrow's says that they are too few.
+    # Mapping zero bytes fails; arrow's error reports a truncated file.
     size = os.fstat(opened.fileno()).st_size
     mapped = mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ) if size else b""
     return pyarrow.BufferReader(pyarrow.py_buffer(mapped))
 
 
 def _record_batches(mapped: Any, begin: int, end: int | None) -> Iterator[tuple[Any, float | None]]:
-    """Each batch up to `end`, and which share of those from `begin` on is done; None before it."""
+    """Yield each batch up to `end`, and the share of those from `begin` on that is done; None
+    before it."""
     import pyarrow
 
     if not _is_ipc_file(mapped):
@@ -188,12 +190,12 @@ def _is_ipc_file(mapped: Any) -> bool:
 def csv_rows(
     source: Source, keys: Keys, chunks: Iterator[bytes], max_bytes: int, rejects: Rejects
 ) -> Iterator[tuple[int, list[str | None]]]:
-    """(line number, its row) of a file with a header, as RFC 4180 has it; in a ``.tsv`` with tabs
-    for commas.
+    """Yield (line number, its row) of a file with a header by RFC 4180; in a ``.tsv`` with tabs
+    instead of commas.
 
-    A row of another length than the header's is told to `rejects`. What makes the rest of the file
-    ambiguous, a wrong quote or a field of more than `max_bytes` characters, is a DataError in any
-    case. Bytes that are not UTF-8 come as surrogates.
+    A row whose length differs from the header's is passed to `rejects`. Errors that make the rest
+    of the file ambiguous (a wrong quote, a field of more than `max_bytes` characters) raise
+    DataError in any case. Bytes that are not UTF-8 become surrogates.
     """
     previous_limit = csv.field_size_limit(max_bytes)
     path, delimiter = source.path, delimiter_of(source)
@@ -202,8 +204,8 @@ def csv_rows(
     line = 1
     try:
         names = [name.removeprefix("\ufeff") for name in next(reader, [])]
-        found = _aligned([c for c in _columns(path, keys, names) if c in names], keys)
-        columns = [None if name is None else names.index(name) for name in found]
+        columns_read = _aligned([c for c in _columns(path, keys, names) if c in names], keys)
+        columns = [None if name is None else names.index(name) for name in columns_read]
         line = reader.line_num + 1
         for fields in reader:
             if len(fields) == len(names):
@@ -219,7 +221,7 @@ def csv_rows(
 
 
 def delimiter_of(source: Source) -> str:
-    """Of a csv, which is a ``.tsv`` by its name."""
+    """Return the delimiter of a csv, or of a ``.tsv`` by its name."""
     return "\t" if without_compression(source.file_name).lower().endswith(".tsv") else ","
 
 
@@ -239,7 +241,7 @@ def _csv_lines(path: str, chunks: Iterator[bytes], max_bytes: int) -> Iterator[s
 def dataset_rows(
     source: Source, selection: Selection, keys: Keys, begin: int, end: int | None
 ) -> Iterator[Block]:
-    """Of a saved dataset rows [begin, end), of a streamed one shards [begin, end)."""
+    """Yield rows [begin, end) of a saved dataset, or shards [begin, end) of a streamed one."""
     dataset = open_hf_dataset(source, selection)
     row = count = 0
     at_once = STREAMED_ROWS_PER_READ
@@ -265,14 +267,14 @@ def dataset_rows(
             row += len(rows)
     except (DataError, GeneratorExit):
         raise
-    except Exception as error:  # whatever the builder of a foreign format raises
+    except Exception as error:  # any error of the builder of a foreign format
         raise DataError(
             f"{source.path} cannot be read after row {row}: {first_line(error)}"
         ) from error
 
 
 def open_hf_dataset(source: Source, selection: Selection) -> Any:
-    """The source as a `datasets` object; streamed, so that memory and disk stay free."""
+    """Return the source as a `datasets` object; streamed, to use little memory and disk."""
     import datasets
 
     split, path = selection.dataset_split, source.path
@@ -287,28 +289,29 @@ def open_hf_dataset(source: Source, selection: Selection) -> Any:
             )
         saved = datasets.load_from_disk(path)
         return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
-    except Exception as error:  # whatever the builder of a foreign format raises
+    except Exception as error:  # any error of the builder of a foreign format
         raise DataError(f"--input {path} cannot be opened: {first_line(error)}") from error
 
 
 def _rows_per_read(num_bytes: int, num_rows: int) -> int:
-    """How many rows have about `READ_BYTES`, if `num_rows` have `num_bytes`."""
+    """Return the number of rows in about `READ_BYTES`, if `num_rows` have `num_bytes`."""
     return max(1, min(MAX_ROWS_PER_READ, READ_BYTES * num_rows // max(1, num_bytes)))
 
 
 def _bytes_of(row_group: Any, columns: Sequence[str]) -> int:
-    """What the `columns` of a parquet file take in its metadata's `row_group`, decompressed."""
+    """Return the decompressed bytes of the `columns` of a parquet file in its metadata's
+    `row_group`."""
     chunks = [row_group.column(number) for number in range(row_group.num_columns)]
     return sum(
         int(chunk.total_uncompressed_size)
         for chunk in chunks
-        # A column of structures has several: text, messages.list.element.content, ...
+        # A struct column has several: text, messages.list.element.content, ...
         if any(f"{chunk.path_in_schema}.".startswith(f"{column}.") for column in columns)
     )
 
 
 def _aligned(columns: Sequence[str], keys: Keys) -> list[str | None]:
-    """`columns`, with None for optional ones that are not among them."""
+    """Return `columns`, with None for missing optional ones."""
     wanted = [column for column in columns if column in keys.wanted]
     return [*wanted, *(key if key in columns else None for key in keys.optional)]
 
@@ -331,7 +334,7 @@ def _joined(
     names: Sequence[str],
     values: Callable[[str], Sequence[Any]],
 ) -> Rows:
-    """The rows of `columns`, of which `values` gives those of one that is stored."""
+    """Return the rows of `columns`; `values` returns the values of a stored column."""
 
     def of(column: str | None) -> Sequence[Any]:
         if column is None:
@@ -345,7 +348,7 @@ def _joined(
 
 
 def _values(column: Any) -> list[Any]:
-    """Bytes that are not UTF-8, which the format does not rule out, come as surrogates."""
+    """Return the values; bytes that are not UTF-8, which the format allows, become surrogates."""
     try:
         return list(column.to_pylist())
     except UnicodeDecodeError:
@@ -354,20 +357,20 @@ def _values(column: Any) -> list[Any]:
 
 
 def _columns(path: str, keys: Keys, names: Sequence[str]) -> list[str]:
-    """Those of `keys` that are columns, or paths into them. Raises DataError where none of the
-    wanted is."""
-    found = [key for key in keys.wanted if _is_stored(key, names)]
-    if not found:
+    """Return those of `keys` that are columns, or paths into them. Raise DataError if none of the
+    wanted ones exists."""
+    stored = [key for key in keys.wanted if _is_stored(key, names)]
+    if not stored:
         wanted = " or ".join(map(repr, keys.wanted))
         there = ", ".join(sorted(names)[:20]) or "none"
         remedy = remedy_for_row(names) or f" -> {keys.argument}: {there}"
         raise DataError(f"{path}: no column {wanted}{remedy}")
-    columns = [*found, *(key for key in keys.optional if _is_stored(key, names))]
+    columns = [*stored, *(key for key in keys.optional if _is_stored(key, names))]
     for name in _stored(columns, names):
         if list(names).count(name) > 1:
             raise DataError(
-                f"{path}: {list(names).count(name)} columns are named {name!r}, and which one is "
-                f"meant cannot be decided -> rename them, or name another column: {keys.argument}"
+                f"{path}: {list(names).count(name)} columns are named {name!r}, so which one is "
+                f"meant is ambiguous -> rename them, or name another column: {keys.argument}"
             )
     return columns
 
@@ -377,5 +380,5 @@ def _is_stored(key: str, names: Sequence[str]) -> bool:
 
 
 def _stored(columns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The columns of a table that hold `columns`, each once."""
+    """Return the columns of a table that contain `columns`, each once."""
     return list(dict.fromkeys(c if c in names else c.partition(".")[0] for c in columns))

@@ -1,7 +1,7 @@
-"""From rows of tokens to the tensors of a forward pass, many rows at a time.
+"""Collation of rows of tokens to the tensors of a forward pass, many rows at a time.
 
 `BatchReader` reads and checks rows in their stored type, in a thread, long before they are needed.
-`Collator` makes the int64 tensors of a step, four to eight times as many bytes, when the step
+`Collator` creates the int64 tensors of a step, four to eight times as many bytes, when the step
 begins, in memory that is still in the CPU's cache from the last step.
 
 Shapes: R = rows, B = samples of a micro-batch, T = sequence length.
@@ -23,21 +23,21 @@ from bigtrain.data.samples.rows import Indices, Samples, TokenRows
 from bigtrain.errors import DataError
 
 CHUNK_TOKENS = 1 << 19
-"""Tokens that are read and checked at a time: as many as fit a core's cache, so that there are few
-calls of numpy, each of which releases and reacquires the GIL."""
+"""Tokens that are read and checked at a time: as many as fit into a core's cache, with few
+numpy calls, each of which releases and reacquires the GIL."""
 
 COLLATED_TOKENS = 1 << 17
-"""Tokens of which tensors are made at a time, for the same reason."""
+"""Tokens converted to tensors at a time, for the same reason."""
 
 MAX_KEPT_ARRAYS = 12
 
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """How labels and positions are made.
+    """Options for labels and positions.
 
-    end_of_document_id: given where the token after it gets no loss (Megatron's ``eod_mask_loss``).
-    isolate: keep documents apart, as `MicroBatch` says.
+    end_of_document_id: set if the token after it has no loss (Megatron's ``eod_mask_loss``).
+    isolate: isolate documents, see `MicroBatch`.
     pin: page-locked tensors (CUDA only).
     """
 
@@ -48,10 +48,10 @@ class BatchOptions:
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Rows that were read and checked, before tensors are made of them.
+    """Rows that were read and checked, before conversion to tensors.
 
     tokens: [R, T + 1], of the samples' `token_dtype`. targets: bool [R, T + 1], whether a token is
-    to be predicted; None where all are. positions: [R, T], of the narrowest unsigned type; None
+    a target; None if all are. positions: [R, T], of the narrowest unsigned type; None
     unless documents are isolated.
     """
 
@@ -70,7 +70,7 @@ class StoredRows:
 def new_rows(
     dataset: Samples, options: BatchOptions, rows: int, *, padded: bool = False
 ) -> StoredRows:
-    """Memory for `rows` rows, to be filled any number of times; `padded`: also by fewer samples."""
+    """Allocate reusable memory for `rows` rows; `padded`: also for fewer samples."""
     length = dataset.sequence_length
     has_targets = (
         options.isolate or options.end_of_document_id is not None or dataset.masks_loss or padded
@@ -83,7 +83,7 @@ def new_rows(
 
 
 class BatchReader:
-    """Reads rows of `dataset` as batches. For one thread at a time."""
+    """Reader of rows of `dataset` as batches. For one thread at a time."""
 
     def __init__(self, dataset: Samples, options: BatchOptions) -> None:
         self.dataset = dataset
@@ -96,7 +96,8 @@ class BatchReader:
         self._collator = Collator(options.pin)
 
     def read(self, samples: Indices, rows: int) -> MicroBatch:
-        """One batch of `rows` rows; those beyond `samples` are padding, token 0 without loss.
+        """Return one batch of `rows` rows; those beyond `samples` are padding, token 0 without
+        loss.
 
         Raises DataError as `read_rows`.
         """
@@ -107,9 +108,9 @@ class BatchReader:
     def read_rows(
         self, samples: Indices, out: StoredRows, stop: Callable[[], bool] = lambda: False
     ) -> None:
-        """Fill `out` with `samples`, one a row, and then with padding.
+        """Fill `out` with `samples`, one per row, and then with padding.
 
-        Returns early once `stop` says so. Raises DataError where a file is corrupt, or holds a
+        Returns early once `stop` returns True. Raises DataError if a file is corrupt, or has a
         token not in the vocabulary: it would be an out-of-range read of the embedding.
         """
         step = self._chunk_rows
@@ -135,27 +136,28 @@ class BatchReader:
         if out.positions is not None:
             assert out.targets is not None
             begins = np.concatenate([np.empty(0, np.int64), *(rows.begins or ())])
-            # What is predicted from the last token before a document is that document's first.
+            # The target of the last token before a document is that document's first token.
             out.targets.reshape(-1)[begins] = False
             self._fill_positions(begins, out.positions)
 
     def _check_vocabulary(self, samples: Indices, stored: npt.NDArray[np.integer[Any]]) -> None:
-        tokens = stored.view(self._unsigned)  # where negative numbers are very large
+        tokens = stored.view(self._unsigned)  # which makes negative numbers very large
         vocab_size = self.dataset.vocab_size
         if tokens.size and tokens.max() >= vocab_size:
             row = int(np.flatnonzero(tokens.max(axis=1) >= vocab_size)[0])
-            found = stored[row]
+            row_tokens = stored[row]
             raise DataError(
                 f"{self.dataset.describe(int(samples[row]))} are corrupt: one of them is "
-                f"{found.min()} or {found.max()}, the vocabulary has {vocab_size} -> "
+                f"{row_tokens.min()} or {row_tokens.max()}, the vocabulary has {vocab_size} -> "
                 "remove the dataset and tokenize again"
             )
 
     def _fill_positions(self, begins: Indices, out: npt.NDArray[np.unsignedinteger[Any]]) -> None:
-        """Distances from the last of `begins` (places ``row * (T + 1) + t``) or of rows."""
+        """Fill distances from the last of `begins` (positions ``row * (T + 1) + t``) or row
+        starts."""
         num_rows, length = out.shape
         row, place = np.divmod(begins, self._width)
-        inside = place < length  # the others are labels alone
+        inside = place < length  # the others are only labels
         starts = np.concatenate(
             [row[inside] * length + place[inside], np.arange(num_rows) * length]
         )
@@ -169,7 +171,7 @@ class BatchReader:
 
 
 class Collator:
-    """Makes the tensors of a step from stored rows. For one thread at a time.
+    """Collator of stored rows to the tensors of a step. For one thread at a time.
 
     `pin`: in page-locked memory.
     """
@@ -179,7 +181,7 @@ class Collator:
         self._arrays: list[npt.NDArray[np.int64]] = []
 
     def collate(self, rows: StoredRows) -> MicroBatch:
-        """One batch of all `rows`; shares no memory with them."""
+        """Return one batch of all `rows`; it shares no memory with them."""
         count, width = rows.tokens.shape
         if rows.targets is None and rows.positions is None:
             (tokens,), (array,) = self._new((count, width), 1)
@@ -194,7 +196,7 @@ class Collator:
     def _new(
         self, shape: tuple[int, int], count: int
     ) -> tuple[list[torch.Tensor], list[npt.NDArray[np.int64]]]:
-        """`count` tensors to be filled, and their memory as arrays."""
+        """Return `count` empty tensors, and their memory as arrays."""
         if self.pin:
             parts = [torch.empty(shape, dtype=torch.int64, pin_memory=True) for _ in range(count)]
             return parts, [part.numpy() for part in parts]
@@ -203,9 +205,10 @@ class Collator:
         return [torch.from_numpy(array) for array in arrays], arrays
 
     def _unused(self, shape: tuple[int, int]) -> npt.NDArray[np.int64]:
-        """An array that no tensor uses any more: page faults of new memory cost more than a fill.
+        """Return an array that no tensor uses any more: page faults of new memory cost more than a
+        fill.
 
-        A tensor references the array it was made from until its last view is gone.
+        A tensor references its source array until its last view is deleted.
         """
         arrays = self._arrays
         for number in range(len(arrays)):
@@ -221,7 +224,7 @@ def _fill(
     labels: npt.NDArray[np.int64],
     position_ids: npt.NDArray[np.int64] | None = None,
 ) -> None:
-    # Both straight from the type they are stored in: reading two bytes costs less than eight.
+    # Both directly from the stored type: reading two bytes costs less than eight.
     np.copyto(input_ids, rows.tokens[:, :-1])
     np.copyto(labels, rows.tokens[:, 1:])
     if rows.targets is not None:

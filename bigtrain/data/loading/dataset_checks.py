@@ -23,14 +23,14 @@ from bigtrain.system.storage.copies import at_hand
 
 MAX_PADDING_ROWS = 1024
 """Rows of an embedding beyond the tokenizer's vocabulary: it is padded to multiples of at most
-this for speed and tensor parallelism; more is rather another tokenizer."""
+this for speed and tensor parallelism; more indicates a different tokenizer."""
 
 
 def open_checked(
     config: RunConfig, check: Level = "sizes"
 ) -> tuple[tuple[TokenDataset, ...], list[Problem]]:
-    """The datasets of the mixture, in its order, or a problem for each that cannot be opened.
-    `check`: see `open_dataset`."""
+    """Open the datasets of the mixture, in its order; return a problem for each that cannot be
+    opened. `check`: see `open_dataset`."""
     problems: list[Problem] = []
     datasets: list[TokenDataset] = []
     for number, source in enumerate(config.data.mixture):
@@ -44,16 +44,16 @@ def open_checked(
 def check_datasets(
     config: RunConfig, datasets: Sequence[TokenDataset], model_vocab_size: int | None = None
 ) -> list[Problem]:
-    """Everything wrong with `datasets`, all those of ``config.data.mixture``, for this run.
+    """Return all problems of `datasets`, those of ``config.data.mixture``, for this run.
 
-    `model_vocab_size`: rows of the model's embedding, before ``model.vocabulary`` grows it, where
+    `model_vocab_size`: rows of the model's embedding, before ``model.vocabulary`` grows it, if
     the caller knows them; otherwise those of `known_vocab_size`, if any. Reads headers and sizes of
-    the shards, and loads a tokenizer only where data.tokenizer names one.
+    the shards, and loads a tokenizer only if data.tokenizer names one.
     """
     tables = [dataset.table for dataset in datasets]
     try:
         problems = check_length(config, datasets)
-    except DataError as error:  # of an index that packing reads
+    except DataError as error:  # from an index that packing reads
         return [Problem("data.packing", config.data.packing, str(error))]
     problems += check_same_directory(config)
     problems += check_tokenizer_files(config)
@@ -73,10 +73,10 @@ def check_datasets(
 
 
 def check_same_tokenizer(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
-    """Whether one tokenizer made all sources: their token ids would mean different text."""
+    """Check that one tokenizer made all sources: otherwise token ids have different meanings."""
 
     tokenizers = [table.tokenizer for table in tables]
-    # Sources may end documents in several tokens, unless losses depend on where they end.
+    # Sources may end documents in several tokens, unless losses depend on document ends.
     by_ends = config.data.mask_end_of_document
     identities = [(t.hash, t.vocab_size, t.end_of_document_id * by_ends) for t in tokenizers]
     described = [
@@ -87,7 +87,7 @@ def check_same_tokenizer(config: RunConfig, tables: Sequence[ShardTable]) -> lis
         Problem(
             config.data.key_of(number),
             config.data.mixture[number].path,
-            f"was made with another tokenizer ({described[number]}) than "
+            f"was made with a different tokenizer ({described[number]}) than "
             f"{config.data.mixture[0].path} ({described[0]})",
             "tokenize all sources of a mixture with the same tokenizer",
         )
@@ -97,16 +97,16 @@ def check_same_tokenizer(config: RunConfig, tables: Sequence[ShardTable]) -> lis
 
 
 def check_same_beginnings(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
-    """Whether the texts of all sources begin alike: a prompt can begin in one way only.
+    """Check that the texts of all sources begin alike: a prompt can begin in one way only.
 
-    Conversations begin as their template writes them.
+    Conversations begin according to their template.
     """
     texts = [number for number, table in enumerate(tables) if not table.is_masked]
     beginnings = {number: tables[number].tokenizer.beginning_ids or () for number in texts}
 
     def shown(number: int) -> str:
         ids = ", ".join(map(str, beginnings[number]))
-        return f"with token {ids}" if ids else "with no token of their own"
+        return f"with token {ids}" if ids else "with no special token"
 
     return [
         Problem(
@@ -122,15 +122,15 @@ def check_same_beginnings(config: RunConfig, tables: Sequence[ShardTable]) -> li
 
 
 def check_same_templates(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
-    """Whether one chat template wrote all conversations: an export can have one only."""
+    """Check that one chat template rendered all conversations: an export can have only one."""
     known = [table.tokenizer.chat_template for table in tables]
     first = next((number for number, template in enumerate(known) if template is not None), 0)
     return [
         Problem(
             config.data.key_of(number),
             config.data.mixture[number].path,
-            "its conversations were written by another chat template than those of "
-            f"{config.data.mixture[first].path}, and the export can have one only",
+            "its conversations were rendered by a different chat template than those of "
+            f"{config.data.mixture[first].path}, and the export can have only one",
             "tokenize both with the same --chat-template",
         )
         for number, template in enumerate(known)
@@ -139,9 +139,10 @@ def check_same_templates(config: RunConfig, tables: Sequence[ShardTable]) -> lis
 
 
 def check_same_directory(config: RunConfig) -> list[Problem]:
-    """Whether two sources of the mixture are one, by links or mounts: it would be read twice."""
+    """Check that no two sources of the mixture are the same by links or mounts: it would be read
+    twice."""
     status = [os.stat(source.path) for source in config.data.mixture]
-    places = [(found.st_dev, found.st_ino) for found in status]
+    places = [(one.st_dev, one.st_ino) for one in status]
     return [
         Problem(
             config.data.key_of(number),
@@ -156,18 +157,19 @@ def check_same_directory(config: RunConfig) -> list[Problem]:
 
 
 def check_tokenizer_files(config: RunConfig) -> list[Problem]:
-    """Whether the tokenizer that comes with the data, which a run copies, is files of its own."""
-    found = []
+    """Check that the data's tokenizer, which a run copies, consists of regular files."""
+    problems = []
     for number, source in enumerate(config.data.mixture):
         why = foreign_file(Path(source.path), TOKENIZER_DIRECTORY)
         if why is not None:
-            remedy = "look where this dataset comes from, and put files there instead"
-            found.append(Problem(config.data.key_of(number), source.path, why, remedy))
-    return found
+            remedy = "check the origin of this dataset, and replace links by files"
+            problems.append(Problem(config.data.key_of(number), source.path, why, remedy))
+    return problems
 
 
 def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Problem]:
-    """Whether every source holds one sample, and all of them together one global batch."""
+    """Check that every source has at least one sample, and all together at least one global
+    batch."""
     length = config.batch.sequence_length
     chunk_length = config.data.chunk_length or length
     tokens = [dataset.table.num_tokens("train") for dataset in datasets]
@@ -193,7 +195,7 @@ def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Pr
                     path,
                     f"has {tokens[number]} training tokens, too few for one sample of "
                     f"{chunk_length} + 1",
-                    "leave it out, tokenize more text, or set a smaller "
+                    "remove it, tokenize more text, or set a smaller "
                     + ("batch.sequence_length" if chunk_length == length else "data.chunk_length"),
                 )
             )
@@ -205,14 +207,14 @@ def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Pr
                     path,
                     f"the held-out split has {held_out} tokens, too few for one sample of "
                     f"{length} + 1",
-                    "tokenize again with a larger --held-out, or with none",
+                    "tokenize again with a larger --held-out, or without it",
                 )
             )
     return problems
 
 
 def count_samples(config: RunConfig, dataset: TokenDataset, split: Split) -> int:
-    """The samples of a split, as `bigtrain.data.loading.loader` counts them."""
+    """Return the number of samples of a split, counted as in `bigtrain.data.loading.loader`."""
     if config.data.packing == "best_fit":
         return plan_of(config, dataset, split).num_packs
     length = config.batch.sequence_length
@@ -222,14 +224,14 @@ def count_samples(config: RunConfig, dataset: TokenDataset, split: Split) -> int
 
 
 def check_masks(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
-    """Whether conversations are isolated: attention must not see another conversation."""
+    """Check that conversations are isolated: attention must not see another conversation."""
     if config.data.isolates:
         return []
     return [
         Problem(
             "data.packing",
             config.data.packing,
-            f"conversations ({config.data.mixture[number].path}) would be cut wherever a sample "
+            f"conversations ({config.data.mixture[number].path}) would be split wherever a sample "
             "is full, and see each other",
             "set data.packing=best_fit (or at least data.document_boundaries=isolate)",
         )
@@ -241,7 +243,7 @@ def check_masks(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem
 def check_vocabulary(
     tokenizer: TokenizerRecord, model_vocab_size: int, *, trained: bool = False
 ) -> list[Problem]:
-    """Whether the shards' token ids fit a model with `model_vocab_size` rows of embedding.
+    """Check that the shards' token ids fit a model with `model_vocab_size` rows of embedding.
 
     `trained`: whether it has trained weights, whose vocabulary may grow.
     """
@@ -258,14 +260,14 @@ def check_vocabulary(
         )
         if trained:
             remedy += (
-                "; or, if this is that one with tokens added, let the weights grow: "
+                "; or, if it is the model's tokenizer with added tokens, grow the weights: "
                 "model.vocabulary.new_rows=mean_covariance"
             )
     elif model_vocab_size - tokenizer.vocab_size > MAX_PADDING_ROWS:
         rule = (
             f"too large: the shards were made with tokenizer {tokenizer.name}, whose vocabulary "
-            f"has {tokenizer.vocab_size} tokens, and more than {MAX_PADDING_ROWS} rows beyond it "
-            "are another tokenizer's"
+            f"has {tokenizer.vocab_size} tokens, and more than {MAX_PADDING_ROWS} extra rows "
+            "indicate a different tokenizer"
         )
     else:
         return []
@@ -280,7 +282,7 @@ def check_vocabulary(
 
 
 def known_vocab_size(model: ModelSection) -> int | None:
-    """Rows of the model's embedding as far as files on this machine say; None where they do not."""
+    """Return the rows of the model's embedding from files on this machine; None if unknown."""
     tree: Any = model.config
     if not isinstance(tree, dict):
         name = str(model.path if tree is None else tree)
@@ -288,7 +290,7 @@ def known_vocab_size(model: ModelSection) -> int | None:
         try:
             tree = json.loads(path.read_bytes())
         except (OSError, ValueError):
-            return None  # a hub name, or a directory that the model layer will refuse
+            return None  # a Hub name, or a directory that the model layer will refuse
     for source in (model.overrides, tree):
         if isinstance(source, dict):
             text = source.get("text_config")
@@ -311,8 +313,8 @@ def _check_tokenizer(listed: TokenizerRecord, name: str) -> list[Problem]:
         Problem(
             "data.tokenizer",
             name,
-            f"another tokenizer than the one the shards were made with ({listed.name}, "
+            f"a different tokenizer than that of the shards ({listed.name}, "
             f"{listed.vocab_size} tokens; this one has {tokenizer.vocab_size})",
-            "leave data.tokenizer out, or tokenize again with it",
+            "remove data.tokenizer, or tokenize again with it",
         )
     ]

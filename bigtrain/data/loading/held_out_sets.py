@@ -1,4 +1,4 @@
-"""What evaluations measure the loss on: held-out documents of the data, and further sets."""
+"""Sets for the evaluation loss: held-out documents of the data, and additional sets."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from bigtrain.settings.run_config import RunConfig
 def open_held_out_datasets(
     config: RunConfig, datasets: Sequence[TokenDataset], check: Level = "sizes"
 ) -> tuple[tuple[TokenDataset, ...], list[Problem]]:
-    """The sets of ``evaluation.held_out``, in its order, and a problem for each that cannot be
-    measured in this run: one that cannot be opened, has another tokenizer than the training data
-    (`datasets`), is too short, or holds conversations that would see each other."""
-    found, problems = [], []
+    """Return the sets of ``evaluation.held_out``, in its order, and a problem for each that cannot
+    be measured in this run: one that cannot be opened, has a different tokenizer than the training
+    data (`datasets`), is too short, or has conversations that would see each other."""
+    datasets_found, problems = [], []
     for number, one in enumerate(config.evaluation.held_out):
         key = f"evaluation.held_out.{number}.path"
         try:
@@ -28,29 +28,29 @@ def open_held_out_datasets(
             continue
         if problem is not None:
             problems.append(Problem(key, one.path, *problem))
-        found.append(dataset)
-    return (() if problems else tuple(found)), problems
+        datasets_found.append(dataset)
+    return (() if problems else tuple(datasets_found)), problems
 
 
 def _unfit(
     config: RunConfig, dataset: TokenDataset, training: TokenDataset
 ) -> tuple[str, str] | None:
-    """Why `dataset` cannot be measured, and what to do; None where it can."""
+    """Return why `dataset` cannot be measured, and the fix; None if it can."""
     own, other = dataset.table.tokenizer, training.table.tokenizer
     if (own.hash, own.vocab_size) != (other.hash, other.vocab_size):
         return (
-            f"was made with another tokenizer ({own.name}, {own.vocab_size} tokens) than the "
+            f"was made with a different tokenizer ({own.name}, {own.vocab_size} tokens) than the "
             f"training data ({other.name}, {other.vocab_size} tokens)",
-            "tokenize it with that of the training data",
+            "tokenize it with the tokenizer of the training data",
         )
     if dataset.table.is_masked and not config.data.isolates:
-        return "holds conversations, which would see each other", "data.packing=best_fit"
+        return "has conversations, which would see each other", "data.packing=best_fit"
     split = measured_split(dataset)
     if not count_samples(config, dataset, split):
         return (
             f"has {dataset.table.num_tokens(split)} tokens to measure, too few for one sample of "
             f"{config.batch.sequence_length} + 1",
-            "leave it out, tokenize more text, or set a smaller batch.sequence_length",
+            "remove it, tokenize more text, or set a smaller batch.sequence_length",
         )
     return None
 
@@ -58,8 +58,8 @@ def _unfit(
 def check_best(
     config: RunConfig, datasets: Sequence[TokenDataset], sets: Sequence[TokenDataset]
 ) -> list[Problem]:
-    """Whether what depends on ``evaluation.best`` has a figure to depend on: held-out documents,
-    and for bits per byte the number of their bytes."""
+    """Check that ``evaluation.best`` has a metric, if settings depend on it: held-out documents,
+    and for bits per byte their number of bytes."""
     section, stopping = config.evaluation.best, config.evaluation.early_stopping
     if section.is_of_tasks or (config.checkpoint.keep_best == 0 and stopping is None):
         return []
@@ -74,8 +74,8 @@ def check_best(
     names = [one.name for one in config.evaluation.held_out]
     measured |= dict(zip(names, sets, strict=True))
     if not measured or (section.set_name is not None and section.set_name not in measured):
-        whose = "the data holds" if section.set_name is None else f"{section.set_name} holds"
-        rule = f"{whose} out no documents to tell the best checkpoint by"
+        whose = "the data has" if section.set_name is None else f"{section.set_name} has"
+        rule = f"{whose} no held-out documents to select the best checkpoint"
         remedy = f"make shards with `bigtrain tokenize --held-out`, or set {off}"
         return [Problem(key, value, rule, remedy)]
     asked = [section.set_name] if section.set_name else measured
@@ -85,19 +85,19 @@ def check_best(
         if tokens_per_byte(measured[name], measured_split(measured[name])) is None
     ]
     if "bits_per_byte" in section.metric and unknown:
-        rule = f"is not known of {unknown[0]}: only some tokens of a conversation have a loss"
+        rule = f"is unknown for {unknown[0]}: only some tokens of a conversation have a loss"
         return [Problem("evaluation.best.metric", section.metric, rule, "held_out_loss")]
     return []
 
 
 def measured_split(dataset: TokenDataset) -> Split:
-    """What of a set is measured: its held-out documents, or all where it has none."""
+    """Return the measured split of a set: its held-out documents, or all if it has none."""
     return "held_out" if dataset.table.num_tokens("held_out") else "train"
 
 
 def tokens_per_byte(dataset: TokenDataset, split: Split) -> float | None:
-    """Tokens of `split` for each UTF-8 byte of its documents; None where a mask keeps some of them
-    from the loss, or the dataset does not say."""
+    """Return tokens of `split` per UTF-8 byte of its documents; None if a mask excludes some of
+    them from the loss, or if unknown."""
     text_bytes = dataset.table.text_bytes.get(split, 0)
     if dataset.table.is_masked or not text_bytes:
         return None

@@ -28,19 +28,19 @@ from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 
 HELD_OUT_ORDER_SEED = 0
-"""Not the run's seed: two runs on the same data are measured on the same samples."""
+"""Independent of the run's seed: two runs on the same data are measured on the same samples."""
 
 STEPS_AT_ONCE, TOKENS_AT_ONCE = 64, 1 << 19
-"""Most steps, and tokens, of one request. Passing a request between threads costs as much as
+"""Maximum steps and tokens of one request. Passing a request between threads costs as much as
 reading dozens of samples, so a thread reads several steps at once if they are small."""
 
 
 class TrainingBatches:
-    """The micro-batches of one data-parallel rank, by the number of samples consumed.
+    """Micro-batches of one data-parallel rank, by the number of samples consumed.
 
-    Which sample is which row: `bigtrain.settings.batch_plan.BatchPlan`. `workers` threads read and
-    check the rows of the steps that follow; however many there are, the batches are the same.
-    `close` ends them.
+    Assignment of samples to rows: `bigtrain.settings.batch_plan.BatchPlan`. `workers` threads read
+    and check the rows of the steps that follow; the batches do not depend on their number. `close`
+    ends them.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class TrainingBatches:
         self._collator = Collator(options.pin)
         self._workers = [_Worker(self._make_read()) for _ in range(workers)]
         self._next_worker = cycle(self._workers)
-        # Rows that were read but not returned yet, with their first sample, and the buffer they are
-        # in; requests being read, in order; free buffers.
+        # Rows that were read but not returned yet, with their first sample, and their buffer;
+        # requests being read, in order; free buffers.
         self._ready: tuple[int, StoredRows] | None = None
         self._given: StoredRows | None = None
         self._ahead: deque[tuple[_Request, _Worker]] = deque()
         self._spare: list[StoredRows] = []
 
     def step(self, first_sample: int) -> list[MicroBatch]:
-        """The `plan.accumulation` micro-batches of the step that begins with `first_sample`.
+        """Return the `plan.accumulation` micro-batches of the step that begins with `first_sample`.
 
         Every data-parallel rank calls it with the same argument. Raises DataError if a shard is
-        corrupt, also one of a step that was prefetched.
+        corrupt, also one of a prefetched step.
         """
         assert not self._closed.is_set()
         if self._ready is None or self._ready[0] != first_sample:
@@ -94,7 +94,8 @@ class TrainingBatches:
         return step.split(self.plan.micro_batch_size)
 
     def _wait(self, first_sample: int) -> StoredRows:
-        """The rows of the request that begins with `first_sample`; prefetches what follows it."""
+        """Return the rows of the request that begins with `first_sample`; prefetch the following
+        ones."""
         if self._given is not None:  # free again: tensors do not share its memory
             self._spare.append(self._given)
             self._given = None
@@ -154,7 +155,7 @@ class TrainingBatches:
 
 @dataclass(frozen=True)
 class _Request:
-    """Of `num_steps` steps from `first_sample` on, to be read into the first of `rows`."""
+    """Request of `num_steps` steps from `first_sample` on, to be read into the first of `rows`."""
 
     first_sample: int
     num_steps: int
@@ -162,7 +163,7 @@ class _Request:
 
 
 class _Worker:
-    """A thread that serves requests in order; the result is None, or the exception raised."""
+    """Thread that serves requests in order; the result is None, or the exception raised."""
 
     def __init__(self, read: Callable[[_Request], None]) -> None:
         self.requests: SimpleQueue[_Request | None] = SimpleQueue()
@@ -183,11 +184,11 @@ class _Worker:
 
 @dataclass(frozen=True)
 class HeldOutBatches:
-    """The same held-out samples at every evaluation, divided over the data-parallel ranks.
+    """Held-out samples, the same at every evaluation, divided over the data-parallel ranks.
 
-    They are the first `samples` of a fixed permutation (all of them where there are fewer). Every
-    rank gets as many micro-batches, so that collectives in the forward pass match; rows
-    beyond the last sample have no labels but -100.
+    They are the first `samples` of a fixed permutation (all of them if there are fewer). Every
+    rank gets the same number of micro-batches, so that collectives in the forward pass match; rows
+    beyond the last sample have only labels -100.
     """
 
     dataset: Samples
@@ -215,9 +216,9 @@ class HeldOutBatches:
 
 @dataclass(frozen=True)
 class HeldOutSource:
-    """The held-out batches of one source, its name, and its weight in the mixture.
+    """Held-out batches of one source, its name, and its weight in the mixture.
 
-    tokens_per_byte: of its split's text; None where not all tokens have a loss, or unknown.
+    tokens_per_byte: of its split's text; None if not all tokens have a loss, or unknown.
     """
 
     name: str
@@ -235,10 +236,10 @@ def open_training_data(
     datasets: Sequence[TokenDataset] | None = None,
     device_pin: bool = False,
 ) -> TrainingBatches:
-    """The training batches of rank `data_rank`, from the dataset or mixture of `config.data`.
+    """Open the training batches of rank `data_rank`, from the dataset or mixture of `config.data`.
 
-    `phase`: where the run stands; by default at its beginning. `datasets`: those of the mixture in
-    its order, where they are open already. No collective. Raises DataError where a dataset is
+    `phase`: position of the run; by default its start. `datasets`: those of the mixture in
+    its order, if they are open already. No collective. Raises DataError if a dataset is
     missing, corrupt or too short.
     """
     if datasets is None:
@@ -273,9 +274,9 @@ def open_held_out(
     datasets: Sequence[TokenDataset] | None = None,
     device_pin: bool = False,
 ) -> list[HeldOutSource]:
-    """The held-out batches of rank `data_rank`, of each source that has held-out documents.
+    """Open the held-out batches of rank `data_rank`, of each source that has held-out documents.
 
-    Arguments as of `open_training_data`. Raises DataError where a source has some, but too few for
+    Arguments as in `open_training_data`. Raises DataError if a source has some, but too few for
     one sample. No collective.
     """
     if datasets is None:
@@ -310,16 +311,16 @@ def open_held_out_sets(
     weight: int,
     device_pin: bool = False,
 ) -> list[HeldOutSource]:
-    """The batches of rank `data_rank` of the sets of ``evaluation.held_out``, which `datasets` are;
+    """Return the batches of rank `data_rank` for `datasets`, the sets of ``evaluation.held_out``;
     `weight` of each in the mean over all. No collective."""
     options = _options(config, datasets, device_pin) if datasets else BatchOptions()
-    found = []
+    sources = []
     for one, dataset in zip(config.evaluation.held_out, datasets, strict=True):
         split = measured_split(dataset)
         samples = _samples(config, dataset, split, plan.sequence_length)
         batches = HeldOutBatches(samples, plan, data_rank, config.evaluation.samples, options)
-        found.append(HeldOutSource(one.name, weight, batches, tokens_per_byte(dataset, split)))
-    return found
+        sources.append(HeldOutSource(one.name, weight, batches, tokens_per_byte(dataset, split)))
+    return sources
 
 
 def _samples(
@@ -339,7 +340,7 @@ def _samples(
 
 
 def _options(config: RunConfig, datasets: Sequence[TokenDataset], pin: bool) -> BatchOptions:
-    # Preflight has found all datasets to have the same tokenizer.
+    # Preflight has checked that all datasets have the same tokenizer.
     end = datasets[0].table.tokenizer.end_of_document_id
     return BatchOptions(
         end_of_document_id=end if config.data.mask_end_of_document else None,

@@ -1,7 +1,7 @@
-"""Maps sample i of a run to its tokens: a pure function of the seed and i.
+"""Mapping from sample i of a run to its tokens: a pure function of the seed and i.
 
 Shuffle, mixture, packing, and the phases of a run whose data or sequence length changed. Nothing
 here depends on ranks, so a run can resume with any world size. Imports `shards`; `loading` and
-`run` import it. Start with `phases` and `mixture`; samples are cut from `token_stream` by
+`run` import it. Start with `phases` and `mixture`; samples are slices of `token_stream` by
 `windows`, or packed by `packed_samples`.
 """

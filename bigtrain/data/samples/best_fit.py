@@ -1,9 +1,9 @@
-"""Best-fit-decreasing packing of whole documents into samples. numpy only.
+"""Best-fit-decreasing packing of complete documents into samples. numpy only.
 
-A sample of sequence length T has room for T + 1 tokens, T inputs and the last label. Documents are
-taken by decreasing length, and each goes into the fullest sample in which it fits (Johnson 1973;
-for training, Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv 2404.10830).
-A longer document is truncated, or cut into pieces that share one token, so that each of its targets
+A sample of sequence length T has space for T + 1 tokens, T inputs and the last label. Documents are
+placed by decreasing length, and each goes into the fullest sample in which it fits (Johnson 1973;
+for training, Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv 2404.10830). A
+longer document is truncated, or split into pieces that share one token, so that each of its targets
 is predicted once. About a million pieces are packed at a time, so memory is bounded for any number
 of documents, and the result depends only on the dataset and T.
 """
@@ -23,7 +23,7 @@ from bigtrain.data.shards.format import Shard
 LongDocuments = Literal["cut", "truncate"]
 
 BLOCK_PIECES = 1 << 20
-"""Pieces packed together: about 0.1 GiB of memory, and no padding to speak of."""
+"""Pieces packed together: about 0.1 GiB of memory, and negligible padding."""
 
 READ_DOCUMENTS = 1 << 16
 MASK_READ_BYTES = 1 << 22
@@ -33,7 +33,7 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass
 class PackingCounts:
-    """What packing did with a split.
+    """Statistics of packing a split.
 
     A document of 0 or 1 token has no target, nor has a piece whose targets are all masked: they are
     dropped. `truncated_tokens` are those beyond the end of truncated documents.
@@ -68,9 +68,9 @@ def pack_blocks(
     long_documents: LongDocuments,
     counts: PackingCounts,
 ) -> Iterator[Block]:
-    """The packs of all documents of `shards`, block by block; adds to `counts` what was done.
+    """Yield the packs of all documents of `shards`, block by block; update `counts`.
 
-    Raises DataError where an index is corrupt.
+    Raises DataError if an index is corrupt.
     """
     pieces = _pieces(shards, sequence_length, long_documents, counts)
     for starts, lengths in _blocks(pieces):
@@ -82,16 +82,16 @@ def pack_blocks(
 
 
 def best_fit_decreasing(lengths: Integers, capacity: int) -> tuple[Integers, int]:
-    """The pack of every item, int64 [items], and the number of packs.
+    """Return the pack of every item, int64 [items], and the number of packs.
 
     `lengths` are 1 to `capacity`. Items of one length are placed together: the fullest pack that
-    has room for one gets as many of them as fit, which is what placing them singly would do.
+    has space for one gets as many as fit, the same result as placing them one by one.
     """
     num_items = len(lengths)
     assert not num_items or 1 <= lengths.min() <= lengths.max() <= capacity
-    packs_with: dict[int, list[int]] = {}  # by the room that is left
-    rooms: list[int] = []  # the keys of it, ascending
-    placed: list[int] = []  # packs of the items by falling length
+    packs_with: dict[int, list[int]] = {}  # by free space
+    rooms: list[int] = []  # its keys, ascending
+    placed: list[int] = []  # packs of the items by decreasing length
     num_packs = 0
 
     def add_room(packs: list[int], room: int) -> None:
@@ -133,13 +133,13 @@ def best_fit_decreasing(lengths: Integers, capacity: int) -> tuple[Integers, int
                 add_room([chosen.pop()], room - last * length)
             if chosen:
                 add_room(chosen, room - each * length)
-    found = np.empty(num_items, np.int64)
-    found[np.argsort(-lengths, kind="stable")] = placed
-    return found, num_packs
+    pack_of_item = np.empty(num_items, np.int64)
+    pack_of_item[np.argsort(-lengths, kind="stable")] = placed
+    return pack_of_item, num_packs
 
 
 def _blocks(pieces: Iterable[tuple[Integers, Integers]]) -> Iterator[tuple[Integers, Integers]]:
-    """The same pieces, `BLOCK_PIECES` of them together."""
+    """Yield the same pieces, `BLOCK_PIECES` of them together."""
     waiting: list[tuple[Integers, Integers]] = []
     count = 0
     for part in pieces:
@@ -162,7 +162,7 @@ def _pieces(
     long_documents: LongDocuments,
     counts: PackingCounts,
 ) -> Iterator[tuple[Integers, Integers]]:
-    """First token in the stream and length of every piece with a target, in order."""
+    """Yield first token in the stream and length of every piece with a target, in order."""
     room = sequence_length + 1
     shard_begin = 0
     for shard in shards:
@@ -181,7 +181,7 @@ def _pieces(
             counts.dropped_tokens += int(lengths[short].sum())
             starts, sizes = _cut(begins, lengths, sequence_length)
             if shard.mask_path is not None:
-                # The first token of a piece is predicted in the one before, or not at all.
+                # The first token of a piece is predicted in the previous one, or not at all.
                 bounds = np.stack([starts + 1, starts + sizes], axis=1)
                 set_bits = _set_bits_before(shard.mask_bytes, bounds.reshape(-1))
                 learned = np.diff(set_bits)[::2] > 0
@@ -193,8 +193,8 @@ def _pieces(
 
 
 def _cut(begins: Integers, lengths: Integers, sequence_length: int) -> tuple[Integers, Integers]:
-    """Pieces of at most `sequence_length` + 1 tokens, each beginning with the last of the one
-    before; none of a document without a target."""
+    """Return pieces of at most `sequence_length` + 1 tokens, each beginning with the last token of
+    the previous one; none for a document without a target."""
     num_pieces = np.maximum(lengths - 2, -1) // sequence_length + 1
     document = np.repeat(np.arange(len(lengths)), num_pieces)
     number = np.arange(len(document)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
@@ -203,7 +203,7 @@ def _cut(begins: Integers, lengths: Integers, sequence_length: int) -> tuple[Int
 
 
 def _documents(shard: Shard) -> Iterator[tuple[Integers, Integers]]:
-    """First token and length of every document of `shard`, many at a time."""
+    """Yield first token and length of every document of `shard`, many at a time."""
     item = shard.dtype.itemsize
     for low in range(0, shard.num_documents, READ_DOCUMENTS):
         sequences = shard.document_starts[low : low + READ_DOCUMENTS + 1].astype(np.int64)
@@ -224,9 +224,9 @@ def _documents(shard: Shard) -> Iterator[tuple[Integers, Integers]]:
 
 
 def _set_bits_before(mask: npt.NDArray[np.uint8], positions: Integers) -> Integers:
-    """Set bits of `mask` before each of `positions`, which ascend, counted from the byte that the
-    first of them is in."""
-    found = np.empty(len(positions), np.int64)
+    """Return the number of set bits of `mask` before each of `positions`, which ascend, counted
+    from the byte that the first of them is in."""
+    counts = np.empty(len(positions), np.int64)
     before = 0
     low_byte = int(positions[0]) // 8 if len(positions) else 0
     done = 0
@@ -238,11 +238,11 @@ def _set_bits_before(mask: npt.NDArray[np.uint8], positions: Integers) -> Intege
         if low_byte + len(part) >= len(mask):
             high = len(positions)
         here = positions[done:high] - 8 * low_byte
-        # The bits of the byte that a position is in; after the last byte there are none.
+        # The bits of the byte that a position is in; none exist after the last byte.
         byte = np.append(part, np.uint8(0))[here // 8]
         bits = np.bitwise_count(byte & ((1 << (here % 8)) - 1).astype(np.uint8))
-        found[done:high] = before + sums[here // 8] + bits
+        counts[done:high] = before + sums[here // 8] + bits
         before += int(sums[-1])
         low_byte += len(part)
         done = high
-    return found
+    return counts

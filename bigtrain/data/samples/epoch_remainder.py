@@ -1,9 +1,9 @@
-"""The unread rest of an epoch when a run changes its chunk length: samples joined from pieces.
+"""Unread remainder of an epoch when a run changes its chunk length: samples joined from pieces.
 
 The chunks of an epoch in permuted order form one stream of tokens, of which a run has read a
-prefix. Samples of any length are cut from the rest, so that nothing is read twice and less than one
-sample is skipped. Where a sample continues in the next chunk, that position counts as the beginning
-of a document and is not a target. numpy only.
+prefix. Samples of any length are taken from the rest, so that nothing is read twice and less than
+one sample is skipped. If a sample continues in the next chunk, that position counts as the
+beginning of a document and is not a target. numpy only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bigtrain.data.samples.windows import PackedWindows, count_windows
 
 @dataclass(frozen=True)
 class EpochRemainder:
-    """The rest of epoch `epoch` of a source, in chunks of `chunk_length` tokens: all but the first
+    """Remainder of epoch `epoch` of a source, in chunks of `chunk_length` tokens: all but the first
     `tokens_read` in the order of that epoch."""
 
     chunk_length: int
@@ -27,14 +27,14 @@ class EpochRemainder:
     tokens_read: int
 
     def num_samples(self, num_tokens: int, sequence_length: int) -> int:
-        """Number of samples that can be joined, for a source of `num_tokens`."""
+        """Return the number of samples that can be joined, for a source of `num_tokens`."""
         total = count_windows(num_tokens, self.chunk_length) * self.chunk_length
         return (total - self.tokens_read) // sequence_length
 
     def pieces(
         self, samples: Indices, num_tokens: int, sequence_length: int, seed: int, source: int
     ) -> Pieces:
-        """The pieces of which `samples`, counted from 0, are joined.
+        """Return the pieces from which `samples`, counted from 0, are joined.
 
         `seed`, `source`: of the order of the epoch (`bigtrain.data.samples.shuffle`).
         """
@@ -56,8 +56,8 @@ class EpochRemainder:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Ranges of a source's tokens, int64 [pieces]: which of the samples asked for they are of,
-    their places in it, first tokens and lengths. A sample's last piece has the label after it."""
+    """Ranges of a source's tokens, int64 [pieces]: index of the requested sample,
+    positions in it, first tokens and lengths. A sample's last piece includes the label after it."""
 
     samples: Indices
     places: Indices
@@ -66,7 +66,7 @@ class Pieces:
 
 
 class JoinedWindows:
-    """The samples of `windows`, then those joined of `rest`.
+    """Samples of `windows`, then those joined from `rest`.
 
     `seed`, `source`: see `EpochRemainder.pieces`.
     """

@@ -15,9 +15,11 @@ from bigtrain.settings.run_config import DataSection, RunConfig
 
 @dataclass(frozen=True)
 class SourceIdentity:
-    """A dataset: `hash` of its tokenizer and of its training tokens in order, and their number.
+    """Identity of a dataset: `hash` of its tokenizer and of its training tokens in order, and their
+    number.
 
-    Of packed documents `num_tokens` is that of a stream of as many samples. `path` is for messages.
+    For packed documents `num_tokens` is that of a stream with the same number of samples. `path` is
+    for messages.
     """
 
     path: str
@@ -28,12 +30,12 @@ class SourceIdentity:
 def identify_sources(
     config: RunConfig, datasets: Sequence[TokenDataset]
 ) -> tuple[SourceIdentity, ...]:
-    """What `datasets` are, those of the mixture in its order.
+    """Return the identities of `datasets`, those of the mixture in its order.
 
-    Documents that are packed are another dataset at every sequence length: what of it was read in
-    samples of one length says nothing of samples of another.
+    Packed documents are a different dataset at every sequence length: the part that was read in
+    samples of one length does not determine the part in samples of another.
     """
-    found = []
+    identities = []
     for source, dataset in zip(config.data.mixture, datasets, strict=True):
         digest = xxhash.xxh3_64(dataset.table.tokenizer.hash.encode())
         _add_tokens(digest, dataset.table)
@@ -43,13 +45,13 @@ def identify_sources(
             digest.update(f"best_fit:{length}:{config.data.long_documents}".encode())
             plan = plan_of(config, dataset, "train")
             num_tokens = plan.num_packs * length + 1
-        found.append(SourceIdentity(source.path, digest.hexdigest(), num_tokens))
-    return tuple(found)
+        identities.append(SourceIdentity(source.path, digest.hexdigest(), num_tokens))
+    return tuple(identities)
 
 
 def data_hash(data: DataSection, datasets: Sequence[TokenDataset]) -> str:
-    """Identity of all that is trained on, the mixture's datasets in its order. A mixture's
-    is also that of its weights; a mixture of one source is that source."""
+    """Return the identity of all training data, the mixture's datasets in its order. A mixture's
+    includes its weights; a mixture of one source has the identity of that source."""
     digest = xxhash.xxh3_64(datasets[0].table.tokenizer.hash.encode())
     for source, dataset in zip(data.mixture, datasets, strict=True):
         if len(datasets) > 1:

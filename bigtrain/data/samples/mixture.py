@@ -1,11 +1,11 @@
-"""Several datasets read as one: which source sample n comes from, and which of its windows.
+"""Mixture of several datasets: the source of sample n, and its window there.
 
-Sample n lies in block ``n // BLOCK_SAMPLES``. How many samples every source has given before a
+Sample n is in block ``n // BLOCK_SAMPLES``. The number of samples of every source before a
 block is the Webster (Sainte-Lague) apportionment of that many seats by weight; inside the block a
 keyed permutation mixes the sources, each of which is read in its own `SampleOrder`. All of it is a
-pure function of (seed, n) and the weights, and any sample is found in the time of one block.
+pure function of (seed, n) and the weights, and any sample is computed in the time of one block.
 
-Webster's method is monotone in the number of seats (no source ever takes a sample back; Balinski
+Webster's method is monotone in the number of seats (no source ever loses a sample; Balinski
 and Young 1982, "Fair representation"), which largest remainders are not. numpy only.
 """
 
@@ -25,15 +25,15 @@ from bigtrain.data.samples.shuffle import SampleOrder, shuffle_block
 from bigtrain.settings.run_config import SourceSection
 
 BLOCK_SAMPLES = 1024
-"""Proportions hold at every multiple of this; a resumed run computes at most one block again."""
+"""Proportions are exact at its multiples; a resumed run computes at most one block again."""
 
 BLOCKS_AT_ONCE = 16
-"""Of which the order is computed together, in some milliseconds: walking the few samples that a
+"""Blocks whose order is computed together, in some milliseconds: walking the few samples that a
 permutation sends outside of a small source takes numpy as long as thousands."""
 
 
 class MixedSamples:
-    """The samples of several sources, numbered one source after another."""
+    """Samples of several sources, numbered one source after another."""
 
     def __init__(self, sources: Sequence[Samples]) -> None:
         assert len({source.sequence_length for source in sources}) == 1
@@ -64,11 +64,11 @@ class MixedSamples:
 
 
 class MixtureOrder:
-    """The order in which a run reads sources, each in its own of `orders`, in the proportions of
+    """Order in which a run reads sources, each in its own of `orders`, in the proportions of
     `weights`, positive integers.
 
-    Windows are numbered as `MixedSamples` does, one source after another. `first_sample` is the
-    sample of the run with which this order begins.
+    Windows are numbered as in `MixedSamples`, one source after another. `first_sample` is the
+    sample of the run at which this order begins.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class MixtureOrder:
         self._offsets = [0, *accumulate(sizes)][:-1]
         # Several steps read the same blocks, and numpy does more in one call.
         self._blocks = lru_cache(maxsize=2)(self._windows_of_blocks)
-        # Samples that each source gives before a block; a block's end is the next's begin.
+        # Samples of each source before a block; a block's end is the next one's start.
         self._before = lru_cache(maxsize=2)(
             lambda block: apportion(self.weights, block * BLOCK_SAMPLES)
         )
 
     def windows(self, first_sample: int, count: int) -> Indices:
-        """Windows of samples `first_sample` to `first_sample + count`, int64 [count]."""
+        """Return the windows of samples `first_sample` to `first_sample + count`, int64 [count]."""
         assert first_sample >= self.first_sample
         parts = [np.empty(0, np.int64)]
         position = first_sample - self.first_sample
@@ -106,9 +106,10 @@ class MixtureOrder:
         return np.concatenate(parts)
 
     def counts(self, sample: int) -> list[int]:
-        """Samples of each source before `sample`, counted from `first_sample` of this order.
+        """Return the samples of each source before `sample`, counted from `first_sample` of this
+        order.
 
-        In the time of one block, wherever `sample` lies.
+        Takes the time of one block for any `sample`.
         """
         block, offset = divmod(sample - self.first_sample, BLOCK_SAMPLES)
         if len(self._orders) == 1:
@@ -119,20 +120,22 @@ class MixtureOrder:
         return counts
 
     def _windows_of_blocks(self, number: int) -> Indices:
-        """Of `BLOCKS_AT_ONCE` blocks, the first of which is ``number * BLOCKS_AT_ONCE``."""
+        """Return the windows of `BLOCKS_AT_ONCE` blocks, the first of which is ``number *
+        BLOCKS_AT_ONCE``."""
         first, size = number * BLOCKS_AT_ONCE, BLOCKS_AT_ONCE * BLOCK_SAMPLES
         if len(self._orders) == 1:
             return self._orders[0].windows(first * BLOCK_SAMPLES, size)
         before = self._before(first)
         blocks = [self._places(first + k) for k in range(BLOCKS_AT_ONCE)]
-        found = np.empty(size, np.int64)
+        windows = np.empty(size, np.int64)
         for source, order in enumerate(self._orders):
             own = np.concatenate([b[source] + k * BLOCK_SAMPLES for k, b in enumerate(blocks)])
-            found[own] = order.windows(before[source], len(own)) + self._offsets[source]
-        return found
+            windows[own] = order.windows(before[source], len(own)) + self._offsets[source]
+        return windows
 
     def _places(self, block: int) -> list[Indices]:
-        """The places in a block that each source gives, ascending: it reads them in that order."""
+        """Return the positions of each source in a block, ascending: it reads them in this
+        order."""
         before, after = self._before(block), self._before(block + 1)
         places = shuffle_block(BLOCK_SAMPLES, self.seed, block, self.first_sample)
         ends = np.cumsum(np.subtract(after, before))
@@ -140,14 +143,15 @@ class MixtureOrder:
 
 
 def apportion(weights: Sequence[int], seats: int) -> list[int]:
-    """Webster's apportionment of `seats` among positive integer `weights`; ties to the first.
+    """Return Webster's apportionment of `seats` among positive integer `weights`; ties to the
+    first.
 
     Sums to `seats`, grows in no entry when `seats` shrinks, and is within ``(1 + len(weights)) /
     2`` of the exact share in every entry. Exact at any size: integer arithmetic throughout.
     """
     total = sum(weights)
-    # Rounded exact shares are a Webster apportionment of their own sum; what is missing or too
-    # much is given or taken by the same rule, one seat at a time.
+    # Rounded exact shares are a Webster apportionment of their own sum; missing or excess
+    # seats are added or removed by the same rule, one at a time.
     counts = [(2 * seats * weight + total) // (2 * total) for weight in weights]
     missing = seats - sum(counts)
     if missing > 0:
@@ -176,9 +180,9 @@ def apportion(weights: Sequence[int], seats: int) -> list[int]:
 
 
 def integer_weights(sources: Sequence[SourceSection], sizes: Sequence[int]) -> list[int]:
-    """The proportions of `sources` of `sizes` windows, as integers without a common divisor.
+    """Return the proportions of `sources` of `sizes` windows, as integers without a common divisor.
 
-    Weights are what they say in decimal, not their nearest binary fraction, so that 0.1 and 0.3
+    Weights are exact decimal numbers, not the nearest binary fraction, so that 0.1 and 0.3
     are 1 to 3 on every machine.
     """
     shares = [

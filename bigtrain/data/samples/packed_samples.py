@@ -1,4 +1,4 @@
-"""Samples of whole documents, by a packing plan. numpy only."""
+"""Samples of complete documents, by a packing plan. numpy only."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from bigtrain.settings.run_config import RunConfig
 
 
 class PackedDocuments:
-    """The samples of `plan`, whose documents lie in `stream`.
+    """Samples of `plan`, whose documents are in `stream`.
 
-    A row holds its documents one after another and then padding, token 0 without loss, which is
-    told as a document of its own.
+    A row contains its documents one after another and then padding, token 0 without loss, which is
+    marked as a separate document.
     """
 
     masks_loss = True
@@ -63,7 +63,8 @@ class PackedDocuments:
         return " and ".join(self.stream.describe(start, length) for start, length in pieces)
 
     def _pieces(self, samples: Indices) -> tuple[Indices, Indices, Indices]:
-        """First tokens and lengths of the samples' pieces, and how many each sample has."""
+        """Return first tokens and lengths of the samples' pieces, and the number of each
+        sample's."""
         assert 0 <= samples.min() <= samples.max() < self.num_samples
         plan = self.plan
         high = plan.row_ends[samples]
@@ -87,7 +88,7 @@ class PackedDocuments:
 
 @dataclass(frozen=True)
 class PackingReport:
-    """What packing made of one split of one dataset, human-readable and for
+    """Packing result of one split of one dataset, human-readable and for
     ``environment.json``."""
 
     path: str
@@ -114,26 +115,27 @@ class PackingReport:
 def packing_reports(
     config: RunConfig, datasets: Sequence[TokenDataset]
 ) -> tuple[PackingReport, ...]:
-    """Of `datasets`, those of the mixture in its order, where the run packs; else none."""
+    """Return reports on `datasets`, those of the mixture in its order, if the run packs; else
+    none."""
     if config.data.packing != "best_fit":
         return ()
-    found = []
+    reports = []
     splits: Sequence[Split] = ("train", "held_out")
     for source, dataset in zip(config.data.mixture, datasets, strict=True):
         for split in splits:
             if dataset.table.num_tokens(split):
                 plan = plan_of(config, dataset, split)
-                found.append(PackingReport(source.path, split, plan))
-    return tuple(found)
+                reports.append(PackingReport(source.path, split, plan))
+    return tuple(reports)
 
 
 def plan_of(config: RunConfig, dataset: TokenDataset, split: Split) -> PackingPlan:
-    """The plan that a run reads `split` by."""
+    """Return the packing plan by which a run reads `split`."""
     return open_plan(dataset, split, config.batch.sequence_length, config.data.long_documents)
 
 
 def packed_documents(config: RunConfig, dataset: TokenDataset, split: Split) -> PackedDocuments:
-    """The samples of `split` in a run that packs. Raises DataError where there is none."""
+    """Return the samples of `split` in a run that packs. Raise DataError if there are none."""
     plan = plan_of(config, dataset, split)
     if not plan.num_packs:
         raise DataError(f"no document has a target: {plan.describe()} -> tokenize more text")

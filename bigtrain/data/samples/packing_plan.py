@@ -1,7 +1,7 @@
 """Packing plans on disk: the pieces of documents in every sample, computed once. numpy only.
 
 A plan is a pure function of the dataset, so the file is a cache: if it is missing or its size does
-not match its header, it is made again (`bigtrain.system.made_once`). It is in ``DATASET/plans/``,
+not match its header, it is recreated (`bigtrain.system.made_once`). It is in ``DATASET/plans/``,
 or if that cannot be written in ``plans/`` of the user's cache (`bigtrain.system.user_cache`), or
 else in a temporary file of the process.
 
@@ -46,10 +46,10 @@ DIRECTORY = "plans"
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """A plan: memory maps of its file, and what the packing did.
+    """Packing plan: memory maps of its file, and packing statistics.
 
     `row_ends` int64 [packs], `starts` int64 [pieces], `lengths` int32 [pieces]: `best_fit.Block`.
-    `path` is None where it could not be kept.
+    `path` is None if it could not be stored.
     """
 
     row_ends: npt.NDArray[np.int64]
@@ -65,7 +65,7 @@ class PackingPlan:
 
     @property
     def padding_fraction(self) -> float:
-        """Share of the places of all packs that hold no token."""
+        """Share of unused positions in all packs."""
         return 1 - self.counts.packed_tokens / max(1, self.num_packs * (self.sequence_length + 1))
 
     def describe(self) -> str:
@@ -75,7 +75,7 @@ class PackingPlan:
             f"padding {self.padding_fraction:.3%}",
         ]
         if counts.cut_documents:
-            parts.append(f"{counts.cut_documents:,} longer than a sample are cut")
+            parts.append(f"{counts.cut_documents:,} longer than a sample are split")
         if counts.truncated_documents:
             lost = counts.truncated_tokens / tokens
             parts.append(
@@ -92,10 +92,10 @@ class PackingPlan:
 def open_plan(
     dataset: TokenDataset, split: Split, sequence_length: int, long_documents: LongDocuments
 ) -> PackingPlan:
-    """The plan of `split`, read where it lies or made now (about a microsecond for each document).
+    """Return the plan of `split`, read from disk or created now (about a microsecond per document).
 
-    Any number of processes may call it at once. Raises DataError where an index is corrupt, and
-    where there is no room for it anywhere.
+    Any number of processes may call it at once. Raises DataError if an index is corrupt, and
+    if no location has space for it.
     """
     digest = xxhash.xxh3_64(f"{sequence_length}:{long_documents}".encode())
     shards = dataset.table.splits.get(split)
@@ -136,7 +136,7 @@ def _write(
     sequence_length: int,
     long_documents: LongDocuments,
 ) -> None:
-    """A new plan."""
+    """Write a new plan."""
     counts = PackingCounts()
     blocks = pack_blocks(shards, sequence_length, long_documents, counts)
     with ExitStack() as stack:
@@ -151,7 +151,7 @@ def _write(
 def _write_arrays(
     arrays: Sequence[IO[bytes]], blocks: Iterable[Block], counts: PackingCounts
 ) -> bytes:
-    """Write the three arrays into a file each; returns the header."""
+    """Write each of the three arrays into a file; return the header."""
     num_packs = num_pieces = 0
     for block in blocks:
         arrays[0].write((block.row_ends + num_pieces).astype("<i8").tobytes())
@@ -163,7 +163,7 @@ def _write_arrays(
 
 
 def _map(file: IO[bytes], sequence_length: int, path: Path | None = None) -> PackingPlan | None:
-    """The plan in `file`; None if it is not complete."""
+    """Return the plan in `file`; None if it is incomplete."""
     size = os.fstat(file.fileno()).st_size
     file.seek(0)
     header = file.read(HEADER.size)

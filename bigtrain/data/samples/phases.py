@@ -1,6 +1,6 @@
-"""Tracks what a run has read across changes of its data, so that no epoch reads anything twice.
+"""Phases of a run: its position across changes of its data, so that no epoch reads anything twice.
 
-A phase is a stretch of a run with the same sources, weights and sequence length. Sample ``i`` of
+A phase is a part of a run with the same sources, weights and sequence length. Sample ``i`` of
 the run is a pure function of the seed, ``i`` and the last phase, a few numbers for each source.
 
 Chunks of tokens, by default of one sample, are permuted. If a new sequence length divides them, the
@@ -26,12 +26,12 @@ from bigtrain.settings.run_config import RunConfig, SourceSection
 
 @dataclass(frozen=True)
 class SourcePhase:
-    """A source in a phase.
+    """Source in a phase.
 
-    path, hash: as in `SourceIdentity`. number: which of the run's sources it was when it first
-    appeared, counted from 0. weight: its integer share, 0 where it is not read any more. start:
-    its samples that count as read when the phase begins, in the phase's sequence length, epochs
-    included. rest: what is read before that, of the epoch before `start`.
+    path, hash: as in `SourceIdentity`. number: its index among the run's sources when it first
+    appeared, counted from 0. weight: its integer share, 0 if it is no longer read. start: its
+    samples that count as read at the start of the phase, in the phase's sequence length, including
+    epochs. rest: remainder of the epoch before `start`, which is read first.
     """
 
     path: str
@@ -44,16 +44,16 @@ class SourcePhase:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> SourcePhase:
-        """Of what `dataclasses.asdict` gave."""
+        """Build from the output of `dataclasses.asdict`."""
         rest = tree.get("rest")
         return cls(**{**tree, "rest": rest and EpochRemainder(**rest)})
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of a run that begins with sample `first_sample` of it.
+    """Part of a run that begins with its sample `first_sample`.
 
-    sources: those that are read, in the order of the configuration, then those that once were.
+    sources: current ones, in the order of the configuration, then former ones.
     chunk_length: tokens of the chunks that are permuted (`bigtrain.data.samples.shuffle`).
     """
 
@@ -89,28 +89,28 @@ class Phase:
         return count_windows(source.num_tokens, self.chunk_length)
 
     def num_joined(self, source: SourcePhase) -> int:
-        """Samples of the rest of an epoch that one of its sources begins with."""
+        """Return the number of samples of the epoch remainder with which a source begins."""
         if source.rest is None:
             return 0
         return source.rest.num_samples(source.num_tokens, self.sequence_length)
 
     def describe_rests(self) -> list[str]:
         return [
-            f"{source.path}: {self.num_joined(source)} samples are joined of pieces of "
+            f"{source.path}: {self.num_joined(source)} samples are joined from pieces of "
             f"{source.rest.chunk_length} tokens until its epoch ends"
             for source in self.read
             if source.rest is not None
         ]
 
     def until(self, sample: int, seed: int) -> Phase:
-        """The same phase as if it began with `sample`, a later one."""
+        """Return the same phase as if it began at the later `sample`."""
         counts = self.order(seed).counts(sample)
         read = [self._after(source, count) for source, count in zip(self.read, counts, strict=True)]
         rest = [source for source in self.sources if not source.weight]
         return replace(self, first_sample=sample, sources=(*read, *rest))
 
     def _after(self, source: SourcePhase, count: int) -> SourcePhase:
-        """One of its sources after `count` samples of it."""
+        """Return one of its sources after `count` samples of it."""
         num_joined, rest = self.num_joined(source), source.rest
         if rest is not None and count < num_joined:
             tokens_read = rest.tokens_read + count * self.sequence_length
@@ -119,7 +119,7 @@ class Phase:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Phase:
-        """Of what `dataclasses.asdict` gave."""
+        """Build from the output of `dataclasses.asdict`."""
         sources = tuple(SourcePhase.from_json(source) for source in tree["sources"])
         return cls(**{**tree, "sources": sources})
 
@@ -127,9 +127,9 @@ class Phase:
 def first_phase(
     config: RunConfig, sources: Sequence[SourceIdentity], sequence_length: int | None = None
 ) -> Phase:
-    """The phase that a run begins with. `sources` are those of ``config.data.mixture``.
+    """Return the first phase of a run. `sources` are those of ``config.data.mixture``.
 
-    `sequence_length`: of a run that began without phases and with another one than now.
+    `sequence_length`: of a run that began without phases and with a different one.
     """
     length = sequence_length or config.batch.sequence_length
     chunk_length = length if sequence_length else config.data.chunk_length or length
@@ -140,11 +140,11 @@ def first_phase(
 def next_phase(
     last: Phase, config: RunConfig, sources: Sequence[SourceIdentity], sample: int
 ) -> Phase:
-    """The phase in which a run continues at `sample` after `last`; `last` itself if the data has
-    not changed.
+    """Return the phase in which a run continues at `sample` after `last`; `last` itself if the data
+    has not changed.
 
-    A source continues at its position, also one that was removed for a while. Raises
-    CheckpointError if the path of a source now holds other tokens.
+    A source continues at its position, also one that was removed temporarily. Raises
+    CheckpointError if the path of a source now has other tokens.
     """
     length = config.batch.sequence_length
     _refuse_other_contents(last, sources)
@@ -158,7 +158,7 @@ def next_phase(
 
 
 def _converted(source: SourcePhase, last: Phase, following: Phase) -> SourcePhase:
-    """A source of `last` at its position, as a source of `following` with weight 0."""
+    """Convert a source of `last` at its position to a source of `following` with weight 0."""
     windows = following.num_chunks(source) * following.windows_per_chunk
     rest, num_chunks = source.rest, last.num_chunks(source)
     if rest is None and following.chunk_length == last.chunk_length:
@@ -181,7 +181,8 @@ def _appear(
     chunk_length: int,
     known: Sequence[SourcePhase],
 ) -> tuple[SourcePhase, ...]:
-    """The `sources` of a phase with their weights, then the `known` ones that it does not read."""
+    """Return the `sources` of a phase with their weights, then the `known` ones that it does not
+    read."""
     windows = chunk_length // sequence_length
     sizes = [count_windows(source.num_tokens, chunk_length) * windows for source in sources]
     weights = integer_weights(mixture, sizes)
@@ -204,35 +205,35 @@ def _refuse_other_contents(last: Phase, sources: Sequence[SourceIdentity]) -> No
         there = next((old for old in last.read if old.path == source.path), None)
         if there is not None and source.hash not in known:
             raise CheckpointError(
-                f"{source.path} does not hold the training tokens that this run has read: "
+                f"{source.path} does not have the training tokens that this run has read: "
                 f"{there.num_tokens} tokens, hash {there.hash} there, {source.num_tokens} tokens, "
-                f"hash {source.hash} now -> restore it; documents that were added can go on as a "
-                "source of their own in data.sources, with checkpoint.allow_changes=[data]"
+                f"hash {source.hash} now -> restore it; added documents can be used as a "
+                "separate source in data.sources, with checkpoint.allow_changes=[data]"
             )
 
 
 def differences(before: Phase, now: Phase) -> list[tuple[str, str]]:
-    """What differs between two phases, each with the key that it is set by."""
-    found = []
+    """Return the differences between two phases, each with its configuration key."""
+    changes = []
     if before.sequence_length != now.sequence_length:
         text = f"{before.sequence_length} there, {now.sequence_length} now"
-        found.append(("batch.sequence_length", text))
+        changes.append(("batch.sequence_length", text))
     elif before.chunk_length != now.chunk_length:
         text = f"{before.chunk_length} there, {now.chunk_length} now"
-        found.append(("data.chunk_length", text))
+        changes.append(("data.chunk_length", text))
     there = {source.hash: source for source in before.read}
     here = {source.hash for source in now.read}
     key = "data.sources"
-    found += [(key, f"{source.path} is new") for source in now.read if source.hash not in there]
-    found += [
-        (key, f"{source.path} is left out") for source in before.read if source.hash not in here
+    changes += [(key, f"{source.path} is new") for source in now.read if source.hash not in there]
+    changes += [
+        (key, f"{source.path} is removed") for source in before.read if source.hash not in here
     ]
     total_there, total_here = (sum(s.weight for s in phase.read) for phase in (before, now))
     for source in now.read:
         weight = there[source.hash].weight if source.hash in there else 0
         if weight and weight * total_here != source.weight * total_there:
             shares = f"{weight / total_there:.4g} there, {source.weight / total_here:.4g} now"
-            found.append((key, f"share of {source.path}: {shares}"))
-    if not found and [s.hash for s in before.read] != [s.hash for s in now.read]:
-        found.append((key, "in another order"))
-    return found
+            changes.append((key, f"share of {source.path}: {shares}"))
+    if not changes and [s.hash for s in before.read] != [s.hash for s in now.read]:
+        changes.append((key, "in another order"))
+    return changes

@@ -1,10 +1,10 @@
-"""Sample order without a shuffled index: a keyed permutation computed where it is needed.
+"""Sample order without a shuffled index: a keyed permutation computed on demand.
 
 Sample ``i`` of a run is window ``permutation(seed, i // N)[i % N]`` of ``N`` windows: a pure
 function of the seed and ``i``. So the order is the same for every world size, micro-batch size and
 resume point, and the state of a run is one integer. numpy only.
 
-Where the sequence length may change, chunks of the longest one are permuted and cut into windows.
+If the sequence length may change, chunks of the longest one are permuted and split into windows.
 Chunks are read in groups, in permuted order: first the first window of every chunk of a group, then
 the second of every chunk, and so on. So only one group is partly read at any time, and all of its
 chunks up to the same token, plus or minus one window.
@@ -26,17 +26,17 @@ _SMALL = 64
 too few permutations, and cycle walking costs more than sorting."""
 
 GROUP_CHUNKS = 4096
-"""Most chunks of a group; in a small dataset a 64th of all chunks."""
+"""Maximum chunks of a group; in a small dataset a 64th of all chunks."""
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order in which a run reads `num_windows` windows, epoch after epoch.
+    """Order in which a run reads `num_windows` windows, epoch after epoch.
 
     Every epoch is its own permutation: every window occurs in it exactly once. `source`
-    tells the datasets of a mixture apart (`bigtrain.data.samples.mixture`). Windows are numbered as
-    they lie in the data, `windows_per_chunk` of them in every chunk. `start` is the place in the
-    order, epochs included, that counts as sample 0. Before it come `num_joined` samples which are
+    distinguishes the datasets of a mixture (`bigtrain.data.samples.mixture`). Windows are numbered
+    in data order, `windows_per_chunk` of them in every chunk. `start` is the position in the order,
+    including epochs, that counts as sample 0. Before it there are `num_joined` samples, which are
     numbered after the windows (`bigtrain.data.samples.epoch_remainder`).
     """
 
@@ -52,7 +52,7 @@ class SampleOrder:
         assert self.num_windows % self.windows_per_chunk == 0
 
     def windows(self, first_sample: int, count: int) -> Indices:
-        """Windows of samples `first_sample` to `first_sample + count`, int64 [count]."""
+        """Return the windows of samples `first_sample` to `first_sample + count`, int64 [count]."""
         end_sample = first_sample + count
         joined = np.arange(first_sample, min(end_sample, self.num_joined), dtype=np.int64)
         parts = [self.num_windows + joined]
@@ -72,7 +72,7 @@ class SampleOrder:
             return permute(places, self.num_windows, self.seed, epoch, self.source)
         num_chunks = self.num_windows // per_chunk
         group_chunks = group_size(num_chunks)
-        # What is left over when chunks are divided into groups belongs to the last one.
+        # The remainder of dividing chunks into groups belongs to the last group.
         last = num_chunks // group_chunks - 1
         group = np.minimum(places // (group_chunks * per_chunk), last)
         size = np.where(group < last, group_chunks, num_chunks - last * group_chunks)
@@ -83,13 +83,14 @@ class SampleOrder:
 
 
 def group_size(num_chunks: int) -> int:
-    """Chunks of a group of a dataset of `num_chunks`; the last group may have nearly twice that."""
+    """Return the chunks per group of a dataset of `num_chunks`; the last group may have nearly
+    twice that."""
     return min(GROUP_CHUNKS, max(1, num_chunks // 64))
 
 
 def convert_place(place: int, num_chunks: int, per_chunk: int, new_per_chunk: int) -> int:
-    """The place in the order of chunks of `new_per_chunk` windows that follows `place` in that of
-    the same chunks with `per_chunk` windows.
+    """Return the position in the order of chunks of `new_per_chunk` windows that follows `place` in
+    that of the same chunks with `per_chunk` windows.
 
     Nothing that was read before `place` in its epoch is read after it; at most one old and one new
     window of each chunk of one group are skipped.
@@ -108,7 +109,7 @@ def convert_place(place: int, num_chunks: int, per_chunk: int, new_per_chunk: in
 
 
 def permute(indices: Indices, size: int, seed: int, epoch: int, source: int = 0) -> Indices:
-    """Where the permutation of ``range(size)`` of (seed, epoch, source) sends `indices`.
+    """Map `indices` by the permutation of ``range(size)`` of (seed, epoch, source).
 
     A balanced Feistel network of `ROUNDS` rounds on the next even number of bits, walked along its
     cycle until it is back below `size` (Black and Rogaway 2002, "Ciphers with arbitrary finite
@@ -121,8 +122,8 @@ def permute(indices: Indices, size: int, seed: int, epoch: int, source: int = 0)
 
 
 def shuffle_block(size: int, seed: int, block: int, first_sample: int = 0) -> Indices:
-    """The permutation of ``range(size)`` inside block `block` of a mixture, int64 [size], counted
-    from `first_sample` of the run."""
+    """Return the permutation of ``range(size)`` inside block `block` of a mixture, int64 [size],
+    counted from `first_sample` of the run."""
     label = f"bigtrain mixture order 1, seed {seed}, block {block}"
     label += f", from {first_sample}" if first_sample else ""
     return _permute(np.arange(size, dtype=np.int64), size, label)
@@ -153,7 +154,8 @@ def _round_keys(label: str) -> npt.NDArray[np.uint32]:
 def _feistel(
     values: npt.NDArray[np.uint64], half_bits: int, keys: npt.NDArray[np.uint32]
 ) -> npt.NDArray[np.uint64]:
-    # Halves of at most 31 bits: twice as many of 32 bits as of 64 go through a vector unit at once.
+    # Halves of at most 31 bits: a vector unit processes twice as many 32-bit as 64-bit values at
+    # once.
     shift = np.uint64(half_bits)
     half = np.uint32((1 << half_bits) - 1)
     left, right = (values >> shift).astype(np.uint32), values.astype(np.uint32) & half
@@ -170,7 +172,7 @@ _FACTORS = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 
 
 def _mix(values: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """MurmurHash3's 32-bit finaliser (public domain, Appleby), in place."""
+    """Apply MurmurHash3's 32-bit finaliser (public domain, Appleby), in place."""
     values ^= values >> _SHIFTS[0]
     values *= _FACTORS[0]
     values ^= values >> _SHIFTS[1]

@@ -1,4 +1,4 @@
-"""From documents to samples of fixed length: concatenate, then cut. numpy only.
+"""Token stream: documents concatenated, then split into samples of fixed length. numpy only.
 
 The documents of a split form one stream of tokens, and sample ``w`` is its window
 ``[w * L, w * L + L + 1)`` for sequence length ``L``, as in Megatron's GPTDataset: consecutive
@@ -31,20 +31,20 @@ Tokens = npt.NDArray[Any]
 Sums = npt.NDArray[np.uint64]
 
 MAX_MAPPED_FILES = 4096
-"""Of a stream; Linux allows a process 65,530 maps."""
+"""Memory maps of a stream; Linux allows a process 65,530."""
 MIN_ROWS_OF_SHARD = 4
-"""In the mean. Copying from a map costs some microseconds for each shard, as much as reading a few
-rows."""
+"""Minimum mean number of rows per shard. Copying from a map costs some microseconds per shard, as
+much as reading a few rows."""
 COLD_PAGES_OF_ROW = 0.25
-"""In the mean, pages that had to be fetched from a disk while rows were copied from maps: measured
-at 160 to 450 microseconds for a row, where a read takes 60. In memory a row takes about one."""
+"""Mean number of pages fetched from disk while rows were copied from maps: measured
+at 160 to 450 microseconds per row, while a read takes 60. In memory a row takes about one."""
 READS_AFTER_COLD_MAP = 64
 GATHERED_TOKENS = 1 << 15
-"""At a time: more is copied at half the speed, from memory that the system has to find first."""
+"""Bytes copied at a time: more is copied at half the speed, into memory that is newly allocated."""
 
 
 class TokenStream:
-    """The tokens of `shards`, one after another. For any number of threads."""
+    """Tokens of `shards`, one after another. Thread-safe."""
 
     def __init__(self, shards: ShardList, vocab_size: int) -> None:
         self.shards = shards
@@ -68,7 +68,7 @@ class TokenStream:
         self._reads_to_map = 0 if len(self.shards) <= MAX_MAPPED_FILES else sys.maxsize
 
     def read_rows(self, starts: Indices, out: Tokens, rows: Indices) -> None:
-        """Copy as many tokens as a row of `out` holds, from `starts[i]` on to ``out[rows[i]]``.
+        """Copy the tokens of a row of `out`, from `starts[i]` on to ``out[rows[i]]``.
 
         `out`: two-dimensional and contiguous; otherwise as `read`.
         """
@@ -81,14 +81,14 @@ class TokenStream:
             self.read(starts, np.full(len(starts), width), out.reshape(-1), rows * width)
 
     def _copy_mapped(self, starts: Indices, out: Tokens, rows: Indices) -> Indices:
-        """Copy rows from memory maps; returns which of them were left to `read`.
+        """Copy rows from memory maps; return those that are left to `read`.
 
-        Where the pages are in memory this is several times quicker; where they are not, a page
-        fault costs more than a read, and for a while no more is copied.
+        If the pages are in memory this is several times faster; if not, a page
+        fault costs more than a read, and copying pauses for a while.
         """
         width = out.shape[1]
         numbers = np.searchsorted(self._ends, starts, side="right")
-        numbers[starts + width > self._ends[numbers]] = -1  # such a row goes on in the next shard
+        numbers[starts + width > self._ends[numbers]] = -1  # such a row continues in the next shard
         wanted = np.unique(numbers).tolist() if len(self.shards) > 1 else [int(numbers.max())]
         if len(starts) < MIN_ROWS_OF_SHARD * len(wanted):
             return np.arange(len(starts))
@@ -102,7 +102,7 @@ class TokenStream:
             else:
                 places, begins = rows[own], starts[own] - self._begins[number]
                 self._verify_mapped(number, begins, width)
-                # What numpy gathers lies in memory of its own before it is copied.
+                # numpy gathers into separate memory before it copies.
                 for low in range(0, len(own), step):
                     out[places[low : low + step]] = windows[begins[low : low + step]]
         if _page_faults() - faults > len(starts) * COLD_PAGES_OF_ROW:
@@ -110,7 +110,7 @@ class TokenStream:
         return np.flatnonzero(numbers < 0)
 
     def _verify_mapped(self, number: int, begins: Indices, width: int) -> None:
-        """Windows of one shard, by its map: whoever calls it has seen that the file is as long."""
+        """Verify windows of one shard by its map; the caller has checked the length of the file."""
         if self._verifier is not None:
             item, content = self.token_dtype.itemsize, self.shards[number].token_bytes
             low = begins * item
@@ -122,8 +122,8 @@ class TokenStream:
         return sums.path, getattr(sums, of)
 
     def _mapped_windows(self, number: int, width: int) -> Tokens | None:
-        """Every range of `width` tokens of a shard, as a view of its map. None where its file is
-        not as long as it was: its missing pages would end the process, a read says what is wrong.
+        """Return every range of `width` tokens of a shard, as a view of its map. None if its file
+        was truncated: its missing pages would crash the process, while a read reports the error.
         """
         shard = self.shards[number]
         try:
@@ -139,7 +139,7 @@ class TokenStream:
         """Copy ranges of the stream: `lengths[i]` tokens from `starts[i]` on to `out[places[i]:]`.
 
         `out`: one-dimensional and contiguous, of the stream's type or a wider one. Raises DataError
-        where a shard cannot be read.
+        if a shard cannot be read.
         """
         parts = self._cut(starts, lengths, places)
         if out.dtype == self.token_dtype:
@@ -151,9 +151,9 @@ class TokenStream:
         parts.put(stored, packed, out)
 
     def read_mask(self, starts: Indices, lengths: Indices, out: Mask, places: Indices) -> None:
-        """Which tokens of ranges of the stream are targets, as `read` does with the tokens.
+        """Copy which tokens of ranges of the stream are targets, like `read` for tokens.
 
-        `out`: bool, one-dimensional. Only where `is_masked`.
+        `out`: bool, one-dimensional. Only if `is_masked`.
         """
         parts = self._cut(starts, lengths, places)
         first, last = parts.offsets // 8, (parts.offsets + parts.lengths + 7) // 8
@@ -169,24 +169,24 @@ class TokenStream:
         parts.put(bits, 8 * begins + parts.offsets % 8, out)
 
     def begins(self, starts: Indices, lengths: Indices, places: Indices) -> Indices:
-        """Where documents begin in ranges of the stream, int64: token ``starts[i] + j`` as
+        """Return the document starts in ranges of the stream, int64: token ``starts[i] + j`` as
         ``places[i] + j``, in any order.
 
-        Raises DataError where an index contradicts itself there.
+        Raises DataError if an index is inconsistent there.
         """
         parts = self._cut(starts, lengths, places)
         low, high = parts.offsets, parts.offsets + parts.lengths
-        found: list[int] = []
+        byte_offsets: list[int] = []
         counts: list[int] = []
         for number, first, last in zip(
             parts.numbers.tolist(), low.tolist(), high.tolist(), strict=True
         ):
             begins = self.shards[number].document_begins(first, last)
-            found += begins
+            byte_offsets += begins
             counts.append(len(begins))
-        tokens = np.array(found, np.int64) // self.token_dtype.itemsize
+        tokens = np.array(byte_offsets, np.int64) // self.token_dtype.itemsize
         part = np.repeat(np.arange(len(counts)), counts)
-        # What the search relied on: pointers in order.
+        # The search requires ordered pointers.
         falls = (tokens[1:] < tokens[:-1]) & (part[1:] == part[:-1])
         if falls.any() or (tokens < low[part]).any() or (tokens >= high[part]).any():
             named = ", ".join(sorted({str(self.shards[n].index_path) for n in parts.numbers}))
@@ -197,7 +197,7 @@ class TokenStream:
         return tokens + (parts.places - low)[part]
 
     def describe(self, start: int, length: int) -> str:
-        """The files and their tokens that a range of the stream is."""
+        """Describe a range of the stream by files and their tokens."""
         parts = self._cut(np.array([start]), np.array([length]), np.array([0]))
         return " and ".join(
             f"tokens {offset} to {offset + count} of {self.shards[number].bin_path}"
@@ -207,7 +207,7 @@ class TokenStream:
         )
 
     def _cut(self, starts: Indices, lengths: Indices, places: Indices) -> _Parts:
-        """Ranges of the stream as ranges of shards: cut wherever a shard ends."""
+        """Convert ranges of the stream to ranges of shards, split at shard boundaries."""
         assert not len(starts) or 0 <= starts.min() <= (starts + lengths).max() <= self.num_tokens
         cut = []
         while True:
@@ -235,14 +235,14 @@ class TokenStream:
 
 
 def _page_faults() -> int:
-    """Of this thread, those that waited for a disk."""
+    """Return this thread's major page faults, which waited for a disk."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """Ranges of shards, int64 [number of parts]: which shard, the first token in it, how many
-    tokens, and where they go."""
+    """Ranges of shards, int64 [number of parts]: shard, first token in it, number of
+    tokens, and target position."""
 
     numbers: Indices
     offsets: Indices
@@ -250,7 +250,7 @@ class _Parts:
     places: Indices
 
     def put(self, found: Tokens | Mask, begins: Indices, out: Tokens | Mask) -> None:
-        """Copy the parts, which lie in `found` from `begins` on, to their places in `out`."""
+        """Copy the parts, which are in `found` from `begins` on, to their positions in `out`."""
         for place, begin, length in zip(
             self.places.tolist(), begins.tolist(), self.lengths.tolist(), strict=True
         ):
@@ -263,6 +263,6 @@ class _Parts:
 
 
 def split_stream(dataset: TokenDataset, split: Split) -> TokenStream:
-    """The stream of one split of `dataset`; of no tokens where there is no such split."""
+    """Return the stream of one split of `dataset`; empty if there is no such split."""
     shards = dataset.splits.get(split) or ShardList.of([])
     return TokenStream(shards, dataset.table.tokenizer.vocab_size)

@@ -1,4 +1,4 @@
-"""The token stream of a dataset, cut into samples of equal length."""
+"""Windows: the token stream of a dataset, split into samples of equal length."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from bigtrain.errors import DataError
 
 
 class PackedWindows:
-    """Windows of `sequence_length` + 1 tokens, `sequence_length` apart, of one stream, in whole
+    """Windows of `sequence_length` + 1 tokens, `sequence_length` apart, of one stream, in complete
     chunks of `chunk_length` tokens, a multiple of it (default: the same).
 
-    Raises DataError where the stream is too short for a single one.
+    Raises DataError if the stream is too short for a single one.
     """
 
     def __init__(
@@ -53,5 +53,6 @@ class PackedWindows:
 
 
 def count_windows(num_tokens: int, sequence_length: int) -> int:
-    """Windows of `sequence_length` inputs and as many labels in a stream of `num_tokens`."""
+    """Return the windows of `sequence_length` inputs and as many labels in a stream of
+    `num_tokens`."""
     return max(0, num_tokens - 1) // sequence_length

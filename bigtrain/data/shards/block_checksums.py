@@ -1,7 +1,7 @@
-"""Block checksums of a shard, by which data is verified as it is read. numpy only.
+"""Block checksums of a shard, which verify data as it is read. numpy only.
 
 The manifest's checksums cover full files, and comparing one reads the full file. A `.blocks` file
-beside a shard has a checksum for every 16 KiB of its `.bin` and of its `.mask`, and the manifest
+next to a shard has a checksum for every 16 KiB of its `.bin` and of its `.mask`, and the manifest
 has the checksum of the `.blocks` file: so a file of the same size from another dataset is detected
 too. The `.idx` needs no blocks: it is verified completely when it is first used.
 
@@ -40,20 +40,20 @@ MAGIC = b"BTBLCKS1"
 HEADER = struct.Struct("<8sQQQ")
 BLOCK_BYTES = 1 << 14
 NOT_VERIFIED = (
-    "it has no checksums of blocks, so what is read of it is not verified -> "
+    "it has no block checksums, so its data is not verified on reading -> "
     "remove the dataset and tokenize again, or "
     "set data.verify=contents"
 )
-"""Of a dataset that was made before there were any."""
+"""Note about a dataset made before block checksums existed."""
 
 Indices = npt.NDArray[np.int64]
 Bytes = TypeVar("Bytes", int, Indices)
 Read = Callable[[int, int, int], "memoryview | bytes"]
-"""(file, first byte, end): so many bytes of one of several files."""
+"""Function (file, first byte, end) that returns bytes of one of several files."""
 
 
 class BlockHasher:
-    """Checksums of the blocks of a file that is being written."""
+    """Hasher of the blocks of a file that is being written."""
 
     def __init__(self) -> None:
         self._sums = array("Q")
@@ -71,7 +71,7 @@ class BlockHasher:
                 self._end_block()
 
     def finish(self) -> npt.NDArray[np.uint64]:
-        """Of all blocks, uint64 [blocks]. Call it once, at the end."""
+        """Return the checksums of all blocks, uint64 [blocks]. Call it once, at the end."""
         if self._filled:
             self._end_block()
         return np.frombuffer(self._sums, np.uint64)
@@ -83,20 +83,20 @@ class BlockHasher:
 
 
 def blocks_content(of_bin: npt.NDArray[np.uint64], of_mask: npt.NDArray[np.uint64] | None) -> bytes:
-    """What a `.blocks` file holds."""
+    """Return the content of a `.blocks` file."""
     sums = [of_bin] if of_mask is None else [of_bin, of_mask]
     header = HEADER.pack(MAGIC, BLOCK_BYTES, len(of_bin), 0 if of_mask is None else len(of_mask))
     return b"".join([header, *(part.astype("<u8").tobytes() for part in sums)])
 
 
 def num_blocks(num_bytes: Bytes) -> Bytes:
-    """Of a file of `num_bytes`, or of each of several, the last one maybe shorter."""
+    """Return the number of blocks of a file of `num_bytes`, or of each of several."""
     return -(-num_bytes // BLOCK_BYTES)
 
 
 @dataclass(frozen=True)
 class BlockSums:
-    """What a `.blocks` file says: checksums of the blocks of one shard, memory maps."""
+    """Contents of a `.blocks` file: checksums of the blocks of one shard, memory maps."""
 
     path: Path
     of_bin: npt.NDArray[np.uint64]
@@ -104,27 +104,27 @@ class BlockSums:
 
 
 def read_blocks(path: Path, xxh3: str, bin_bytes: int, mask_bytes: int) -> BlockSums:
-    """The `.blocks` file at `path`, whose own checksum must be `xxh3`.
+    """Read the `.blocks` file at `path`, whose own checksum must be `xxh3`.
 
-    Raises DataError where it is not that file, or not of a shard of these sizes.
+    Raises DataError if it is another file, or belongs to a shard of other sizes.
     """
     try:
         require_regular(path)
         content = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    found = xxhash.xxh3_64_hexdigest(content)
-    if found != xxh3:
+    checksum = xxhash.xxh3_64_hexdigest(content)
+    if checksum != xxh3:
         raise DataError(
-            f"{path} is corrupt: its checksum is {found}, the manifest lists {xxh3} -> restore it, "
-            "or remove the dataset and tokenize again"
+            f"{path} is corrupt: its checksum is {checksum}, the manifest lists {xxh3} -> restore "
+            "it, or remove the dataset and tokenize again"
         )
     magic, block_bytes, of_bin, of_mask = HEADER.unpack(content[: HEADER.size])
     if (magic, block_bytes) != (MAGIC, BLOCK_BYTES):
-        raise DataError(f"{path} is of another version -> use the bigtrain that wrote it")
+        raise DataError(f"{path} has another version -> use the bigtrain that wrote it")
     if (of_bin, of_mask) != (num_blocks(bin_bytes), num_blocks(mask_bytes)):
         raise DataError(
-            f"{path} is that of another shard -> restore it, or "
+            f"{path} belongs to another shard -> restore it, or "
             "remove the dataset and tokenize again"
         )
     # Memory-mapped, so that all ranks of a host share one copy.
@@ -133,11 +133,11 @@ def read_blocks(path: Path, xxh3: str, bin_bytes: int, mask_bytes: int) -> Block
 
 
 class BlockVerifier:
-    """Verifies ranges of several files by the checksums of their blocks, each block once.
+    """Verifier of ranges of several files by the checksums of their blocks, each block once.
 
-    `paths` and `sizes` (bytes) of the files; `sums`: those of a file, asked for when it is first
-    read. For any number of threads: what several of them need at once is verified several times.
-    Takes a byte of memory for each block that was verified.
+    `paths` and `sizes` (bytes) of the files; `sums`: those of a file, called when it is first
+    read. Thread-safe: blocks that several threads need at once are verified several times.
+    Uses a byte of memory per verified block.
     """
 
     def __init__(
@@ -152,13 +152,14 @@ class BlockVerifier:
         counts = num_blocks(self._sizes)
         ends = np.cumsum(counts, dtype=np.int64)
         self._firsts = ends - counts
-        # Zeros that nobody has written take no memory.
+        # Untouched zero pages take no memory.
         self._verified = np.zeros(int(ends[-1]) if len(ends) else 0, np.bool_)
 
     def verify(self, numbers: Any, low: Indices, high: Indices, read: Read) -> None:
-        """Bytes ``low[i]`` to ``high[i]`` of file ``numbers[i]``, or of the one file `numbers`.
+        """Verify bytes ``low[i]`` to ``high[i]`` of file ``numbers[i]``, or of the one file
+        `numbers`.
 
-        `read` gives what has to be looked at. Raises DataError naming file and bytes.
+        `read` returns the bytes to verify. Raises DataError with file and bytes.
         """
         firsts = self._firsts[numbers]
         assert not len(low) or (low < high).all()

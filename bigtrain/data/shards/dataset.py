@@ -1,4 +1,4 @@
-"""Datasets of token shards: a directory, its manifest, and the shards that it lists. numpy only."""
+"""Datasets of token shards: a directory, its manifest, and the listed shards. numpy only."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from bigtrain.settings.run_config import DataSection
 Level = Literal["listed", "sizes", "index"]
 
 MAX_OPEN_SHARDS = 4096
-"""Of a dataset that stay open: each has up to four memory maps, and Linux allows 65,530."""
-# Where a look is mostly waiting, as on a network, many at once take less time; else they take more.
+"""Shards of a dataset that stay open: each has up to four memory maps, and Linux allows 65,530."""
+# On a network, where a check is mostly waiting, many at once take less time; otherwise more.
 _FIRST_LOOKS, _SLOW_LOOK_SECONDS, _LOOKING_THREADS = 64, 0.001, 16
 MANY_SHARDS = 1000
-"""From here on, to look at all of them is left to one rank of each host."""
+"""From this number on, only one rank of each host checks all of them."""
 
 
 class ShardList(Sequence[Shard]):
-    """Shards in stream order, of one token type, each opened when it is asked for.
+    """Shards in stream order, of one token type, each opened on first access.
 
-    num_tokens: int64 [shards]. For any number of threads. Asking for one raises DataError where it
-    is missing, corrupt, or not what the manifest says.
+    num_tokens: int64 [shards]. Thread-safe. Accessing one raises DataError if it
+    is missing, corrupt, or differs from the manifest.
     """
 
     def __init__(self, directory: Path, columns: ShardColumns, token_dtype: str) -> None:
@@ -50,15 +50,17 @@ class ShardList(Sequence[Shard]):
 
     @classmethod
     def of(cls, shards: Sequence[Shard]) -> ShardList:
-        """Of shards that are open, without a dataset around them; without checksums."""
+        """Build a list of open shards without a dataset and without checksums."""
         rows = np.zeros(len(shards), ROW)
         rows["tokens"] = [shard.num_tokens for shard in shards]
         masked = any(shard.mask_path is not None for shard in shards)
         dtype = shards[0].dtype.name if shards else "uint16"
-        found = cls(Path(), ShardColumns(rows, memoryview(b""), masked, has_blocks=False), dtype)
-        found._paths = [shard.bin_path for shard in shards]
-        found._opened.update(enumerate(shards))
-        return found
+        shards_of = cls(
+            Path(), ShardColumns(rows, memoryview(b""), masked, has_blocks=False), dtype
+        )
+        shards_of._paths = [shard.bin_path for shard in shards]
+        shards_of._opened.update(enumerate(shards))
+        return shards_of
 
     def __len__(self) -> int:
         return len(self.num_tokens)
@@ -87,7 +89,7 @@ class ShardList(Sequence[Shard]):
         return shard
 
     def path(self, number: int, suffix: str) -> Path:
-        """Of a file of shard `number`; it is not looked at."""
+        """Return the path of a file of shard `number`, without checking it."""
         if self._paths is not None:
             return self._paths[number].with_suffix(f".{suffix}")
         return self._directory / f"{self._columns.name(number)}.{suffix}"
@@ -99,21 +101,21 @@ class ShardList(Sequence[Shard]):
             checksums=self._columns.checksums(number),
         )
         row = self._columns.rows[number]
-        for what, found, expected in (
+        for what, actual, expected in (
             ("bytes", shard.num_bytes, int(row["bytes"])),
             ("documents", shard.num_documents, int(row["documents"])),
             ("token type", shard.dtype.name, self.dtype.name),
         ):
-            if found != expected:
+            if actual != expected:
                 raise DataError(
-                    f"{shard.bin_path} is corrupt: {what} {found}, the manifest says {expected} -> "
+                    f"{shard.bin_path} is corrupt: {what} {actual}, the manifest has {expected} -> "
                     "remove the dataset and tokenize again"
                 )
         return shard
 
 
 class FilePaths(Sequence[Path]):
-    """The paths of one kind of file of all shards, each made when it is asked for."""
+    """Paths of one kind of file of all shards, each created on access."""
 
     def __init__(self, shards: ShardList, suffix: str) -> None:
         self._shards, self._suffix = shards, suffix
@@ -133,19 +135,19 @@ class FilePaths(Sequence[Path]):
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """A finished dataset: what its manifest says, and its shards by split in stream order."""
+    """Finished dataset: its manifest's data, and its shards by split in stream order."""
 
     path: Path
     table: ShardTable
     splits: dict[Split, ShardList]
 
     def shards(self, split: Split) -> Sequence[Shard]:
-        """The shards of `split`; none where the dataset has no such split."""
+        """Return the shards of `split`; empty if the dataset has no such split."""
         return self.splits.get(split, ())
 
     @cached_property
     def manifest(self) -> Manifest:
-        """All of it, read anew: seconds and hundreds of megabytes where there are many shards."""
+        """Read the complete manifest again: seconds and hundreds of megabytes for many shards."""
         return read_manifest(self.path)
 
     @property
@@ -154,17 +156,17 @@ class TokenDataset:
 
 
 def open_dataset(path: str | Path, check: Level = "index") -> TokenDataset:
-    """The dataset in directory `path`.
+    """Open the dataset in directory `path`.
 
     `check`: ``sizes`` compares headers and file sizes with the manifest; ``index`` also reads every
-    index; ``listed`` is ``sizes``, but of `MANY_SHARDS` none is looked at before it is read. Raises
-    DataError where the directory, the manifest or a shard is missing, corrupt, or not what the
-    manifest says, and where the training split holds no token.
+    index; ``listed`` is ``sizes``, but from `MANY_SHARDS` on none is checked before it is read.
+    Raises DataError if the directory, the manifest or a shard is missing, corrupt, or differs from
+    the manifest, and if the training split has no token.
     """
     directory = Path(path)
     table = read_table(directory)
     if not table.num_tokens("train"):
-        raise DataError(f"{directory} is empty: its training split holds 0 tokens")
+        raise DataError(f"{directory} is empty: its training split has 0 tokens")
     splits = {
         split: ShardList(directory, columns, table.token_dtype)
         for split, columns in table.splits.items()
@@ -196,6 +198,6 @@ def _look_at(shards: ShardList, check: Level) -> None:
 
 
 def open_sources(data: DataSection) -> tuple[TokenDataset, ...]:
-    """The datasets of a run's mixture, in its order, checked by sizes alone: what is read of them
-    is checked when it is. Raises DataError as `open_dataset`."""
+    """Open the datasets of a run's mixture, in its order, checked by sizes only: their data
+    is checked when it is read. Raises DataError as `open_dataset`."""
     return tuple(open_dataset(source.path, check="sizes") for source in data.mixture)

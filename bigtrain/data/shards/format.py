@@ -12,14 +12,14 @@ The `.bin` is the tokens of all documents, one after another, little-endian. The
     int64    [S]      byte offset of each sequence in the .bin
     int64    [D + 1]  first sequence of each document, then S
 
-DeepSpeed 0.19.8 gives the codes from 6 on another meaning (uint16 is 6 there), so it reads int32
-shards as they are, uint16 shards not.
+In DeepSpeed 0.19.8 the codes from 6 on have a different meaning (uint16 is 6 there), so it reads
+int32 shards, but not uint16 shards.
 
-As ``preprocess_data.py --append-eod`` does, a document is one sequence that ends with the
+As with ``preprocess_data.py --append-eod``, a document is one sequence that ends with the
 end-of-document token; a document without any text is one without sequences.
 
-Where not every token is to be predicted (chat), a `.mask` lies beside the two: one bit per token, 1
-where it has a loss as a target. Token ``i`` is bit ``i % 8``, counted from the lowest, of byte
+If not every token is a target (chat), there is also a `.mask`: one bit per token, 1
+if it has a loss as a target. Token ``i`` is bit ``i % 8``, counted from the lowest, of byte
 ``i // 8`` (``np.packbits`` with ``bitorder="little"``); the bits after the last token are 0.
 """
 
@@ -53,27 +53,28 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 NEAR_SEQUENCES = 16
-"""Looked at without a search: few documents begin in one sample."""
+"""Entries scanned without a search: few documents begin in one sample."""
 CHUNK_ITEMS = 1 << 20
-"""Items of an index or a shard looked at in one go: what bounds the memory of a check."""
+"""Items of an index or a shard checked at once; this bounds the memory of a check."""
 
 Tokens = npt.NDArray[np.integer[Any]]
 Mask = npt.NDArray[np.bool_]
 
 
 def token_dtype(vocab_size: int) -> Literal["uint16", "int32"]:
-    """Megatron's rule (``DType.optimal_dtype``): uint16 for less than 65,500 token ids."""
+    """Return the type by Megatron's rule (``DType.optimal_dtype``): uint16 below 65,500 token
+    ids."""
     return "uint16" if vocab_size < 65_500 else "int32"
 
 
 class Shard:
-    """One `.bin/.idx` pair, whose arrays are memory maps: a file must not be shortened while it is
-    open. Opening reads the header and the file sizes alone.
+    """`.bin/.idx` pair, whose arrays are memory maps: a file must not be truncated while it is
+    open. Opening reads only the header and the file sizes.
 
-    `mask_path` is None where every token is a target. `checksums`: XXH3-64 of files by suffix, as a
-    manifest lists them; `.idx` and `.mask` are compared when they are first looked at, and that of
-    `.blocks` gives `block_sums`. Raises DataError where a file is missing or its size is not what
-    the index's header says.
+    `mask_path` is None if every token is a target. `checksums`: XXH3-64 of files by suffix, as in a
+    manifest; `.idx` and `.mask` are compared on first access, and that of
+    `.blocks` by `block_sums`. Raises DataError if a file is missing or its size differs from
+    the index's header.
     """
 
     def __init__(
@@ -91,17 +92,17 @@ class Shard:
         with self.index_path.open("rb") as file:
             magic, version, code, num_sequences, num_starts = HEADER.unpack(file.read(HEADER.size))
         if magic != MAGIC:
-            raise self.corrupt("it does not begin as a Megatron index does")
+            raise self.corrupt("it does not start like a Megatron index")
         if version != INDEX_VERSION:
             raise self.corrupt(f"index version {version}, expected {INDEX_VERSION}")
         dtype = DTYPE_CODES.get(code)
         if dtype is None or dtype.kind not in "iu":
-            raise self.corrupt(f"token type code {code} is not one of integers")
+            raise self.corrupt(f"token type code {code} is not an integer type")
         expected = HEADER.size + 12 * num_sequences + 8 * num_starts
         if index_size != expected:
             raise self.corrupt(
                 f"it has {index_size} bytes; its header ({num_sequences} sequences, {num_starts} "
-                f"document entries) asks for {expected}"
+                f"document entries) requires {expected}"
             )
         if num_starts < 1 or self.num_bytes % dtype.itemsize:
             raise self.corrupt(
@@ -119,15 +120,15 @@ class Shard:
         self.mask_path: Path | None = None
         if masked:
             self.mask_path = prefix.with_name(prefix.name + ".mask")
-            found, mask_bytes = _file_size(self.mask_path), -(-self.num_tokens // 8)
-            if found != mask_bytes:
+            size, mask_bytes = _file_size(self.mask_path), -(-self.num_tokens // 8)
+            if size != mask_bytes:
                 raise DataError(
-                    f"{self.mask_path} is corrupt: {found} bytes, {self.num_tokens} tokens have "
+                    f"{self.mask_path} is corrupt: {size} bytes, {self.num_tokens} tokens have "
                     f"{mask_bytes} -> remove the dataset and tokenize again"
                 )
 
-    # Mapped when they are first looked at: a training run reads tokens by positioned reads, and
-    # most of them need nothing of the index.
+    # Mapped on first access: a training run reads tokens by positioned reads, and
+    # most of these do not need the index.
 
     @cached_property
     def sequence_lengths(self) -> npt.NDArray[np.int32]:
@@ -148,8 +149,8 @@ class Shard:
 
     @cached_property
     def _index_map(self) -> npt.NDArray[np.uint8]:
-        """All of the `.idx`, compared with its checksum: a process that looks up documents comes to
-        most of it, and it is about a hundredth of the tokens."""
+        """Complete `.idx`, compared with its checksum: a process that looks up documents reads
+        most of it, and it has about a hundredth of the tokens' size."""
         self._compare(self.index_path, self._index_bytes)
         return _map(self.index_path, "u1", 0, self._index_bytes)
 
@@ -157,26 +158,26 @@ class Shard:
         return self._index_map[offset : offset + count * dtype.itemsize].view(dtype)
 
     def _compare(self, path: Path, num_bytes: int) -> None:
-        """Raises DataError where the file is not what its checksum says; reads all of it."""
+        """Raise DataError if the file does not match its checksum; read all of it."""
         listed = self._checksums.get(path.suffix[1:])
         if listed is None:
             return
         try:
-            found = file_checksum(path)
+            checksum = file_checksum(path)
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error}") from error
-        if found != listed:
+        if checksum != listed:
             raise DataError(
-                f"{path} is corrupt: the checksum of bytes 0 to {num_bytes} is {found}, the "
+                f"{path} is corrupt: the checksum of bytes 0 to {num_bytes} is {checksum}, the "
                 f"manifest lists {listed} -> restore the file, or "
                 "remove the dataset and tokenize again"
             )
 
     @cached_property
     def block_sums(self) -> BlockSums | None:
-        """Checksums of the blocks of the `.bin` and the `.mask`; None where there are none.
+        """Checksums of the blocks of the `.bin` and the `.mask`; None if there are none.
 
-        Raises DataError where their file is not what the manifest says.
+        Raises DataError if their file differs from the manifest.
         """
         if not self.has_blocks:
             return None
@@ -198,7 +199,7 @@ class Shard:
 
     @cached_property
     def mask_bytes(self) -> npt.NDArray[np.uint8]:
-        """The whole `.mask`; only where there is one."""
+        """Complete `.mask`; only if it exists."""
         assert self.mask_path is not None
         num_bytes = -(-self.num_tokens // 8)
         self._compare(self.mask_path, num_bytes)
@@ -209,15 +210,15 @@ class Shard:
         return self.num_bytes // self.dtype.itemsize
 
     def document(self, index: int) -> Tokens:
-        """Tokens of document `index`, with its end-of-document token; a view of the map.
+        """Return the tokens of document `index`, with its end-of-document token; a view of the map.
 
-        Raises DataError where the index points outside of the `.bin`.
+        Raises DataError if the index points outside of the `.bin`.
         """
         low, high = self._document_range(index)
         return self.tokens[low:high]
 
     def document_mask(self, index: int) -> npt.NDArray[np.bool_]:
-        """Which tokens of document `index` are targets; without a `.mask` all of them."""
+        """Return which tokens of document `index` are targets; without a `.mask` all of them."""
         low, high = self._document_range(index)
         if self.mask_path is None:
             return np.ones(high - low, np.bool_)
@@ -225,7 +226,7 @@ class Shard:
         return bits[low % 8 : low % 8 + high - low].astype(np.bool_)
 
     def _document_range(self, index: int) -> tuple[int, int]:
-        """The tokens of document `index`, from and to."""
+        """Return the token range of document `index`."""
         if not 0 <= index < self.num_documents:
             raise DataError(
                 f"{self.bin_path} has documents 0 to {self.num_documents - 1}, not {index}"
@@ -244,10 +245,10 @@ class Shard:
         return begin // self.dtype.itemsize, end // self.dtype.itemsize
 
     def document_begins(self, low: int, high: int) -> list[int]:
-        """Byte offsets at which documents begin in tokens `low` to `high` (exclusive).
+        """Return the byte offsets at which documents begin in tokens `low` to `high` (exclusive).
 
-        Searches the index by bisection, so it costs a few pages of it at any size. Of an index that
-        contradicts itself any numbers may come. Raises DataError where the search leaves it.
+        Searches the index by bisection, so it reads a few pages at any size. For an index that
+        is inconsistent, any numbers may be returned. Raises DataError if the search leaves it.
         """
         item = self.dtype.itemsize
         pointers = self._pointers
@@ -271,7 +272,7 @@ class Shard:
         ]
 
     # The arrays of an .idx are not aligned: numpy's searchsorted would copy all of them first. A
-    # memory view gives Python integers, several times quicker to compare than numpy's.
+    # memory view returns Python integers, several times faster to compare than numpy's.
 
     @cached_property
     def _pointers(self) -> memoryview:
@@ -282,9 +283,9 @@ class Shard:
         return _values(self.document_starts)
 
     def check_index(self) -> None:
-        """Raises DataError unless sequences and documents cover the `.bin` without gap or overlap.
+        """Raise DataError unless sequences and documents cover the `.bin` without gap or overlap.
 
-        Reads the whole index, in chunks.
+        Reads the full index, in chunks.
         """
         position = 0
         for low, high in _chunks(len(self.sequence_lengths)):
@@ -296,7 +297,7 @@ class Shard:
                 self.sequence_pointers[low:high], ends - lengths * self.dtype.itemsize
             ):
                 raise self.corrupt(
-                    f"a sequence between {low} and {high} does not begin where the one before ends"
+                    f"a sequence between {low} and {high} does not begin at the previous end"
                 )
             position = int(ends[-1])
         if position != self.num_bytes:

@@ -1,4 +1,4 @@
-"""What is in a dataset, or in a lone shard that Megatron or GPT-NeoX wrote: read only, no torch."""
+"""Inspection of a dataset, or of a single shard from Megatron or GPT-NeoX: read-only, no torch."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ KINDS = {
     "stripped_reasoning": "reasoning of earlier turns, which the chat template drops by design",
 }
 LONE = "all"
-"""The split of a shard that belongs to no dataset."""
+"""Split of a shard without a dataset."""
 
 
 @dataclass(frozen=True)
 class Inspected:
-    """Shards by split, in stream order; `manifest` is None for a lone shard."""
+    """Shards by split, in stream order; `manifest` is None for a single shard."""
 
     path: Path
     manifest: Manifest | None
     splits: dict[str, tuple[Shard, ...]]
 
     def lengths(self, split: str) -> LengthHistogram | None:
-        """Of the documents of `split`; None where it has none."""
+        """Return the lengths of the documents of `split`; None if it has none."""
         shards = [shard for shard in self.splits[split] if shard.num_documents]
-        # Others may write documents of several sequences; bigtrain does not.
+        # Other tools may write documents of several sequences; bigtrain does not.
         return length_histogram(shards, self.manifest is not None) if shards else None
 
     def document(self, split: str, index: int) -> tuple[Shard, int, Tokens]:
-        """(shard, index in it, tokens) of document `index` of `split`."""
+        """Return (shard, index in it, tokens) of document `index` of `split`."""
         ends = list(accumulate(shard.num_documents for shard in self.splits[split]))
         if not 0 <= index < (ends[-1] if ends else 0):
             what = f"documents 0 to {ends[-1] - 1}" if ends and ends[-1] else "no document"
@@ -55,9 +55,9 @@ class Inspected:
 
 
 def inspect_shards(path: Path) -> Inspected:
-    """The dataset in directory `path`, or the shard whose prefix, `.bin` or `.idx` it is.
+    """Return the dataset in directory `path`, or the shard of a prefix, `.bin` or `.idx`.
 
-    Raises DataError where it is neither, or corrupt as far as sizes tell.
+    Raises DataError if it is neither, or if sizes show corruption.
     """
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     if not path.is_dir() and prefix.with_name(prefix.name + ".idx").is_file():
@@ -65,8 +65,8 @@ def inspect_shards(path: Path) -> Inspected:
         return Inspected(prefix, None, {LONE: (Shard(prefix, masked=masked),)})
     if not path.exists():
         raise DataError(
-            f"{path}: no directory of a dataset, and no {prefix.name}.idx of a shard -> make one "
-            "with `bigtrain tokenize --output`"
+            f"{path}: neither a dataset directory nor a shard ({prefix.name}.idx is missing) -> "
+            "make one with `bigtrain tokenize --output`"
         )
     dataset = open_dataset(path, check="sizes")
     splits = {str(split): tuple(shards) for split, shards in dataset.splits.items()}
@@ -74,7 +74,7 @@ def inspect_shards(path: Path) -> Inspected:
 
 
 def describe(inspected: Inspected) -> dict[str, Any]:
-    """All that `bigtrain inspect --json` says but documents. Reads the indexes."""
+    """Return the output of `bigtrain inspect --json` without documents. Reads the indexes."""
     manifest = inspected.manifest
     tree: dict[str, Any] = {
         "path": str(inspected.path),
@@ -127,7 +127,7 @@ def _describe_lengths(lengths: LengthHistogram) -> dict[str, Any]:
 
 
 class Decoder:
-    """Text of tokens, by a directory's ``tokenizer.json`` alone: transformers is not needed."""
+    """Decoder of tokens, by a directory's ``tokenizer.json`` only, without transformers."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "tokenizer.json"
@@ -138,42 +138,44 @@ class Decoder:
 
         try:
             return Tokenizer.from_file(str(self.path))
-        except Exception as error:  # the library raises no narrower class
+        except Exception as error:  # the library has no narrower class
             raise DataError(f"{self.path} cannot be read: {error}") from error
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Special tokens included. Raises DataError for a token that the tokenizer has not."""
+        """Return the text including special tokens. Raise DataError for a token unknown to the
+        tokenizer."""
         unknown = [token for token in tokens if self._backend.id_to_token(token) is None]
         if unknown:
             raise DataError(
-                f"token {unknown[0]} is not in {self.path} -> is it the tokenizer of these shards?"
+                f"token {unknown[0]} is not in {self.path} -> use the tokenizer of these shards"
             )
         return str(self._backend.decode(list(tokens), skip_special_tokens=False))
 
 
 def decoder_of(inspected: Inspected, tokenizer: Path | None) -> Decoder | None:
-    """The decoder of directory `tokenizer`, else of the dataset's own; None where there is none."""
+    """Return the decoder of directory `tokenizer`, else of the dataset's own; None if there is
+    none."""
     if tokenizer is not None:
         if not (tokenizer / "tokenizer.json").is_file():
-            raise DataError(f"--tokenizer {tokenizer}: it holds no tokenizer.json")
+            raise DataError(f"--tokenizer {tokenizer}: it has no tokenizer.json")
         return Decoder(tokenizer)
     own = inspected.path / TOKENIZER_DIRECTORY
     return Decoder(own) if (own / "tokenizer.json").is_file() else None
 
 
 def _ends(manifest: Manifest) -> str:
-    """How documents of plain text begin and end."""
+    """Describe how plain-text documents begin and end."""
     tokenizer = manifest.tokenizer
     begin = ", ".join(map(str, tokenizer.beginning_ids or ()))
     return (
-        (f"begin with token {begin}" if begin else "begin with no token of their own")
+        (f"begin with token {begin}" if begin else "begin with no special token")
         + f" (--beginning-of-text {manifest.options.beginning_of_text or 'not set'}), "
         f"end with token {tokenizer.end_of_document_id}"
     )
 
 
 def summary(output: Path, manifest: Manifest) -> str:
-    """The dataset in a few human-readable lines."""
+    """Return a few human-readable lines on the dataset."""
     lines = [
         f"{output}: {manifest.token_dtype} tokens of {manifest.tokenizer.name} "
         f"({manifest.tokenizer.vocab_size} ids)"
@@ -193,7 +195,7 @@ def summary(output: Path, manifest: Manifest) -> str:
     lines.append(f"  texts:    {_ends(manifest)}")
     lines.append(f"  encoder:  {engine}" + (f" ({reason})" if reason else ""))
     if manifest.options.held_out and not manifest.num_documents("held_out"):
-        lines.append("  held_out: no document fell into it; with few documents that may happen")
+        lines.append("  held_out: no document was selected; this may happen with few documents")
     if manifest.skipped_documents:
         count = f"{manifest.skipped_documents:,}"
         lines.append(f"  skipped:  {count} unreadable documents, listed in errors.jsonl")

@@ -1,4 +1,4 @@
-"""Text of documents with what is learned of it marked, for a terminal and as an HTML page. Pure."""
+"""Text of documents with the trained tokens marked, for a terminal and as an HTML page. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 OPEN, CLOSE = "\u27e6", "\u27e7"
-"""Around learned text where there are no colors."""
+"""Marks around learned text without colors."""
 _GREEN, _PLAIN = "\x1b[30;42m", "\x1b[0m"
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem}"
@@ -23,7 +23,7 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive tokens of a document that are all learned, or none of which is."""
+    """Consecutive tokens of a document that are all learned, or all not."""
 
     text: str
     num_tokens: int
@@ -33,7 +33,7 @@ class Run:
 def runs_of(
     tokens: Sequence[int], mask: npt.NDArray[np.bool_], decode: Callable[[Sequence[int]], str]
 ) -> list[Run]:
-    """The runs of a document. mask: bool of as many items as `tokens`."""
+    """Return the runs of a document. mask: bool, same length as `tokens`."""
     edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
     return [
         Run(decode(tokens[low:high]), high - low, bool(mask[low]))
@@ -43,19 +43,20 @@ def runs_of(
 
 
 def for_terminal(runs: Sequence[Run], *, colors: bool) -> str:
-    """The text of `runs`, learned ones colored, or between `OPEN` and `CLOSE`."""
+    """Return the text of `runs`, learned ones colored, or between `OPEN` and `CLOSE`."""
     before, after = (_GREEN, _PLAIN) if colors else (OPEN, CLOSE)
     return "".join(f"{before}{run.text}{after}" if run.is_learned else run.text for run in runs)
 
 
 def as_html(title: str, documents: Sequence[dict[str, Any]]) -> str:
-    """A page with the `runs` of documents, as `bigtrain.python_api.shards.documents_of` has
-    them."""
+    """Return a page with the `runs` of documents, as returned by
+    `bigtrain.python_api.shards.documents_of`.
+    """
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{html.escape(title)}</h1><p>Learned text is <mark>marked</mark>: the model gets a "
-        "loss for these tokens and for no others.</p>",
+        f"<h1>{html.escape(title)}</h1><p>Learned text is <mark>marked</mark>: only these tokens "
+        "have a loss.</p>",
     ]
     for document in documents:
         runs: Sequence[Run] = document["runs"]

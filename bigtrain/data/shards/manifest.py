@@ -1,14 +1,14 @@
-"""`manifest.json`: what a token dataset consists of, written last. Pure: no torch, no arrays.
+"""`manifest.json`: contents of a token dataset, written last. Pure: no torch, no arrays.
 
 ::
 
     DIRECTORY/
       manifest.json                     the dataset exists once this does
       train-00000.bin  train-00000.idx  Megatron shards, `bigtrain.data.shards.format`
-      train-00000.mask                  which tokens are targets, of chat data alone
+      train-00000.mask                  which tokens are targets, for chat data only
       train-00000.blocks                checksums of blocks, `bigtrain.data.shards.block_checksums`
       held_out-00000.bin  ...
-      tokenizer/                        what made the tokens, loadable by AutoTokenizer
+      tokenizer/                        the tokenizer of the data, loadable by AutoTokenizer
       errors.jsonl                      documents that were skipped, if any
       .units/                           finished units of a dataset that is not complete yet
 """
@@ -43,11 +43,11 @@ Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
 Times = tuple[int | None, int | None]
-"""Of a file: when it was last modified and when last changed (mtime and ctime), in ns."""
+"""Times of a file's last modification and last change (mtime and ctime), in ns."""
 
 
 def same_times(known: Times, listed: Times) -> bool:
-    """Whether a file `listed` with these times was not modified since the `known` ones.
+    """Return whether a file `listed` with these times was not modified since the `known` ones.
 
     A `known` change newer than the listed one is accepted too: if two processes list a file before
     and after a change of its mode, both accept what the second has confirmed.
@@ -58,27 +58,27 @@ def same_times(known: Times, listed: Times) -> bool:
 
 
 class Record(BaseModel):
-    """Base of every part: frozen, exact types, no unknown keys."""
+    """Base of all records: frozen, exact types, no unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 COMPACT = ConfigDict(extra="forbid", strict=True)
-"""Of dataclasses of which there may be hundreds of thousands: a model takes a kilobyte each."""
+"""Options of dataclasses with up to hundreds of thousands of instances; a model takes 1 kB each."""
 
 
 class TokenizerRecord(Record):
-    """Which tokenizer made the tokens."""
+    """Tokenizer that made the tokens."""
 
-    name: str = Field(description="directory or hub name as it was given")
+    name: str = Field(description="directory or Hub name as given")
     hash: str = Field(description="`bigtrain.data.tokenizers.tokenizer.tokenizer_hash`")
     vocab_size: Annotated[int, Field(ge=1)] = Field(
-        description="token ids are below this; added tokens are counted"
+        description="token ids are below this, including added tokens"
     )
     end_of_document_id: Count
-    engine: str = Field(description="library and version that encoded")
+    engine: str = Field(description="library and version of the encoder")
     engine_reason: str = Field(
-        default="", description="why not the fastest encoder; empty where it was the fastest"
+        default="", description="reason if it was not the fastest encoder, else empty"
     )
 
     files_xxh3: Checksum | None = Field(
@@ -87,7 +87,7 @@ class TokenizerRecord(Record):
 
     chat_template: str | None = Field(
         default=None,
-        description="of conversations: `bigtrain.data.tokenizers.chat_template.ChatTemplate.hash`",
+        description="for conversations: `bigtrain.data.tokenizers.chat_template.ChatTemplate.hash`",
     )
     beginning_ids: tuple[Count, ...] | None = Field(
         default=None,
@@ -98,7 +98,7 @@ class TokenizerRecord(Record):
     answer_end_ids: tuple[Count, ...] | None = Field(
         default=None,
         strict=False,
-        description="of conversations: the tokens that end learned answers, and so generation",
+        description="for conversations: tokens that end learned answers, and thus generation",
     )
 
     @model_validator(mode="after")
@@ -110,7 +110,7 @@ class TokenizerRecord(Record):
 
 @dataclass(config=COMPACT, frozen=True, slots=True, kw_only=True)
 class PartRecord:
-    """What was read of a source for one shard.
+    """Part of a source that was read for one shard.
 
     `begin` and `end` are bytes of a file of lines, row groups of a parquet file, record batches of
     an arrow file, rows of a saved dataset, shards of a streamed one; no `end`: all of it.
@@ -119,19 +119,19 @@ class PartRecord:
     begin: Count = 0
     end: Count | None = None
     xxh3: Checksum = Field(
-        description="XXH3-64 of the bytes from begin to end, as they lie in the file; of parquet "
-        "and arrow that are not compressed as a file, and of datasets: of the documents' UTF-8"
+        description="XXH3-64 of the bytes from begin to end, as stored in the file; for parquet "
+        "and arrow files that are not compressed, and datasets: of the documents' UTF-8"
     )
     layout_xxh3: Checksum | None = Field(
         default=None,
-        description="where xxh3 is of documents: XXH3-64 of where each document begins and of "
-        "the rows that are none",
+        description="if xxh3 is of documents: XXH3-64 of the documents' starts and of "
+        "the rejected rows",
     )
 
 
 @dataclass(config=COMPACT, frozen=True, slots=True, kw_only=True)
 class SourceRecord:
-    """One input: a file with its size, or a dataset with its revision."""
+    """Input: a file with its size, or a dataset with its revision."""
 
     path: str = Field(description="path of the file, or name of the dataset")
     bytes: Count | None = None
@@ -144,17 +144,17 @@ class SourceRecord:
 
     @property
     def place(self) -> tuple[str, int | None, str | None]:
-        """What is known of it before it is read: where it differs it is another input."""
+        """Identity known before reading: if it differs, it is another input."""
         return self.path, self.bytes, self.revision
 
     @property
     def times(self) -> Times:
-        """Where these are equal too, its content is taken to be the same without being read."""
+        """Times; if these are equal too, the content counts as unchanged without being read."""
         return self.modified_ns, self.changed_ns
 
 
 class OptionsRecord(Record):
-    """What else decides the contents of the shards."""
+    """Other options that determine the contents of the shards."""
 
     text_keys: tuple[str, ...] = Field(default=("text",), strict=False, min_length=1)
     held_out: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -164,19 +164,19 @@ class OptionsRecord(Record):
     parse_special_tokens: bool = False
     chat: bool = Field(default=False, description="documents are conversations, under text_keys")
     chat_format: Literal["messages", "sharegpt", "alpaca", "prompt-completion"] = Field(
-        default="messages", description="what text_keys hold of conversations"
+        default="messages", description="format of conversations under text_keys"
     )
     learned: Literal["all", "last"] = Field(
-        default="all", description="which answers of a conversation"
+        default="all", description="answers of a conversation that have loss"
     )
     roles: tuple[Annotated[str, Field(pattern="^[^=]+=.+$")], ...] = Field(
-        default=(), strict=False, description="NAME=ROLE: roles of the data under other names"
+        default=(), strict=False, description="NAME=ROLE: meaning of role names in the data"
     )
     dataset_config: str | None = None
     dataset_split: str = "train"
     beginning_of_text: BeginningOfText | None = Field(
         default=None,
-        description="what documents of plain text begin with; auto: what the tokenizer itself "
+        description="start of plain-text documents; auto: tokens that the tokenizer itself "
         "adds; absent: made by a version that added it to prompt-completion rows only",
     )
     end_of_document: str | None = Field(
@@ -188,7 +188,8 @@ class OptionsRecord(Record):
 
 
 class ShardRecord(Record):
-    """One `.bin` and `.idx` pair, its `.blocks`, and a `.mask` where not all tokens are targets."""
+    """Shard: a `.bin` and `.idx` pair, its `.blocks`, and a `.mask` if not all tokens are
+    targets."""
 
     name: str = Field(description="file name without .bin", pattern=r"^[A-Za-z0-9_][\w.-]*$")
     documents: Count
@@ -199,34 +200,34 @@ class ShardRecord(Record):
     index_xxh3: Checksum = Field(description="XXH3-64 of the .idx")
     mask_xxh3: Checksum | None = Field(default=None, description="XXH3-64 of the .mask")
     target_tokens: Count | None = Field(
-        default=None, description="tokens with a loss, where there is a .mask"
+        default=None, description="tokens with a loss, if there is a .mask"
     )
     blocks_xxh3: Checksum | None = Field(
-        default=None, description="XXH3-64 of the .blocks, which datasets made before have not"
+        default=None, description="XXH3-64 of the .blocks, absent in older datasets"
     )
 
     @property
     def checksums(self) -> dict[str, str]:
-        """XXH3-64 of each of its files, by the suffix of its name."""
-        found = {
+        """Return the XXH3-64 of each of its files, by suffix."""
+        checksums = {
             "bin": self.xxh3,
             "idx": self.index_xxh3,
             "mask": self.mask_xxh3,
             "blocks": self.blocks_xxh3,
         }
-        return {suffix: xxh3 for suffix, xxh3 in found.items() if xxh3 is not None}
+        return {suffix: xxh3 for suffix, xxh3 in checksums.items() if xxh3 is not None}
 
     @model_validator(mode="after")
     def _mask_is_complete(self) -> Self:
         if (self.mask_xxh3 is None) != (self.target_tokens is None):
-            raise ValueError("of mask_xxh3 and target_tokens only one is given")
+            raise ValueError("mask_xxh3 and target_tokens must be given together")
         if self.target_tokens is not None and self.target_tokens > self.tokens:
             raise ValueError(f"{self.target_tokens} of {self.tokens} tokens are targets")
         return self
 
 
 class Manifest(Record):
-    """The contents of `manifest.json`."""
+    """Contents of `manifest.json`."""
 
     format: Literal["bigtrain-tokens"] = FORMAT
     version: Literal[2] = VERSION
@@ -244,15 +245,15 @@ class Manifest(Record):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if "train" not in self.splits:
-            raise ValueError("there is no split train")
+            raise ValueError("the split train is missing")
         every = [shard for shards in self.splits.values() for shard in shards]
         names = [shard.name for shard in every]
         if len(set(names)) != len(names):
             raise ValueError("a shard is listed twice")
         if len({shard.mask_xxh3 is None for shard in every}) > 1:
-            raise ValueError("some shards have a mask and others none")
+            raise ValueError("some shards have a mask and others do not")
         if len({shard.blocks_xxh3 is None for shard in every}) > 1:
-            raise ValueError("some shards have block checksums and others none")
+            raise ValueError("some shards have block checksums and others do not")
         size = 2 if self.token_dtype == "uint16" else 4
         for shard in every:
             if shard.bytes != shard.tokens * size:
@@ -264,16 +265,16 @@ class Manifest(Record):
 
     @property
     def is_masked(self) -> bool:
-        """Whether a mask says which tokens are targets; without one all of them are."""
+        """True if a mask marks the targets; without one all tokens are targets."""
         return any(s.mask_xxh3 is not None for shards in self.splits.values() for s in shards)
 
     @property
     def has_blocks(self) -> bool:
-        """Whether what is read of the shards can be verified as it is read."""
+        """True if the shards can be verified as they are read."""
         return all(s.blocks_xxh3 is not None for shards in self.splits.values() for s in shards)
 
     def shards(self, split: Split) -> Sequence[ShardRecord]:
-        """The shards of `split`, in stream order; none where the dataset has no such split."""
+        """Return the shards of `split`, in stream order; empty if the dataset has no such split."""
         return self.splits.get(split, ())
 
     def num_tokens(self, split: Split) -> int:
@@ -284,17 +285,17 @@ class Manifest(Record):
 
 
 def write_manifest(directory: Path, manifest: Manifest, draft: Path | None = None) -> None:
-    """Write `manifest.json`, which makes `directory` a dataset; `draft` as of `write_whole`."""
-    # What is not there has no key: a dataset without masks says nothing of them.
+    """Write `manifest.json`, which makes `directory` a dataset; `draft` as in `write_whole`."""
+    # Absent items have no key: a dataset without masks does not mention them.
     content = manifest.model_dump_json(indent=1, exclude_none=True) + "\n"
     write_whole(directory / MANIFEST_NAME, content.encode("utf-8"), draft)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of the dataset in `directory`.
+    """Read the manifest of the dataset in `directory`.
 
-    Raises DataError where the directory or the manifest is missing, or where the manifest is
-    corrupt or of another format version. Does not look at the shards.
+    Raises DataError if the directory or the manifest is missing, or if the manifest is
+    corrupt or of another format version. Does not check the shards.
     """
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
@@ -306,7 +307,7 @@ def read_manifest(directory: Path) -> Manifest:
     except FileNotFoundError:
         remedy = "make it with `bigtrain tokenize --output`"
         if (directory / WORK_DIRECTORY).is_dir():
-            remedy = "start the same `bigtrain tokenize` again: it finishes what was begun"
+            remedy = "run the same `bigtrain tokenize` again to finish it"
         raise DataError(
             f"{directory} is not a finished token dataset: it has no {MANIFEST_NAME} -> {remedy}"
         ) from None

@@ -1,4 +1,4 @@
-"""The manifest's shards as columns of numbers. numpy only.
+"""Table of the manifest's shards as columns of numbers. numpy only.
 
 As objects, 100,000 shards take a rank 300 MB and seconds; as columns 8 MB and, for a large
 manifest, no parsing: all ranks of a host memory-map one file. It is a cache of the manifest, named
@@ -43,7 +43,7 @@ from bigtrain.system.user_cache import beside_or_cached
 MAGIC = b"BTSHARD2"
 DIRECTORY = "tables"
 MIN_MANIFEST_BYTES = 1 << 20
-"""Below, a manifest is read in some milliseconds, and nothing is written."""
+"""Below this size a manifest is read in some milliseconds, and no table is written."""
 
 _START = struct.Struct("<8sQQ")
 _CHECKSUMS = {"bin": "xxh3", "idx": "index_xxh3", "mask": "mask_xxh3", BLOCKS: "blocks_xxh3"}
@@ -54,8 +54,8 @@ ROW = np.dtype(
 
 @dataclass(frozen=True)
 class ShardColumns:
-    """The shards of a split, in stream order: `rows`, `ROW` [shards], and the UTF-8 `names` in
-    which `name_end` counts. Checksums of files that there are not are 0."""
+    """Shards of a split, in stream order: `rows`, `ROW` [shards], and the UTF-8 `names`, indexed by
+    `name_end`. Checksums of absent files are 0."""
 
     rows: npt.NDArray[Any]
     names: memoryview
@@ -71,7 +71,7 @@ class ShardColumns:
         return str(self.names[begin : int(self.rows["name_end"][number])], "utf-8")
 
     def checksums(self, number: int) -> dict[str, str]:
-        """XXH3-64 of each file of a shard, by the suffix of its name."""
+        """Return the XXH3-64 of each file of a shard, by suffix."""
         row = self.rows[number]
         there = {"bin": True, "idx": True, "mask": self.is_masked, BLOCKS: self.has_blocks}
         return {
@@ -89,13 +89,13 @@ class ShardColumns:
         return int(self.rows["documents"].sum())
 
     def hexadecimal(self, column: str) -> list[str]:
-        """Checksums of all shards as a manifest has them."""
+        """Return checksums of all shards in the manifest's format."""
         return [f"{number:016x}" for number in self.rows[column].tolist()]
 
 
 @dataclass(frozen=True)
 class ShardTable:
-    """A dataset's shards by split, and what its manifest says of all of them.
+    """Shards of a dataset by split, and its manifest's common data.
 
     text_bytes: UTF-8 bytes of the documents, by split.
     """
@@ -115,7 +115,7 @@ class ShardTable:
 
 
 def read_table(directory: Path) -> ShardTable:
-    """The table of the dataset in `directory`. Raises as `read_manifest`."""
+    """Return the table of the dataset in `directory`. Raises as `read_manifest`."""
     path = directory / MANIFEST_NAME
     try:
         is_large = path.stat().st_size >= MIN_MANIFEST_BYTES
@@ -127,9 +127,9 @@ def read_table(directory: Path) -> ShardTable:
         def make(file: IO[bytes]) -> None:
             file.write(_pack(read_manifest(directory)))
 
-        found = made_once(beside_or_cached(directory, DIRECTORY, name), _map, make)
-        if found is not None:
-            return found
+        table = made_once(beside_or_cached(directory, DIRECTORY, name), _map, make)
+        if table is not None:
+            return table
     content = _pack(read_manifest(directory))
     table = _parse(np.frombuffer(content, np.uint8))
     assert table is not None
@@ -169,7 +169,7 @@ def _pack(manifest: Manifest) -> bytes:
 
 
 def _map(path: Path) -> ShardTable | None:
-    """The table in a file; None if it is not complete."""
+    """Return the table in a file; None if it is incomplete."""
     try:
         return _parse(np.asarray(np.memmap(path, np.uint8, "r")))
     except (OSError, ValueError):

@@ -17,12 +17,12 @@ from bigtrain.errors import DataError
 LONG_TOKENS = 1 << 20
 """Lengths below this are counted in an array, the few above it one by one."""
 MANY_SEQUENCES_CHUNK = 1 << 17
-"""Documents looked at in one go where each may have many sequences."""
+"""Documents read at once if each may have many sequences."""
 
 
 @dataclass(frozen=True)
 class LengthHistogram:
-    """How many documents have which length in tokens: ascending `lengths`, `counts`, int64 [K]."""
+    """Histogram of document lengths in tokens: ascending `lengths`, `counts`, int64 [K]."""
 
     lengths: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
@@ -36,13 +36,14 @@ class LengthHistogram:
         return int((self.lengths * self.counts).sum())
 
     def quantile(self, fraction: float) -> int:
-        """The least length that at least `fraction` of the documents do not exceed."""
+        """Return the least length that at least `fraction` of the documents do not exceed."""
         ends = np.cumsum(self.counts)
         rank = np.searchsorted(ends, max(1.0, fraction * ends[-1] - 1e-6))
         return int(self.lengths[rank])
 
     def buckets(self) -> Iterator[tuple[int, int, int, int]]:
-        """(least length, largest length, documents, tokens) between powers of two; 0 by itself."""
+        """Yield (least length, largest length, documents, tokens) between powers of two; 0
+        separately."""
         exponents = np.frexp(self.lengths.astype(np.float64))[1]
         for exponent in range(int(exponents[0]), int(exponents[-1]) + 1):
             chosen = exponents == exponent
@@ -52,10 +53,11 @@ class LengthHistogram:
 
 
 def length_histogram(shards: Iterable[Shard], one_sequence: bool) -> LengthHistogram:
-    """Lengths of all documents of `shards`, which must have one. Reads the indexes, in chunks.
+    """Return the lengths of all documents of `shards`, which must have one. Reads the indexes, in
+    chunks.
 
     `one_sequence`: every document is one sequence or none, as bigtrain writes them; then a third of
-    the index is enough. Raises DataError where an index is corrupt.
+    the index is enough. Raises DataError if an index is corrupt.
     """
     counts = np.zeros(1, dtype=np.int64)
     longer: Counter[int] = Counter()
@@ -67,9 +69,9 @@ def length_histogram(shards: Iterable[Shard], one_sequence: bool) -> LengthHisto
             if is_long.any():
                 longer.update(lengths[is_long].tolist())
                 lengths = lengths[~is_long]
-            found = np.bincount(lengths, minlength=len(counts))
-            found[: len(counts)] += counts
-            counts = found
+            total = np.bincount(lengths, minlength=len(counts))
+            total[: len(counts)] += counts
+            counts = total
         if one_sequence:
             counts[0] += max(0, shard.num_documents - shard.num_sequences)
     (short,) = np.nonzero(counts)
@@ -99,9 +101,10 @@ def _document_lengths(shard: Shard) -> Iterator[npt.NDArray[np.int64]]:
 
 
 def token_counts(dataset: TokenDataset, split: Split) -> npt.NDArray[np.int64]:
-    """How often every token id occurs in `split`, int64 [vocab_size]. Reads all tokens, in chunks.
+    """Return the count of every token id in `split`, int64 [vocab_size]. Reads all tokens, in
+    chunks.
 
-    Raises DataError where a token is not in the vocabulary (a corrupt file).
+    Raises DataError if a token is not in the vocabulary (a corrupt file).
     """
     vocab_size = dataset.table.tokenizer.vocab_size
     counts = np.zeros(vocab_size, dtype=np.int64)
@@ -118,10 +121,10 @@ def token_counts(dataset: TokenDataset, split: Split) -> npt.NDArray[np.int64]:
 
 
 def unigram_entropy(dataset: TokenDataset) -> float:
-    """Loss that a model without context reaches on the held-out split, in nats per token.
+    """Return the loss of a model without context on the held-out split, in nats per token.
 
     The cross-entropy under the training split's token frequencies, with one added to every count
-    (Laplace). Raises DataError where the dataset has no held-out tokens.
+    (Laplace). Raises DataError if the dataset has no held-out tokens.
     """
     held_out = token_counts(dataset, "held_out")
     if not held_out.sum():

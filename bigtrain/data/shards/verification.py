@@ -1,4 +1,4 @@
-"""Verifies the files of datasets against the manifests' checksums, divided among ranks."""
+"""Verification of the files of datasets against the manifests' checksums, divided among ranks."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from bigtrain.system.files import file_checksum
 
 @dataclass(frozen=True)
 class ListedShard:
-    """The files of a shard with the checksums that its manifest lists."""
+    """Files of a shard with the checksums in its manifest."""
 
     files: tuple[tuple[Path, str], ...]
 
     def problems(self) -> list[str]:
-        """A text for each missing or corrupt file of the shard; reads all of them."""
-        found = []
+        """Return a text for each missing or corrupt file of the shard; read all of them."""
+        problems = []
         for path, listed in self.files:
             try:
                 checksum = file_checksum(path)
             except OSError as error:
-                found.append(f"{path} cannot be read: {error.strerror or error}")
+                problems.append(f"{path} cannot be read: {error.strerror or error}")
                 continue
             if checksum != listed:
-                found.append(f"{path}: its checksum is {checksum}, the manifest lists {listed}")
-        return found
+                problems.append(f"{path}: its checksum is {checksum}, the manifest lists {listed}")
+        return problems
 
 
 class ListedShards(Sequence[ListedShard]):
-    """The shards of all sources and splits. num_bytes: of the tokens of each, int64 [shards].
+    """Shards of all sources and splits. num_bytes: token bytes of each, int64 [shards].
 
-    Raises DataError where a manifest cannot be read; no other file is looked at.
+    Raises DataError if a manifest cannot be read; no other file is read.
     """
 
     def __init__(self, data: DataSection) -> None:
@@ -78,7 +78,8 @@ class ListedShards(Sequence[ListedShard]):
 
 
 def share_of(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """The indices of the items that `rank` reads, so that all ranks read about as many bytes."""
+    """Return the indices of the items that `rank` reads; all ranks read about equally many
+    bytes."""
     shares: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0, owner) for owner in range(world_size)]
     for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
@@ -89,7 +90,7 @@ def share_of(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
 
 
 def corrupt_files(path: str | Path) -> list[str]:
-    """A text for each missing or corrupt file of the dataset in directory `path`.
+    """Return a text for each missing or corrupt file of the dataset in directory `path`.
 
     Reads all files. Raises DataError if there is no dataset.
     """
@@ -99,7 +100,7 @@ def corrupt_files(path: str | Path) -> list[str]:
         try:
             if file_checksum(file) != checksum:
                 problems.append(
-                    f"{file} is corrupt: its checksum is not the manifest's -> "
+                    f"{file} is corrupt: its checksum differs from the manifest's -> "
                     "remove the dataset and tokenize again"
                 )
         except OSError as error:

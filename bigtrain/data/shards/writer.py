@@ -1,4 +1,4 @@
-"""Writes token shards, in the format that `bigtrain.data.shards.format` describes. numpy only."""
+"""Writer of token shards, in the format of `bigtrain.data.shards.format`. numpy only."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SYNC_BYTES = 1 << 24
 
 
 class _HashingFile:
-    """A file being written, with the XXH3-64 of its content and of each of its blocks.
+    """File being written, with the XXH3-64 of its content and of each of its blocks.
 
-    A thread syncs it to the disk while more is written: a single sync at the end would take half as
+    A thread syncs it to the disk during writing: a single sync at the end would take half as
     long as encoding.
     """
 
@@ -38,7 +38,7 @@ class _HashingFile:
         self._syncing: Future[None] | None = None
 
     def write(self, data: bytes | memoryview) -> None:
-        """Raises OSError also for what the disk refused of earlier data."""
+        """Write `data`. Raise OSError also for failed writes of earlier data."""
         left = memoryview(data)
         while len(left):
             left = left[self.file.write(left) :]
@@ -52,7 +52,7 @@ class _HashingFile:
             self._unsynced = 0
 
     def close(self) -> None:
-        """Waits for the thread; raises as `write`."""
+        """Wait for the thread; raises as `write`."""
         try:
             self._check()
         finally:
@@ -67,7 +67,7 @@ class _HashingFile:
 
 
 class _MaskFile:
-    """A `.mask` being written: bits of tokens, of which eight at a time make a byte."""
+    """`.mask` being written: one bit per token, eight per byte."""
 
     def __init__(self, path: Path) -> None:
         self.part = _HashingFile(path)
@@ -86,9 +86,9 @@ class _MaskFile:
 
 
 class ShardWriter:
-    """Writes one shard, in memory bounded by the number of its documents (12 bytes each).
+    """Writer of one shard, in memory bounded by the number of its documents (12 bytes each).
 
-    `masked`: with a `.mask` beside it. The files have temporary names until `close`; leaving the
+    `masked`: with a `.mask`. The files have temporary names until `close`; leaving the
     ``with`` block by an exception removes them.
     """
 
@@ -121,7 +121,7 @@ class ShardWriter:
         """Append documents: `tokens` of all of them, their `lengths`, and their UTF-8 bytes.
 
         A length of zero is a document without a sequence. `tokens` must fit the shard's type.
-        `mask`, bool [tokens]: which of them have a loss; given exactly where the shard is masked.
+        `mask`, bool [tokens]: which of them have a loss; given if and only if the shard is masked.
         """
         assert int(lengths.sum()) == len(tokens)
         assert (mask is None) == (self._mask is None)
@@ -143,7 +143,7 @@ class ShardWriter:
         self.text_bytes += text_bytes
 
     def close(self) -> ShardRecord:
-        """Write the index, give all files their names, and return what the manifest says."""
+        """Write the index, give all files their names, and return its manifest entry."""
         index = _HashingFile(self._partial("idx"))
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         pointers = np.zeros(len(lengths), dtype=np.int64)
@@ -184,8 +184,8 @@ class ShardWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Remove what has no final name yet; what `close` finished stays."""
-        with suppress(OSError):  # it goes anyway
+        """Remove files without a final name; those that `close` finished are kept."""
+        with suppress(OSError):  # the writer is discarded anyway
             self._bin.close()
         if self._mask is not None:
             with suppress(OSError):

@@ -1,6 +1,6 @@
-"""Decompresses files whose format needs random access (parquet, arrow) before they are read.
+"""Decompression of files whose format needs random access (parquet, arrow), before reading.
 
-Into an unnamed temporary file, so that nothing is left of it however the process ends.
+The target is an unnamed temporary file, so nothing remains of it after the process ends.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from bigtrain.errors import DataError
 
 @contextmanager
 def unpacked(source: Source, digest: Digest, scratch: Path) -> Iterator[IO[bytes]]:
-    """What the file of `source` holds, in a file in the folder `scratch` that is gone afterwards.
+    """Yield the decompressed file of `source`, in a temporary file in the folder `scratch`.
 
-    `digest` is given the bytes of the compressed file. Raises `READ_ERRORS` where that cannot be
-    read or is corrupt, and DataError where there is no room, or it was changed since it was listed.
+    `digest` is updated with the bytes of the compressed file. Raises `READ_ERRORS` if that cannot
+    be read or is corrupt, and DataError if the disk is full, or it was changed since it was listed.
     """
     with ExitStack() as stack:
         with _writing(source, scratch):
-            # Linux makes it without a name; elsewhere the name goes as soon as the file is there.
+            # Linux creates it without a name; elsewhere the name is removed right after creation.
             file = stack.enter_context(tempfile.TemporaryFile(dir=scratch, buffering=0))
         with open_stream(source, digest) as stream:
             for chunk in stream_chunks(stream):
                 with _writing(source, scratch):
                     _write(file, chunk)
         with _writing(source, scratch):
-            os.fsync(file.fileno())  # a network file system tells only here that it is full
+            os.fsync(file.fileno())  # a network file system reports only here that it is full
             file.seek(0)
         yield file
 
 
 def _write(file: IO[bytes], chunk: bytes) -> None:
-    """All of `chunk`: what an unbuffered file takes at once may be less."""
+    """Write all of `chunk`: an unbuffered file may accept less at once."""
     left = memoryview(chunk)
     while left:
         left = left[file.write(left) :]
@@ -52,7 +52,7 @@ def _writing(source: Source, scratch: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"{source.path} cannot be decompressed into {scratch}, as {source.kind} must be before "
-            f"it is read: {error.strerror or error} -> make room there for the largest such file, "
-            "once for each of --workers, or decompress it yourself"
+            f"{source.path} cannot be decompressed into {scratch}, which {source.kind} requires "
+            f"before it is read: {error.strerror or error} -> make room there for the "
+            "largest such file, once for each of --workers, or decompress it yourself"
         ) from error

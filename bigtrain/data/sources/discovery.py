@@ -1,10 +1,10 @@
-"""Finds the files and datasets that an input names, with their sizes and times.
+"""Discovery of the files and datasets that an input names, with their sizes and times.
 
-What an input is, by its name without .gz, .zst, .xz or .bz2: ``.jsonl`` and ``.ndjson`` one JSON
-object per line, ``.parquet``, ``.arrow``, ``.csv`` and ``.tsv`` a column, ``.json`` a list of JSON
-objects or one a line, any other file one document as it stands (bytes decoded as UTF-8, nothing
-stripped or translated). Of a compressed one the name says with what, not the content.
-`bigtrain.data.documents.open_reader` reads them. An input may be an address
+The type of an input follows from its name without .gz, .zst, .xz or .bz2: ``.jsonl`` and
+``.ndjson`` one JSON object per line, ``.parquet``, ``.arrow``, ``.csv`` and ``.tsv`` a column,
+``.json`` a list of JSON objects or one per line, any other file one unmodified document (bytes
+decoded as UTF-8, nothing stripped or translated). The name, not the content, determines the
+compression. `bigtrain.data.documents.open_reader` reads them. An input may be an address
 (`bigtrain.system.storage.addresses`), or ``-`` for standard input.
 """
 
@@ -56,11 +56,11 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One input that exists: how to read it, and what the manifest says of it.
+    """Existing input: how to read it, and its manifest entry.
 
-    `read_once`: a named pipe or standard input, which has neither size nor second reading.
-    `address`: of a file that is not on a disk, with what must not be recorded; None on a disk.
-    `read_as`: the end of another name than its own, which says how it is read.
+    `read_once`: a named pipe or standard input, which has no size and can be read only once.
+    `address`: of a remote file, including credentials that must not be recorded; None on a disk.
+    `read_as`: suffix that determines how it is read, instead of its own.
     """
 
     kind: Kind
@@ -71,12 +71,12 @@ class Source:
 
     @property
     def path(self) -> str:
-        """For people and records: an address without its secrets."""
+        """Display name: the URL without credentials."""
         return self.record.path
 
     @property
     def file_name(self) -> str:
-        """What says by its end how it is read."""
+        """Name whose suffix determines how it is read."""
         return self.read_as or (self.path if self.address is None else name_of(self.path))
 
     @property
@@ -85,7 +85,7 @@ class Source:
 
     @property
     def stat(self) -> RemoteStat:
-        """Of one with an address: the file as it was listed."""
+        """Return the status of a remote file as it was listed."""
         return RemoteStat(self.record.bytes, self.record.revision, self.record.modified_ns)
 
     @property
@@ -94,13 +94,14 @@ class Source:
 
     @property
     def is_unpacked(self) -> bool:
-        """Whether `bigtrain.data.sources.decompression` writes it out before it is read."""
+        """True if `bigtrain.data.sources.decompression` decompresses it to a file before
+        reading."""
         only_forward = self.compressed or self.record.bytes is None
         return only_forward and self.kind in ("parquet", "arrow")
 
     @property
     def is_hashed_by_documents(self) -> bool:
-        """Whether its checksum is of documents; of other sources it is of bytes of the file."""
+        """True if its checksum covers documents; for other sources it covers bytes of the file."""
         if self.is_unpacked:
             return False
         return self.kind in ("parquet", "arrow", "saved_dataset", "hub_dataset")
@@ -108,8 +109,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which inputs to take: `suffixes` and `exclude` choose among the files of folders. `read_as`:
-    every file is read as if its name ended so. `follow_links`: also those that lead out of a
+    """Selection of inputs: `suffixes` and `exclude` select files of folders. `read_as`:
+    every file is read as if it had this suffix. `follow_links`: also links out of a
     folder (`bigtrain.data.sources.links`)."""
 
     inputs: Sequence[str]
@@ -122,12 +123,12 @@ class Selection:
 
 
 def find_sources(selection: Selection) -> list[Source]:
-    """The files and datasets that `selection` means, in its order, each once.
+    """Return the files and datasets of `selection`, in its order, each once.
 
     An input is a file, a folder (its files with one of the suffixes, sorted by path), a glob, a
-    directory written by ``Dataset.save_to_disk``, the name of a dataset on the hub, an address of
-    a file, of a folder or with a glob, or ``-`` for standard input. Raises DataError for any other,
-    for one that matches nothing, and for one that is named twice.
+    directory written by ``Dataset.save_to_disk``, the name of a dataset on the Hub, an address of a
+    file, of a folder or with a glob, or ``-`` for standard input. Raises DataError for any other
+    input, for one without matches, and for one that is named twice.
     """
     inputs = selection.inputs
     named = [name if is_address(name) else os.path.normpath(name) for name in inputs]
@@ -136,28 +137,26 @@ def find_sources(selection: Selection) -> list[Source]:
         if first < second:
             raise DataError(
                 f"--input {without_secrets(inputs[second])} is named twice, as input {first + 1} "
-                f"and {second + 1}, and would be read once -> name it once; to train on it more "
-                "often make a dataset of its own of it, and give that its weight in data.sources"
+                f"and {second + 1}, but would be read once -> name it once; to train on it more "
+                "often, make a separate dataset of it, and set its weight in data.sources"
             )
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     again: list[str] = []
     for name in inputs:
         for source in _find(name, selection):
-            if source.path in found:
+            if source.path in sources:
                 again.append(source.path)
-            found.setdefault(source.path, source)
+            sources.setdefault(source.path, source)
     if again:
-        logger.warning(
-            "%d files are meant by several inputs and read once: %s", len(again), again[0]
-        )
-    if not found:
-        raise DataError("no input is left: --exclude matches every file")
-    return list(found.values())
+        logger.warning("%d files match several inputs and are read once: %s", len(again), again[0])
+    if not sources:
+        raise DataError("no input remains: --exclude matches every file")
+    return list(sources.values())
 
 
 def _find(name: str, selection: Selection) -> list[Source]:
     if name == STANDARD_INPUT:
-        # Nothing that was read of it before is what is in it now.
+        # Content read from it earlier cannot be read again.
         record = SourceRecord(path=name, modified_ns=time.time_ns())
         read_as = selection.read_as or ".jsonl"
         return [Source(_kind_of(read_as), record, read_once=True, read_as=read_as)]
@@ -177,7 +176,7 @@ def _find(name: str, selection: Selection) -> list[Source]:
 
 
 def _find_by_glob(pattern: str, selection: Selection) -> list[Source]:
-    """Files that match; where only folders do, what is in them."""
+    """Return the matching files; if only folders match, the files in them."""
     matches = sorted(Path(match) for match in glob.glob(pattern, recursive=True))
     if not matches:
         raise DataError(f"--input {pattern}: no file matches")
@@ -195,7 +194,7 @@ def _find_in_folder(folder: Path, selection: Selection) -> list[Source]:
     if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
         return [_saved_dataset(folder, selection)]
     links = Links(str(folder), selection.follow_links)
-    # Strings: there may be a million of them.
+    # Strings, since there may be a million.
     files = links.files(lambda below: _excluded(below, selection.exclude))
     taken = _of_folder(str(folder), files, selection)
     taken.sort(key=lambda file: file[1].split(os.sep))
@@ -208,11 +207,12 @@ Named = TypeVar("Named")
 def _of_folder(
     folder: str, files: Sequence[tuple[str, Named]], selection: Selection
 ) -> list[tuple[str, Named]]:
-    """Of `files`, by their paths below `folder`, those to take. Raises DataError for none."""
+    """Return the selected `files`, by their paths below `folder`. Raise DataError if there are
+    none."""
     suffixes = tuple(selection.suffixes)
     taken = []
     seen: Counter[str] = Counter()
-    left: Counter[str] = Counter()  # that could be read, by what `suffixes` would take them
+    left: Counter[str] = Counter()  # readable ones, by the `suffixes` that would select them
     for below, file in files:
         if selection.exclude and _excluded(below, selection.exclude):
             continue
@@ -234,20 +234,20 @@ def _of_folder(
     if left and suffixes == DEFAULT_SUFFIXES:
         others = ", ".join(f"{suffix} ({count})" for suffix, count in left.most_common(5))
         _warn_once(
-            f"--input {folder}: without --suffix only {', '.join(suffixes)} are read of a folder; "
-            f"left out: {others}"
+            f"--input {folder}: without --suffix only {', '.join(suffixes)} are read from a "
+            f"folder; skipped: {others}"
         )
     return taken
 
 
 @cache
 def _warn_once(text: str) -> None:
-    """A command looks for its inputs several times."""
+    """Warn once: a command searches its inputs several times."""
     logger.warning("%s", text)
 
 
 def _find_at_address(name: str, selection: Selection) -> list[Source]:
-    """A file, all that match a glob, or those of a folder."""
+    """Return a file, the matches of a glob, or the files of a folder."""
     if is_pattern(name):
         entries = find_remote_files(name)
     elif (entry := file_at(name)) is not None:
@@ -285,7 +285,7 @@ def _kind_of(file_name: str) -> Kind:
 
 
 def _excluded(relative: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern matches the path below the input, or one of its parts."""
+    """Return whether a pattern matches the path below the input, or one of its parts."""
     parts = Path(relative).parts
     return any(fnmatch(relative, p) or any(fnmatch(part, p) for part in parts) for p in patterns)
 
@@ -311,7 +311,7 @@ def _file_source(path: str | Path, selection: Selection) -> Source:
 
 
 def _saved_dataset(folder: Path, selection: Selection) -> Source:
-    """Of a `Dataset.save_to_disk` or `DatasetDict.save_to_disk`, without importing `datasets`."""
+    """Return the source of a `Dataset.save_to_disk` or `DatasetDict.save_to_disk` folder."""
     directory, split = folder, selection.dataset_split
     if (folder / "dataset_dict.json").is_file():
         splits = _read_json(folder / "dataset_dict.json").get("splits", [])
@@ -351,14 +351,14 @@ def _hub_source(name: str) -> Source:
         revision = HfApi().dataset_info(name, timeout=HUB_TIMEOUT_S).sha
     except Exception as error:  # the client's transport errors differ between its versions
         raise DataError(
-            f"--input {name}: no such file, folder or glob, and no dataset of this name can be had "
-            f"from the Hugging Face hub ({first_line(error)})"
+            f"--input {name}: no such file, folder or glob, and no such dataset on the "
+            f"Hugging Face Hub ({first_line(error)})"
         ) from error
     return Source("hub_dataset", SourceRecord(path=name, revision=revision))
 
 
 def without_compression(name: str) -> str:
-    """The name of a file without the end that says how it is compressed."""
+    """Return the name of a file without its compression suffix."""
     small = name.lower()
     suffix = next((suffix for suffix in COMPRESSION_SUFFIXES if small.endswith(suffix)), "")
     return name[: len(name) - len(suffix)]

@@ -1,4 +1,4 @@
-"""Opens the files of sources: decompressed, hashed as stored, and checked to be unchanged."""
+"""Opening of the files of sources: decompressed, hashed as stored, and checked to be unchanged."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from bigtrain.system.storage.retries import persistently
 
 
 def _open_zstd(raw: Any) -> Any:
-    """Arrow's: `zstandard` takes the end of a file inside a frame for the end of the data, or
-    decompresses all that a block of input gives at once."""
+    """Open with Arrow's decompressor: `zstandard` treats a file that ends inside a frame as
+    complete, or decompresses all of an input block at once."""
     import pyarrow
 
     return pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
@@ -34,19 +34,20 @@ COMPRESSIONS: dict[str, Callable[[Any], Any]] = {
     ".bz2": bz2.BZ2File,
 }
 READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError)
-"""What reading a file, or decompressing a corrupt one, raises."""
+"""Errors of reading a file, or of decompressing a corrupt one."""
 
 
 @contextmanager
 def open_file(source: Source, end: int | None = None) -> Iterator[IO[bytes]]:
-    """The source's file, checked to be unchanged since it was listed, before and after the block.
+    """Yield the source's file, checked to be unchanged since it was listed, before and after the
+    block.
 
-    `end`: to where it is read one byte after another, for reading ahead over a network; without it
-    to the end. Raises as `require_unchanged`, and StorageError for a file at an address; opening
-    and reading raise `READ_ERRORS`.
+    `end`: end of sequential reading, for read-ahead over a network; without it the end of the file.
+    Raises as `require_unchanged`, and StorageError for a file at an address; opening and reading
+    raise `READ_ERRORS`.
     """
     if source.address is not None:
-        # Every answer says which version it is of, and another than was listed is refused.
+        # Every response contains its version, and one other than the listed version is refused.
         size = source.record.bytes
         with RemoteFile(source.address, source.stat, size if end is None else end) as remote:
             yield cast(IO[bytes], remote)
@@ -59,7 +60,7 @@ def open_file(source: Source, end: int | None = None) -> Iterator[IO[bytes]]:
 
 
 def open_table(source: Source) -> Any:
-    """What pyarrow reads a table from that is not unpacked: a path, or a file at an address."""
+    """Return pyarrow's input for a table that is not decompressed: a path, or a remote file."""
     if source.address is None:
         return source.path
     return RemoteFile(source.address, source.stat)
@@ -67,9 +68,9 @@ def open_table(source: Source) -> Any:
 
 @contextmanager
 def open_stream(source: Source, digest: Digest, *, whole: bool = True) -> Iterator[IO[bytes]]:
-    """The decompressed content of the file; `digest` gets the bytes of the file as stored.
+    """Yield the decompressed content of the file; `digest` is updated with the bytes as stored.
 
-    whole: they are read to the end for it, whatever the block has read. Raises as `open_file`.
+    whole: read them to the end for it, regardless of the block's reads. Raises as `open_file`.
     """
     with open_file(source) as file:
         raw = HashingReader(file, digest)
@@ -84,13 +85,13 @@ def open_stream(source: Source, digest: Digest, *, whole: bool = True) -> Iterat
 
 
 def stream_bytes(source: Source) -> int | None:
-    """The number of bytes of `open_stream`, if known."""
+    """Return the number of bytes of `open_stream`, if known."""
     return None if source.compressed or source.read_once else source.record.bytes
 
 
 def require_unchanged(source: Source, descriptor: int | None = None) -> None:
-    """Raises DataError if size or time of the file have changed since it was listed, at an address
-    its version.
+    """Raise DataError if size or time of the file have changed since it was listed; for a remote
+    file, its version.
 
     `descriptor`: of the file, if it is open.
     """

@@ -18,16 +18,16 @@ READ_AHEAD_BYTES = 1 << 25
 
 
 class Digest(Protocol):
-    """A hash that is being computed."""
+    """Incremental hash."""
 
     def update(self, data: bytes | memoryview, /) -> None:
-        """Go on with `data`."""
+        """Update the hash with `data`."""
 
 
 class ReadAhead:
-    """Requests read-ahead in `file` (posix_fadvise). Does nothing for pipes.
+    """Read-ahead requests for `file` (posix_fadvise). Does nothing for pipes.
 
-    From `begin` to `end`, or to the end of the file.
+    The range is `begin` to `end`, or to the end of the file.
     """
 
     def __init__(self, file: IO[bytes], begin: int = 0, end: int | None = None) -> None:
@@ -36,15 +36,15 @@ class ReadAhead:
         self._end = end
 
     def follow(self, num_bytes: int) -> None:
-        """Call it before each read of `num_bytes`."""
+        """Request read-ahead; call it before each read of `num_bytes`."""
         self._position += num_bytes
         ahead = self._position + READ_AHEAD_BYTES
         if self._end is not None:
             ahead = min(ahead, self._end)
-        # Every request costs as much as a small read does.
+        # Every request costs as much as a small read.
         if ahead - self._asked >= BLOCK_BYTES or ahead == self._end:
             size = ahead - self._asked
-            with suppress(OSError, AttributeError):  # a pipe; a system that cannot
+            with suppress(OSError, AttributeError):  # a pipe; an unsupported system
                 if size > 0:
                     advice = os.POSIX_FADV_WILLNEED
                     os.posix_fadvise(self._file.fileno(), self._asked, size, advice)
@@ -52,7 +52,7 @@ class ReadAhead:
 
 
 class HashingReader(io.RawIOBase):
-    """`raw`, whose bytes go into `digest` as they are read."""
+    """Reader of `raw` that updates `digest` with the bytes it reads."""
 
     def __init__(self, raw: IO[bytes], digest: Digest) -> None:
         self._raw: Any = raw
@@ -75,7 +75,7 @@ class HashingReader(io.RawIOBase):
 
 
 def stream_chunks(stream: IO[bytes], expected_bytes: int | None = None) -> Iterator[bytes]:
-    """All of `stream` in blocks, small ones where little is expected: a read costs its size."""
+    """Yield all of `stream` in blocks, small ones if little is expected: a read costs its size."""
     size = BLOCK_BYTES if expected_bytes is None else min(BLOCK_BYTES, expected_bytes + 1)
     while chunk := stream.read(size):
         yield chunk
@@ -84,11 +84,11 @@ def stream_chunks(stream: IO[bytes], expected_bytes: int | None = None) -> Itera
 def range_chunks(
     file: IO[bytes], begin: int, end: int, digest: Digest, around: Digest
 ) -> Iterator[bytes]:
-    """The bytes of the lines of `file` that start in [begin, end).
+    """Yield the bytes of the lines of `file` that start in [begin, end).
 
-    `digest` gets the bytes of [begin, end), `around` what else determines the lines: whether a line
-    continues at `begin`, and the rest of the last line. Raises EOFError if the file ends before
-    `end`.
+    `digest` is updated with the bytes of [begin, end), `around` with the rest that determines the
+    lines: whether a line continues at `begin`, and the rest of the last line. Raises EOFError if
+    the file ends before `end`.
     """
     file.seek(max(0, begin - 1))
     inside_line = begin > 0 and file.read(1) != b"\n"
@@ -103,7 +103,7 @@ def range_chunks(
             raise EOFError(f"it ends at byte {position}, before byte {end}")
         digest.update(chunk)
         position += len(chunk)
-        if inside_line:  # that began in the range before
+        if inside_line:  # that began in the previous range
             _, newline, chunk = chunk.partition(b"\n")
             inside_line = not newline
         if chunk:
@@ -117,21 +117,21 @@ def range_chunks(
 
 
 def split_lines(chunks: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes | None]]:
-    """The lines in `chunks` with their newlines, in a list per chunk.
+    """Yield the lines in `chunks` with their newlines, in a list per chunk.
 
-    A line of more than `max_bytes` (without its newline) is None, and is never held in memory.
+    A line of more than `max_bytes` (without its newline) is None, and is never stored in memory.
     """
     parts: list[bytes] = []  # of the line that has not ended yet
     size = 0
     for chunk in chunks:
-        # Four times as quick as `bytes.split`, which looks at the bytes one by one.
-        found = io.BytesIO(chunk).readlines()
-        rest = found.pop() if found and not chunk.endswith(b"\n") else b""
-        if found:
-            lines: list[bytes | None] = [*found]
-            size += len(found[0]) - 1
-            lines[0] = None if size > max_bytes else b"".join([*parts, found[0]])
-            # A chunk can hold a line that is too long only where it is longer itself.
+        # Four times as fast as `bytes.split`, which checks the bytes one by one.
+        complete = io.BytesIO(chunk).readlines()
+        rest = complete.pop() if complete and not chunk.endswith(b"\n") else b""
+        if complete:
+            lines: list[bytes | None] = [*complete]
+            size += len(complete[0]) - 1
+            lines[0] = None if size > max_bytes else b"".join([*parts, complete[0]])
+            # A chunk can contain a line that is too long only if it is longer itself.
             if len(chunk) > max_bytes:
                 lines = [None if line and len(line) > max_bytes + 1 else line for line in lines]
             yield lines
@@ -146,7 +146,7 @@ def split_lines(chunks: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes 
 
 
 def count_lines_before(file: IO[bytes], begin: int) -> int:
-    """How many lines of the file start before byte `begin`. Reads all of them."""
+    """Return how many lines of the file start before byte `begin`. Reads all of them."""
     count = 0
     left, last = begin, b"\n"
     while left and (chunk := file.read(min(BLOCK_BYTES, left))):

@@ -1,13 +1,13 @@
-"""Links among the files of a folder: one rule for all that is found, and not named, as an input.
+"""Links among the files of a folder: one rule for all inputs that are discovered, not named.
 
 - A link to a file in the same folder is read as that file. If that file is an input itself, it is
-  read once. A link to a folder in the same folder is not followed, for its files are found anyway.
-- A link that leads out of the folder is refused by name: whoever wrote the folder could have any
-  file of this machine read. ``--follow-links`` reads it. In a snapshot of the Hugging Face cache
-  the blobs of its repository are a part of the folder.
-- A link that leads nowhere is refused, and so is what is no regular file (a pipe, a socket).
+  read once. A link to a folder in the same folder is not followed: its files are found anyway.
+- A link that leads out of the folder is refused by name: otherwise the author of the folder could
+  have any file of this machine read. ``--follow-links`` reads it. In a snapshot of the Hugging
+  Face cache the blobs of its repository are part of the folder.
+- A broken link is refused, and so is anything but a regular file (a pipe, a socket).
 
-An input that is named itself is followed, whatever it is.
+An input that is named itself is always followed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from bigtrain.errors import DataError
 logger = logging.getLogger(__name__)
 
 Excluded = Callable[[str], bool]
-"""Whether a path below the folder is excluded."""
+"""Predicate: whether a path below the folder is excluded."""
 
 
 @dataclass
 class Links:
-    """The links in `folder`, an input or the fixed part of a glob, as it was named."""
+    """Links in `folder`, which is an input or the fixed part of a glob, as it was named."""
 
     folder: str
     follow: bool
@@ -47,11 +47,12 @@ class Links:
         return (root, *blobs[:1])
 
     def files(self, excluded: Excluded) -> list[tuple[str, str]]:
-        """The files below the folder that are not excluded: paths below it, and as they are opened.
+        """Return the files below the folder that are not excluded: relative paths, and paths to
+        open.
 
         Raises DataError for a link to a folder elsewhere, unless links are followed.
         """
-        found: list[tuple[str, str]] = []
+        files: list[tuple[str, str]] = []
         seen = {os.path.realpath(self.folder)}
         waiting = [(self.folder, "")]
         while waiting:
@@ -65,14 +66,14 @@ class Links:
             for entry in entries:
                 name, path = os.path.join(below, entry.name), os.path.join(prefix, entry.name)
                 if not _is_folder(entry):
-                    found.append((name, path))
+                    files.append((name, path))
                 elif not excluded(name) and self._enters(entry, path, name, seen):
                     folders.append((path, name))
             waiting += reversed(folders)
-        return found
+        return files
 
     def _enters(self, entry: os.DirEntry[str], path: str, name: str, seen: set[str]) -> bool:
-        """Whether to look into a folder: not a second time by a link."""
+        """Return whether to scan a folder: not a second time through a link."""
         if not entry.is_symlink():
             if self.follow:
                 seen.add(os.path.realpath(path))
@@ -87,10 +88,10 @@ class Links:
         return True
 
     def chosen(self, files: Sequence[tuple[str, str]]) -> list[str]:
-        """Of the files to read, as `files` has them, those that are not links to others of them.
+        """Return those of `files` that are not links to others of them.
 
-        Raises DataError for a link that leads nowhere, or out of the folder if links are not
-        followed, and for what is no regular file.
+        Raises DataError for a broken link, for one out of the folder if links are not
+        followed, and for anything but a regular file.
         """
         links = {path: self._target(path, below) for below, path in files}
         targets = {path: target for path, target in links.items() if target is not None}
@@ -115,7 +116,7 @@ class Links:
         return kept
 
     def _target(self, path: str, below: str) -> str | None:
-        """Where a link, or a file in a linked folder, leads to; None for a plain file."""
+        """Return the target of a link, or of a file in a linked folder; None for a plain file."""
         try:
             status = os.stat(path)
         except OSError as error:
@@ -128,7 +129,7 @@ class Links:
         if not stat.S_ISREG(status.st_mode):
             raise DataError(
                 f"--input {self.folder}: {path} is not a regular file (a pipe, socket or device) "
-                f"-> name it as an input of its own, or --exclude {below}"
+                f"-> name it as a separate input, or --exclude {below}"
             )
         parent = self._parent(path)
         if not os.path.islink(path):
@@ -141,7 +142,7 @@ class Links:
         return target
 
     def _parent(self, path: str) -> str:
-        """The real path of the folder of `path`: many files share one."""
+        """Return the real path of the folder of `path`: many files share one."""
         folder = os.path.dirname(path) or "."
         if folder not in self._resolved:
             self._resolved[folder] = os.path.realpath(folder)
@@ -153,7 +154,7 @@ class Links:
     def _leads_out(self, path: str, below: str, target: str) -> DataError:
         return DataError(
             f"--input {self.folder}: {path} is a link to {target}, outside of the folder -> "
-            f"--follow-links to read what links lead to, or --exclude {below}"
+            f"--follow-links to read the targets of links, or --exclude {below}"
         )
 
 

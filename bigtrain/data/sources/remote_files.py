@@ -1,4 +1,4 @@
-"""Which files an input that is an address means."""
+"""Files selected by an input that is an address."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bigtrain.system.storage.stores import Gone, RemoteStat
 
 @dataclass(frozen=True)
 class RemoteEntry:
-    """A file that was found: its address, the path below what was asked for, and its stat."""
+    """Remote file: its address, its path below the requested address, and its status."""
 
     address: str
     below: str
@@ -23,12 +23,14 @@ class RemoteEntry:
 
 
 def is_pattern(address: str) -> bool:
-    """Whether it has a ``*``, ``?`` or ``[...]`` to match; at a web server these are letters."""
+    """Return whether it has a ``*``, ``?`` or ``[...]`` to match; for web servers these are
+    literal."""
     return scheme_of(address) not in ("http", "https") and glob.has_magic(address)
 
 
 def file_at(address: str) -> RemoteEntry | None:
-    """The file at `address`; None where there is none, but may be a folder. Raises DataError."""
+    """Return the file at `address`; None if there is none, but possibly a folder. Raises
+    DataError."""
     store = store_of(address)
     is_folder = address.endswith("/") and scheme_of(address) not in ("http", "https")
     try:
@@ -42,26 +44,27 @@ def file_at(address: str) -> RemoteEntry | None:
 
 
 def find_remote_files(pattern: str) -> list[RemoteEntry]:
-    """The files below an address, or those that match its ``*``, ``?`` and ``[...]``, sorted.
+    """Return the files below an address, or those that match its ``*``, ``?`` and ``[...]``,
+    sorted.
 
-    ``**`` matches any number of folders. Raises DataError where there are none.
+    ``**`` matches any number of folders. Raises DataError if there are none.
     """
     store = store_of(pattern)
     folder = pattern
     if is_pattern(pattern):
         folder = re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
-    found = persistently(folder, "cannot be listed", lambda: store.find(folder))
+    entries = persistently(folder, "cannot be listed", lambda: store.find(folder))
     if is_pattern(pattern):
         known = re.compile(_pattern_of(pattern))
-        found = [entry for entry in found if known.fullmatch(entry[0])]
-    if not found:
+        entries = [entry for entry in entries if known.fullmatch(entry[0])]
+    if not entries:
         raise DataError(f"--input {without_secrets(pattern)}: no file there")
     begin = len(folder.rstrip("/")) + 1
-    return [RemoteEntry(address, address[begin:], stat) for address, stat in found]
+    return [RemoteEntry(address, address[begin:], stat) for address, stat in entries]
 
 
 def _pattern_of(pattern: str) -> str:
-    """A regular expression: a ``*`` stays within a folder, unless it is ``**``."""
+    """Return a regular expression: a ``*`` stays within a folder, unless it is ``**``."""
     known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     expressions = []
     for token in re.findall(r"\*\*/|\*\*|\*|\?|\[[^\]]+\]|[^*?\[]+|\[", pattern):

@@ -1,8 +1,8 @@
-"""Detects whether inputs have changed since they were tokenized.
+"""Detection of changes to inputs since they were tokenized.
 
-As git does: if size and times are the same, so is the content. If times differ (after a copy, a
-checkout or `touch`), the input is hashed and compared with the hash computed while tokenizing: that
-costs reading a file of lines or text, or the documents of a table.
+Like in git: if size and times are the same, the content counts as unchanged. If times differ (after
+a copy, a checkout or `touch`), the input is hashed and compared with the hash computed while
+tokenizing: that requires reading a file of lines or text, or the documents of a table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from bigtrain.errors import DataError
 
 
 def confirm_unit(unit: Unit, workspace: Workspace, options: ReadOptions) -> bool:
-    """Whether the touched inputs of `unit` still hold what it was built from; updates its record.
+    """Return whether the touched inputs of `unit` still have the content it was built from; update
+    its record.
 
     If not, the record is removed. Call it while holding the unit's lease.
     """
@@ -43,17 +44,17 @@ def confirm_unit(unit: Unit, workspace: Workspace, options: ReadOptions) -> bool
 
 
 def untouched(known: Sequence[SourceRecord], sources: Sequence[Source]) -> bool:
-    """Whether `sources` are, by place, size and times, those that are `known`."""
-    found = [source.record for source in sources]
-    if [record.place for record in known] != [record.place for record in found]:
+    """Return whether `sources` match the `known` ones by identity, size and times."""
+    current = [source.record for source in sources]
+    if [record.place for record in known] != [record.place for record in current]:
         return False
-    return all(same_times(old.times, new.times) for old, new in zip(known, found, strict=True))
+    return all(same_times(old.times, new.times) for old, new in zip(known, current, strict=True))
 
 
 def confirm_sources(
     known: Sequence[SourceRecord], sources: Sequence[Source], options: ReadOptions
 ) -> tuple[SourceRecord, ...] | None:
-    """`known` with the times of `sources`, if all these hold what was read of them; else None."""
+    """Return `known` with the times of `sources` if all contents are unchanged; else None."""
     if [record.place for record in known] != [source.record.place for source in sources]:
         return None
     confirmed = []
@@ -71,12 +72,13 @@ def confirm_sources(
 
 
 def _holds(part: Part, xxh3: str, layout_xxh3: str | None, options: ReadOptions) -> bool:
-    """`layout_xxh3` may be missing where all parts of a file are compared, but not of a table."""
+    """Compare checksums; `layout_xxh3` may be missing if all parts of a file are compared, not for
+    tables."""
     if part.source.read_once or (layout_xxh3 is None and part.source.is_hashed_by_documents):
         return False
     reader = part_reader(part, options, Rejects(True, lambda bad: None))
     try:
         reader.skim()
     except DataError:
-        return False  # what is wrong is said by whoever reads it next
+        return False  # the next reader reports the error
     return reader.checksum() == xxh3 and layout_xxh3 in (None, reader.layout())

@@ -1,7 +1,9 @@
-"""Commits finished units as a dataset: shards get their final names, the manifest is written last.
+"""Commit of finished units as a dataset: shards get their final names, the manifest is written
+last.
 
 Before the first file is renamed, a journal (`assembly.json`) lists all renames. So the next process
-can finish the commit of one that was killed, or roll it back if the plan has changed meanwhile.
+can finish the commit of one that was killed, or roll it back if the plan has changed in the
+meantime.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ COMMIT_LEASE = "assembly"
 
 @dataclass(frozen=True)
 class Commit:
-    """The commit of a plan whose units are all done."""
+    """Commit of a plan whose units are all done."""
 
     workspace: Workspace
     sources: Sequence[Source]
@@ -56,7 +58,8 @@ class Commit:
     beginning_ids: tuple[int, ...] = ()
 
     def run(self, records: dict[str, UnitRecord]) -> Manifest:
-        """Make the dataset of the units' `records`. Raises DataError where they hold too little.
+        """Create the dataset from the units' `records`. Raise DataError if they have too little
+        data.
 
         Call it while holding the lease `COMMIT_LEASE`.
         """
@@ -116,14 +119,14 @@ class Commit:
         if not manifest.num_tokens("train"):
             # If there are bad documents, their list is kept for the user.
             raise (DataError if manifest.skipped_documents else EmptyDataset)(
-                f"there is no training token in the input: {manifest.num_documents('train')} "
+                f"the input has no training tokens: {manifest.num_documents('train')} "
                 f"training documents, {manifest.num_documents('held_out')} held-out documents with "
                 f"{manifest.num_tokens('held_out')} tokens, {manifest.skipped_documents} skipped"
             )
         return manifest
 
     def _write_errors(self, done: Sequence[UnitRecord]) -> None:
-        """List every bad document; raises DataError where there are more than allowed."""
+        """List every bad document; raise DataError if there are more than allowed."""
         bad = sum(record.bad_documents for record in done)
         target = self.workspace.output / ERRORS_NAME
         if not bad:
@@ -145,18 +148,19 @@ class Commit:
         require_few(bad, good, self.options.max_bad_fraction, f"{first}; all are in {target}")
 
     def _require_rendered(self, done: Sequence[UnitRecord]) -> None:
-        """Raises DataError if the chat template drops more parts than allowed."""
+        """Raise DataError if the chat template drops more parts than allowed."""
         dropped = {kind: n for kind, n in _unrendered(done).items() if kind != STRIPPED}
         if sum(dropped.values()) > self.options.max_unrendered:
             shown = ", ".join(f"{n:,} of {kind}" for kind, n in dropped.items())
             raise DataError(
                 f"the chat template drops {sum(dropped.values()):,} parts of the conversations "
                 f"({shown}), more than --max-unrendered {self.options.max_unrendered} allows -> "
-                "use a template that writes them: --chat-template FILE; or allow more"
+                "use a template that renders them: --chat-template FILE; or allow more"
             )
 
     def _answer_end_ids(self, done: Sequence[UnitRecord]) -> tuple[int, ...] | None:
-        """The tokens that end answers. Raises DataError for one that is also inside of answers."""
+        """Return the tokens that end answers. Raise DataError for one that is also inside of
+        answers."""
         ends = {name for record in done for name in record.answer_ends}
         inside = {name for record in done for name in record.inside_answers}
         eos = self.tokenizer.generation_ends()
@@ -169,7 +173,7 @@ class Commit:
         return tuple(sorted(self.tokenizer.ids_of(ends))) or None
 
     def _bad_documents(self, done: Sequence[UnitRecord]) -> Iterator[BadDocument]:
-        """In the order of the input, with lines counted from the beginning of their file."""
+        """Yield bad documents in input order, with lines counted from the start of their file."""
         lines_before = 0
         previous = ""
         for unit, record in zip(self.units, done, strict=True):
@@ -182,7 +186,7 @@ class Commit:
             if not record.bad_documents:
                 continue
             with (self.workspace.directory / record.errors_name).open(encoding="utf-8") as file:
-                # Some are found by reading and some later, by encoding.
+                # Some are detected by reading and some later, by encoding.
                 entries = sorted(map(json.loads, file), key=lambda e: (e[0], e[2] or 0, e[3] or 0))
                 for part_number, path, line, row, reason in entries:
                     if line is not None:
@@ -191,7 +195,7 @@ class Commit:
 
     def _save_tokenizer(self) -> None:
         target = self.workspace.output / TOKENIZER_DIRECTORY
-        if target.exists():  # put there by a process that was killed after it
+        if target.exists():  # moved there by a process that was killed afterwards
             return
         draft = self.workspace.draft(TOKENIZER_DIRECTORY)
         self.tokenizer.save(draft)
@@ -202,7 +206,7 @@ class Commit:
 
 
 def _unrendered(done: Sequence[UnitRecord]) -> dict[str, int]:
-    """The parts of all units that the chat template drops, by kind."""
+    """Return the parts of all units that the chat template drops, by kind."""
     total: Counter[str] = Counter()
     for record in done:
         total.update(record.unrendered)
@@ -210,11 +214,11 @@ def _unrendered(done: Sequence[UnitRecord]) -> dict[str, int]:
 
 
 class EmptyDataset(DataError):
-    """The input was read and there is nothing in it."""
+    """Input without any data."""
 
 
 def begun_plan(workspace: Workspace) -> str | None:
-    """The `plan_key` of the commit that has begun; None if none has."""
+    """Return the `plan_key` of the commit in progress; None if there is none."""
     try:
         return str(_journal(workspace)["plan"])
     except FileNotFoundError:
@@ -222,7 +226,7 @@ def begun_plan(workspace: Workspace) -> str | None:
 
 
 def roll_back(workspace: Workspace) -> None:
-    """Move the files of a begun commit back to the names in their units' records."""
+    """Move the files of an unfinished commit back to the names in their units' records."""
     for source, target in _journal(workspace)["moves"]:
         if (workspace.output / target).exists():
             (workspace.output / target).rename(workspace.directory / source)
@@ -245,7 +249,7 @@ def _move(source: Path, target: Path) -> None:
 
 
 def _with_documents(done: Sequence[UnitRecord], split: Split) -> list[UnitRecord]:
-    """Records of the units that have something in `split`."""
+    """Return the records of the units with documents in `split`."""
     return [record for record in done if split in record.splits and record.splits[split].documents]
 
 

@@ -1,4 +1,4 @@
-"""What an output already holds: nothing, an unfinished or finished dataset, or foreign files."""
+"""Existing contents of an output: nothing, an unfinished or finished dataset, or foreign files."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ OWN_NAMES = re.compile(
     rf"(train|held_out)-\d+\.(bin|idx|mask|blocks)|{ERRORS_NAME}|{TOKENIZER_DIRECTORY}"
     rf"|{re.escape(WORK_DIRECTORY)}(\.\w+\.partial)?"
 )
-"""What a dataset that is not finished may consist of."""
+"""Files of an unfinished dataset."""
 
 
 def inputs_outside(output: Path, sources: Sequence[Source]) -> list[Source]:
-    """`sources` without what the command itself writes into a folder that it also reads.
+    """Return `sources` without files that the command itself writes into a folder that it also
+    reads.
 
-    Raises DataError where nothing is left, or an input is the output itself.
+    Raises DataError if none remain, or if an input is the output itself.
     """
-    # Not the real path of every source: that looks at every folder above each of many files.
+    # Avoid the real path of every source: it checks every folder above each of many files.
     targets = (os.path.abspath(output), os.path.realpath(output))
     folders = tuple(target + os.sep for target in targets)
     outside = []
@@ -56,14 +57,15 @@ def inputs_outside(output: Path, sources: Sequence[Source]) -> list[Source]:
         if not path.startswith(folders):
             outside.append(source)
     if not outside:
-        raise DataError(f"every input lies in --output {output}")
+        raise DataError(f"every input is inside --output {output}")
     return outside
 
 
 def is_own(workspace: Workspace) -> bool:
-    """Whether the output is free or an unfinished dataset; not where that was finished just now.
+    """Return whether the output is free or an unfinished dataset; False if that was finished just
+    now.
 
-    Raises DataError where it holds anything else.
+    Raises DataError if it contains anything else.
     """
     try:
         _require_own(workspace)
@@ -80,25 +82,26 @@ def _require_own(workspace: Workspace) -> None:
         require_free(output)
         return
     except DataError:
-        # Looked for only now: another rank may have begun the work just before.
+        # Checked only now: another rank may have started the work just before.
         if not workspace.directory.is_dir():
             raise
     for path in output.iterdir():
         if not OWN_NAMES.fullmatch(path.name):
             raise DataError(
                 f"{path} is not part of the unfinished dataset in {output}; nothing was "
-                "written -> name another --output, or remove it first"
+                "written -> choose another --output, or remove it first"
             )
 
 
 def finished_manifest(
     request: BuildRequest, sources: Sequence[Source], workspace: Workspace
 ) -> Manifest:
-    """The manifest in the output, if it is of this input. Raises DataError saying what differs."""
+    """Return the manifest in the output if it matches this input. Raise DataError with the
+    differences."""
     output = request.output
     manifest = read_manifest(output)
     current: Manifest | None = manifest
-    # Under other options it is refused anyway, and would not be read in the same way.
+    # With other options it is refused anyway, and would be read differently.
     same_options = _are_same_options(manifest, request)
     if same_options and not untouched(manifest.sources, sources):
         current = _confirmed(request, sources, manifest)
@@ -114,14 +117,14 @@ def finished_manifest(
     ]
     if different:
         raise DataError(
-            f"{output} holds a dataset of other {' and '.join(different)}; nothing was written -> "
-            "name another --output, or remove it first"
+            f"{output} contains a dataset of other {' and '.join(different)}; nothing was written "
+            "-> choose another --output, or remove it first"
         )
     open_dataset(output, check="sizes")
     if current is not None and current is not manifest:
-        # With the new times, so that the next start need not read the inputs.
+        # With the new times, so that the next start does not need to read the inputs.
         draft = output / f"{MANIFEST_NAME}.{workspace.token}.partial"
-        with suppress(OSError):  # a dataset that may only be read: the next start looks again
+        with suppress(OSError):  # a read-only dataset: the next start checks again
             write_manifest(output, current, draft)
     workspace.remove()
     return manifest
@@ -130,19 +133,19 @@ def finished_manifest(
 def _confirmed(
     request: BuildRequest, sources: Sequence[Source], manifest: Manifest
 ) -> Manifest | None:
-    """`manifest` with the times of its touched inputs, if these hold what it was made of."""
+    """Return `manifest` with the times of its touched inputs, if their content is unchanged."""
     confirmed = confirm_sources(manifest.sources, sources, request.reading())
     if confirmed is None:
         return None
     logger.warning(
-        "the times of input files changed; all of them hold what %s was made of", request.output
+        "the times of input files changed; their content still matches %s", request.output
     )
     return manifest.model_copy(update={"sources": confirmed})
 
 
 def _are_same_options(manifest: Manifest, request: BuildRequest) -> bool:
-    """Whether the options give the same dataset. One of a version without beginnings of texts is
-    the same where the tokenizer adds none."""
+    """Return whether the options give the same dataset. A dataset of a version without text
+    beginnings is the same if the tokenizer adds none."""
     old, new = manifest.options, request.options
     if old.beginning_of_text is not None or old == new:
         return old == new
@@ -154,9 +157,9 @@ def _are_same_options(manifest: Manifest, request: BuildRequest) -> bool:
 
 
 def _is_same_tokenizer(manifest: Manifest, name: str) -> bool:
-    """By its files; where these differ it is loaded, which takes seconds."""
-    found = fingerprint(name)
-    if found is not None and found == manifest.tokenizer.files_xxh3:
+    """Compare tokenizers by their files; if these differ, load it, which takes seconds."""
+    files_xxh3 = fingerprint(name)
+    if files_xxh3 is not None and files_xxh3 == manifest.tokenizer.files_xxh3:
         return True
     return load_tokenizer(name).hash == manifest.tokenizer.hash
 

@@ -1,8 +1,8 @@
-"""Builds a dataset from a request: started or resumed, alone or together with other processes.
+"""Build of a dataset from a request: started or resumed, by one or several processes.
 
-The input is cut into `units`; a worker builds each (`worker_pool`, `worker`) and records it
+The input is split into `units`; a worker builds each (`worker_pool`, `worker`) and records it
 (`workspace`); the process that finds all records commits the dataset (`commit`). Every process does
-the same with the same arguments, so any of them may be killed and started again.
+the same with the same arguments, so any of them may be killed and restarted.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ from bigtrain.system.machine import this_machine
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""Seconds between checks whether other processes have finished the units they hold leases on."""
+"""Seconds between checks whether other processes have finished their leased units."""
 
 
 @dataclass(frozen=True)
 class BuildResult:
-    """The manifest, whether the dataset existed already, and the tokens that this process built."""
+    """Result of a build: the manifest, whether the dataset existed, and the tokens that this
+    process built."""
 
     manifest: Manifest
     already_finished: bool
@@ -61,7 +62,7 @@ def build_dataset(request: BuildRequest) -> BuildResult:
 
     If the output is the finished dataset of the same inputs (same paths and sizes, and same times
     or else same content), tokenizer and options, nothing is done; an unfinished one is resumed.
-    Raises DataError for any problem: finished units are kept, and if there are none, nothing is.
+    Raises DataError for any problem: finished units are kept; if there are none, no files remain.
     """
     sources = inputs_outside(request.output, find_sources(request.selection))
     for source in sources:
@@ -71,7 +72,7 @@ def build_dataset(request: BuildRequest) -> BuildResult:
                 "are read from .jsonl, .parquet, .csv, .tsv, .json, .arrow and datasets"
             )
     if request.share.size != 1 and any(source.is_standard_input for source in sources):
-        raise DataError("--input - is read by one command -> leave out --rank and --world-size")
+        raise DataError("--input - is read by one command -> remove --rank and --world-size")
     workspace = Workspace(request.output, new_token())
     if workspace.is_finished() or not is_own(workspace):
         return BuildResult(finished_manifest(request, sources, workspace), already_finished=True)
@@ -85,7 +86,7 @@ def build_dataset(request: BuildRequest) -> BuildResult:
 
 @contextmanager
 def _work_folder(workspace: Workspace) -> Iterator[None]:
-    """Create the work folder; after an exception remove it, unless there is work in it."""
+    """Create the work folder; after an exception remove it, unless it contains work."""
     created: list[Path] = []
     try:
         try:
@@ -106,7 +107,7 @@ def _work_folder(workspace: Workspace) -> Iterator[None]:
 
 @dataclass
 class _Build:
-    """One process's work from a plan to the dataset."""
+    """Work of one process from a plan to the dataset."""
 
     request: BuildRequest
     sources: Sequence[Source]
@@ -127,12 +128,13 @@ class _Build:
                 identity.append(chosen)
             if options.roles:
                 identity.append(options.roles)
-            identity.append("complete answers")  # earlier versions learned some without an end
+            identity.append("complete answers")  # earlier versions trained on some without an end
             if options.max_unrendered:
                 identity.append("dropped parts")
             if not request.needs_template:
                 identity.append("plain text")  # earlier versions rendered it as messages
-        # What earlier versions did is not part of it: they began prompts as the tokenizer does.
+        # The behaviour of earlier versions is not part of it: they began prompts like the
+        # tokenizer.
         if self.beginning_ids != (tokenizer.beginning("auto") if options.chat else ()):
             identity.append({"beginning": self.beginning_ids})
         if tokenizer.eos_id is not None:
@@ -147,13 +149,14 @@ class _Build:
         try:
             return self._run()
         except (OSError, DataError) as error:
-            # Another process may have finished the dataset and removed the work folder meanwhile.
+            # Another process may have finished the dataset and removed the work folder in the
+            # meantime.
             if self.workspace.is_finished():
                 return self._finished_by_other()
             if not self.workspace.directory.exists():
                 raise DataError(
-                    f"{self.workspace.directory} was removed meanwhile, by another process that "
-                    "gave up or by hand -> start again"
+                    f"{self.workspace.directory} was deleted during the job, by another process "
+                    "or by hand -> start again"
                 ) from error
             if isinstance(error, DataError):
                 raise
@@ -165,8 +168,8 @@ class _Build:
         others = [unit for unit in self.units if unit.key not in records]
         if touched := len(self.workspace.unconfirmed(others)):
             logger.warning(
-                "the times of input files changed: %d finished parts are compared with what these "
-                "hold now",
+                "the times of input files changed: %d finished parts are compared with their "
+                "current content",
                 touched,
             )
         done = sum(unit.num_bytes for unit in self.units if unit.key in records)
@@ -195,7 +198,7 @@ class _Build:
         return self._finished_by_other()
 
     def _workers(self, units: Sequence[Unit]) -> Workers:
-        """For `units`, of which other commands of known number take their part."""
+        """Return the workers for `units`, divided among a known number of commands."""
         if any(source.is_standard_input for source in self.sources):
             # Another process would not have it.
             return Workers(1, this_machine(os.environ).num_cores, started=False)
@@ -208,7 +211,7 @@ class _Build:
         return self.workspace.records(self.units, moved=begun_plan(self.workspace) == self.plan)
 
     def _work(self, records: dict[str, UnitRecord], progress: Progress) -> None:
-        """One round of workers over the units that are not done; a pause if others build them."""
+        """Run one round of workers over unfinished units; pause if others build them."""
         left = tuple(unit for unit in self.units if unit.key not in records)
         leases = self.workspace.leases
         if all(leases.is_live(unit.key) for unit in left):
@@ -236,7 +239,7 @@ class _Build:
             if chat.answer_ends is not None and chat.answer_ends.by_next_role:
                 logger.warning(
                     "the chat template ends answers by the token of the next role (%s): it is "
-                    "learned, and is added behind the last answer of each conversation",
+                    "learned, and is appended to the last answer of each conversation",
                     chat.answer_ends.usual,
                 )
         job = Job(
@@ -253,18 +256,18 @@ class _Build:
         try:
             run_round(work, self._workers(left), progress.update)
         except EncoderError as error:
-            # What it wrote so far may be wrong as well: every unit of it is done again.
+            # Its earlier output may be wrong as well: all its units are rebuilt.
             self.workspace.reject(encoders.current.engine(), str(error))
         finally:
             progress.end_round()
 
     def _trusted_encoders(self) -> EncoderQueue:
-        """The encoders, advanced past those that any process has found wrong."""
+        """Return the encoders, advanced past those that any process has rejected."""
         if self.encoders is None:
             reference = self.tokenizer.encoder(
                 self.request.options.parse_special_tokens, beginning_ids=self.beginning_ids
             )
-            if self.request.options.chat:  # special tokens are the template's, and ends as well
+            if self.request.options.chat:  # special tokens and ends are the template's
                 reference = self.tokenizer.encoder(parse_special_tokens=True, ends=False)
             self.encoders = choose_encoder(
                 reference,

@@ -19,9 +19,9 @@ MAX_INPUT_BARS = 8
 
 @dataclass
 class Progress:
-    """The progress of one command's workers: of all inputs, and of the input each worker reads.
+    """Progress of one command's workers: over all inputs, and in the input each worker reads.
 
-    `total_bytes` of the inputs (0: unknown), `done_bytes` of them finished before it began.
+    `total_bytes` of the inputs (0: unknown), `done_bytes` of them finished before it started.
     """
 
     total_bytes: int
@@ -50,7 +50,7 @@ class Progress:
             print(self.line(), file=self.stream, flush=True)
 
     def end_round(self) -> None:
-        """The workers have ended; new ones will count from zero."""
+        """Record that the workers have ended; new ones count from zero."""
         self._finished = self.counts()
         self._now = {}
 

@@ -1,4 +1,4 @@
-"""What `bigtrain tokenize` was asked for, and how its inputs are read. Pure."""
+"""Request to `bigtrain tokenize`, and its options for reading inputs. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from bigtrain.data.tokenizers.tokenizer import NoChatTemplate, Tokenizer
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """What `bigtrain tokenize` was asked for. `workers` and `share` do not change the result.
+    """Request to `bigtrain tokenize`. `workers` and `share` do not change the result.
 
-    `chat_template`: a file that conversations are rendered by, instead of the tokenizer's own.
+    `chat_template`: a template file for conversations, instead of the tokenizer's own.
     """
 
     selection: Selection
@@ -44,19 +44,20 @@ class BuildRequest:
 
     @property
     def needs_template(self) -> bool:
-        """Whether every document is rendered by a chat template; completions may be plain text."""
+        """True if every document is rendered by a chat template; completions may be plain text."""
         return self.options.chat and self.options.chat_format != "prompt-completion"
 
     def beginning_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """The tokens that documents of plain text begin with. Raises as `Tokenizer.beginning`."""
+        """Return the tokens with which plain-text documents begin. Raises as
+        `Tokenizer.beginning`."""
         policy = self.options.beginning_of_text
-        if policy is None:  # of a version before the setting
+        if policy is None:  # from a version before this setting
             policy = "auto" if self.options.chat else "never"
         return tokenizer.beginning(policy)
 
     def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
-        """The chat template for its conversations; None where there are none, or it needs none and
-        the tokenizer has none. Raises DataError as `Tokenizer.chat_template`."""
+        """Return the chat template for its conversations; None if there are none, or if none is
+        needed and the tokenizer has none. Raises DataError as `Tokenizer.chat_template`."""
         if not self.options.chat:
             return None
         try:

@@ -1,4 +1,4 @@
-"""The units of work of a tokenization: which parts of the inputs become one shard, and their keys.
+"""Units of work of a tokenization: the parts of the inputs that become one shard, and their keys.
 
 A unit is a part of a file (`PartRecord`), a file that cannot be split (compressed, csv, text), or
 several small files together. The plan depends only on the inputs, the tokenizer and the options,
@@ -25,12 +25,12 @@ from bigtrain.data.documents.table_rows import (
 from bigtrain.data.sources.discovery import Source
 
 UNIT_FORMAT = 3
-"""Part of every key: raise it when the same input gives other bytes than before."""
+"""Part of every key: increase it when the same input gives different bytes."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Parts of sources that follow each other in the input and become one shard."""
+    """Consecutive parts of sources that become one shard."""
 
     key: str
     parts: tuple[Part, ...]
@@ -43,9 +43,10 @@ class Unit:
 def plan_units(
     sources: Sequence[Source], options: ReadOptions, shard_bytes: int, identity: Sequence[object]
 ) -> list[Unit]:
-    """The units of `sources`, in the order of the input, of at most about `shard_bytes` each.
+    """Return the units of `sources`, in the order of the input, of at most about `shard_bytes`
+    each.
 
-    `identity` is what else decides a unit's bytes: tokenizer and options, as JSON values. Reads
+    `identity`: the other inputs to a unit's bytes, tokenizer and options, as JSON values. Reads
     footers of parquet and arrow files larger than `shard_bytes`; raises DataError for corrupt ones.
     """
     common = [
@@ -61,7 +62,8 @@ def plan_units(
 
 
 def plan_key(units: Sequence[Unit]) -> str:
-    """A key of the plan: equal if the units, their order and the times of their inputs are."""
+    """Return a key of the plan: equal if the units, their order and the times of their inputs
+    are."""
     described = [[unit.key, [part.source.record.times for part in unit.parts]] for unit in units]
     return xxhash.xxh3_128_hexdigest(json.dumps(described).encode())
 
@@ -76,9 +78,9 @@ def _key(common: Sequence[object], parts: Sequence[Part]) -> str:
 def _groups(
     sources: Sequence[Source], options: ReadOptions, shard_bytes: int
 ) -> Iterator[list[Part]]:
-    """Groups of parts: large sources are split, small ones grouped.
+    """Return groups of parts: large sources are split, small ones grouped.
 
-    Where a group of small files ends is decided by the files around that place: by the hash of a
+    The end of a group of small files depends only on nearby files: on the hash of a
     path, once the group has half its size. So a file that is fixed, added or removed changes
     its own group and few after it, not all that follow.
     """
@@ -105,7 +107,7 @@ def _groups(
 
 
 def _cut(source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
-    """`source` in parts of about `shard_bytes`, as far as it can be cut."""
+    """Return `source` in parts of about `shard_bytes`, if it can be split."""
     num_bytes = source.record.bytes
     if source.is_unpacked or (num_bytes is None and source.kind != "hub_dataset"):
         return [whole(source)]
@@ -124,7 +126,7 @@ def _cut(source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
 
 
 def _even(source: Source, count: int, shard_bytes: int | None) -> list[Part]:
-    """Ranges of `count` things of equal size; without `shard_bytes` one thing each."""
+    """Return ranges of `count` items of equal size; without `shard_bytes` one item each."""
     num_bytes = source.record.bytes or 0
     wanted = count if shard_bytes is None else -(-num_bytes // shard_bytes)
     num_parts = max(1, min(count, wanted))
@@ -134,7 +136,7 @@ def _even(source: Source, count: int, shard_bytes: int | None) -> list[Part]:
 
 
 def _cut_row_groups(source: Source, shard_bytes: int) -> list[Part]:
-    """Row groups of parquet, whose bytes are taken to be spread evenly over the rows."""
+    """Return parts of parquet row groups, assuming that bytes are spread evenly over rows."""
     rows = count_row_groups(source)
     ends = list(accumulate(rows))
     num_bytes = source.record.bytes or 0

@@ -1,4 +1,4 @@
-"""How many worker processes and threads build shards, and which units each takes first. Pure."""
+"""Number of worker processes and threads that build shards, and their order of units. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from bigtrain.system.machine import Machine
 
 T = TypeVar("T")
 BYTES_PER_PROCESS = 256 << 20
-"""Of input, at least, for each process of several: it starts in half a second, and its encoder has
-to see words again that another has seen. Measured: two are even with one at twice as much."""
+"""Minimum input bytes per process if there are several: it starts in half a second, and its encoder
+has to cache words again that another has cached. Two break even with one at twice as much."""
 MEMORY_BYTES_PER_PROCESS = 1 << 30
-"""Of what the machine has free: batches, and the encoder's caches of at most half of it."""
+"""Free memory needed per process: batches, and the encoder's caches of at most half of it."""
 
 
 @dataclass(frozen=True)
 class Workers:
-    """`num_processes`, each of which has `num_threads` threads for encoding.
+    """Worker processes: `num_processes`, each of which has `num_threads` threads for encoding.
 
     `started`: the command starts them; otherwise it is the only one itself.
     """
@@ -30,11 +30,11 @@ class Workers:
 
 
 def divide(workers: int | None, num_units: int, num_bytes: int, machine: Machine) -> Workers:
-    """The processes for `num_units` units of work, `num_bytes` of input together.
+    """Return the processes for `num_units` units of work with `num_bytes` of input in total.
 
-    `workers` is what the user wants: 1 is one process with all cores, otherwise so many threads in
-    as many processes as there are units for. None: all cores, in processes as far as each has
-    enough to do and to hold it in. An input of unknown size (0 bytes) gets one process.
+    `workers` is what the user wants: 1 is one process with all cores, otherwise this number of
+    threads in as many processes as there are units. None: all cores, in processes if each has
+    enough work and memory. An input of unknown size (0 bytes) gets one process.
     """
     if workers == 1:
         return Workers(1, machine.num_cores, started=False)
@@ -63,15 +63,15 @@ class WorkerRank:
     size: int | None = 1
 
     def split(self, part: int, parts: int) -> WorkerRank:
-        """The share of worker `part` of this process's `parts`."""
+        """Return the share of worker `part` of this process's `parts`."""
         size = None if self.size is None else self.size * parts
         return WorkerRank(self.rank * parts + part, size)
 
     def order(self, items: Sequence[T]) -> list[T]:
-        """All `items`, in the order in which to try them: the own ones, then the others'.
+        """Return all `items` in the order of processing: the own ones, then the others'.
 
-        Own are every `size`-th from the `rank`-th. Where the size is not known, the begin is spread
-        over the items by the golden ratio, which keeps any number of ranks apart.
+        Own ones are every `size`-th from the `rank`-th. If the size is unknown, starts are spread
+        over the items by the golden ratio, which separates any number of ranks.
         """
         if self.size is None:
             first = int(self.rank * GOLDEN % 1.0 * len(items))
@@ -84,15 +84,15 @@ class WorkerRank:
 def find_worker_rank(
     environment: Mapping[str, str], rank: int | None = None, size: int | None = None
 ) -> WorkerRank:
-    """The share given by `rank` and `size`, or else by the launcher's environment.
+    """Return the share given by `rank` and `size`, or else by the launcher's environment.
 
-    Looked for in this order: torchrun's RANK and WORLD_SIZE, Slurm's array (SLURM_ARRAY_TASK_ID,
+    Search order: torchrun's RANK and WORLD_SIZE, Slurm's array (SLURM_ARRAY_TASK_ID,
     _MIN, _STEP and _COUNT) and tasks (SLURM_PROCID, SLURM_NTASKS), of which each task of an array
-    has both, and a Kubernetes indexed job's JOB_COMPLETION_INDEX, which knows no size. Raises
-    LaunchError for what is no number, for a rank outside of its size, and for half of a pair.
+    has both, and a Kubernetes indexed job's JOB_COMPLETION_INDEX, which has no size. Raises
+    LaunchError for an invalid number, for a rank outside of its size, and for half of a pair.
     """
     if (rank is None) != (size is None):
-        raise LaunchError("--rank and --world-size go together: give both or none")
+        raise LaunchError("--rank and --world-size must be given together -> give both or neither")
     if rank is not None and size is not None:
         return _checked(rank, size, "--rank and --world-size")
 
@@ -101,7 +101,7 @@ def find_worker_rank(
         try:
             return int(text or "")
         except ValueError:
-            raise LaunchError(f"{name}={text} in the environment is no number") from None
+            raise LaunchError(f"{name}={text} in the environment is not a number") from None
 
     if {"RANK", "WORLD_SIZE"} & environment.keys():
         return _checked(number("RANK"), number("WORLD_SIZE"), "RANK and WORLD_SIZE")

@@ -1,4 +1,5 @@
-"""One unit of work: read its documents, encode them, write its shards, and its record last."""
+"""Processing of one unit: read its documents, encode them, write its shards, and its record
+last."""
 
 from __future__ import annotations
 
@@ -35,20 +36,20 @@ from bigtrain.data.tokenizers.equivalence import Checks, CheckSampler
 from bigtrain.system.files import sync_to_disk
 
 MAX_ENCODING_THREADS = 4
-"""In one process: Python reads and parses as much as three or four threads encode, and no more."""
+"""Maximum threads per process: Python reads and parses only as fast as three or four encode."""
 PENDING_PER_THREAD = 4
-"""Batches of a megabyte: what is encoded while the disk, or a comparison, keeps one waiting."""
+"""Batches of a megabyte that are encoded while the disk or a comparison is waited for."""
 
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What building needs besides the unit; sent to each worker once.
+    """Inputs of building in addition to the unit; sent to each worker once.
 
-    `encoder_reason`: why it is no faster one. `allow_bad`: list bad documents instead of stopping.
-    `num_threads`: encode while reading and writing go on; of 1 thread that one does it all.
-    `chat`: what encodes documents that are conversations.
+    `encoder_reason`: why it is not a faster one. `allow_bad`: list bad documents instead of
+    stopping. `num_threads`: threads that encode during reading and writing; 1 thread does
+    everything. `chat`: encoder of documents that are conversations.
     """
 
     encoder: Encoder
@@ -62,7 +63,7 @@ class Job:
     chat: ChatEncoder | None = None
 
     def run(self, contents: list[bytes], checks: Checks) -> Batch:
-        """Raises EncoderError where the encoder is wrong or fails."""
+        """Encode `contents`. Raise EncoderError if the encoder is wrong or fails."""
         if self.chat is not None:
             return self._run_chat(self.chat, contents, checks)
         encoded = self.encoder.encode_utf8(contents)
@@ -99,7 +100,7 @@ class Job:
 class Batch:
     """Encoded documents: tokens, lengths, which are held out, UTF-8 bytes of each.
 
-    Of conversations also: which tokens are targets, how many conversations there were, and number
+    For conversations also: which tokens are targets, the number of conversations, and number
     and reason of those that are not among the documents, and `chats`, which counts what the chat
     template drops.
     """
@@ -116,7 +117,7 @@ class Batch:
 
 @dataclass
 class Counts:
-    """What a process has done so far, for progress lines; `path` is what it reads now."""
+    """Progress counts of a process; `path` is its current input."""
 
     num_bytes: int = 0
     num_tokens: int = 0
@@ -127,9 +128,9 @@ class Counts:
 
 
 def is_held_out(content: bytes, fraction: float) -> bool:
-    """Whether the document with UTF-8 `content` belongs to the held-out split.
+    """Return whether the document with UTF-8 `content` belongs to the held-out split.
 
-    Decided by the document alone, so the split stands when data is appended, and a duplicate is
+    Depends only on the document, so the split is stable when data is appended, and a duplicate is
     on the same side as its original.
     """
     return xxhash.xxh3_64_intdigest(content) < int(fraction * 2**64)
@@ -140,8 +141,8 @@ def build_unit(
 ) -> UnitRecord:
     """Write the shards and the record of `unit` into `workspace`.
 
-    `counts` is kept up to date and `report` called after each batch. Raises DataError for input
-    that cannot be used and EncoderError for an encoder that is wrong; then no file is left.
+    `counts` is updated and `report` called after each batch. Raises DataError for input
+    that cannot be used and EncoderError for a wrong encoder; then no file remains.
     """
     reader = _UnitReader(unit, job, counts, workspace)
     with ExitStack() as cleanup:
@@ -174,7 +175,7 @@ def _commit(
     shards: dict[Split, ShardRecord],
     reader: _UnitReader,
 ) -> UnitRecord:
-    """Make the files durable, then say in the record that they are there."""
+    """Make the files durable, then list them in the record."""
     record = UnitRecord(
         key=unit.key,
         token=workspace.token,
@@ -196,14 +197,14 @@ def _commit(
 
 
 class _UnitReader:
-    """Reads the parts of a unit, one after another, and lists its bad documents."""
+    """Reader of the parts of a unit, one after another, that lists its bad documents."""
 
     def __init__(self, unit: Unit, job: Job, counts: Counts, workspace: Workspace) -> None:
         self.unit = unit
         self.job = job
         self.counts = counts
         self.done: list[PartDone] = []
-        self._part_of_bad: int | None = None  # the one that is being read
+        self._part_of_bad: int | None = None  # the one being read
         self.rejects = Rejects(job.allow_bad, self._keep)
         self._errors_path: Path = workspace.directory / errors_name(unit.key, workspace.token)
         self._errors: IO[str] | None = None
@@ -220,7 +221,7 @@ class _UnitReader:
             self.inside_answers |= batch.chats.inside
 
     def reject(self, batch: Batch) -> None:
-        """Reject what encoding found wrong in the next conversations. Raises as `Rejects` does."""
+        """Reject the next conversations that failed in encoding. Raises as `Rejects`."""
         read = [self._places.popleft() for _ in range(batch.num_read)]
         for number, why in batch.problems:
             part_number, place = read[number]
@@ -231,8 +232,8 @@ class _UnitReader:
             self._part_of_bad = None
 
     def batches(self) -> Iterator[tuple[list[bytes], Checks]]:
-        """The documents, and which of them are compared with the reference."""
-        # Of the reference itself nothing needs a comparison.
+        """Yield the documents, and which of them are compared with the reference."""
+        # The reference itself needs no comparison.
         sampler = None if self.job.encoder is self.job.reference else CheckSampler()
         for contents in batched(self._blocks()):
             yield contents, sampler.choose(contents) if sampler else Checks()
@@ -261,7 +262,8 @@ class _UnitReader:
             )
 
     def _keep(self, bad: BadDocument) -> None:
-        """Lines count from the beginning of the part: `commit` adds the lines before it."""
+        """Store a bad document. Lines count from the start of the part: `commit` adds the lines
+        before it."""
         if self._errors is None:
             self._errors = self._errors_path.open("w", encoding="utf-8")
         part = len(self.done) if self._part_of_bad is None else self._part_of_bad
@@ -280,7 +282,8 @@ class _UnitReader:
 
 
 def _encoded(batches: Iterator[tuple[list[bytes], Checks]], job: Job) -> Iterator[Batch]:
-    """The batches encoded, in order. Never more than `PENDING_PER_THREAD` times threads wait."""
+    """Yield the encoded batches, in order. At most `PENDING_PER_THREAD` times threads are
+    pending."""
     if job.num_threads == 1:
         for contents, checks in batches:
             yield job.run(contents, checks)

@@ -1,6 +1,6 @@
-"""The worker processes of one tokenizing command.
+"""Pool of worker processes of one tokenizing command.
 
-There is no queue: every worker goes through all units, its own share first, and builds those that
+There is no queue: every worker iterates over all units, its own share first, and builds those that
 are neither done nor leased by another; `bigtrain.data.tokenize_job.job` checks again at the end.
 """
 
@@ -27,16 +27,16 @@ from bigtrain.data.tokenizers.encoders import EncoderError
 from bigtrain.errors import BigtrainError, DataError
 
 REPORT_BYTES = 1 << 22
-"""A worker tells how far it is after every so many bytes: a few times a second."""
+"""Bytes after which a worker reports progress: a few times a second."""
 
 
 Update = Callable[[int, Counts], None]
-"""Is told what worker number so and so has done in this round."""
+"""Callback with a worker's number and its counts in this round."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """Units that are not done, and everything needed to build them."""
+    """Unfinished units, and everything needed to build them."""
 
     units: tuple[Unit, ...]
     share: WorkerRank
@@ -45,7 +45,7 @@ class Round:
 
 
 def new_token() -> str:
-    """A name that no other process on any machine has."""
+    """Return a name that is unique among processes on all machines."""
     return uuid.uuid4().hex[:12]
 
 
@@ -56,7 +56,7 @@ def run_round(work: Round, workers: Workers, update: Update) -> None:
     """
     num_processes, num_threads = workers.num_processes, workers.num_threads
     if not workers.started:
-        # Even on one core reading and writing wait less beside an encoder.
+        # Even on one core reading and writing wait less in parallel with an encoder.
         job = replace(work.job, num_threads=max(2, num_threads))
         _take_units(replace(work, job=job), partial(update, 0))
         return
@@ -87,7 +87,7 @@ def run_round(work: Round, workers: Workers, update: Update) -> None:
 
 
 def _follow(processes: dict[Connection, tuple[int, SpawnProcess]], update: Update) -> None:
-    """Until every worker has said that it has finished. Raises the first error one reports."""
+    """Wait until every worker has reported its end. Raise the first reported error."""
     running = dict(processes)
     while running:
         for connection in wait(list(running)):
@@ -110,7 +110,7 @@ def _follow(processes: dict[Connection, tuple[int, SpawnProcess]], update: Updat
 
 
 def _take_units(work: Round, report: Callable[[Counts], None]) -> None:
-    """Raises DataError or EncoderError of the first unit that cannot be built."""
+    """Build units. Raise DataError or EncoderError of the first unit that fails."""
     workspace, counts = work.workspace, Counts()
     leases = workspace.leases
     told = 0
@@ -122,14 +122,14 @@ def _take_units(work: Round, report: Callable[[Counts], None]) -> None:
             report(counts)
 
     for unit in work.share.order(work.units):
-        # It had no valid record when the round began, but may have one of touched inputs.
+        # It had no valid record at the start of the round, but may have one of touched inputs.
         if workspace.is_done(unit):
             continue
         with leases.take(unit.key) as mine:
             # Its last owner may have finished it just before releasing the lease.
             if mine and not workspace.is_done(unit):
                 if work.job.encoder.engine() in workspace.rejected():
-                    return  # by another process; the next round takes another encoder
+                    return  # by another process; the next round uses another encoder
                 if confirm_unit(unit, workspace, work.job.reading):
                     counts.num_bytes += unit.num_bytes
                     report(counts)
@@ -139,10 +139,10 @@ def _take_units(work: Round, report: Callable[[Counts], None]) -> None:
 
 
 def _run_worker(work: Round, num_threads: int, connection: Connection) -> None:
-    """A worker process: sends counts, then None or what went wrong."""
+    """Run a worker process: send counts, then None or the error."""
     os.environ["RAYON_NUM_THREADS"] = str(num_threads)  # before a library starts its threads
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if num_threads > 1 else "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         _take_units(work, connection.send)
@@ -156,7 +156,7 @@ def _run_worker(work: Round, num_threads: int, connection: Connection) -> None:
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed would go on alone, and hold its standard output open."""
+    """End this worker if its parent dies: it would continue, and keep its standard output open."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -1,4 +1,4 @@
-"""The work folder of an unfinished dataset: finished units, leases, and rejected encoders.
+"""Work folder of an unfinished dataset: finished units, leases, and rejected encoders.
 
 ::
 
@@ -7,9 +7,9 @@
       KEY.TOKEN.errors               its bad documents
       KEY.json                       its record: the unit is done once this names those files
       KEY.claim                      the lease on it, `bigtrain.system.leases`
-      rejected-ENGINE                an encoder found wrong; what it wrote is done again
-      assembly.json                  `bigtrain.data.tokenize_job.commit` has begun
-      (a file without a name)        what a unit reads, decompressed (`sources.decompression`)
+      rejected-ENGINE                a wrong encoder; its units are rebuilt
+      assembly.json                  `bigtrain.data.tokenize_job.commit` is in progress
+      (a file without a name)        decompressed input of a unit (`sources.decompression`)
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ RECORD_OR_LEASE = re.compile(r"[0-9a-f]{32}\.(json|claim)|assembly\.(json|claim)
 
 @pydantic_dataclass(config=COMPACT, frozen=True, slots=True, kw_only=True)
 class PartDone:
-    """What reading a part found: its content, and how many lines started in it.
+    """Result of reading a part: its content, and the number of lines that started in it.
 
-    `xxh3` and `layout_xxh3` as of `PartReader`; `times` of the source when it was listed.
+    `xxh3` and `layout_xxh3` as in `PartReader`; `times` of the source when it was listed.
     """
 
     xxh3: Checksum
@@ -59,9 +59,10 @@ class PartDone:
 
 
 class UnitRecord(Record):
-    """`KEY.json`. `documents` are the good ones, `token` names the process that wrote the files.
+    """`KEY.json`. Record of a unit. `documents` are the good ones, `token` names the process that
+    wrote the files.
 
-    Of conversations: `unrendered` parts by kind, and the texts of the control tokens that end
+    For conversations: `unrendered` parts by kind, and the texts of the control tokens that end
     answers and of others inside of them.
     """
 
@@ -78,7 +79,7 @@ class UnitRecord(Record):
     inside_answers: tuple[str, ...] = Field(default=(), strict=False)
 
     def is_current(self, unit: Unit) -> bool:
-        """Whether the inputs of `unit` are, by their times, as they were read for it."""
+        """Return whether the inputs of `unit` are unchanged by their times."""
         read = zip(self.parts, unit.parts, strict=True)
         return all(same_times(done.times, part.source.record.times) for done, part in read)
 
@@ -93,18 +94,18 @@ class UnitRecord(Record):
 
 
 def shard_name(key: str, token: str, split: Split) -> str:
-    """File name without suffix of a unit's shard."""
+    """Return the file name without suffix of a unit's shard."""
     return f"{key}.{token}.{split}"
 
 
 def errors_name(key: str, token: str) -> str:
-    """File name of a unit's bad documents."""
+    """Return the file name of a unit's bad documents."""
     return f"{key}.{token}.errors"
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """The work folder of dataset `output`, as process `token` uses it."""
+    """Work folder of dataset `output`, as process `token` uses it."""
 
     output: Path
     token: str
@@ -115,15 +116,16 @@ class Workspace:
 
     @property
     def leases(self) -> Leases:
-        """A new object for each use: a lease names the process that acquires it."""
+        """Leases; a new object for each use: a lease names the process that acquires it."""
         return Leases(self.directory, self.token, self._clean)
 
     def draft(self, name: str) -> Path:
-        """This process's temporary name for a file `name` of this folder or of the dataset."""
+        """Return this process's temporary name for a file `name` of this folder or of the
+        dataset."""
         return self.directory / f"{name}.{self.token}.partial"
 
     def is_finished(self) -> bool:
-        """Whether the dataset is complete, so that this folder is or will be removed."""
+        """Return whether the dataset is complete, so that this folder is or will be removed."""
         return (self.output / MANIFEST_NAME).exists()
 
     def is_recorded(self, key: str) -> bool:
@@ -135,16 +137,18 @@ class Workspace:
         write_whole(self._record_path(record.key), content, self.draft(record.key))
 
     def records(self, units: Sequence[Unit], moved: bool = False) -> dict[str, UnitRecord]:
-        """Records of the units that are done, by key: inputs unchanged, encoder trusted, files
-        complete (not checked if a commit has `moved` them)."""
+        """Return records of the units that are done, by key: inputs unchanged, encoder trusted,
+        files complete (not checked if a commit has `moved` them)."""
         return {u.key: r for u, r in self._trusted(units, moved) if r.is_current(u)}
 
     def unconfirmed(self, units: Sequence[Unit]) -> dict[str, UnitRecord]:
-        """Records that `records` would return if the times of their inputs had not changed."""
+        """Return records that `records` would return if the times of their inputs had not
+        changed."""
         return {u.key: r for u, r in self._trusted(units) if not r.is_current(u)}
 
     def is_done(self, unit: Unit) -> bool:
-        """Whether `unit` has a record of its inputs as they are now, whatever else it says."""
+        """Return whether `unit` has a record of its current inputs, regardless of its other
+        contents."""
         record = self._read_record(unit.key)
         return record is not None and record.is_current(unit)
 
@@ -152,7 +156,7 @@ class Workspace:
         self._record_path(key).unlink(missing_ok=True)
 
     def drop_invalid(self, units: Sequence[Unit]) -> None:
-        """Forget those of `units` that are recorded and cannot be taken over."""
+        """Drop records of those `units` that cannot be reused."""
         recorded = [unit for unit in units if self.is_recorded(unit.key)]
         trusted = {unit.key for unit, _ in self._trusted(recorded)}
         for unit in recorded:
@@ -167,14 +171,14 @@ class Workspace:
         return reasons
 
     def reject(self, engine: str, reason: str) -> None:
-        """Note for every process that `engine` was found wrong; the first reason stays."""
+        """Record for every process that `engine` is wrong; the first reason is kept."""
         if engine not in self.rejected():
             name = f"rejected-{engine.replace(' ', '-').replace('/', '-')}.json"
             note = json.dumps({"engine": engine, "reason": reason})
             write_whole(self.directory / name, note.encode("utf-8"), self.draft(name))
 
     def remove(self) -> None:
-        """Remove the folder, which others see at once, and what was left of removing it before."""
+        """Remove the folder atomically, and leftovers of earlier removals."""
         gone = self.output / f"{WORK_DIRECTORY}.{self.token}.partial"
         with suppress(FileNotFoundError):
             self.directory.rename(gone)
@@ -186,7 +190,7 @@ class Workspace:
         return any(RECORD_OR_LEASE.fullmatch(name) for name in names)
 
     def _clean(self, key: str, token: str) -> None:
-        """Remove what process `token`, which has ended, left of a unit it did not finish."""
+        """Remove the files of an unfinished unit of process `token`, which has ended."""
         if not self.is_recorded(key):
             for path in list(self.directory.glob(f"{key}.{token}.*")):
                 path.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""When checkpoints are saved, kept, resumed from, rolled back to, listed and exported.
+"""Saving, retention, resume, rollback, listing and export of checkpoints.
 
-How tensors are written is `engine.checkpoint`. Imports `engine`, `models` and the session; the
-loop, `training` and the commands import it. Start with `checkpoints`, the directory of them;
+Tensors are written by `engine.checkpoint`. Imports `engine`, `models` and the session; the
+loop, `training` and the commands import it. Start with `checkpoints`, their directory;
 `saver` writes it, `resume` reads it.
 """

@@ -1,4 +1,4 @@
-"""The runs below a directory that trained adapters, by base model. Imports no torch."""
+"""Listing of the runs below a directory that trained adapters, by base model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLUMNS = ("base", "run", "step", "held-out loss", "adapters")
 
 @dataclass(frozen=True)
 class _Adapters:
-    """What `state.json` of a run's newest complete checkpoint says. base: checksums of the base
+    """Adapters in `state.json` of a run's newest complete checkpoint. base: checksums of the base
     model's files."""
 
     run: Path
@@ -30,7 +30,7 @@ class _Adapters:
     section: AdaptersSection
 
     def kind(self) -> str:
-        """In a few words."""
+        """Short description."""
         words = ["DoRA" if self.section.dora else "LoRA", f"rank {self.section.rank}"]
         words.append(f"alpha {self.section.alpha:g}")
         targets = self.section.targets
@@ -42,38 +42,38 @@ class _Adapters:
 
 
 def describe_adapters(directory: Path) -> list[str]:
-    """A table of the runs in `directory`, or one or two folders below, that hold adapters in a
+    """Return a table of the runs in `directory`, or one or two folders below, with adapters in a
     complete checkpoint.
 
-    Runs whose base model has the same files (by checksum, whatever their path) share a letter and
-    stand together. Raises CheckpointError if there are none.
+    Runs whose base model has the same files (by checksum, regardless of path) share a letter and
+    are listed together. Raises CheckpointError if there are none.
     """
-    found = [run for path in _runs(directory) if (run := _read(path)) is not None]
-    if not found:
-        raise CheckpointError(f"{directory}: below it no run holds adapters in a checkpoint")
+    runs = [run for path in _runs(directory) if (run := _read(path)) is not None]
+    if not runs:
+        raise CheckpointError(f"{directory}: no run below it has adapters in a checkpoint")
     letters: dict[str, str] = {}
-    for run in found:
+    for run in runs:
         letters.setdefault(_key(run), _letter(len(letters)))
-    found.sort(key=lambda run: (letters[_key(run)], str(run.run)))
+    runs.sort(key=lambda run: (letters[_key(run)], str(run.run)))
     rows = [_COLUMNS]
-    for run in found:
+    for run in runs:
         loss = f"{run.loss:.4f}" if isinstance(run.loss, float) else "-"
         name = str(run.run.relative_to(directory))
         rows.append((letters[_key(run)], name, str(run.step), loss, run.kind()))
     lines = table(rows)
     for letter in letters.values():
-        paths = sorted({run.base_path for run in found if letters[_key(run)] == letter})
+        paths = sorted({run.base_path for run in runs if letters[_key(run)] == letter})
         lines.append(f"base {letter}: {', '.join(paths)}")
     return lines
 
 
 def _runs(directory: Path) -> list[Path]:
-    found = (path for depth in ("", "*/", "*/*/") for path in directory.glob(f"{depth}checkpoints"))
-    return sorted(path.parent for path in found if (path.parent / "config.json").is_file())
+    paths = (path for depth in ("", "*/", "*/*/") for path in directory.glob(f"{depth}checkpoints"))
+    return sorted(path.parent for path in paths if (path.parent / "config.json").is_file())
 
 
 def _read(run: Path) -> _Adapters | None:
-    """None where `run` has no adapters, or no complete checkpoint of any."""
+    """Read the adapters of `run`; None if it has none, or no complete checkpoint of any."""
     try:
         config = json.loads((run / "config.json").read_text(encoding="utf-8"))
         section = config.get("adapters")

@@ -1,8 +1,8 @@
-"""Which base model a checkpoint of adapters belongs to: checksums of the base's files.
+"""Fingerprint of the base model of an adapter checkpoint: checksums of the base's files.
 
-Such a checkpoint holds the trained parameters and none of the base's weights. Its `state.json`
+Such a checkpoint contains the trained parameters, without the base's weights. Its `state.json`
 lists the base's configuration and weight files under `base`; resume and export read the base
-again, and refuse another one.
+again, and refuse a different one.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _CONFIG = "config.json"
 
 
 def fingerprint(weights: Sums) -> dict[str, dict[str, object]]:
-    """The entry `base` of `state.json`. `weights`: checksums of the base's weight files by
+    """Return the entry `base` of `state.json`. `weights`: checksums of the base's weight files by
     absolute path.
 
-    Reads the `config.json` beside them. Raises ModelError if it cannot.
+    Reads the `config.json` next to them. Raises ModelError if it cannot.
     """
     first = Path(next(iter(weights)))
-    found = {Path(name).name: known for name, known in weights.items()}
-    found[_CONFIG] = sum_of(first.with_name(_CONFIG))
-    return {n: {"bytes": s.num_bytes, "xxh3": s.xxh3} for n, s in sorted(found.items())}
+    entries = {Path(name).name: known for name, known in weights.items()}
+    entries[_CONFIG] = sum_of(first.with_name(_CONFIG))
+    return {n: {"bytes": s.num_bytes, "xxh3": s.xxh3} for n, s in sorted(entries.items())}
 
 
 def refuse_other_base(document: dict[str, Any], weights: Sums, directory: Path) -> None:
@@ -35,18 +35,18 @@ def refuse_other_base(document: dict[str, Any], weights: Sums, directory: Path) 
     `weights`: as for `fingerprint`. `directory`: the checkpoint, for errors. Every rank may call
     it. Raises CheckpointError with all files that differ.
     """
-    listed, found = document.get(BASE, {}), fingerprint(weights)
+    listed, current = document.get(BASE, {}), fingerprint(weights)
     different = [
-        f"  {name}: {_text(listed.get(name))} there, {_text(found.get(name))} now"
-        for name in sorted(listed.keys() | found.keys())
-        # Tokenizer files only where they were listed: releases before did not.
+        f"  {name}: {_text(listed.get(name))} there, {_text(current.get(name))} now"
+        for name in sorted(listed.keys() | current.keys())
+        # Tokenizer files only if they were listed: older releases did not list them.
         if (name in listed or name == _CONFIG or name.endswith(".safetensors"))
-        and listed.get(name) != found.get(name)
+        and listed.get(name) != current.get(name)
     ]
     if different:
         raise CheckpointError(
-            f"{directory} holds adapters of another base than model.path names now -> restore its "
-            "files, or name the directory that has them:\n" + "\n".join(different)
+            f"{directory} has adapters of a base other than the current model.path -> restore its "
+            "files, or set model.path to the directory that has them:\n" + "\n".join(different)
         )
 
 
@@ -55,10 +55,10 @@ def _text(entry: dict[str, object] | None) -> str:
 
 
 def base_sums(files: tuple[Path, ...]) -> Sums:
-    """Checksums of the base's weight files, and of those beside them that decide its numbers, by
-    absolute path; reads all of them on this rank.
+    """Return checksums of the base's weight files, and of the files next to them that affect its
+    numbers, by absolute path; read all of them on this rank.
 
-    Raises ModelError where one cannot be read.
+    Raises ModelError if one cannot be read.
     """
     sums: dict[str, FileSum] = {
         str(path.absolute()): sum_of(path) for path in files_read_with(files)

@@ -1,4 +1,4 @@
-"""Checkpoints as directories: how one is committed and verified, and which is the newest.
+"""Checkpoints as directories: commit, verification, and search for the newest.
 
 ::
 
@@ -6,16 +6,16 @@
         tensors/rank-00000.safetensors   fp32 masters, optimizer states, buffers; one of each rank
                         (bigtrain.engine.checkpoint.tensor_file)
         state.json      step, samples, tokens, held-out loss, configuration, versions, topology
-        layout.json     which rank wrote what (bigtrain.engine.checkpoint.layout)
-        probe.safetensors   a fixed input and the logits the model gave for it
+        layout.json     ranges written by each rank (bigtrain.engine.checkpoint.layout)
+        probe.safetensors   a fixed input and the model's logits for it
         manifest.json   run, step, every file above with size and xxh3 checksum, and its own
-    RUN/run_id          drawn when the run began; every checkpoint has it
+    RUN/run_id          random, created with the run; every checkpoint has it
 
-A tensor file is listed with the checksum of its header, which has those of its data: what is read
-proves so, block by block, that it belongs to this step of this run.
+A tensor file is listed with the checksum of its header, which has those of its data: every block
+that is read is thereby verified to belong to this step of this run.
 
-A save writes ``step-00000200.partial-ATTEMPT``; every launch of the run is another attempt, so a
-stale launch that still runs on an unreachable host writes beside it, never into it. The checkpoint
+A save writes ``step-00000200.partial-ATTEMPT``; every launch of the run is a separate attempt, so a
+stale launch that still runs on an unreachable host writes next to it, never into it. The checkpoint
 exists once that directory, manifest included, has been renamed. Deleting begins with a rename too.
 Any other name that begins with ``step-`` is garbage, which the next launch or save removes.
 Nothing here is collective: the main rank calls it. Imports no torch.
@@ -59,13 +59,13 @@ _NAME = re.compile(r"step-(\d{8,})")
 _FILE_NAME = re.compile(rf"({TENSORS}/)?[^/.][^/]*")
 
 Contents = Literal["none", "small", "all"]
-"""What is read and compared with its checksum, beside the sizes of all files: `small` is all but
-tensor files, which every rank compares block by block as it reads of them."""
+"""Files that are compared with their checksums, in addition to the sizes of all files: `small` is
+all but tensor files, which every rank compares block by block as it reads of them."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The save that wrote a checkpoint, and its files by path: bytes, and checksum (of the file;
+    """Save that wrote a checkpoint, and its files by path: bytes, and checksum (of the file;
     of its header for a tensor file)."""
 
     identity: Identity
@@ -73,7 +73,7 @@ class Manifest:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The checksum of each tensor file's header, by its name in ``tensors/``."""
+        """Checksum of each tensor file's header, by its name in ``tensors/``."""
         prefix = f"{TENSORS}/"
         return {
             name.removeprefix(prefix): checksum
@@ -83,18 +83,18 @@ class Manifest:
 
 
 def checkpoint_path(run_directory: Path, step: int) -> Path:
-    """Where the checkpoint after `step` optimizer steps is kept."""
+    """Return the path of the checkpoint after `step` optimizer steps."""
     return run_directory / "checkpoints" / f"step-{step:08d}"
 
 
 def partial_path(run_directory: Path, step: int, attempt: str) -> Path:
-    """Where that checkpoint is while it is being written; `attempt` names this launch."""
+    """Return its path while it is being written; `attempt` identifies this launch."""
     final = checkpoint_path(run_directory, step)
     return final.with_name(f"{final.name}.partial-{attempt}")
 
 
 def prepare(partial: Path) -> None:
-    """An empty directory for a new checkpoint at a `partial_path`."""
+    """Create an empty directory for a new checkpoint at a `partial_path`."""
     shutil.rmtree(partial, ignore_errors=True)
     (partial / TENSORS).mkdir(parents=True)
 
@@ -105,7 +105,7 @@ def commit(
     identity: Identity,
     permit: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Commit the checkpoint: list every file, then rename the directory; returns its path.
+    """Commit the checkpoint: list every file, then rename the directory; return its path.
 
     `written`: bytes and checksum of the header by file name below ``tensors/``, as the writers
     report them. `permit` is called right before anything but `partial` changes, and may raise.
@@ -129,7 +129,9 @@ def commit(
     final = partial.with_name(partial.name.split(".", 1)[0])
     permit()
     if os.path.lexists(final):
-        remove(final)  # a corrupt one that resume skipped, or the run would be past this step
+        remove(
+            final
+        )  # a corrupt one that resume skipped; otherwise the run would be past this step
     partial.rename(final)
     sync_to_disk(final.parent)
     return final
@@ -149,13 +151,13 @@ def _checksum_key(name: str) -> str:
 
 
 def _document_checksum(document: Mapping[str, Any]) -> str:
-    """Checksum of the manifest's canonical JSON: sorted keys, no spaces."""
+    """Return the checksum of the manifest's canonical JSON: sorted keys, no spaces."""
     text = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of the checkpoint `directory`; its step must match the directory's name.
+    """Return the manifest of the checkpoint `directory`; its step must match the directory's name.
 
     Raises CorruptCheckpointError.
     """
@@ -165,9 +167,9 @@ def read_manifest(directory: Path) -> Manifest:
         document = json.loads(path.read_text())
         if document["format"] == 1:
             raise CorruptCheckpointError(
-                f"{path}: format 1, whose index is a pickle and is not read any more, this is "
+                f"{path}: format 1, whose pickle index is no longer supported, this is "
                 f"format {FORMAT} -> export it with the version of bigtrain that wrote it, and "
-                "begin a new run from that by checkpoint.initialize_from"
+                "start a new run from it with checkpoint.initialize_from"
             )
         if document["format"] != FORMAT:
             raise CorruptCheckpointError(
@@ -194,12 +196,12 @@ def read_manifest(directory: Path) -> Manifest:
         )
     name = _NAME.fullmatch(directory.name)
     if name is not None and int(name[1]) != identity.step:
-        raise CorruptCheckpointError(f"{path}: is of step {identity.step}, {directory.name} is not")
+        raise CorruptCheckpointError(f"{path}: is of step {identity.step}, unlike {directory.name}")
     return manifest
 
 
 def corruption(directory: Path, contents: Contents = "small") -> str | None:
-    """Why the checkpoint cannot be used, naming the file; or None."""
+    """Return why the checkpoint cannot be used, with the file; None if it can."""
     try:
         _verify(directory, contents)
     except CorruptCheckpointError as error:
@@ -210,7 +212,7 @@ def corruption(directory: Path, contents: Contents = "small") -> str | None:
 
 
 def _verify(directory: Path, contents: Contents) -> None:
-    """Raises CorruptCheckpointError, or OSError for what cannot be read."""
+    """Raise CorruptCheckpointError, or OSError for an unreadable file."""
     if not directory.is_dir():
         shown = f"a link to {os.readlink(directory)}" if directory.is_symlink() else "a file"
         raise CorruptCheckpointError(f"{directory}: is {shown}, not a directory")
@@ -235,7 +237,8 @@ def _verify(directory: Path, contents: Contents) -> None:
 
 
 def _verify_identity(directory: Path, identity: Identity) -> None:
-    """That ``state.json`` and the run's directory, if it is in one, name the same run and step."""
+    """Check that ``state.json`` and the run's directory (if there is one) name the same run and
+    step."""
     state = read_state(directory)
     if (state.get("run"), state.get("step")) != (identity.run, identity.step):
         raise CorruptCheckpointError(
@@ -247,14 +250,14 @@ def _verify_identity(directory: Path, identity: Identity) -> None:
     own = read_run_id(run_directory) if is_there else None
     if own not in (None, identity.run):
         raise CorruptCheckpointError(
-            f"{directory / MANIFEST}: is of run {identity.run}, and {run_directory / RUN_ID} says "
+            f"{directory / MANIFEST}: is of run {identity.run}, but {run_directory / RUN_ID} is "
             f"{own}: it was copied here from another run -> remove it, or, to resume from "
             f"it, {run_directory / RUN_ID}"
         )
 
 
 def read_run_id(run_directory: Path) -> str | None:
-    """What ``RUN/run_id`` says; None where it is not there or is no such file."""
+    """Return the id in ``RUN/run_id``; None if it is missing or invalid."""
     try:
         require_regular(run_directory / RUN_ID)
         text = (run_directory / RUN_ID).read_bytes()[:64].decode("ascii").strip()
@@ -264,42 +267,42 @@ def read_run_id(run_directory: Path) -> str | None:
 
 
 def make_run_id(run_directory: Path) -> str:
-    """The run's id, which is written if it is not there: that of its newest checkpoint, or a new
-    one where it begins. Of starts that overlap, the first to write it decides."""
-    found = read_run_id(run_directory)
-    if found is None:
-        found = secrets.token_hex(8)
+    """Return the run's id, and write it if it is missing: that of its newest checkpoint, or a new
+    one for a new run. If launches overlap, the first to write it wins."""
+    run_id = read_run_id(run_directory)
+    if run_id is None:
+        run_id = secrets.token_hex(8)
         for step in reversed(steps(run_directory)):
             with suppress(CorruptCheckpointError):
-                found = read_manifest(checkpoint_path(run_directory, step)).identity.run
+                run_id = read_manifest(checkpoint_path(run_directory, step)).identity.run
                 break
         run_directory.mkdir(parents=True, exist_ok=True)
-        path, content = run_directory / RUN_ID, f"{found}\n".encode()
+        path, content = run_directory / RUN_ID, f"{run_id}\n".encode()
         draft = run_directory / f".{RUN_ID}.{secrets.token_hex(4)}"
         if not create_whole(path, content, draft):
             written = read_run_id(run_directory)
             if written is not None:
                 return written
-            write_whole(path, content, draft)  # over one that is corrupt
-    return found
+            write_whole(path, content, draft)  # replaces a corrupt one
+    return run_id
 
 
 def steps(run_directory: Path) -> list[int]:
-    """Steps that have a checkpoint, complete or corrupt, oldest first: also what has the name of
-    one and is none, such as a link that leads nowhere, for it is not to be passed over in silence.
+    """Return steps that have a checkpoint, complete or corrupt, oldest first: also entries that
+    only have the name of one, such as a broken link: they must not be skipped silently.
     """
-    found = []
+    numbers = []
     for path in (run_directory / "checkpoints").glob("step-*"):
         match = _NAME.fullmatch(path.name)
         if match:
-            found.append(int(match[1]))
-    return sorted(found)
+            numbers.append(int(match[1]))
+    return sorted(numbers)
 
 
 def usable(
     run_directory: Path, warn: Callable[[str], None], contents: Contents = "small"
 ) -> Iterator[Path]:
-    """Complete checkpoints, newest first; calls `warn` for each corrupt one on the way."""
+    """Yield complete checkpoints, newest first; call `warn` for each corrupt one on the way."""
     for step in reversed(steps(run_directory)):
         directory = checkpoint_path(run_directory, step)
         reason = corruption(directory, contents)
@@ -310,8 +313,8 @@ def usable(
 
 
 def passed_over(step: int, reason: str) -> str:
-    """The message about a corrupt checkpoint for which an older one is used."""
-    return f"checkpoint of step {step} is corrupt and passed over: {reason}"
+    """Return the message about a corrupt checkpoint that is replaced by an older one."""
+    return f"skipping corrupt checkpoint at step {step}: {reason}"
 
 
 def find(
@@ -320,10 +323,10 @@ def find(
     contents: Contents = "all",
     warn: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """The checkpoint of `step`, or the newest complete one; calls `warn` for each newer one that
-    is corrupt.
+    """Return the checkpoint of `step`, or the newest complete one; call `warn` for each newer one
+    that is corrupt.
 
-    Raises CheckpointError without one.
+    Raises CheckpointError if there is none.
     """
     available = steps(run_directory)
     if step is not None:
@@ -339,7 +342,7 @@ def find(
     newest = next(usable(run_directory, reasons.append, contents), None)
     if newest is None:
         raise CheckpointError(
-            f"{run_directory}: holds no usable checkpoint" + "".join(f"; {r}" for r in reasons)
+            f"{run_directory}: has no usable checkpoint" + "".join(f"; {r}" for r in reasons)
         )
     for reason in reasons:
         warn(reason)
@@ -347,7 +350,7 @@ def find(
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """`state.json` of a checkpoint. Raises CorruptCheckpointError."""
+    """Read `state.json` of a checkpoint. Raises CorruptCheckpointError."""
     try:
         require_regular(directory / STATE)
         state = json.loads((directory / STATE).read_text())
@@ -359,10 +362,10 @@ def read_state(directory: Path) -> dict[str, Any]:
 
 
 def list_tensors(directory: Path) -> Listing:
-    """The tensor files of a checkpoint, from its manifest. Raises CorruptCheckpointError."""
+    """Return the tensor files of a checkpoint, from its manifest. Raises CorruptCheckpointError."""
     manifest = read_manifest(directory)
     layout = None
-    if LAYOUT in manifest.files:  # not of checkpoints written before there was one
+    if LAYOUT in manifest.files:  # absent in older checkpoints
         path = directory / LAYOUT
         try:
             layout = parse_layout(path.read_bytes())
@@ -372,7 +375,8 @@ def list_tensors(directory: Path) -> Listing:
 
 
 def remove(directory: Path) -> None:
-    """Remove a checkpoint; a kill in between leaves garbage, never a part that looks complete."""
+    """Remove a checkpoint; a kill in between leaves garbage, never a partial one that looks
+    complete."""
     doomed = directory.with_name(f"{directory.name}.removed-{os.getpid()}")
     _discard(doomed)
     directory.rename(doomed)
@@ -380,7 +384,7 @@ def remove(directory: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Remove a directory, or a link or file in its place, if it is there and can be removed."""
+    """Remove a directory (or a link or file of its name) if it exists and can be removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -389,7 +393,7 @@ def _discard(path: Path) -> None:
 
 
 def clear_garbage(run_directory: Path) -> None:
-    """Remove what interrupted saves and deletions left. No save may be under way."""
+    """Remove leftovers of interrupted saves and deletions. No save may be in progress."""
     for path in (run_directory / "checkpoints").glob("step-*"):
         if not _NAME.fullmatch(path.name):
             _discard(path)

@@ -1,4 +1,4 @@
-"""From a checkpoint of a run to a verified Hugging Face directory."""
+"""Export of a run's checkpoint to a verified Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ def export_run(
     merge: bool = False,
     warn: Callable[[str], None] = lambda text: None,
 ) -> int:
-    """Export the checkpoint of `step` (default: the newest valid one); returns its step.
+    """Export the checkpoint of `step` (default: the newest valid one); return its step.
 
     One process, no process group, one file's weights in memory. The weights are the fp32 masters
-    rounded to `dtype` (default: those of the base's tensors; without a record of a base the one the
-    run computed in), frozen ones as the base's files had them, checked against logits that the
-    training engine itself stored. A run with adapters exports those in peft's format (default
-    dtype: float32, for they are small), or with `merge` its base with the adapters merged; a base
-    that was trained beside in 4 bits is merged as its files are, and the result is compared with
-    plain peft's, which needs all of it in memory. `warn` is called with how far the two bases are
-    apart, and for each newer checkpoint that is corrupt and passed over.
-    Raises CheckpointError or ModelError; `output` then stays as it was.
+    rounded to `dtype` (default: the dtypes of the base's tensors; without a record of a base the
+    one the run computed in), frozen ones as in the base's files, compared with logits that the
+    training engine stored. A run with adapters exports those in peft's format (default dtype:
+    float32, since they are small), or with `merge` its base with the adapters merged; a base that
+    was trained in 4 bits is merged in its files' precision, and the result is compared with plain
+    peft's, which needs all of it in memory. `warn` is called with the distance of the two bases,
+    and for each newer checkpoint that is corrupt and skipped. Raises CheckpointError or ModelError;
+    `output` is then unchanged.
     """
     directory = checkpoints.find(run_directory, step, warn=warn)
     state = checkpoints.read_state(directory)
     config = RunConfig.model_validate(state["config"])
     model_config = run_directory / MODEL_CONFIG
-    # Not from config.model: a directory or hub name may be gone or changed by now.
+    # Not from config.model: a directory or Hub name may be deleted or changed by now.
     hf_config = load_hf_config(ModelSection(config=str(model_config)))
     weights: Mapping[str, torch.Tensor] = open_weights(
         directory / checkpoints.TENSORS, checkpoints.list_tensors(directory)
@@ -64,7 +64,7 @@ def export_run(
         library="transformers" if config.adapters is None or merge else "peft",
     )
     if config.adapters is None and merge:
-        raise ModelError(f"{run_directory}: has no adapters to merge -> leave out --merge")
+        raise ModelError(f"{run_directory}: has no adapters to merge -> remove --merge")
     if config.adapters is not None:
         base = _base_of(config, hf_config, state, directory)
         if not merge:
@@ -104,18 +104,18 @@ def export_run(
 
 
 def _without_record(config: RunConfig) -> list[str]:
-    """A note on what the export of a run lacks that has kept nothing of its base."""
+    """Return a note on the missing parts of an export if the run has no record of its base."""
     if config.model.path is None:
         return []
     return [
-        f"the run has no record of its base {config.model.path} (it began with an older bigtrain, "
+        f"the run has no record of its base {config.model.path} (started by an older bigtrain, "
         "or its folder base was removed): other files of the base, tensors that transformers does "
         "not load, and the dtype of each tensor are not kept"
     ]
 
 
 def _frozen(config: RunConfig, state: dict[str, Any]) -> list[str]:
-    """Names of the parameters that leave as the base's files had them."""
+    """Return names of the parameters that are exported as in the base's files."""
     if config.model.path is None and config.checkpoint.initialize_from is None:
         return []
     return list(state.get("parameters", {}).get("frozen", ()))
@@ -129,7 +129,8 @@ def _merged(
     probe: Probe,
     warn: Callable[[str], None],
 ) -> tuple[Mapping[str, torch.Tensor], Probe]:
-    """The base with the adapters merged, and the logits that its export is checked against."""
+    """Return the base with the adapters merged, and the logits with which its export is
+    compared."""
     adapters = config.adapters
     assert adapters is not None
     if adapters.is_quantized:
@@ -137,14 +138,15 @@ def _merged(
         warn(
             "merged into the base's own weights, not into those in "
             f"{adapters.quantization} that the run computed with: its logits are those "
-            "of plain peft beside that base, and differ from the trained model's by "
+            "of plain peft with that base, and differ from the trained model's by "
             f"{distance:.1e} (root mean square, relative)"
         )
     return merged_weights(weights, adapters, base, hf_config), probe
 
 
 def _base_of(config: RunConfig, hf_config: Any, state: dict[str, Any], directory: Path) -> Weights:
-    """The base weights that a checkpoint's adapters were trained on. Reads all of their files."""
+    """Return the base weights that a checkpoint's adapters were trained on. Reads all of their
+    files."""
     assert config.model.path is not None
     base = find_weights(config.model.path, hf_config)
     refuse_other_base(state, base_sums(base.files), directory)

@@ -1,8 +1,8 @@
-"""A new run that starts from existing weights: `model.path` or `checkpoint.initialize_from`.
+"""Initialization of a new run from existing weights: `model.path` or `checkpoint.initialize_from`.
 
-With the latter the model is that of `model.config`, and only its weights come from elsewhere.
-With both, optimizer, schedule and data start from zero. A run or checkpoint gives its fp32 masters,
-a Hugging Face directory what its files hold; nothing is rounded.
+With the latter the model is that of `model.config`, and only its weights are loaded. With both,
+optimizer, schedule and data start from zero. A run or checkpoint provides its fp32 masters, a
+Hugging Face directory the tensors in its files; nothing is rounded.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ KEY = "checkpoint.initialize_from"
 
 @dataclass(frozen=True)
 class WeightsSource:
-    """Where the initial weights come from: `checkpoint` (a run's or a checkpoint's directory), or
+    """Source of the initial weights: `checkpoint` (a run's or a checkpoint's directory), or
     `hugging_face` (a directory or hub name), or neither (random)."""
 
     checkpoint: Path | None = None
     hugging_face: str | None = None
 
     def building(self, config: RunConfig) -> RunConfig:
-        """The configuration to build the model with; it skips random initialization if the weights
-        come from Hugging Face files."""
+        """Return the configuration to build the model with; it skips random initialization if the
+        weights are loaded from Hugging Face files."""
         if self.hugging_face is None or config.model.path is not None:
             return config
         section = ModelSection.model_validate(
@@ -52,8 +52,8 @@ class WeightsSource:
         return config.model_copy(update={"model": section})
 
     def find(self, config: RunConfig, inputs: Inputs) -> Weights | None:
-        """The Hugging Face weights that a run begins with, with the vocabulary of their files; None
-        without any, or if it resumes.
+        """Return the Hugging Face weights that a run starts from, with the vocabulary of their
+        files; None if there are none, or if it resumes.
 
         Reads file headers only; every rank may call it. Raises ModelError as `find_weights`.
         """
@@ -99,7 +99,7 @@ class WeightsSource:
 
 
 def _grown(session: Session, weights: Weights) -> Weights:
-    """`weights` with the rows by which the run's vocabulary grows. Collective."""
+    """Return `weights` with the rows by which the run's vocabulary grows. Collective."""
     growth = session.inputs.growth
     if growth is None:
         return weights
@@ -116,9 +116,9 @@ def _grown(session: Session, weights: Weights) -> Weights:
 
 
 def verify_weights(session: Session, weights: Weights) -> Sums:
-    """Checksums of the files of `weights`; each rank reads a part of them. Collective.
+    """Return checksums of the files of `weights`; each rank reads a part of them. Collective.
 
-    Raises ModelError on every rank if they differ from those that an export listed beside them,
+    Raises ModelError on every rank if they differ from those that an export listed next to them,
     or from those that an earlier launch of this run read.
     """
     world, directory = session.world, weights.files[0].parent
@@ -140,14 +140,15 @@ def verify_weights(session: Session, weights: Weights) -> Sums:
     wrong = sorted({text for _, texts in everything for text in texts})
     if wrong:
         raise ModelError(
-            f"{weights.setting}: its files are corrupt, or others than before -> restore them; if "
-            f"they are meant, remove the list:\n" + "\n".join(f"  {text}" for text in wrong)
+            f"{weights.setting}: its files are corrupt or have changed -> restore them; if "
+            f"the change is intended, remove the list:\n" + "\n".join(f"  {text}" for text in wrong)
         )
-    return {path: found for own, _ in everything for path, found in own.items()}
+    return {path: known for own, _ in everything for path, known in own.items()}
 
 
 def weights_source(config: RunConfig) -> WeightsSource:
-    """What the run starts from. Raises ConfigError where `initialize_from` cannot be used."""
+    """Return the source of the run's weights. Raise ConfigError if `initialize_from` cannot be
+    used."""
     source = config.checkpoint.initialize_from
     if source is None:
         return WeightsSource(hugging_face=config.model.path)
@@ -157,8 +158,8 @@ def weights_source(config: RunConfig) -> WeightsSource:
             Problem(
                 KEY,
                 source,
-                "is this run's own output.directory, from which a run resumes by itself",
-                "leave it out, or set another output.directory",
+                "is this run's own output.directory, from which a run resumes automatically",
+                "remove it, or set another output.directory",
             )
         )
     if (path / "checkpoints").is_dir() or (path / checkpoints.MANIFEST).is_file():
@@ -166,8 +167,8 @@ def weights_source(config: RunConfig) -> WeightsSource:
     if (path / "config.json").is_file() and not (path / "deepspeed.json").is_file():
         return WeightsSource(hugging_face=source)
     if path.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1:
-        what = "is no run, checkpoint or Hugging Face directory" if path.exists() else "not found"
-        raise ConfigError(Problem(KEY, source, what, "name one that holds a checkpoint or weights"))
+        rule = "is not a run, checkpoint or Hugging Face folder" if path.exists() else "not found"
+        raise ConfigError(Problem(KEY, source, rule, "name a directory with weights"))
     return WeightsSource(hugging_face=source)
 
 

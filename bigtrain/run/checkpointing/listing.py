@@ -1,4 +1,4 @@
-"""A human-readable list of a run's checkpoints. Changes nothing; imports no torch."""
+"""Human-readable list of a run's checkpoints. Read-only; imports no torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _COLUMNS = ("step", "size", "state", "held-out loss", "written by", "kept")
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """A checkpoint of a run. corruption: why it cannot be used; None where it is complete. kept:
-    why it is not removed at the next save."""
+    """Checkpoint of a run. corruption: why it cannot be used; None if it is complete. kept:
+    reasons why the next save does not remove it."""
 
     step: int
     directory: Path
@@ -33,16 +33,16 @@ class ListedCheckpoint:
 
 
 def listed_checkpoints(run_directory: Path) -> list[ListedCheckpoint]:
-    """The checkpoints of a run, oldest first; sizes of files are compared, and contents of small
+    """Return the checkpoints of a run, oldest first; compare sizes of files, and contents of small
     ones.
 
     Raises CheckpointError if there is none.
     """
-    found = _steps(run_directory)
+    steps = _steps(run_directory)
     section, best = _sections(run_directory)
     corruption = {
         step: checkpoints.corruption(checkpoints.checkpoint_path(run_directory, step))
-        for step in found
+        for step in steps
     }
     complete = [step for step, reason in corruption.items() if reason is None]
     measured = {
@@ -70,7 +70,7 @@ def listed_checkpoints(run_directory: Path) -> list[ListedCheckpoint]:
 
 
 def describe_checkpoints(run_directory: Path) -> list[str]:
-    """`listed_checkpoints` as a table."""
+    """Return `listed_checkpoints` as a table."""
     rows = [_COLUMNS]
     for one in listed_checkpoints(run_directory):
         kept = ", ".join(one.kept) or "until the next save"
@@ -88,7 +88,7 @@ def describe_checkpoints(run_directory: Path) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with columns as wide as they must be."""
+    """Return lines with columns of minimum width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
@@ -97,49 +97,49 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def verify_checkpoints(run_directory: Path, step: int | None) -> Iterator[tuple[int, str | None]]:
-    """The step of each checkpoint and why it is corrupt, None where it is complete; every byte of
-    it is read.
+    """Yield the step of each checkpoint and why it is corrupt (None if it is complete); every byte
+    of it is read.
 
-    Raises CheckpointError where there is none, or none of `step`.
+    Raises CheckpointError if there is none, or none of `step`.
     """
-    found = _steps(run_directory)
-    if step is not None and step not in found:
-        known = ", ".join(map(str, found))
+    steps = _steps(run_directory)
+    if step is not None and step not in steps:
+        known = ", ".join(map(str, steps))
         raise CheckpointError(f"{run_directory}: no checkpoint of step {step}; steps: {known}")
-    for number in found if step is None else [step]:
+    for number in steps if step is None else [step]:
         directory = checkpoints.checkpoint_path(run_directory, number)
         yield number, checkpoints.corruption(directory, "all")
 
 
 def best_step(run_directory: Path) -> int:
-    """The complete checkpoint that is the best by ``evaluation.best`` of the run.
+    """Return the step of the complete checkpoint that is best by the run's ``evaluation.best``.
 
-    Raises CheckpointError where none was measured.
+    Raises CheckpointError if none was measured.
     """
     section, best = _sections(run_directory)
     looked_up = section.model_copy(update={"keep_best": 1})
-    found = {}
+    values = {}
     for step in _steps(run_directory):
         directory = checkpoints.checkpoint_path(run_directory, step)
         value = best_value(directory, looked_up, best)
         if value is not None and checkpoints.corruption(directory) is None:
-            found[step] = value if best.mode == "min" else -value
-    if not found:
+            values[step] = value if best.mode == "min" else -value
+    if not values:
         raise CheckpointError(
-            f"{run_directory}: {best.metric} was measured at no checkpoint -> name one: --step"
+            f"{run_directory}: {best.metric} was never measured at a checkpoint -> name one: --step"
         )
-    return min(found, key=lambda step: (found[step], step))
+    return min(values, key=lambda step: (values[step], step))
 
 
 def _steps(run_directory: Path) -> list[int]:
-    found = checkpoints.steps(run_directory)
-    if not found:
-        raise CheckpointError(f"{run_directory}: holds no checkpoint")
-    return found
+    steps = checkpoints.steps(run_directory)
+    if not steps:
+        raise CheckpointError(f"{run_directory}: has no checkpoint")
+    return steps
 
 
 def _sections(run_directory: Path) -> tuple[CheckpointSection, BestSection]:
-    """The section ``checkpoint`` that the run was last started with, and what is the best."""
+    """Return the sections ``checkpoint`` and ``evaluation.best`` of the run's last launch."""
     path = run_directory / "config.json"
     try:
         tree = json.loads(path.read_text())
@@ -160,14 +160,14 @@ def _state(directory: Path) -> dict[str, Any]:
 
 
 def _topology(document: dict[str, Any]) -> str:
-    """Ranks, parallel degrees above 1 and ZeRO stage of the engine that wrote it."""
+    """Return ranks, parallel degrees above 1 and ZeRO stage of the engine that wrote it."""
     try:
         topology = document["environment"]["topology"]
         stage = document["deepspeed"]["zero_optimization"]["stage"]
         count = topology["world_size"]
         words = [f"{count} rank{'s' if count != 1 else ''}", f"ZeRO {stage}"]
         for axis in ("tensor", "pipeline", "sequence", "expert"):
-            degree = topology.get(f"{axis}_size", 1)  # the newest are not in older checkpoints
+            degree = topology.get(f"{axis}_size", 1)  # older checkpoints lack the newest degrees
             words += [f"{axis} {degree}"] if degree > 1 else []
     except (KeyError, TypeError):
         return "?"
@@ -179,7 +179,7 @@ def _num_bytes(directory: Path) -> int:
 
 
 def _size(num_bytes: int) -> str:
-    """Such as 1.5 MiB."""
+    """Format a size, such as 1.5 MiB."""
     size = float(num_bytes)
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:

@@ -1,4 +1,4 @@
-"""The model card of an export: what it was trained on, how, and what came of it."""
+"""Model card of an export: training data, settings and results."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _SECTIONS = ("model", "adapters", "batch", "train", "optimizer", "schedule", "pr
 def model_card(
     config: RunConfig, step: int, metrics: Path, *, library: str = "transformers"
 ) -> str:
-    """Markdown with the front matter that the Hugging Face hub reads. `step`: of the checkpoint;
-    `metrics`: the run's metrics.jsonl, of which the last figures up to that step are taken;
-    `library`: that loads the export, by the hub's name."""
+    """Return Markdown with the front matter that the Hugging Face Hub reads. `step`: of the
+    checkpoint; `metrics`: the run's metrics.jsonl, whose last values up to that step are used;
+    `library`: the Hub's name of the library that loads the export."""
     base = config.model.path
     front: dict[str, Any] = {"library_name": library, "tags": ["bigtrain"]}
     if base is not None and not Path(base).exists():
@@ -40,16 +40,16 @@ def model_card(
     return (
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n"
         f"Trained {'from ' + base if base else 'from random weights'} with bigtrain {__version__} "
-        "(DeepSpeed), and compared with the trained model by its logits when it was written.\n\n"
+        "(DeepSpeed), and its logits were compared with the trained model's on export.\n\n"
         f"| | |\n|---|---|\n{rows}\n## Settings\n\n"
         f"```yaml\n{yaml.safe_dump(chosen, sort_keys=False)}```\n"
     )
 
 
 def _last_figures(metrics: Path, step: int) -> dict[str, str]:
-    """Training and held-out loss in nats per token, as they were last written down."""
+    """Return the last logged training and held-out loss in nats per token."""
     names = {"loss": "training loss", "held_out_loss": "held-out loss"}
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     try:
         with metrics.open("rb") as file:
             file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
@@ -65,9 +65,9 @@ def _last_figures(metrics: Path, step: int) -> dict[str, str]:
             continue
         for key, name in names.items():
             if isinstance(row.get(key), float):
-                found[name] = f"{row[key]:.4f} nats per token (step {row['step']:,})"
+                values[name] = f"{row[key]:.4f} nats per token (step {row['step']:,})"
         tasks = row.get("tasks")
         for name, value in tasks.items() if isinstance(tasks, dict) else ():
             if isinstance(value, float):
-                found[f"{name} (lm-eval)"] = f"{value:.4f} (step {row['step']:,})"
-    return found
+                values[f"{name} (lm-eval)"] = f"{value:.4f} (step {row['step']:,})"
+    return values

@@ -1,4 +1,4 @@
-"""Resuming a run from its newest complete checkpoint."""
+"""Resume of a run from its newest complete checkpoint."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from bigtrain.system.files import writing
 
 
 def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
-    """Resume from the newest complete checkpoint of the run directory, or begin. Collective.
+    """Resume from the newest complete checkpoint of the run directory, or start. Collective.
 
-    A corrupt one is passed over with a warning. Raises CheckpointError on every rank if the
-    checkpoint belongs to a run with other settings (listing what differs), or if all are corrupt.
+    A corrupt one is skipped with a warning. Raises CheckpointError on every rank if the checkpoint
+    belongs to a run with other settings (listing the differences), or if all are corrupt.
     """
     usable = _usable(session)
     while (directory := _next(session, usable)) is not None:
@@ -61,7 +61,7 @@ def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
             session.say(jump)
         if len(phases) > 1 and phases[-1].first_sample == state.samples:
             changes = "; ".join(f"{key}: {text}" for key, text in differences(*phases[-2:]))
-            session.say(f"from sample {state.samples} on with other data: {changes}")
+            session.say(f"other data from sample {state.samples} on: {changes}")
             for text in phases[-1].describe_rests():
                 session.say(text)
         return state
@@ -73,7 +73,8 @@ def _pair(numbers: list[int] | None) -> tuple[int, int] | None:
 
 
 def _usable(session: Session) -> Iterator[str]:
-    """Checkpoints to try, newest first, on the main rank. Raises CheckpointError if all fail."""
+    """Yield checkpoints to load, newest first, on the main rank. Raises CheckpointError if all
+    fail."""
     contents: checkpoints.Contents = (
         "all" if session.run.config.checkpoint.verify == "contents" else "small"
     )
@@ -82,26 +83,26 @@ def _usable(session: Session) -> Iterator[str]:
     if checkpoints.steps(session.directory):
         raise CheckpointError(
             f"{session.directory}: every checkpoint is corrupt, so the run cannot resume; fix one, "
-            "or remove them all to begin anew"
+            "or delete them all to start over"
         )
 
 
 def _next(session: Session, usable: Iterator[str]) -> Path | None:
-    """The next checkpoint to try, or None. Collective.
+    """Return the next checkpoint to load, or None. Collective.
 
-    Only the main rank looks, so that all ranks resume from the same one.
+    Only the main rank reads the directory, so that all ranks resume from the same one.
     """
-    found = session.long_work.on_main_rank(lambda: next(usable, None))
-    return None if found is None else Path(found)
+    path = session.long_work.on_main_rank(lambda: next(usable, None))
+    return None if path is None else Path(path)
 
 
 def acquire_run_directory(session: Session, state: TrainState) -> bool:
     """Fence off any earlier launch that may still write the run directory. Collective.
 
-    Comes after everything that can refuse the run: a refused run fences off nobody. False: an
-    earlier launch has saved since `state` was read; read it again, and call this again.
-    Raises StaleLaunchError on every rank (`bigtrain.run.health.fencing.acquire`), OutputError
-    if the directory cannot be written.
+    Called after all checks that can refuse the run: a refused run must not fence off others. False:
+    an earlier launch has saved since `state` was read; read it again, and call this again. Raises
+    StaleLaunchError on every rank (`bigtrain.run.health.fencing.acquire`), OutputError if the
+    directory cannot be written.
     """
 
     def acquire() -> tuple[bool, int]:

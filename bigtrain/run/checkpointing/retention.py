@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept, and why. The main rank calls it; imports no torch."""
+"""Retention of checkpoints, with reasons. The main rank calls it; imports no torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def reasons_to_keep(
     good_step: int | None = None,
     best: BestSection = _BEST,
 ) -> dict[int, list[str]]:
-    """Why each checkpoint is kept, by step; those to be removed are not in it.
+    """Return why each checkpoint is kept, by step; without those to be removed.
 
-    Parameters: `measured`, the metric of `best` by step, of all complete checkpoints; None where it
-    was not measured, which is never among the best. `good_step`: `newest_good` of them.
+    Parameters: `measured`, the metric of `best` by step, of all complete checkpoints; None if it
+    was not measured; such a checkpoint is never among the best. `good_step`: `newest_good` of them.
     """
     reasons: dict[int, list[str]] = {}
     newest_first = sorted(measured, reverse=True)
@@ -52,7 +52,8 @@ def retain(
     permit: Callable[[], None] = lambda: None,
     best: BestSection = _BEST,
 ) -> None:
-    """Remove what `section` does not keep, after the checkpoint of `saved_step` was committed.
+    """Remove checkpoints that `section` does not keep, after the checkpoint of `saved_step` was
+    committed.
 
     `permit` is called before every removal, and may raise.
     """
@@ -66,29 +67,29 @@ def retain(
 def superfluous(
     run_directory: Path, saved_step: int, section: CheckpointSection, best: BestSection = _BEST
 ) -> list[int]:
-    """Steps of the checkpoints that `section` does not keep beside the newest, of `saved_step`.
+    """Return steps of the checkpoints that `section` does not keep in addition to `saved_step`.
 
-    Later ones are among them: they are corrupt, or the run would have resumed from them. Corrupt
-    ones do not count for ``keep_last``, so that many complete ones stay; those of
-    ``keep_every_steps`` stay even if they look corrupt, since a file may be missing for a moment
-    only.
+    Includes later ones: they are corrupt, or the run would have resumed from them. Corrupt ones do
+    not count for ``keep_last``, so that this many complete ones are kept; those of
+    ``keep_every_steps`` are kept even if they look corrupt, since a file may be missing
+    temporarily. only.
     """
-    found = checkpoints.steps(run_directory)
+    steps = checkpoints.steps(run_directory)
     measured = {
         step: best_value(checkpoints.checkpoint_path(run_directory, step), section, best)
-        for step in found
+        for step in steps
         if step <= saved_step
         and checkpoints.corruption(checkpoints.checkpoint_path(run_directory, step), "none") is None
     }
     kept = set(reasons_to_keep(measured, section, newest_good(run_directory, measured), best))
     if section.keep_every_steps is not None:
-        kept |= {s for s in found if s % section.keep_every_steps == 0 and s <= saved_step}
-    return [step for step in found if step not in kept]
+        kept |= {s for s in steps if s % section.keep_every_steps == 0 and s <= saved_step}
+    return [step for step in steps if step not in kept]
 
 
 def newest_good(run_directory: Path, steps: Iterable[int]) -> int | None:
-    """The newest checkpoint of `steps` that follows no bad step: the run may roll back to it
-    (`bigtrain.run.diagnostics.step_guard`). None without one."""
+    """Return the newest checkpoint of `steps` without a bad step before it: the run may roll back
+    to it (`bigtrain.run.diagnostics.step_guard`). None if there is none."""
     for step in sorted(steps, reverse=True):
         try:
             document = checkpoints.read_state(checkpoints.checkpoint_path(run_directory, step))
@@ -102,7 +103,7 @@ def newest_good(run_directory: Path, steps: Iterable[int]) -> int | None:
 def best_value(
     directory: Path, section: CheckpointSection, best: BestSection = _BEST
 ) -> float | None:
-    """The metric of `best` measured at a checkpoint; not looked up if nothing depends on it."""
+    """Return the metric of `best` at a checkpoint; not read if nothing depends on it."""
     if section.keep_best == 0:
         return None
     try:
@@ -110,7 +111,7 @@ def best_value(
     except CheckpointError:
         return None
     figures = document.get("evaluation")
-    if not isinstance(figures, dict):  # older than other metrics
+    if not isinstance(figures, dict):  # written before other metrics existed
         figures = {_LOSS: document.get(_LOSS)}
     value = figures.get(best.metric)
     return value if isinstance(value, float) and math.isfinite(value) else None

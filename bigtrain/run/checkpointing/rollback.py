@@ -1,4 +1,4 @@
-"""Rolling back to an earlier checkpoint after several bad steps in a row."""
+"""Rollback to an earlier checkpoint after several bad steps in a row."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from bigtrain.run.state import BestSoFar, GuardState, TrainState
 
 
 def roll_back(session: Session, engine: TrainEngine, state: TrainState) -> TrainState:
-    """Restore the engine from the newest checkpoint that follows no bad step. Collective.
+    """Restore the engine from the newest checkpoint without a bad step before it. Collective.
 
     Returns the state to continue from: that checkpoint's step, with the samples after `state`'s. No
-    save may be under way. Raises TrainingError on every rank without such a checkpoint, and
+    save may be in progress. Raises TrainingError on every rank without such a checkpoint, and
     after ``guard.max_rollbacks`` rollbacks to the same one.
     """
     section = session.run.config.guard
     if session.run.config.sites is not None:
         raise TrainingError(
             f"{state.guard.streak} bad steps in a row (guard.max_consecutive), and a run of "
-            "several sites does not roll back on its own: the others would not -> look at the data "
-            "and the learning rate of this site; started again, it resumes from its newest "
+            "several sites cannot roll back one site only: the others would not -> check the data "
+            "and the learning rate of this site; when restarted, it resumes from its newest "
             "checkpoint"
         )
     good = _good_checkpoints(session, state)
-    while (found := _from_main(session, good)) is not None:
-        directory, document = Path(found[0]), found[1]
+    while (checkpoint := _from_main(session, good)) is not None:
+        directory, document = Path(checkpoint[0]), checkpoint[1]
         listing = checkpoints.list_tensors(directory)
         tensors = directory / checkpoints.TENSORS
         try:
@@ -50,8 +50,8 @@ def roll_back(session: Session, engine: TrainEngine, state: TrainState) -> Train
         )
         if guard.num_rollbacks > section.max_rollbacks:
             raise TrainingError(
-                f"steps went bad again after the run rolled back to step {document['step']} "
-                f"{section.max_rollbacks} times (guard.max_rollbacks); look at the events in "
+                f"steps were bad again after the run rolled back to step {document['step']} "
+                f"{section.max_rollbacks} times (guard.max_rollbacks); see the events in "
                 f"{session.directory}/metrics.jsonl, then resume with another optimizer.lr or data"
             )
         if session.metrics is not None:
@@ -71,7 +71,7 @@ def roll_back(session: Session, engine: TrainEngine, state: TrainState) -> Train
         return replace(state, step=document["step"], guard=guard, best=best)
     raise TrainingError(
         f"{state.guard.streak} bad steps in a row (guard.max_consecutive), and {session.directory} "
-        "has no checkpoint from before them to roll back to -> look at the data and the learning "
+        "has no checkpoint from before them to roll back to -> check the data and the learning "
         "rate, and save more often (checkpoint.every_steps)"
     )
 
@@ -87,6 +87,6 @@ def _good_checkpoints(
 
 
 def _from_main(
-    session: Session, found: Iterator[tuple[str, Mapping[str, Any]]]
+    session: Session, checkpoints: Iterator[tuple[str, Mapping[str, Any]]]
 ) -> tuple[str, Mapping[str, Any]] | None:
-    return session.long_work.on_main_rank(lambda: next(found, None))
+    return session.long_work.on_main_rank(lambda: next(checkpoints, None))

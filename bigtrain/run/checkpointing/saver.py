@@ -1,4 +1,4 @@
-"""Saving a run: state is copied between two steps and written while training continues."""
+"""Saver of a run: state is copied between two steps and written while training continues."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.cpu_share import local_world_size
 from bigtrain.system.machine import this_machine
 
-# How long an error that ends the run waits for a save that is under way. If another rank is gone,
-# the save fails by itself at once.
+# Time that an error that ends the run waits for a save in progress. If another rank has died,
+# the save fails immediately.
 _LAST_WAIT_SECONDS = 60.0
 
 MIB = 1 << 20
-# What a save leaves free on the disk, for probe, metadata, log and metrics.
+# Disk space that a save keeps free for probe, metadata, log and metrics.
 _SPARE_BYTES = 64 * MIB
 
 Result = TypeVar("Result")
@@ -51,7 +51,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class _Taken:
-    """The state to write: a copy of the engine's tensors, the logits of a probe, and the JSON."""
+    """State to write: a copy of the engine's tensors, the logits of a probe, and the JSON."""
 
     snapshot: EngineSnapshot
     probe: Probe
@@ -60,9 +60,9 @@ class _Taken:
 
 @dataclass
 class _Write:
-    """One save after its copy was taken. error: why it failed, the same on every rank; lost: the
-    error if this launch has lost the run directory, which a later launch holds or which is gone.
-    taken: None where nothing was copied, since the weights are not finite."""
+    """Save whose copy was taken. error: why it failed, the same on every rank; lost: the
+    error if this launch has lost the run directory, which a later launch owns or was deleted.
+    taken: None if nothing was copied because the weights are not finite."""
 
     step: int
     taken: _Taken | None
@@ -76,14 +76,15 @@ class _Write:
 
 
 class Saver:
-    """Writes checkpoints, one at a time. All methods but `report` are collective over all ranks.
+    """Writer of checkpoints, one at a time. All methods except `report` are collective over all
+    ranks.
 
-    On exit of its context the last save must have succeeded; after an exception, a save under way
+    On exit of its context the last save must have succeeded; after an exception, a save in progress
     is given a minute.
     """
 
     def __init__(self, session: Session, engine: TrainEngine, data_hash: str) -> None:
-        """Remove what interrupted saves of earlier launches left.
+        """Remove leftovers of interrupted saves of earlier launches.
 
         The session must hold the run token. `data_hash` identifies the dataset
         (`bigtrain.run.preflight.data_hash`).
@@ -91,9 +92,9 @@ class Saver:
         self._session = session
         self._engine = engine
         self._section = session.run.config.checkpoint
-        # A group of its own: the thread's collectives must not mix with those of training.
+        # A separate group: the thread's collectives must not mix with those of training.
         self._group = cpu_group(session.run.config.watchdog.collective_timeout_seconds)
-        # Half of what is free: the rest is the operating system's, the data's and the export's.
+        # Half of the free memory: the rest is for the operating system, the data and the export.
         limit = this_machine({}).memory_bytes // (2 * local_world_size(os.environ))
         self._staging = Staging(copies=self._section.asynchronous, pinned_limit_bytes=limit)
         self._pending: _Write | None = None
@@ -123,10 +124,10 @@ class Saver:
         return identity
 
     def save(self, state: TrainState, evaluation: Mapping[str, float]) -> None:
-        """Save `state`, once the save before is finished. `evaluation`: what was measured at it,
-        by the names that ``evaluation.best.metric`` takes.
+        """Save `state` after the previous save has finished. `evaluation`: metrics measured at it,
+        by the names of ``evaluation.best.metric``.
 
-        Weights that are not finite are never written: that counts as a save that failed.
+        Weights that are not finite are never written: this counts as a failed save.
         Asynchronous, it returns as soon as a copy is taken. Raises CheckpointError on every rank
         when saves have failed ``checkpoint.max_failures`` times in a row.
         """
@@ -136,7 +137,7 @@ class Saver:
             refuse_not_finite(self._engine, self._group)
         except CheckpointError as error:
             self._pending = _Write(state.step, None, begun, error=str(error))
-            return  # counted by `wait`, like any save that has failed
+            return  # counted by `wait`, like any failed save
         snapshot = snapshot_engine(self._engine, self._staging)
         document = {
             **self._run_document,
@@ -159,30 +160,30 @@ class Saver:
             self.wait()
 
     def report(self) -> None:
-        """Log how the last save ended, if it has ended since the last call, and what has become of
-        copies. Waits for nothing."""
+        """Log the result of the last save, if it ended since the last call, and that of
+        copies. Does not block."""
         for note in self._session.copies.notes() if self._session.copies else ():
             self._session.say(note)
         write = self._pending
         if write is None or write.is_reported or (write.thread and write.thread.is_alive()):
             return
         if write.lost is not None:
-            return  # log.txt belongs to the later launch, or is gone
+            return  # log.txt belongs to the later launch, or was deleted
         write.is_reported = True
         for note in write.notes:
             self._session.say(note)
         if write.error is not None:
             self._session.say(
                 f"checkpoint of step {write.step} could not be written: {write.error}; older ones "
-                f"stay (failure {self._num_failures + 1} of checkpoint.max_failures = "
+                f"are kept (failure {self._num_failures + 1} of checkpoint.max_failures = "
                 f"{self._section.max_failures})"
             )
 
     def wait(self, *, must_succeed: bool = False) -> None:
-        """Wait until no save is under way.
+        """Wait until no save is in progress.
 
         Raises CheckpointError on every rank when `checkpoint.max_failures` saves in a row have
-        failed, or when the last one failed and `must_succeed`; what `RunToken.check` raises if the
+        failed, or when the last one failed and `must_succeed`; the error of `RunToken.check` if the
         last one failed because this launch has lost the run directory.
         """
         write = self._pending
@@ -201,8 +202,8 @@ class Saver:
         if must_succeed or self._num_failures >= self._section.max_failures:
             raise CheckpointError(
                 f"{self._num_failures} checkpoint{'s' if self._num_failures > 1 else ''} in a row "
-                f"could not be written, the last one of step {write.step}: {write.error}; started "
-                "again, the run resumes from the newest complete one"
+                f"could not be written, the last one of step {write.step}: {write.error}; when "
+                "restarted, the run resumes from the newest complete one"
             )
 
     def __enter__(self) -> Self:
@@ -227,27 +228,27 @@ class Saver:
             written = taken.snapshot.tensors.write(tensors, self._group, identity)
             self._on_main(lambda: self._finish(write, taken, partial, written, identity))
         except Exception as error:
-            # Training does not end here, whatever it is; every rank has the same error.
+            # No error ends training here; every rank has the same error.
             write.lost = self._lost_run_token(error)
             write.error = str(write.lost or error) or type(error).__name__
             if self._session.world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
 
     def _lost_run_token(self, error: Exception) -> LostRunTokenError | None:
-        """What `RunToken.check` raises, if that is the cause of `error`: a later launch, or whoever
-        removed the directory, removes what this launch is writing."""
+        """Return the error of `RunToken.check` if it is the cause of `error`: a later launch, or a
+        user who removed the directory, deletes the files of this launch."""
         if isinstance(error, LostRunTokenError):
             return error
         try:
             self._on_main(self._session.check_run_token)
-        except LostRunTokenError as found:
-            return found
+        except LostRunTokenError as lost:
+            return lost
         except Exception:
-            return None  # a rank is gone
+            return None  # a rank has died
         return None
 
     def _on_main(self, action: Callable[[], Result]) -> Result:
-        """`on_main_rank` in the group of saves; any error but a lost run token becomes a
+        """`on_main_rank` in the group of saves; any error except a lost run token becomes a
         CheckpointError."""
 
         def attempt() -> Result:
@@ -281,7 +282,7 @@ class Saver:
         write.notes.append(
             f"checkpoint of step {write.step}: {final} (written in {seconds:.1f} s"
             + (
-                f", training stood still for {write.stall_seconds:.2f} s)"
+                f", training was blocked for {write.stall_seconds:.2f} s)"
                 if self._section.asynchronous
                 else ")"
             )
@@ -291,8 +292,8 @@ class Saver:
         write.notes.extend(self._retain(write.step))
 
     def finish_retention(self, step: int) -> None:
-        """Remove what the run no longer keeps, if an earlier launch was killed after it saved the
-        last checkpoint, of `step`, and before it did so."""
+        """Remove checkpoints that the run no longer keeps, if an earlier launch was killed after it
+        saved the last checkpoint, of `step`, and before it removed them."""
         for note in self._on_main(lambda: self._retain(step)):
             self._session.say(note)
 
@@ -307,9 +308,9 @@ class Saver:
 
 
 def refuse_small_disk(session: Session, engine: TrainEngine) -> None:
-    """Raises CheckpointError on every rank if the disk has no room for a checkpoint. Collective.
+    """Raise CheckpointError on every rank if the disk has no space for a checkpoint. Collective.
 
-    Writes nothing; comes before the first step, whose work would be lost.
+    Writes nothing; called before the first step, whose work would be lost.
     """
     place = session.run.topology.coordinates(session.world.rank)
     is_first = not (place.data_rank or place.tensor_rank or place.sequence_rank)
@@ -330,18 +331,18 @@ def refuse_small_disk(session: Session, engine: TrainEngine) -> None:
 
 def _prepare(partial: Path, num_bytes: int) -> None:
     checkpoints.prepare(partial)
-    # Before the disk is full: then the run's log and metrics could not be written either.
+    # Before the disk is full: otherwise the run's log and metrics could not be written either.
     _require_room(partial.parent, num_bytes)
 
 
 def _require_room(directory: Path, num_bytes: int) -> None:
     there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     total, _, free = shutil.disk_usage(there)
-    # Some file systems do not say how large they are.
+    # Some file systems do not report their size.
     if total and free < num_bytes + _SPARE_BYTES:
         raise CheckpointError(
             f"no space left for it: {directory} has {free / MIB:,.1f} MiB free, and "
-            f"{num_bytes / MIB:,.1f} MiB are needed, besides {_SPARE_BYTES // MIB} to spare"
+            f"{num_bytes / MIB:,.1f} MiB are needed, plus {_SPARE_BYTES // MIB} in reserve"
         )
 
 

@@ -1,6 +1,6 @@
-"""CUDA out of memory, as an error that says what the memory is used for and what to change.
+"""CUDA out-of-memory errors with the use of the memory and the settings to change.
 
-A snapshot of the allocator (https://docs.pytorch.org/memory_viz shows it) is written to the run's
+A snapshot of the allocator (viewer: https://docs.pytorch.org/memory_viz) is written to the run's
 directory.
 """
 
@@ -29,7 +29,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """What a device's memory is used for, in bytes; `rest`: activations and everything else."""
+    """Use of a device's memory, in bytes; `rest`: activations and everything else."""
 
     parameters: int
     gradients: int
@@ -38,19 +38,19 @@ class MemoryUse:
     total: int
 
     def describe(self) -> str:
-        """One line, in GiB."""
+        """Return one line, in GiB."""
         parts = {
             "parameters": self.parameters,
             "gradients": self.gradients,
             "optimizer": self.optimizer,
-            "activations and all else": self.rest,
+            "activations and other": self.rest,
         }
         shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
         return f"of {self.total / GIB:.2f} GiB: {shown}"
 
 
 def memory_use(model: nn.Module, optimizer: Any, allocated: int, total: int) -> MemoryUse:
-    """What the `allocated` bytes of a device with `total` are used for; each storage counts once.
+    """Return the use of the `allocated` bytes of a device with `total`; each storage counts once.
 
     `optimizer` is DeepSpeed's or torch's: tensors of its state and its own copies of parameters.
     """
@@ -60,7 +60,7 @@ def memory_use(model: nn.Module, optimizer: Any, allocated: int, total: int) -> 
     partitions = (partition_of(p) for p in model.parameters())
     parameters += _bytes((p for p in partitions if p is not None), seen)
     gradients = _bytes((p.grad for p in model.parameters() if p.grad is not None), seen)
-    # Where ZeRO keeps them until its step.
+    # ZeRO stores them here until its step.
     gradients += _bytes(_tensors(kept_gradients(optimizer)), seen)
     state = _tensors(getattr(optimizer, "state", {}))
     state += _tensors([group["params"] for group in getattr(optimizer, "param_groups", [])])
@@ -77,43 +77,43 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _bytes(tensors: Any, seen: set[int]) -> int:
-    found = 0
+    num_bytes = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if tensor.device.type != "meta" and storage.data_ptr() not in seen and storage.nbytes():
             seen.add(storage.data_ptr())
-            found += storage.nbytes()
-    return found
+            num_bytes += storage.nbytes()
+    return num_bytes
 
 
 def remedies(config: RunConfig, zero_stage: int, held: MemoryUse) -> list[str]:
-    """Settings that reduce the largest uses of memory, the cheapest change first."""
-    found = []
+    """Return settings that reduce the largest uses of memory, the cheapest change first."""
+    settings = []
     if held.rest >= held.total / 4:
         if config.batch.micro_batch_size > 1:
-            found.append(f"batch.micro_batch_size={max(1, config.batch.micro_batch_size // 2)}")
+            settings.append(f"batch.micro_batch_size={max(1, config.batch.micro_batch_size // 2)}")
         if config.model.loss == "plain":
-            found.append("model.loss=auto")
+            settings.append("model.loss=auto")
         if config.model.gradient_checkpointing != "full":
-            found.append("model.gradient_checkpointing=full")
+            settings.append("model.gradient_checkpointing=full")
         elif not config.model.activation_offload:
-            found.append("model.activation_offload=true")
+            settings.append("model.activation_offload=true")
         if config.model.gradient_checkpointing == "full":
-            found.append(f"parallel.sequence={2 * config.parallel.sequence}")
+            settings.append(f"parallel.sequence={2 * config.parallel.sequence}")
     if held.parameters + held.gradients + held.optimizer >= held.total / 4:
         if zero_stage < 3:
-            found.append(f"ds_configs/zero{zero_stage + 1}.json on more ranks")
-        found.append(f"ds_configs/zero{min(3, max(2, zero_stage))}_offload.json")
-    return found or ["more devices, or a smaller model"]
+            settings.append(f"ds_configs/zero{zero_stage + 1}.json on more ranks")
+        settings.append(f"ds_configs/zero{min(3, max(2, zero_stage))}_offload.json")
+    return settings or ["more devices, or a smaller model"]
 
 
 @contextmanager
 def explained(session: Session, engine: TrainEngine) -> Iterator[None]:
-    """Turn CUDA's out-of-memory error into a LaunchError with memory use and remedies."""
+    """Turn CUDA's out-of-memory error into a LaunchError with memory use and suggestions."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        # Measured before anything of the step is freed: the traceback holds its activations.
+        # Measured before any tensor of the step is freed: the traceback holds its activations.
         device = session.device
         allocated = torch.cuda.memory_allocated(device)
         total = torch.cuda.get_device_properties(device).total_memory

@@ -1,4 +1,4 @@
-"""A prediction of the run's time and memory, from its model and device."""
+"""Prediction of the run's time and memory, from its model and device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bigtrain.settings.resolve import ResolvedRun
 def predict(
     run: ResolvedRun, hf_config: Any, loss: LossPlan, device: torch.device
 ) -> tuple[RunPrediction | None, str]:
-    """Predict the time and memory of `run`; or None and the reason why that is not possible.
+    """Predict the time and memory of `run`; if impossible, return None and the reason.
 
     Not collective; takes a second or two.
     """
@@ -33,7 +33,8 @@ def predict(
 
 
 def _device(device: torch.device) -> tuple[Device | None, MeasuredEngine | None]:
-    """A GPU of the tables, or this machine's CPUs where ``bigtrain plan --calibrate`` was run."""
+    """Return a GPU of the tables, or this machine's CPUs if ``bigtrain plan --calibrate`` was
+    run."""
     if device.type == "cpu":
         return kept_calibration() or (None, None)
     try:

@@ -1,7 +1,7 @@
-"""A torch profiler trace of some optimizer steps, written by chosen ranks.
+"""Torch profiler trace of some optimizer steps, written by chosen ranks.
 
-``RUN/profile/rank_R_steps_A-B.json`` is in Chrome's format: https://ui.perfetto.dev opens it. The
-ten operations with the largest self time go to the log. Profiled steps are slower than others.
+``RUN/profile/rank_R_steps_A-B.json`` is in Chrome's format (open it in https://ui.perfetto.dev).
+The ten operations with the largest self time are logged. Profiled steps are slower than others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NUM_TOP_OPS = 10
 
 
 class Profiler:
-    """Records the steps that ``profile`` names. No collective."""
+    """Recorder of the steps that ``profile`` selects. No collective."""
 
     def __init__(self, session: Session) -> None:
         section = session.run.config.profile
@@ -30,7 +30,7 @@ class Profiler:
 
     def before(self, step: int) -> None:
         """Call before optimizer step `step`, counted from 1."""
-        # Not only at the first: a run may go on in the middle.
+        # Not only at the first: a run may resume in the middle.
         if self._running is None and self._steps and self._steps[0] <= step <= self._steps[1]:
             activities = [ProfilerActivity.CPU]
             if self._session.device.type == "cuda":
@@ -41,7 +41,7 @@ class Profiler:
             self._running.start()
 
     def after(self, step: int, *, last: bool) -> None:
-        """Call after optimizer step `step`; writes the trace where it is the last one."""
+        """Call after optimizer step `step`; write the trace if it is the last one."""
         if self._running is None or self._steps is None:
             return
         if step < self._steps[1] and not last:
@@ -61,7 +61,7 @@ class Profiler:
 
 
 def top_ops(recorded: profile, device_type: str) -> list[str]:
-    """The operations with the largest self time, as lines of a table, the largest first.
+    """Return the operations with the largest self time, as lines of a table, the largest first.
 
     Device time on CUDA, CPU time otherwise; shares are of all operations.
     """

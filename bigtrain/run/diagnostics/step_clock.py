@@ -1,15 +1,16 @@
-"""Wall time of an optimizer step, and which part of the step it went to.
+"""Wall time of an optimizer step, by part of the step.
 
 On a CPU the training thread's time is split at the boundaries of the parts; time in DeepSpeed's
 hooks during the passes counts as the engine's (`HostTime`). On CUDA, where the host runs ahead,
 events on the compute stream are recorded at the same points and read when a step is logged, so that
-no step waits for the device; there the device's time is split, and what is neither in a pass nor in
-the update counts as waiting for the batch, as far as the host waited for it, and otherwise as the
+no step waits for the device; there the device's time is split, and time that is neither in a pass
+nor in the update counts as waiting for the batch, up to the host's wait for it, and the rest as the
 engine's. In both cases the parts add up to the step.
 
-Waiting for other ranks is a part of these parts: on a CPU the thread's own waits, on CUDA the time
-between an event before and one after everything for which the compute stream waits for a collective
-(`observed_device_waits`), in logged steps alone, for a ZeRO-3 step has thousands of them.
+Waiting for other ranks is contained in these parts: on a CPU the thread's own waits, on CUDA the
+time between an event before and one after everything for which the compute stream waits for a
+collective (`observed_device_waits`), in logged steps only, since a ZeRO-3 step has thousands of
+them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from bigtrain.engine.train_engine import (
     OPTIMIZER_UPDATE,
 )
 from bigtrain.models.torch_patches import observed_device_waits, observed_waits
-from bigtrain.run.reporting.breakdown import Breakdown
+from bigtrain.report.step_metrics import Breakdown
 from bigtrain.run.reporting.phase_memory import PhaseMemory
 
 DATA, ENGINE = "data", "engine"
@@ -44,15 +45,15 @@ _OF_MARKS = {
 }
 # Steps whose memory is measured even if not logged: the first update allocates optimizer states.
 _FIRST_STEPS = 2
-# Events between two readings; beyond that, whole steps are not timed.
+# Events between two readings; beyond that, entire steps are not timed.
 _MOST_EVENTS = 512
-# Waits of one step; of a step with more nothing is told.
+# Waits of one step; a step with more is not reported.
 _MOST_WAITS = 1 << 15
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """`num_steps` since the last reading, and what one of them took."""
+    """Number of steps since the last reading, and the time of one of them."""
 
     num_steps: int
     step_seconds: float
@@ -62,8 +63,8 @@ class StepTimes:
 class StepClock:
     """Wall time per optimizer step since the last reading, without pauses. No collective.
 
-    host_time: the engine's. memory: gets the same phase boundaries. now, make_event: clocks of the
-    host (seconds) and of the device, for tests.
+    host_time: the engine's. memory: receives the same phase boundaries. now, make_event: clocks of
+    the host (seconds) and of the device, for tests.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class StepClock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While steps are trained: waits for collectives are observed."""
+        """Observe waits for collectives while steps are trained."""
         if self.device_waits is None:
             with observed_waits(self._host_time.add_wait):
                 yield
@@ -94,8 +95,8 @@ class StepClock:
                 yield
 
     def marking(self, other: Callable[[str], object]) -> Callable[[str], None]:
-        """For `TrainEngine.mark`: begins the part of the step that the mark names, and calls
-        `other` as well."""
+        """Return a callback for `TrainEngine.mark`: it begins the part of the step named by the
+        mark and calls `other`."""
 
         def mark(phase: str) -> None:
             other(phase)
@@ -105,13 +106,14 @@ class StepClock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time inside counts for the part `name` ("data"), time before and after as engine."""
+        """Count time inside the block for the part `name` ("data"), time before and after as
+        engine."""
         self.begin(name)
         yield
         self.begin(ENGINE)
 
     def begin(self, part: str) -> None:
-        """A part of the step begins: "data", "engine" or what a mark stands for."""
+        """Begin a part of the step: "data", "engine" or the part of a mark."""
         self._end_part()
         self._part = part
         self._memory.begin(part)
@@ -119,14 +121,14 @@ class StepClock:
             self._device.begin(part)
 
     def begin_step(self, *, is_logged: bool) -> None:
-        """A step begins; `is_logged`: whether it will be logged."""
+        """Begin a step; `is_logged`: whether it will be logged."""
         self._memory.measure(is_logged or self._num_begun < _FIRST_STEPS)
         self._num_begun += 1
         if self.device_waits is not None and is_logged:
             self.device_waits.begin()
 
     def count_step(self) -> None:
-        """A step is done; time until the next one counts as engine."""
+        """Count a finished step; time until the next one counts as engine."""
         self.begin(ENGINE)
         self._num_steps += 1
         if self._device is not None:
@@ -136,7 +138,7 @@ class StepClock:
 
     @contextmanager
     def paused(self, phase: str) -> Iterator[None]:
-        """Inside, time counts for no step; `phase`: for `PhaseMemory`."""
+        """Exclude time inside the block from steps; `phase`: for `PhaseMemory`."""
         part, waited = self._part, self._host_time.waited
         self.begin(ENGINE)
         if self._device is not None:
@@ -154,7 +156,8 @@ class StepClock:
                 self._device.begin(part)
 
     def read(self) -> StepTimes:
-        """What the steps since the last reading took. The device must be done with them."""
+        """Return the times of the steps since the last reading. The device must have finished
+        them."""
         self.begin(self._part)
         num_steps, waited = max(1, self._num_steps), self._host_time.waited - self._waited
         total = sum(self._seconds.values())
@@ -165,10 +168,10 @@ class StepClock:
             parts = _with_device(self._device.read(), parts.get(DATA, 0.0), step_seconds)
         if self.device_waits is not None:
             communication = self.device_waits.read()
-        found = StepTimes(self._num_steps, step_seconds, _breakdown(parts, communication))
+        times = StepTimes(self._num_steps, step_seconds, _breakdown(parts, communication))
         self._seconds.clear()
         self._num_steps, self._waited = 0, self._host_time.waited
-        return found
+        return times
 
     def _end_part(self) -> None:
         now, own = self._now(), self._host_time.seconds
@@ -181,7 +184,7 @@ class StepClock:
 
 
 class _DeviceParts:
-    """Events on the computing stream between the parts of steps."""
+    """Events on the compute stream between the parts of steps."""
 
     def __init__(self, make_event: Callable[[], Any] | None) -> None:
         self._make_event = make_event or (lambda: torch.cuda.Event(enable_timing=True))
@@ -201,21 +204,23 @@ class _DeviceParts:
             self._is_full = len(self._events) >= _MOST_EVENTS
 
     def read(self) -> dict[str, float]:
-        """Seconds of each part of one step, the mean of those that were timed."""
-        found: dict[str, float] = {}
+        """Return the seconds of each part of one step, the mean of the timed ones."""
+        seconds_by_part: dict[str, float] = {}
         for (part, begun), (_, ended) in zip(self._events, self._events[1:], strict=False):
             if ended.query():
-                found[part] = found.get(part, 0.0) + begun.elapsed_time(ended) / 1000
+                seconds_by_part[part] = (
+                    seconds_by_part.get(part, 0.0) + begun.elapsed_time(ended) / 1000
+                )
         num_steps = max(1, self._num_steps)
         last = self._events[-1][0] if self._events else ENGINE
         self._events.clear()
         self._num_steps, self._is_full = 0, False
         self.begin(last)
-        return {part: seconds / num_steps for part, seconds in found.items()}
+        return {part: seconds / num_steps for part, seconds in seconds_by_part.items()}
 
 
 class DeviceWaits:
-    """Pairs of events on the compute stream around what it waits for, in one step."""
+    """Pairs of events on the compute stream around its waits, in one step."""
 
     def __init__(self, make_event: Callable[[], Any] | None = None) -> None:
         self._make_event = make_event or (lambda: torch.cuda.Event(enable_timing=True))
@@ -224,18 +229,18 @@ class DeviceWaits:
         self._stream: Any = None
 
     def begin(self) -> None:
-        """A step begins, in which waits are measured; on the compute stream."""
+        """Begin a step with measured waits; on the compute stream."""
         self._pairs.clear()
         self._stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
         self._is_measuring = self._is_known = True
 
     def end(self) -> None:
-        """It is done."""
+        """End the step."""
         self._is_measuring = False
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Inside is something that the compute stream may wait for."""
+        """Measure a block for which the compute stream may wait."""
         if not self._is_measuring:
             yield
             return
@@ -252,7 +257,8 @@ class DeviceWaits:
             self._pairs.append((begun, ended))
 
     def read(self) -> float | None:
-        """Seconds of the measured step, which the device must be done with; None without one."""
+        """Return the seconds of the measured step, which the device must have finished; None if
+        none."""
         pairs, known = self._pairs[:], self._is_known
         self._pairs.clear()
         self._is_known = False
@@ -265,7 +271,7 @@ class DeviceWaits:
 def _with_device(
     device: dict[str, float], data_seconds: float, step_seconds: float
 ) -> dict[str, float]:
-    """Parts of a step on CUDA: the device's; the rest is split into data and engine."""
+    """Return parts of a step on CUDA: the device's; the rest is split into data and engine."""
     parts = {part: device[part] for part in (*_PASSES, "optimizer") if part in device}
     rest = max(0.0, step_seconds - sum(parts.values()))
     data_seconds = min(data_seconds, rest)

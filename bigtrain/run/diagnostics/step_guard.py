@@ -1,14 +1,14 @@
 """Bad steps: their updates are skipped, and after several in a row the run rolls back.
 
 A step is bad when its loss or gradient norm is not finite, or, with ``guard.spike_sigma``, when
-either lies far above its values in the last steps. Its update is skipped; its samples count as
+either is far above its values in the last steps. Its update is skipped; its samples count as
 read and the learning-rate schedule advances. After ``guard.max_consecutive`` bad steps in a row the
-run rolls back to the newest checkpoint that follows no bad step and continues with the next
+run rolls back to the newest checkpoint without a bad step before it and continues with the next
 samples: those in between are skipped, as in the training of PaLM (Chowdhery et al. 2022, arXiv
 2204.02311, section 5.1). Replaying them would reach the same bad steps with the same weights.
 
 Decisions depend only on stats that are the same on every rank and on `GuardState`, which every
-checkpoint holds: a resumed run decides as the original would have.
+checkpoint contains: a resumed run makes the same decisions as the original.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from bigtrain.settings.sections.failures import GuardSection
 
 # Standard deviation over median absolute deviation of a normal distribution.
 _SIGMA_PER_MAD = 1.4826
-# A value within this fraction of the median is never a spike, however little the values vary.
+# A value within this fraction of the median is never a spike, regardless of the spread of the
+# values.
 _LEAST_SPREAD = 1e-3
 
 
 class Guard:
-    """Decides which updates of a run are skipped. `skip_policy` (None if the guard is off) is for
+    """Policy that skips bad updates of a run. `skip_policy` (None if the guard is off) is for
     `TrainEngine.train_step`, which calls it on every rank with the same stats."""
 
     def __init__(self, session: Session) -> None:
@@ -47,11 +48,11 @@ class Guard:
         return self._reason is None
 
     def begin(self, state: TrainState) -> None:
-        """A step begins at `state`."""
+        """Begin a step at `state`."""
         self._state, self._stats, self._reason = state.guard, None, None
 
     def end(self, before: TrainState, after: TrainState) -> TrainState:
-        """The state `after` a step with the guard's state updated; logs a skipped update."""
+        """Return the state `after` a step with the guard's state updated; log a skipped update."""
         if self._stats is None:
             return after
         if self._reason is None:
@@ -72,17 +73,17 @@ class Guard:
             )
             self._session.say(
                 f"step {after.step}: update skipped, {self._reason} (samples {before.samples} to "
-                f"{after.samples - 1}; {guard.streak} in a row, {guard.num_skipped} in all)"
+                f"{after.samples - 1}; {guard.streak} in a row, {guard.num_skipped} in total)"
             )
         return replace(after, guard=guard)
 
     def rolls_back(self, state: TrainState) -> bool:
-        """Whether enough steps in a row were bad for a rollback."""
+        """Return whether enough steps in a row were bad for a rollback."""
         return self._reason is not None and state.guard.streak >= self._section.max_consecutive
 
 
 def skip_reason(stats: StepStats, state: GuardState, section: GuardSection) -> str | None:
-    """Why the update of a step is skipped; None if it is made. Pure."""
+    """Return why the update of a step is skipped; None if it is applied. Pure."""
     kinds = (
         ("loss", stats.loss, state.losses),
         ("gradient norm", stats.grad_norm, state.norms),
@@ -102,7 +103,7 @@ def skip_reason(stats: StepStats, state: GuardState, section: GuardSection) -> s
 
 
 def center_and_spread(recent: Sequence[float]) -> tuple[float, float]:
-    """Median of `recent`, and a standard deviation estimated from their median absolute
+    """Return the median of `recent`, and a standard deviation estimated from their median absolute
     deviation."""
     centre = median(recent)
     deviation = median(abs(value - centre) for value in recent)
@@ -110,7 +111,7 @@ def center_and_spread(recent: Sequence[float]) -> tuple[float, float]:
 
 
 def with_good_step(state: GuardState, stats: StepStats, section: GuardSection) -> GuardState:
-    """The state after an update that was made. Stats are kept only with ``guard.spike_sigma``."""
+    """Return the state after an applied update. Stats are kept only with ``guard.spike_sigma``."""
     if section.spike_sigma is None:
         return state if state.streak == 0 else replace(state, streak=0)
     keep = section.window - 1

@@ -1,15 +1,15 @@
 """Stragglers: ranks that are slower than their peers.
 
-In synchronous training every rank takes as long for a step as the slowest does, so step times tell
-nothing. What is measured is work that no other rank can delay: waiting for the batch, and the
+In synchronous training every rank takes as long for a step as the slowest, so step times show
+nothing. The measured work is that which no other rank can delay: waiting for the batch, and the
 matrix products of one layer (forward, between hooks on its innermost modules, which excludes the
 gathers and reductions of ZeRO-3 and tensor parallelism; a compiled layer, which has none, is timed
-as a whole, for a hook inside would be compiled with it). They are extrapolated to the whole model
+as a unit, since a hook inside would be compiled with it). They are extrapolated to the full model
 by its number of parameters, times three for the backward pass. On GPUs they are timed by events,
-which are read when a step is logged, so that nothing waits for them.
+which are read when a step is logged, so that no step waits for them.
 
-This finds a slow or throttled device, a host whose cores are busy, a slow disk; not a slow link,
-nor anything slow outside of both measurements.
+This detects a slow or throttled device, a host whose cores are busy, a slow disk; not a slow link,
+nor slowness outside of both measurements.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WorkMeter:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         # A pipeline stage lacks some of the layers.
         each = ((layer, list(_products(layer))) for _, layer in decoder_layers(model))
-        layer, products = next((found for found in each if found[1]), (None, []))
+        layer, products = next((pair for pair in each if pair[1]), (None, []))
         total = sum(_num_elements(module) for module in _products(model))
         sampled = sum(_num_elements(module) for module in products)
         self._per_product = 3.0 * total / sampled if sampled else 0.0
@@ -59,13 +59,14 @@ class WorkMeter:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Time inside is spent waiting for a batch."""
+        """Count time inside the block as waiting for a batch."""
         begun = time.perf_counter()
         yield
         self._waited += time.perf_counter() - begun
 
     def read(self) -> float:
-        """Estimated seconds of work since the last call. The device must be done with the step."""
+        """Return estimated seconds of work since the last call. The device must have finished the
+        step."""
         if self._events:
             pairs = [begun.elapsed_time(ended) for begun, ended in self._events if ended.query()]
             self._multiplied += sum(pairs) / 1000
@@ -96,8 +97,8 @@ class WorkMeter:
 
 
 def _products(module: nn.Module) -> Iterator[nn.Module]:
-    """Innermost modules with a matrix; not embeddings, nor experts that ranks divide, within which
-    all wait for the rank with the busiest ones."""
+    """Yield innermost modules with a matrix; not embeddings, nor experts that ranks divide, inside
+    which all wait for the rank with the busiest ones."""
     for child in module.modules():
         if isinstance(child, nn.Embedding) or any(True for _ in child.children()):
             continue
@@ -117,7 +118,7 @@ def _num_elements(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank whose work takes `work_seconds` a step; the median of its peers: `median_seconds`."""
+    """Rank whose work takes `work_seconds` a step; the median of its peers: `median_seconds`."""
 
     rank: int
     work_seconds: float
@@ -127,8 +128,8 @@ class Straggler:
 def find_stragglers(
     work_seconds: Sequence[float], peers: Sequence[int], step_seconds: float, factor: float
 ) -> list[Straggler]:
-    """Ranks slower than `factor` times the median of their peers and by more than a tenth of a
-    step, so that it matters.
+    """Return ranks slower than `factor` times the median of their peers and by more than a tenth of
+    a step, so that it matters.
 
     Parameters: `work_seconds` of a step by rank; `peers`, by rank: ranks with equal numbers are
     compared (the stages of a pipeline have different work).
@@ -138,17 +139,17 @@ def find_stragglers(
         kinds.setdefault(kind, []).append(seconds)
     for alike in kinds.values():
         alike.sort()
-    found = []
+    stragglers = []
     for rank, seconds in enumerate(work_seconds):
         alike = kinds[peers[rank]]
         usual = max(_median_of_others(alike, seconds), 1e-9) if len(alike) > 1 else seconds
         if seconds > factor * usual and seconds - usual > 0.1 * step_seconds:
-            found.append(Straggler(rank, seconds, usual))
-    return found
+            stragglers.append(Straggler(rank, seconds, usual))
+    return stragglers
 
 
 def _median_of_others(alike: Sequence[float], seconds: float) -> float:
-    """Of the sorted `alike` without one that is `seconds`."""
+    """Return the median of the sorted `alike` without one value equal to `seconds`."""
     left_out, others = bisect_right(alike, seconds) - 1, len(alike) - 1
     low, high = (
         alike[place if place < left_out else place + 1]
@@ -158,7 +159,7 @@ def _median_of_others(alike: Sequence[float], seconds: float) -> float:
 
 
 class StragglerWatch:
-    """Gathers the work times of all ranks and reports stragglers."""
+    """Collector of the work times of all ranks, which reports stragglers."""
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class StragglerWatch:
         group: dist.ProcessGroup | None,
         state: TrainState,
     ) -> None:
-        """`group`: all ranks, on the CPU; None for one rank."""
+        """Initialize. `group`: all ranks, on the CPU; None for one rank."""
         self._session = session
         self.meter = WorkMeter(engine.module, engine.device, is_compiled=engine.is_compiled)
         self._group = group
@@ -179,14 +180,14 @@ class StragglerWatch:
         self._seconds, self._num_steps, self._first_sample = 0.0, 0, state.samples
 
     def gather(self, state: TrainState, num_steps: int, step_seconds: float) -> None:
-        """After a step that is logged: what the last `num_steps` took. Collective."""
+        """Gather the times of the last `num_steps` after a logged step. Collective."""
         own = self.meter.read()
         if self._group is None:
             return
-        found = gather_on_main(own, self._group)
+        times = gather_on_main(own, self._group)
         if self._session.metrics is None:
             return
-        self._work += torch.tensor(found, dtype=torch.float64)
+        self._work += torch.tensor(times, dtype=torch.float64)
         self._num_steps += num_steps
         self._seconds += num_steps * step_seconds
         if self._seconds >= self._section.straggler_seconds:

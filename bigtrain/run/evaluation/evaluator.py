@@ -18,16 +18,17 @@ from bigtrain.settings.sections.evaluation import TASKS
 
 
 class Evaluator:
-    """Evaluates the model of `engine`. All methods but `is_due` are collective over all ranks.
+    """Evaluator of the model of `engine`. All methods except `is_due` are collective over all
+    ranks.
 
-    It changes nothing that training reads: neither weights nor random generators, which every step
-    seeds anew.
+    It does not change the state of training: neither weights nor random generators, which every
+    step reseeds.
     """
 
     def __init__(
         self, session: Session, engine: TrainEngine, held_out: Sequence[HeldOutSource]
     ) -> None:
-        """Tokenize prompts and load tasks. Raises ConfigError on every rank where that fails."""
+        """Tokenize prompts and load tasks. Raises ConfigError on every rank if that fails."""
         self._session = session
         self._engine = engine
         self._held_out = held_out
@@ -37,17 +38,17 @@ class Evaluator:
         self._tasks = TaskRunner(session, model) if self._section.tasks else None
 
     def is_due(self, state: TrainState) -> bool:
-        """Whether something is measured after this step."""
+        """Return whether anything is evaluated after this step."""
         return _due(state, self._section.every_steps) or self._tasks_are_due(state)
 
     def _tasks_are_due(self, state: TrainState) -> bool:
         return self._tasks is not None and _due(state, self._section.tasks_every_steps)
 
     def run(self, state: TrainState, *, last: bool) -> tuple[TrainState, dict[str, float]]:
-        """Measure and log what is due at `state`, all of it where the run ends here (`last`, or
-        stopped by what was measured).
+        """Run and log the evaluations due at `state`, all of them if the run ends here (`last`, or
+        stopped early).
 
-        Returns the state with the best evaluation so far, and the figures by name.
+        Returns the state with the best evaluation so far, and the metrics by name.
         """
         config = self._session.run.config
         held_out: HeldOutResult | None = None
@@ -83,12 +84,12 @@ class Evaluator:
         return evaluated, figures | tasks
 
     def _run_tasks(self) -> dict[str, float]:
-        """The finite figures of lm-eval's tasks, as ``tasks/TASK/METRIC``."""
+        """Return the finite metrics of lm-eval's tasks, as ``tasks/TASK/METRIC``."""
         if self._tasks is None:
             return {}
         self._session.heartbeat.at("evaluating tasks", slow=True)
-        found = self._tasks.figures()
-        return {f"{TASKS}/{name}": value for name, value in found.items() if math.isfinite(value)}
+        metrics = self._tasks.figures()
+        return {f"{TASKS}/{name}": value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _due(state: TrainState, every: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""Loss on the held-out documents, of each source and of the mixture."""
+"""Loss on the held-out documents, per source and for the mixture."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from bigtrain.run.reporting.metrics import HeldOutLoss
 
 @dataclass(frozen=True)
 class HeldOutResult:
-    """An evaluation: the loss over all sets, and that of each by its name."""
+    """Evaluation: the loss over all sets, and that of each by its name."""
 
     whole: HeldOutLoss
     sources: dict[str, HeldOutLoss]
 
     def figures(self) -> dict[str, float]:
-        """By the names that ``evaluation.best.metric`` takes; those of single sets only where there
-        are several."""
-        found = _figures(self.whole, "")
+        """Return metrics by the names of ``evaluation.best.metric``; those of single sets only if
+        there are several."""
+        metrics = _figures(self.whole, "")
         if len(self.sources) > 1:
             for name, one in self.sources.items():
-                found |= _figures(one, f"/{name}")
-        return found
+                metrics |= _figures(one, f"/{name}")
+        return metrics
 
 
 def _figures(one: HeldOutLoss, suffix: str) -> dict[str, float]:
-    found = {f"held_out_loss{suffix}": one.loss, f"held_out_perplexity{suffix}": one.perplexity}
+    metrics = {f"held_out_loss{suffix}": one.loss, f"held_out_perplexity{suffix}": one.perplexity}
     if one.bits_per_byte is not None:
-        found[f"held_out_bits_per_byte{suffix}"] = one.bits_per_byte
-    return found
+        metrics[f"held_out_bits_per_byte{suffix}"] = one.bits_per_byte
+    return metrics
 
 
 def measure(engine: TrainEngine, held_out: Sequence[HeldOutSource]) -> HeldOutResult | None:
-    """The loss on the same held-out samples every time, in nats per token. Collective.
+    """Return the loss on the same held-out samples every time, in nats per token. Collective.
 
     The loss of a mixture is the mean of its sources' losses, weighted by their training weights; a
-    source without held-out documents does not count, nor does a set of weight 0. None without any,
-    or if the loss is not finite.
+    source without held-out documents does not count, nor does a set of weight 0. None if there are
+    none, or if the loss is not finite.
     """
     if not held_out:
         return None
@@ -64,7 +64,7 @@ def measure(engine: TrainEngine, held_out: Sequence[HeldOutSource]) -> HeldOutRe
 
 
 def bits_per_byte(loss: float, source: HeldOutSource) -> float | None:
-    """`loss`, in nats per token, in bits per byte of text."""
+    """Convert `loss` from nats per token to bits per byte of text."""
     if source.tokens_per_byte is None:
         return None
     return loss / math.log(2) * source.tokens_per_byte

@@ -1,8 +1,8 @@
-"""Scoring and sampling tokens with the model as it is in the engine, on all ranks.
+"""Scoring and sampling of tokens with the engine's current model, on all ranks.
 
-Every method is collective, and all ranks call it with the same arguments. What is asked is divided
+Every method is collective, and all ranks call it with the same arguments. Requests are divided
 over the data ranks; the forward passes are those of training, so that they work at every topology.
-There is no cache of keys and values: a new token costs a forward pass of all before it.
+There is no KV cache: a new token costs a forward pass over all previous ones.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.lm_eval_tasks import Drawing, IsFinished, Tokens
 
 _LOGITS_BYTES = 1 << 30
-"""The most that the float32 logits of one forward pass of a rank take, unless one text's do."""
+"""Limit of the float32 logits of one forward pass of a rank, unless one text exceeds it."""
 
 
 @dataclass(frozen=True)
 class _Round:
-    """One forward pass of every data rank. rows: of all of them, indices of what was asked; mine:
+    """Forward pass of every data rank. rows: indices of the requests of all of them; mine: those
     of this rank. size: samples of each rank's pass."""
 
     rows: list[int]
@@ -35,7 +35,7 @@ class _Round:
 
 @dataclass(frozen=True)
 class _Text:
-    """A prompt, what has been added to it, and the seed of what is drawn for it."""
+    """Prompt, the tokens added to it, and its sampling seed."""
 
     prompt: Tokens
     new: list[int]
@@ -46,21 +46,21 @@ class _Text:
 
 
 class LiveModel:
-    """The model of `engine`, asked a micro-batch at a time."""
+    """Model of `engine`, evaluated one micro-batch at a time."""
 
     def __init__(self, engine: TrainEngine) -> None:
         self._engine = engine
         self._most_rows = engine.plan.micro_batch_size
         config: Any = engine.module.config
-        self._row_bytes = 4 * int(config.get_text_config().vocab_size)  # of a token's logits
+        self._row_bytes = 4 * int(config.get_text_config().vocab_size)  # bytes of a token's logits
         place = engine.mesh.coordinates
         self._data_rank, self._data_size = place.data_rank, engine.mesh.topology.data_size
-        # One rank of each data rank says what was computed.
+        # One rank per data rank provides the result.
         self._reports = not (place.tensor_rank or place.pipeline_rank or place.sequence_rank)
 
     def score(self, requests: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
-        """Of each (context, continuation): the log-probability of the continuation in nats, and
-        whether every token of it is the most probable one.
+        """Return, for each (context, continuation), the log-probability of the continuation in
+        nats, and whether every token of it is the most probable one.
 
         A context has at least one token; context and continuation together at most one more than
         the model's positions.
@@ -76,18 +76,18 @@ class LiveModel:
                 tokens = torch.tensor([*context, *continuation])
                 ids[number, : lengths[row]] = tokens[:-1]
                 labels[number, len(context) - 1 : lengths[row]] = tokens[len(context) :]
-            found = self._engine.read_logits(ids, partial(_scores, labels=labels))
+            scores = self._engine.read_logits(ids, partial(_scores, labels=labels))
             if self._reports:
-                totals[part.mine] = found[: len(part.mine)]
+                totals[part.mine] = scores[: len(part.mine)]
         totals = self._summed(totals)
         return [(float(total), bool(wrong == 0)) for total, wrong in totals.tolist()]
 
     def continue_texts(
         self, prompts: Sequence[Tokens], drawing: Drawing, is_finished: IsFinished
     ) -> list[list[int]]:
-        """The new tokens after each prompt, at most `drawing.max_new_tokens`.
+        """Return the new tokens after each prompt, at most `drawing.max_new_tokens`.
 
-        `is_finished`: asked on the main rank alone.
+        `is_finished`: called on the main rank only.
         """
         texts = [_Text(prompt, [], drawing.seed + n) for n, prompt in enumerate(prompts)]
         longest = [len(prompt) + drawing.max_new_tokens for prompt in prompts]
@@ -128,8 +128,8 @@ class LiveModel:
                     texts[row].new.append(int(chosen[row]))
 
     def _rounds(self, lengths: Sequence[int]) -> Iterator[_Round]:
-        """All that was asked, the longest first, in parts of a micro-batch of every data rank, or
-        less where the logits of that would be large."""
+        """Yield all requests, longest first, in rounds of a micro-batch of every data rank, or
+        less if its logits would be large."""
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
         while order:
             fitting = _LOGITS_BYTES // (self._row_bytes * lengths[order[0]])
@@ -139,7 +139,7 @@ class LiveModel:
             yield _Round(rows, rows[low : low + size], size)
 
     def _summed(self, values: torch.Tensor) -> torch.Tensor:
-        """Of all ranks; of each value all but one rank have zero."""
+        """Return the sum over all ranks; for each value, all ranks but one have zero."""
         total = values.to(self._engine.device)
         dist.all_reduce(total)
         return total.cpu()
@@ -152,20 +152,20 @@ class LiveModel:
 
 
 def _scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Of each sample the log-probability of its targets, and how many of them are not the most
-    probable token: float64 [samples, 2]."""
-    found = torch.zeros((len(logits), 2), dtype=torch.float64, device=logits.device)
+    """Return, per sample, the log-probability of its targets and the number of them that are not
+    the most probable token: float64 [samples, 2]."""
+    scores = torch.zeros((len(logits), 2), dtype=torch.float64, device=logits.device)
     for number, (row, targets) in enumerate(zip(logits, labels.to(logits.device), strict=True)):
         kept = targets != IGNORED_LABEL
         row, targets = row[kept].float(), targets[kept]
         picked = row.gather(1, targets[:, None])[:, 0]
-        found[number, 0] = (picked - row.logsumexp(1)).double().sum()
-        found[number, 1] = (row.argmax(1) != targets).sum()
-    return found
+        scores[number, 0] = (picked - row.logsumexp(1)).double().sum()
+        scores[number, 1] = (row.argmax(1) != targets).sum()
+    return scores
 
 
 def _rows_at(logits: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """The logits at one position of each sample: float32 [samples, vocabulary]."""
+    """Return the logits at one position of each sample: float32 [samples, vocabulary]."""
     places = torch.arange(len(logits), device=logits.device)
     return logits[places, last.to(logits.device)].float()
 

@@ -13,11 +13,11 @@ from bigtrain.run.session import Session
 
 
 class Prompts:
-    """The prompts of a run, as tokens on every rank and the tokenizer on the main rank."""
+    """Prompts of a run, as tokens on every rank and the tokenizer on the main rank."""
 
     def __init__(self, session: Session, model: LiveModel) -> None:
         """Tokenize the prompts. Collective; raises ConfigError on every rank for one that is empty
-        or leaves the model no positions, DataError if there is no tokenizer."""
+        or leaves no positions for new tokens, DataError if there is no tokenizer."""
         section = session.run.config.evaluation
         self._session, self._model, self._texts = session, model, section.prompts
         self._drawing = Drawing(section.max_new_tokens, section.temperature)
@@ -33,20 +33,20 @@ class Prompts:
                 record.end_of_document_id,
                 *record.answer_end_ids,
             }
-            found: list[list[int]] = []
+            ids_of_prompts: list[list[int]] = []
             for number, text in enumerate(self._texts):
                 ids = prompt_ids(tokenizer.huggingface, text, record)
                 key = f"evaluation.prompts.{number}"
                 if not ids:
-                    raise ConfigError(Problem(key, text, "is empty", "write one token at least"))
+                    raise ConfigError(Problem(key, text, "is empty", "write at least one token"))
                 total = len(ids) + section.max_new_tokens
                 if isinstance(limit, int) and total > limit:
                     rule = f"its {len(ids)} tokens and evaluation.max_new_tokens are {total}, the "
                     rule += f"model has {limit} positions"
                     remedy = f"evaluation.max_new_tokens={max(1, limit - len(ids))} or less"
                     raise ConfigError(Problem(key, text, rule, remedy))
-                found.append(ids)
-            return found
+                ids_of_prompts.append(ids)
+            return ids_of_prompts
 
         self._ids = session.long_work.on_main_rank(tokenize)
 
@@ -58,7 +58,7 @@ class Prompts:
         def is_finished(_number: int, new: object) -> bool:
             return isinstance(new, list) and not ends.isdisjoint(new[-1:])
 
-        found = self._model.continue_texts(self._ids, self._drawing, is_finished)
+        continuations = self._model.continue_texts(self._ids, self._drawing, is_finished)
         if writer is not None:
-            texts = [self._tokenizer.decode(ids) for ids in found]
+            texts = [self._tokenizer.decode(ids) for ids in continuations]
             writer.log_samples(step, list(zip(self._texts, texts, strict=True)))

@@ -1,6 +1,6 @@
-"""Tasks of lm-eval on the live model: the main rank runs them, and all ranks compute what it asks.
+"""Tasks of lm-eval on the live model: the main rank runs them, and all ranks compute its requests.
 
-While it works, the others wait for its next request; the last one says how it ended.
+Meanwhile the others wait for its next request; the last one contains the result.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bigtrain.system.text_record import TextRecord
 
 
 class TaskRunner:
-    """The tasks of a run. All methods are collective over all ranks."""
+    """Tasks of a run. All methods are collective over all ranks."""
 
     def __init__(self, session: Session, model: LiveModel) -> None:
         """Load the tasks on the main rank. Raises ConfigError on every rank if that fails."""
@@ -31,7 +31,7 @@ class TaskRunner:
             tokenizer = load_tokenizer(str(dataset.tokenizer_path)).huggingface
             section, hf_config = session.run.config.evaluation, session.inputs.hf_config
             listed = dataset.table.tokenizer
-            texts = None  # of a version without beginnings of texts: as lm-eval itself does
+            texts = None  # from a version without text beginnings: use lm-eval's default
             if listed.beginning_ids is not None:
                 texts = TextRecord(listed.beginning_ids, listed.end_of_document_id)
             self._tasks = Tasks(section, tokenizer, hf_config, texts)
@@ -39,20 +39,21 @@ class TaskRunner:
         session.long_work.on_main_rank(load)
 
     def figures(self) -> dict[str, float]:
-        """The metrics by ``TASK/METRIC``; empty, with a line in the log, if lm-eval failed."""
+        """Return the metrics by ``TASK/METRIC``; empty, with a line in the log, if lm-eval
+        failed."""
         if self._tasks is None:
             return self._follow()
         lead = _Lead(self._session, self._model)
         try:
-            found = self._tasks.figures(lead)
+            metrics = self._tasks.figures(lead)
         except Exception as error:
             if lead.is_computing:
                 raise  # the other ranks are in the model, not waiting
             reason = " ".join(str(error).split())[:300] or type(error).__name__
-            self._session.say(f"the tasks of lm-eval failed, training goes on: {reason}")
-            found = {}
-        lead.send("done", found)
-        return found
+            self._session.say(f"the tasks of lm-eval failed, training continues: {reason}")
+            metrics = {}
+        lead.send("done", metrics)
+        return metrics
 
     def _follow(self) -> dict[str, float]:
         while True:
@@ -73,9 +74,9 @@ class TaskRunner:
 
 
 class _Lead:
-    """What lm-eval asks on the main rank, told to the other ranks first.
+    """Interface of lm-eval on the main rank, which first sends each request to the other ranks.
 
-    is_computing: whether the model is being asked just now.
+    is_computing: whether the model is computing now.
     """
 
     def __init__(self, session: Session, model: LiveModel) -> None:
@@ -84,23 +85,23 @@ class _Lead:
         self.is_computing = False
 
     def send(self, *request: Any) -> None:
-        """Give all other ranks a request."""
+        """Send all other ranks a request."""
         dist.broadcast_object_list([request], src=0, device=self._session.device)
 
     def score(self, requests: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
-        """As `LiveModel.score`."""
+        """Call `LiveModel.score` on all ranks."""
         self.is_computing = True
         self.send("score", requests)
-        found = self._model.score(requests)
+        scores = self._model.score(requests)
         self.is_computing = False
-        return found
+        return scores
 
     def continue_texts(
         self, prompts: Sequence[Tokens], drawing: Drawing, is_finished: IsFinished
     ) -> list[list[int]]:
-        """As `LiveModel.continue_texts`."""
+        """Call `LiveModel.continue_texts` on all ranks."""
         self.is_computing = True
         self.send("continue", prompts, drawing)
-        found = self._model.continue_texts(prompts, drawing, is_finished)
+        continuations = self._model.continue_texts(prompts, drawing, is_finished)
         self.is_computing = False
-        return found
+        return continuations

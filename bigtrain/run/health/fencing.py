@@ -1,4 +1,4 @@
-"""Fencing: only the newest launch of a run may write its directory, no stale one that still runs.
+"""Fencing: only the newest launch of a run may write its directory, not a stale one.
 
 ::
 
@@ -7,11 +7,11 @@
 
 After a network partition a scheduler may start a run again while processes of the earlier launch
 still run. So every launch acquires a run token, a fencing token that never expires: the next
-generation number, claimed by a hard link, which only one process can make (open with O_EXCL where
+generation number, claimed by a hard link, which only one process can create (open with O_EXCL if
 there are no links); it then renames the files of earlier launches. Before every change of the
-directory the main rank checks that its own file still has its name: opening a file asks an NFS
-server, while listings come from a cache for up to half a minute. What can still slip through is one
-operation that was permitted an instant before; checkpoints are complete whoever commits them.
+directory the main rank checks that its own file still has its name: opening a file queries an NFS
+server, while listings may be cached for up to half a minute. One operation that was permitted an
+instant before may still be executed; checkpoints are complete regardless of who commits them.
 
 The main rank calls all this; nothing is collective. Imports no torch.
 """
@@ -40,9 +40,9 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 
 @dataclass(frozen=True)
 class TokenHolder:
-    """A launch of a run.
+    """Launch of a run that holds the run token.
 
-    attempt: drawn at random. launch: the elastic launcher's id of what started it (it survives the
+    attempt: random. launch: the elastic launcher's id of the launch (it survives the
     launcher's restarts), or else empty. since: UTC, human-readable.
     """
 
@@ -64,7 +64,7 @@ class TokenHolder:
 
 @dataclass
 class RunToken:
-    """One launch's fencing token for its run directory."""
+    """Fencing token of a launch for its run directory."""
 
     run_directory: Path
     holder: TokenHolder
@@ -76,22 +76,22 @@ class RunToken:
         return self.holder.attempt
 
     def check(self) -> None:
-        """Raises StaleLaunchError if a later launch holds the directory, RunRemovedError if it is
-        gone."""
+        """Raise StaleLaunchError if a later launch holds the directory, RunRemovedError if it was
+        deleted."""
         if self._is_removed():
             raise RunRemovedError(
                 f"{self.run_directory} was removed while the run wrote to it, with its checkpoints "
-                "-> restore them, or start the run again to begin anew"
+                "-> restore them, or start the run again to start over"
             )
         newer = self.newer_launch()
         if newer is not None:
             raise StaleLaunchError(
                 f"{self.run_directory} is held by {newer}; this is generation "
-                f"{self.holder.generation}, a stale launch, which writes no more"
+                f"{self.holder.generation}, a stale launch, which stops writing"
             )
 
     def lost(self) -> bool:
-        """Whether `check` would raise; reads the directory twice a second at most."""
+        """Return whether `check` would raise; reads the directory at most twice a second."""
         now = time.monotonic()
         if not self._was_lost and now - self._looked_at >= _SECONDS_BETWEEN_LOOKS:
             self._looked_at = now
@@ -99,19 +99,19 @@ class RunToken:
         return self._was_lost
 
     def _is_removed(self) -> bool:
-        """Whether both the records and what every launch writes first are gone (a save may create
-        the rest again)."""
+        """Return whether the records and the first files of every launch are both missing (a save
+        may create the rest again)."""
         return not any(_may_exist(self.run_directory / name) for name in (DIRECTORY, "config.json"))
 
     def newer_launch(self) -> str | None:
-        """The later launch that holds the directory, human-readable; or None."""
+        """Return the later launch that holds the directory, human-readable; or None."""
         newest = newest_holder(self.run_directory)
         if newest is not None and newest.generation >= self.holder.generation:
             return str(newest) if newest.generation > self.holder.generation else None
         # The listing is older than this launch, or its file has been renamed.
         own = _path(self.run_directory, self.holder.generation)
         if _read(own) is not None or not _stale_path(own).exists():
-            # With neither file, somebody removed them by hand, and no other launch holds the token.
+            # If neither file exists, a user removed them, and no other launch holds the token.
             return None
         # The listing is older than the rename.
         for generation in range(self.holder.generation + 1, self.holder.generation + 10):
@@ -125,7 +125,7 @@ def acquire(run_directory: Path, environment: Mapping[str, str]) -> RunToken:
     """Acquire the run token of `run_directory` (created if missing) and fence off its holder.
 
     Raises StaleLaunchError if an elastic launcher restarts a run that another launch has acquired
-    meanwhile: the two would fence each other off for ever.
+    in the meantime: the two would fence each other off forever.
     """
     directory = run_directory / DIRECTORY
     directory.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ def acquire(run_directory: Path, environment: Mapping[str, str]) -> RunToken:
         )
         if not _create(_path(run_directory, holder.generation), holder):
             continue
-        # A launch with an outdated listing may have taken a number that had become free.
+        # A launch with an outdated listing may have claimed a number that had become free.
         if max(_generations(directory)) == holder.generation:
             break
     for number in _generations(directory):
@@ -158,7 +158,7 @@ def acquire(run_directory: Path, environment: Mapping[str, str]) -> RunToken:
 
 
 def newest_holder(run_directory: Path) -> TokenHolder | None:
-    """The launch that holds the run token, or None."""
+    """Return the launch that holds the run token, or None."""
     for number in sorted(_generations(run_directory / DIRECTORY), reverse=True):
         holder = _read(_path(run_directory, number))
         if holder is not None:
@@ -167,10 +167,10 @@ def newest_holder(run_directory: Path) -> TokenHolder | None:
 
 
 def _launch(environment: Mapping[str, str]) -> str:
-    """torchrun's id of this launch; each requeue of a Slurm job is another launch."""
+    """Return torchrun's id of this launch; each requeue of a Slurm job is another launch."""
     names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
-    found = [environment.get(name, "") for name in names]
-    return ":".join(found) if found[0] else ""
+    ids = [environment.get(name, "") for name in names]
+    return ":".join(ids) if ids[0] else ""
 
 
 def _refuse_stale_restart(run_directory: Path, launch: str, environment: Mapping[str, str]) -> None:
@@ -182,8 +182,8 @@ def _refuse_stale_restart(run_directory: Path, launch: str, environment: Mapping
         before = _read(path)
         if before is not None and before.launch == launch:
             raise StaleLaunchError(
-                f"{run_directory} is held by {holder}, which took it from this launch "
-                f"({launch}); it is not started again -> end this launch"
+                f"{run_directory} is held by {holder}, which acquired it from this launch "
+                f"({launch}); it is not restarted -> end this launch"
             )
 
 
@@ -207,13 +207,13 @@ def _create(path: Path, holder: TokenHolder) -> bool:
     content = json.dumps(asdict(holder)).encode() + b"\n"
     if create_whole(path, content, path.with_name(f".{holder.attempt}.draft")):
         return True
-    # If the reply to a link is lost, the NFS client sends it again and finds the link made.
+    # If the reply to a link is lost, the NFS client retries and sees the existing link.
     there = _read(path)
     return there is not None and there.attempt == holder.attempt
 
 
 def _may_exist(path: Path) -> bool:
-    """False only if the file system says so; one that does not respond may recover."""
+    """Return False only if the file system reports so; one that does not respond may recover."""
     try:
         path.stat()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Which rank a hung run waits for: a diagnosis from the positions of all ranks. Pure."""
+"""Diagnosis of a hung run from the positions of all ranks: the rank it waits for. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Position:
-    """Where one rank is.
+    """Position of one rank.
 
-    step: from 1; 0 before the first. collective: the one it waits in; None outside of any.
+    step: from 1; 0 before the first. collective: the collective it waits in, or None.
     """
 
     rank: int
@@ -32,19 +32,19 @@ class Position:
 
     @property
     def place(self) -> str:
-        """Step, phase and layer, in words."""
+        """Step, phase and layer, as text."""
         layer = f", {self.module}" if self.module else ""
         return f"step {self.step}, {self.phase}{layer}"
 
     def __str__(self) -> str:
-        waits = f"in {self.collective}" if self.collective else "in no collective"
+        waits = f"in {self.collective}" if self.collective else "outside of collectives"
         return f"rank {self.rank} on {self.host} (process {self.pid}): {self.place}, {waits}"
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """ranks: those that lag, lowest first; empty if no rank stands out. text: human-readable, the
-    lagging ranks first."""
+    """Result of a diagnosis. ranks: lagging ranks, lowest first; empty if none differs. text:
+    readable, the lagging ranks first."""
 
     ranks: tuple[int, ...]
     text: str
@@ -53,19 +53,19 @@ class Diagnosis:
 def diagnose(
     answers: Mapping[int, Position], last_known: Mapping[int, Position], hosts: Sequence[str]
 ) -> Diagnosis:
-    """The lagging ranks of a world whose rank `r` runs on ``hosts[r]``.
+    """Return the lagging ranks of a world whose rank `r` runs on ``hosts[r]``.
 
-    Parameters: `answers`, positions of the ranks that still answer; `last_known`, the last position
-    that each rank reported before, by rank.
+    Parameters: `answers`, positions of the ranks that still respond; `last_known`, the last
+    position that each rank reported before, by rank.
 
-    In order: ranks that do not answer (dead, stopped, cut off, or stuck in C code); those in no
-    collective while others wait in one; those in an earlier step; those in another collective than
+    In order: unresponsive ranks (dead, stopped, disconnected, or stuck in C code); ranks outside of
+    collectives while others wait in one; those in an earlier step; those in another collective than
     most.
     """
     silent = [rank for rank in range(len(hosts)) if rank not in answers]
     if silent:
         lines = [
-            f"rank {rank} on {hosts[rank]} does not answer: "
+            f"rank {rank} on {hosts[rank]} does not respond: "
             + (f"it was last in {last_known[rank].place}" if rank in last_known else "never did")
             for rank in silent
         ]
@@ -73,18 +73,18 @@ def diagnose(
     lagging, why = _laggards(list(answers.values()))
     lines = [f"{answers[rank]} ({why})" for rank in lagging]
     if not lines:
-        lines = ["all ranks are at the same place: look at the network and at their stacks"]
+        lines = ["all ranks are at the same position: check the network and the stacks"]
     return _diagnosis(lagging, lines, answers)
 
 
 def diagnose_alone(position: Position, hosts: Sequence[str]) -> Diagnosis:
-    """The diagnosis of a rank that cannot reach the others because the store is gone."""
+    """Return the diagnosis of a rank that cannot reach the others because the store is gone."""
     if len(hosts) == 1:
         return diagnose({position.rank: position}, {}, hosts)
     if position.rank == 0:
-        line = "the launcher's store does not answer, so that rank 0 cannot reach the other ranks"
+        line = "the launcher's store does not respond, so rank 0 cannot reach the other ranks"
         return _diagnosis([], [line], {0: position})
-    line = f"rank 0 on {hosts[0]} does not answer, or its store: no rank reaches the others"
+    line = f"rank 0 on {hosts[0]} or its store does not respond: ranks cannot reach each other"
     return _diagnosis([0], [line], {position.rank: position})
 
 
@@ -110,7 +110,7 @@ def _diagnosis(
     ranks: Sequence[int], lines: list[str], answers: Mapping[int, Position]
 ) -> Diagnosis:
     others = [str(answers[rank]) for rank in sorted(answers) if rank not in ranks]
-    # With thousands of ranks, those that wait are all alike.
+    # With thousands of ranks, the waiting ones are all alike.
     shown = others[:16] + ([f"and {len(others) - 16} more"] if len(others) > 16 else [])
     text = "\n".join(["lagging:", *(f"  {line}" for line in lines)])
     if shown:

@@ -1,4 +1,4 @@
-"""Where a rank is in a run: its training thread makes marks, and its watchdog reads them."""
+"""Heartbeat of a rank: its training thread records its position, and its watchdog reads it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _LEAST_TRANSFER_BYTES = 1 << 20
 
 
 class Heartbeat:
-    """Where the training thread is. A mark costs a fraction of a microsecond; nothing is written.
+    """Position of the training thread. A mark costs a fraction of a microsecond; nothing is
+    written.
 
     phase: human-readable. module: the layer, None outside of layers. slow: whether one operation of
     this phase may take long. count: marks so far; progress means that it grows.
@@ -36,13 +37,13 @@ class Heartbeat:
         self._num_steps_begun = 0
 
     def at(self, phase: str, *, slow: bool = False) -> None:
-        """The training thread begins `phase`. In its first step everything may take long."""
+        """Begin `phase` in the training thread. In its first step every phase may take long."""
         self.phase, self.module, self._announced = phase, None, phase
         self.slow = slow or self._num_steps_begun <= 1
         self.count += 1
 
     def begin_step(self, step: int) -> None:
-        """Step `step` begins, from 1."""
+        """Begin step `step`, counted from 1."""
         self.step = step
         self._num_steps_begun += 1
         self.at("reading the batch")
@@ -54,31 +55,31 @@ class Heartbeat:
         self.count += 1
 
     def follow(self, model: nn.Module) -> None:
-        """Mark every layer of `model` as its forward and its backward pass begin, from now on.
+        """Mark every layer of `model` at the start of its forward and backward pass, from now on.
 
-        Layers are the members of the outermost module lists. A hook before each, and one on the
-        gradient of what it returns: neither adds to the graph.
+        Layers are the members of the outermost module lists. It adds a hook before each, and one on
+        the gradient of its output: neither adds to the graph.
         """
         for name, layer in decoder_layers(model):
             enter = partial(self._enter, "forward pass", name)
             leave = partial(self._enter, "backward pass", name)
-            # Before the hooks by which ZeRO-3 gathers parameters: that may be what hangs.
+            # Before ZeRO-3's hooks that gather parameters, since those may hang.
             layer.register_forward_pre_hook(partial(_mark, enter), prepend=True)
             layer.register_forward_hook(partial(_mark_gradient, leave))
 
 
 class Transfers:
-    """Whether this rank reads or writes files.
+    """File transfers of this rank, as a sign of progress.
 
-    That counts as progress in phases without marks: hours of verifying or loading, exports,
-    checkpoints. A rank that waits for others transfers only what its watchdog exchanges.
+    They count as progress in phases without marks: hours of verifying or loading, exports,
+    checkpoints. A rank that waits for others transfers only its watchdog's messages.
     """
 
     def __init__(self) -> None:
         self._seen = self._num_bytes()
 
     def went_on(self) -> bool:
-        """Whether there was a MiB of transfers since the last call that returned True."""
+        """Return whether at least a MiB was transferred since the last call that returned True."""
         now = self._num_bytes()
         if now - self._seen < _LEAST_TRANSFER_BYTES:
             return False
@@ -87,7 +88,8 @@ class Transfers:
 
     @staticmethod
     def _num_bytes() -> int:
-        """Bytes by any thread so far, mapped pages included (proc(5)); 0 if not available."""
+        """Return bytes read or written by all threads so far, mapped pages included (proc(5)); 0 if
+        unknown."""
         try:
             fields = dict(line.split(": ") for line in _COUNTERS.read_text().splitlines())
             return sum(int(fields[name]) for name in ("rchar", "wchar", "read_bytes"))
@@ -106,27 +108,28 @@ def _mark_gradient(mark: Callable[[], None], _layer: nn.Module, _args: Any, outp
 
 
 def current_collective() -> str | None:
-    """The collective operation that this rank's training waits in, by name; None outside.
+    """Return the name of the collective that this rank's training waits in; None outside.
 
-    Found on the stacks of the main thread and of threads that Python did not start (autograd's), so
-    that it costs nothing until it is called. An operation that only a GPU waits for is not seen.
+    Read from the stacks of the main thread and of threads that Python did not start (autograd's),
+    so that it costs nothing until it is called. An operation that only a GPU waits for is not
+    detected.
     """
     frames = sys._current_frames()
     own = {thread.ident for thread in threading.enumerate()} - {threading.main_thread().ident}
     for ident, frame in frames.items():
-        found = _collective_of(frame) if ident not in own else None
-        if found is not None:
-            return found
+        collective = _collective_of(frame) if ident not in own else None
+        if collective is not None:
+            return collective
     return None
 
 
 def _collective_of(frame: FrameType | None) -> str | None:
-    found = None
+    collective = None
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if file.endswith("torch/distributed/distributed_c10d.py"):
-            found = name
-        elif "/deepspeed/" in file and name in ("wait", "synchronize") and found is None:
-            found = "wait"
+            collective = name
+        elif "/deepspeed/" in file and name in ("wait", "synchronize") and collective is None:
+            collective = "wait"
         frame = frame.f_back
-    return found
+    return collective

@@ -1,10 +1,10 @@
-"""A status store, in the launcher's TCPStore, to which all ranks report their positions.
+"""Status store, in the launcher's TCPStore, to which all ranks report their positions.
 
-That is the TCPStore at MASTER_ADDR:MASTER_PORT that the process group was opened with: its server
-is a C++ thread in the main rank, or in torchrun's agent, and answers while Python hangs. Each rank
-has a separate connection for this, not subject to the groups' timeouts. An operation may block for
-ever if a host is gone, so one thread does them all and callers wait a few seconds only; after the
-first that takes too long the status store counts as lost, until another connection is made.
+It is the TCPStore at MASTER_ADDR:MASTER_PORT of the process group: its server
+is a C++ thread in the main rank, or in torchrun's agent, and responds while Python hangs. Each rank
+has a separate connection for it, independent of the groups' timeouts. An operation may block
+forever if a host is lost, so one thread executes all of them and callers wait only a few seconds;
+after the first that takes too long the status store counts as lost, until it is reconnected.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _keys(kind: str, num_ranks: int) -> list[str]:
 
 
 def open_status_store(world: World) -> StatusStore | None:
-    """The status store of all ranks; None if this rank cannot reach it. Collective."""
+    """Open the status store of all ranks; None if this rank cannot reach it. Collective."""
     # torchrun's store outlives a restart of the ranks.
 
     def create_entries() -> str:
@@ -62,14 +62,15 @@ def open_status_store(world: World) -> StatusStore | None:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a status store is: the store's address, and a token that is new at every launch."""
+    """Location of a status store: the store's address, and a token that is new at every launch."""
 
     address: str
     port: int
     token: str
 
     def connect(self) -> Any:
-        """Raises RuntimeError if the store cannot be reached within half a minute."""
+        """Connect to the store. Raise RuntimeError if the store cannot be reached within half a
+        minute."""
         store = dist.TCPStore(
             self.address, self.port, is_master=False, timeout=_CONNECT, wait_for_workers=False
         )
@@ -83,10 +84,11 @@ class Place:
 
 
 class StatusStore:
-    """What this rank reads and writes there. No method raises; None means that it is lost."""
+    """Access of this rank to the status store. No method raises; None means that it is lost."""
 
     def __init__(self, place: Place, world: World) -> None:
-        """`place`: whose entries the main rank has created. Raises as `Place.connect`."""
+        """Connect to `place`, whose entries the main rank has created. Raises as
+        `Place.connect`."""
         self._store = place.connect()
         for key in (f"place/{world.rank}", f"answer/{world.rank}"):
             self._store.compare_set(key, "", "")  # in a store that was restarted
@@ -106,15 +108,15 @@ class StatusStore:
             self._do(lambda: self._store.add(_MOVES, 1))
 
     def moves(self) -> int | None:
-        """A counter that grows while any rank makes progress."""
+        """Return a counter that grows while any rank makes progress."""
         return self._do(lambda: self._store.add(_MOVES, 0))
 
     def alarm(self) -> str | None:
-        """The name of the alarm, if one was raised."""
+        """Return the name of the alarm, if one was raised."""
         return self._do(lambda: self._text(_ALARM))
 
     def raise_alarm(self, name: str) -> str | None:
-        """Raise the alarm; returns the name given by the rank that raised it first."""
+        """Raise the alarm; return the name given by the rank that raised it first."""
         return self._do(lambda: self._store.compare_set(_ALARM, "", name).decode())
 
     def answer(self, position: Position) -> None:
@@ -123,10 +125,10 @@ class StatusStore:
         self._do(lambda: self._store.set(f"answer/{self._rank}", text))
 
     def leads(self, is_main: bool, answer_seconds: float, report_seconds: float) -> bool:
-        """Whether this rank writes the report: the main one, or the first other if that does not
-        begin in time.
+        """Return whether this rank writes the report: the main rank, or the first other rank if
+        that does not start in time.
 
-        On the other ranks it returns when the report is written, or should have been.
+        On the other ranks it returns when the report is written, or its timeout is over.
         """
         if not is_main and self._wait(_LEADER, answer_seconds):
             self._wait(_FINISHED, answer_seconds + 2 * report_seconds)
@@ -138,27 +140,28 @@ class StatusStore:
         return False
 
     def answers(self, seconds: float) -> dict[int, Position] | None:
-        """The answers of all ranks, or after `seconds` of those that answered."""
+        """Return the answers of all ranks, or after `seconds` those received."""
         until = time.monotonic() + seconds
         while not self.is_lost:
-            found = self._read("answer")
-            if found is not None and (len(found) == self._size or time.monotonic() > until):
-                return found
+            received = self._read("answer")
+            if received is not None and (len(received) == self._size or time.monotonic() > until):
+                return received
             time.sleep(0.1)
         return None
 
     def last_known(self) -> dict[int, Position]:
-        """The last position that each rank reported before the alarm."""
+        """Return the last position that each rank reported before the alarm."""
         return self._read("place") or {}
 
     def finish(self) -> None:
-        """Let the ranks that wait for the report end, and give them a moment for it."""
+        """Release the ranks that wait for the report, and give them time to end."""
         self._do(lambda: self._store.set(_FINISHED, "1"))
         if self._rank == 0 and not self.is_lost:
             time.sleep(0.5)  # the store may end with this process
 
     def reopened(self) -> StatusStore | None:
-        """The same status store over a new connection; None if that fails for half a minute."""
+        """Return the same status store over a new connection; None if that fails for half a
+        minute."""
         try:
             return StatusStore(self._place, self._world)
         except RuntimeError:
@@ -170,7 +173,7 @@ class StatusStore:
         self._requests.put(None)
 
     def _wait(self, key: str, seconds: float) -> bool:
-        """Whether `key` appears within `seconds`."""
+        """Return whether `key` appears within `seconds`."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.is_lost:
             if self._do(lambda: self._store.check([key])):
@@ -179,7 +182,7 @@ class StatusStore:
         return False
 
     def _read(self, kind: str) -> dict[int, Position] | None:
-        """One call to the store for all ranks: a call for each would take seconds for thousands."""
+        """Read all ranks' entries in one call: a call for each would take seconds for thousands."""
 
         def read() -> dict[int, Position]:
             texts = enumerate(self._store.multi_get(_keys(kind, self._size)))
@@ -207,5 +210,5 @@ class StatusStore:
             action, result = request
             try:
                 result.put(("done", action()))
-            except Exception as error:  # whatever it is, the store is lost
+            except Exception as error:  # any error means that the store is lost
                 result.put(("failed", error))

@@ -1,4 +1,5 @@
-"""All ranks of a run stop after the same step (`bigtrain.system.stop_signals`: the signals)."""
+"""Agreement of all ranks to stop after the same step (`bigtrain.system.stop_signals`: the
+signals)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from bigtrain.errors import BigtrainError
 from bigtrain.run.state import TrainState
 from bigtrain.system.stop_signals import StopSignals, ask_for_restart
 
-# Between two agreements of several ranks, where steps are shorter. One costs about 0.1 ms on
+# Minimum time between two agreements of several ranks. One costs about 0.1 ms on
 # one machine, and grows with the logarithm of the world size.
 _SECONDS_BETWEEN = 0.5
 
@@ -24,8 +25,8 @@ _TROUBLE = 1 << 16  # above all signals
 
 
 class StopAgreement:
-    """Makes all ranks stop after the same step when any of them got a signal, or when the main rank
-    can write no more.
+    """Agreement that stops all ranks after the same step when one received a signal, or the main
+    rank can no longer write.
 
     Parameters: `group`, all ranks on the CPU (in the training group this would wait for a GPU at
     every step); None for one rank. `trouble`: why the main rank must end, or None.
@@ -45,7 +46,7 @@ class StopAgreement:
         self._since = time.perf_counter()
 
     def agreed(self) -> signal.Signals | None:
-        """The signal to stop for, the same on all ranks; call between two steps. Collective.
+        """Return the signal to stop for, the same on all ranks; call between two steps. Collective.
 
         Raises the main rank's trouble on all of them.
         """
@@ -57,7 +58,7 @@ class StopAgreement:
         step_seconds = (time.perf_counter() - self._since) / self._steps_between
         worst = torch.tensor([self._own(), step_seconds], dtype=torch.float64)
         maximum_of_all(worst, self._group)
-        # The same on every rank, as `worst` is; doubling at most, should steps become slow.
+        # The same on every rank, like `worst`; at most doubling, if steps become slow.
         wanted = int(_SECONDS_BETWEEN / max(float(worst[1]), 1e-6))
         self._steps_between = max(1, min(wanted, 2 * self._steps_between))
         self._steps_left = self._steps_between
@@ -74,7 +75,7 @@ class StopAgreement:
         if self._group is None:
             self._raise()
         on_main_rank(self._raise, self._group)
-        raise AssertionError("there was trouble, and now there is none")
+        raise AssertionError("the main rank's failure has disappeared")
 
     def _raise(self) -> None:
         assert self._error is not None
@@ -82,6 +83,6 @@ class StopAgreement:
 
 
 def leave_marker(run_directory: Path, received: signal.Signals, state: TrainState) -> None:
-    """Ask for the run to be started again, unless a person stopped it (SIGINT)."""
+    """Request a restart of the run, unless a user stopped it (SIGINT)."""
     if received != signal.SIGINT:
         ask_for_restart(run_directory, received.name, state.step)

@@ -1,16 +1,16 @@
-"""Ends a run that hangs, and reports which rank it waits for.
+"""Watchdog that ends a hung run and reports the rank it waits for.
 
 Every rank has a thread that checks whether its training thread makes marks
 (`bigtrain.run.health.heartbeat`), and reports the rank's position to a status store
 (`bigtrain.run.health.status_store`). When no rank has made progress for
 ``watchdog.timeout_seconds``, one raises the alarm. All then dump their stacks to
 ``RUN/hangs/step-.../`` and answer with their positions, one writes the report, and all end with
-exit code 76, so that the launcher starts the run again.
+exit code 76, so that the launcher restarts the run.
 
 The thread needs the interpreter, which a hang inside C code may hold, and a stopped process does
-not run. The others then report that this rank does not answer; and a timer in C (``faulthandler``),
-which every check resets, ends a process that only the interpreter holds up (exit code 1). If the
-status store is gone, each rank reports for itself.
+not run. The others then report that this rank does not respond; and a timer in C
+(``faulthandler``), which every check resets, ends a process that is blocked by the interpreter
+(exit code 1). If the status store is lost, each rank reports for itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from bigtrain.system.stop_signals import ask_for_restart
 from bigtrain.system.world import World
 
 DIRECTORY = "hangs"
-# For every rank to answer an alarm, and for the report to be written; they end in any case.
+# Timeouts for every rank to answer an alarm, and for the report; the ranks end in any case.
 _ANSWER_SECONDS = 4.0
 _REPORT_SECONDS = 3.0
 _LAST_SECONDS = 30.0
@@ -46,10 +46,10 @@ _SECONDS_BETWEEN_CONNECTIONS = 60.0
 
 
 class Watchdog:
-    """Watches this rank's training thread together with all other ranks. A context manager.
+    """Watchdog of this rank's training thread, together with all other ranks. A context manager.
 
     `is_stale`: whether a later launch holds the run directory: then its log and restart marker are
-    not touched. `hosts`: of every rank.
+    not changed. `hosts`: host of every rank.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Watchdog:
         is_stale: Callable[[], bool],
         hosts: Sequence[str],
     ) -> None:
-        """Collective over all ranks."""
+        """Start watching. Collective over all ranks."""
         self._section = section
         self._world = world
         self._run_directory = run_directory
@@ -105,7 +105,7 @@ class Watchdog:
             now = time.monotonic()
             overslept = now - begun - self._look_seconds
             if overslept > 2 * self._look_seconds:
-                self._moved_at += overslept  # a stopped process; its training stood still as well
+                self._moved_at += overslept  # a stopped process; its training was stopped as well
             moved = self._heartbeat.count != count
             moved |= self._heartbeat.slow and self._transfers.went_on()
             count = self._heartbeat.count
@@ -131,8 +131,8 @@ class Watchdog:
                 self._end()
 
     def _connect_again(self, lost: StatusStore) -> None:
-        """Start a new connection, once a minute: one late answer must not cut this rank off for
-        good."""
+        """Start a new connection, once a minute: one late answer must not disconnect this rank
+        permanently."""
 
         def connect() -> None:
             status_store = lost.reopened()
@@ -168,7 +168,7 @@ class Watchdog:
         )
 
     def _end(self) -> None:
-        """Report, and end this rank."""
+        """Report the hang, and end this rank."""
         faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=2)
         position = self._position(current_collective())
         name = f"step-{position.step:08d}-{secrets.token_hex(3)}"
@@ -176,7 +176,7 @@ class Watchdog:
             name = self._status_store.raise_alarm(name) or name
             self._status_store.answer(position)
         directory = self._run_directory / DIRECTORY / name
-        # File systems hang too: then the process ends without the dump.
+        # File systems may hang too: then the process ends without the dump.
         dump = threading.Thread(target=self._dump, args=(directory,), daemon=True)
         dump.start()
         diagnosis = self._diagnosis(position)
@@ -191,7 +191,7 @@ class Watchdog:
         os._exit(EXIT_HANG)
 
     def _diagnosis(self, position: Position) -> Diagnosis | None:
-        """The diagnosis to report; None if another rank reports it."""
+        """Return the diagnosis to report; None if another rank reports it."""
         if self._status_store is None:
             return diagnose_alone(position, self._hosts)
         if not self._status_store.leads(self._world.is_main, _ANSWER_SECONDS, _REPORT_SECONDS):
@@ -208,7 +208,7 @@ class Watchdog:
                 faulthandler.dump_traceback(file, all_threads=True)
             trace = flight_recorder_trace()
             if trace is not None:
-                # Names that end in the rank are what torch's reader of these files takes.
+                # Torch's reader of these files requires names that end in the rank.
                 (directory / f"flight-recorder-{self._world.rank:05d}").write_bytes(trace)
         except (OSError, RuntimeError) as error:
             print(f"watchdog: {directory} cannot be written: {error}", file=sys.stderr)
@@ -233,7 +233,7 @@ class Watchdog:
             print(f"watchdog: the report cannot be written: {error}", file=sys.stderr)
 
     def _ask_for_restart(self, directory: Path) -> None:
-        """Ask the launcher to restart the run, unless the same step hangs again and again."""
+        """Ask the launcher to restart the run, unless the same step hangs repeatedly."""
         step = self._heartbeat.step
         before = list(directory.parent.glob(f"step-{step:08d}-*"))
         if len(before) <= _MOST_REQUEUES_PER_STEP:

@@ -1,8 +1,9 @@
-"""The part of accelerate's trackers that bigtrain replaces. Read in accelerate 1.15.
+"""Replaced part of accelerate's trackers. Based on the source of accelerate 1.15.
 
-accelerate's `PartialState` sets devices, thread counts and environment variables where it is made,
-and may wait for other processes; only the main rank has trackers here. accelerate is imported
-when this is called. `tests/unit/run/reporting/test_accelerate_patches.py` has its contract test.
+accelerate's `PartialState` sets devices, thread counts and environment variables when it is
+created, and may wait for other processes; only the main rank has trackers here. accelerate is
+imported when this is called. `tests/unit/run/reporting/test_accelerate_patches.py` has its contract
+test.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 @contextmanager
 def standard_logging() -> Iterator[None]:
-    """Let accelerate's trackers log without a PartialState, which `tracking.logger` asks."""
+    """Let accelerate's trackers log without a PartialState, which `tracking.logger` requires."""
     from accelerate import tracking
 
     original = tracking.logger
@@ -27,7 +28,7 @@ def standard_logging() -> Iterator[None]:
 
 
 class _StandardLogger(logging.LoggerAdapter[logging.Logger]):
-    """accelerate's logger for one process: takes its extra arguments, needs no PartialState."""
+    """accelerate's logger for one process: accepts its extra arguments, needs no PartialState."""
 
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]

@@ -1,4 +1,4 @@
-"""The loss on a held-out set, and what follows from it."""
+"""Loss on a held-out set, and derived metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class HeldOutLoss:
     """Mean `loss` in nats over `tokens` held-out target tokens; `bits_per_byte` of their text,
-    where it is known."""
+    if known."""
 
     loss: float
     tokens: int
@@ -18,12 +18,12 @@ class HeldOutLoss:
 
     @property
     def perplexity(self) -> float:
-        """Its exponential; infinite where that is too large for a float."""
+        """Exponential of the loss; infinite if too large for a float."""
         return math.exp(self.loss) if self.loss < math.log(sys.float_info.max) else math.inf
 
     def figures(self) -> dict[str, float]:
-        """By name, as a line of metrics.jsonl has them."""
-        found = {"loss": self.loss, "perplexity": self.perplexity, "tokens": self.tokens}
+        """Return metrics by name, as in a line of metrics.jsonl."""
+        metrics = {"loss": self.loss, "perplexity": self.perplexity, "tokens": self.tokens}
         if self.bits_per_byte is not None:
-            found["bits_per_byte"] = self.bits_per_byte
-        return found
+            metrics["bits_per_byte"] = self.bits_per_byte
+        return metrics

@@ -1,4 +1,4 @@
-"""DeepSpeed's own log: into log.txt instead of among a run's lines, or shown on request."""
+"""DeepSpeed's own log: written to log.txt instead of a run's output, or shown on request."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _NAME = "DeepSpeed"
 
 
 class _LogLines(logging.Handler):
-    """Hands each record on as one text, several lines of it where it has several."""
+    """Log handler that forwards each record as one text, possibly of several lines."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         super().__init__()
         self._write = write
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Also called from other threads."""
+        """Write the record; also called from other threads."""
         level = "" if record.levelno == logging.INFO else f" {record.levelname.lower()}"
         lines = record.getMessage().splitlines() or [""]
         self._write("\n".join(f"{_NAME}{level}: {line}" for line in lines))
@@ -25,8 +25,8 @@ class _LogLines(logging.Handler):
 
 @contextmanager
 def import_log(*, shown: bool) -> Iterator[list[str]]:
-    """Inside, DeepSpeed is imported; yields what it logs meanwhile, which is not shown unless
-    `shown`. As it is imported, it makes its own handler, so this filters its logger."""
+    """Capture DeepSpeed's log during its import inside the block; yield the lines, which are shown
+    only if `shown`. The import creates DeepSpeed's own handler, so this filters its logger."""
     logger, lines = logging.getLogger(_NAME), list[str]()
     handler = _LogLines(lines.append)
 
@@ -43,8 +43,8 @@ def import_log(*, shown: bool) -> Iterator[list[str]]:
 
 @contextmanager
 def deepspeed_log(write: Callable[[str], None], *, shown: bool) -> Iterator[None]:
-    """Inside, `write` gets what DeepSpeed logs, from INFO on; `shown`: standard output gets it as
-    well, as DeepSpeed has it. Its errors are shown in either case."""
+    """Send DeepSpeed's log from INFO on to `write` inside the block; `shown`: also to standard
+    output, in DeepSpeed's format. Its errors are always shown."""
     logger = logging.getLogger(_NAME)
     level, levels = logger.level, [(handler, handler.level) for handler in logger.handlers]
     lines = _LogLines(write)

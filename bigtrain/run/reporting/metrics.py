@@ -1,26 +1,19 @@
-"""The metrics of a run: metrics.jsonl, the trackers, the log and the terminal.
+"""Metrics of a run: metrics.jsonl, the trackers, the log and the terminal.
 
-``metrics.jsonl`` holds one JSON object per line, of four kinds. Every logged step::
-
-    {"step", "loss", "lr", "grad_norm", "tokens", "samples", "tokens_per_second", "step_seconds",
-     "model_flops_utilization", "memory_gib", "breakdown", "peak_memory_gib_by_phase",
-     "expert_imbalance", "expert_exchange", "optimizer_exchange"}
-
-where "breakdown" holds what `bigtrain.run.reporting.breakdown.Breakdown` describes, and a run on a
-CPU has no "peak_memory_gib_by_phase", a model without experts neither of those about them, one
-whose experts are not divided no "expert_exchange", and only one with Muon "optimizer_exchange".
-Trackers get them as ``breakdown/NAME``, ``peak_memory_gib/PHASE``, ``expert_imbalance/MODULE``,
+``metrics.jsonl`` contains one JSON object per line, of four kinds. Every logged step is a line of
+`bigtrain.report.step_metrics.StepMetrics`; trackers receive entries of its objects as
+``breakdown/NAME``, ``peak_memory_gib/PHASE``, ``expert_imbalance/MODULE``,
 ``expert_exchange/NAME`` and ``optimizer_exchange/NAME``. Every evaluation::
 
     {"step", "held_out_loss", "held_out_perplexity", "held_out_tokens", "held_out_bits_per_byte",
      "held_out_sources", "tasks"}
 
-where "held_out_bits_per_byte" is left out for conversations, of whose tokens only some have a loss.
-"held_out_sources" is there if there are several: by name of the source its "loss", "perplexity",
+where "held_out_bits_per_byte" is omitted for conversations, in which only some tokens have a loss.
+"held_out_sources" exists if there are several: by name of the source its "loss", "perplexity",
 "tokens" and "bits_per_byte"; "held_out_loss" is then their mean by the weights of the mixture.
-Trackers get them as ``held_out_loss/NAME``. "tasks" has the metrics of lm-eval's tasks by
-``TASK/METRIC``, after the steps in which they were run, without the others where only tasks were;
-trackers get them as ``tasks/TASK/METRIC``.
+Trackers receive them as ``held_out_loss/NAME``. "tasks" has the metrics of lm-eval's tasks by
+``TASK/METRIC``, after the steps in which they were run, without the other fields if only tasks were
+run; trackers receive them as ``tasks/TASK/METRIC``.
 
 Every outer step of a run with several sites::
 
@@ -28,9 +21,9 @@ Every outer step of a run with several sites::
      "waited_seconds", "change", "distance"}
 
 with the "fragment" of the model that was exchanged, the sites that took part, "sent_bytes" of this
-site (all its ranks together), "link_bytes" from the rank that sent most to one other site, the root
-mean square "change" that it made to the global weights since the last outer step, and the
-"distance" of its weights to the mean of all sites. Trackers get them as ``outer_step/NAME``.
+site (total of its ranks), "link_bytes" from the rank that sent most to one other site, the root
+mean square "change" of the global weights by it since the last outer step, and the "distance" of
+its weights to the mean of all sites. Trackers receive them as ``outer_step/NAME``.
 
 And every event, with the samples of the run that it concerns::
 
@@ -42,12 +35,12 @@ And every event, with the samples of the run that it concerns::
     {"step", "event": "site_alone" | "site_left_out" | "site_returned" | "message_refused",
      "first_sample", "num_samples", "who", "reason", "outer_step", "count"}
 
-The last ones are of sites with an outer server, after the step in which this site heard of it: a
-site went on alone, its change was left out of an outer step, it is back or has joined, the server
-refused a message (corrupted, forged, sent before). "who" is the site, or the host of a message.
+The last ones are from sites with an outer server, after the step in which this site was notified: a
+site trained alone, its update was excluded from an outer step, it joined or rejoined, the server
+rejected a message (corrupted, forged, replayed). "who" is the site, or the host of a message.
 
-Values that are not known (the utilization of a CPU) or not finite (a loss that overflowed) are
-null. Every step is there once, also after a resume; events of samples that are not read again stay.
+Unknown values (the utilization of a CPU) and non-finite ones (a loss that overflowed) are null.
+Every step appears once, also after a resume; events of samples that are not read again are kept.
 """
 
 from __future__ import annotations
@@ -57,13 +50,12 @@ import math
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
 from bigtrain.errors import OutputError
-from bigtrain.run.reporting.breakdown import Breakdown
+from bigtrain.report.step_metrics import StepMetrics
 from bigtrain.run.reporting.held_out_loss import HeldOutLoss
 from bigtrain.run.reporting.metrics_lines import cut_lines
 from bigtrain.run.reporting.progress import (
@@ -82,71 +74,20 @@ from bigtrain.system.files import writing
 __all__ = ["HeldOutLoss", "MetricsWriter", "StepMetrics", "check_trackers", "memory_gib"]
 
 GIB = 2**30
-# Fields of `StepMetrics` that are objects, and omitted if not known.
-_OBJECTS = (
-    "breakdown",
-    "peak_memory_gib_by_phase",
-    "expert_imbalance",
-    "expert_exchange",
-    "optimizer_exchange",
-)
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """What is written of one logged optimizer step.
-
-    `step`: optimizer steps done, from 1; `loss`: mean over the target tokens of the steps since the
-    last logged one, or since the run resumed from a checkpoint, without skipped updates;
-    `lr`: used in this step; `grad_norm`: before clipping; `tokens`: trained on since the
-    beginning of the run, padding included; `samples`: trained on since the beginning of the run;
-    `tokens_per_second`: of the whole run (of this site, where there are several), padding included,
-    mean since the last logged step, as is `step_seconds`; `model_flops_utilization`: between 0 and
-    1, None where the device's peak is not
-    known; `memory_gib`: see `memory_gib`; `breakdown`: which part of the step took how long on the
-    main rank; `peak_memory_gib_by_phase`: GiB allocated on the main rank's CUDA device at most so
-    far in forward, backward (compute for both in a pipeline), optimizer, save and evaluation; seen
-    in the first two steps of a start, in those that are logged, and in all saves and evaluations;
-    None on a CPU, where what one phase has left is not told from what the next one uses;
-    `expert_imbalance`: by name of a layer's experts, tokens of the global batch that chose its
-    busiest expert over the mean of its experts, of the logged step alone: 1 where all have as
-    many; None without experts and where layers are compiled; `expert_exchange`: where ranks divide
-    the experts, "sent_bytes" that a rank has sent to others in the exchanges of tokens and of
-    gradients, and the "seconds" that these took, waiting for the others included; of the logged
-    step alone, means over all ranks; `optimizer_exchange`: with Muon, "sent_bytes" that a rank has
-    sent to others to bring matrices together and to return their updates, of the logged step alone
-    (0 if its update was skipped), the mean over all ranks.
-    """
-
-    step: int
-    loss: float
-    lr: float
-    grad_norm: float
-    tokens: int
-    samples: int
-    tokens_per_second: float
-    step_seconds: float
-    model_flops_utilization: float | None
-    memory_gib: float
-    breakdown: Breakdown | None = None
-    peak_memory_gib_by_phase: Mapping[str, float] | None = None
-    expert_imbalance: Mapping[str, float] | None = None
-    expert_exchange: Mapping[str, float] | None = None
-    optimizer_exchange: Mapping[str, float] | None = None
 
 
 class MetricsWriter:
-    """Writes the metrics of a run. For its main rank only; calls no collective.
+    """Writer of the metrics of a run. For its main rank only; calls no collective.
 
     Parameters
     ----------
     directory: of the run; must exist. ``metrics.jsonl`` and ``log.txt`` are in it.
-    total_steps: optimizer steps of the whole run.
+    total_steps: optimizer steps of the full run.
     trackers, project: as in the section ``logging`` of the run.
     run_config: the resolved run, nested, for the trackers.
     resume_step, resume_samples: where the run resumes. Lines of ``metrics.jsonl`` about later
-        steps, and a line that a kill cut off, are dropped first; 0 begins with an empty file.
-    is_stale: whether a later launch holds the run, so that this one writes no more lines.
+        steps, and a line truncated by a kill, are dropped first; 0 starts with an empty file.
+    is_stale: whether a later launch holds the run, so that this one stops writing.
     terminal: a progress bar (True) or plain lines (False); None: whether standard error is a tty.
 
     Raises LaunchError if a tracker does not start.
@@ -202,10 +143,7 @@ class MetricsWriter:
 
     def log_step(self, metrics: StepMetrics) -> None:
         """Write one step's metrics everywhere. The line is on its way to disk on return."""
-        figures = asdict(metrics)
-        details = {name: figures.pop(name) for name in _OBJECTS}
-        known = {name: value for name, value in details.items() if value is not None}
-        self._write({**figures, **known})
+        self._write(metrics.line())
         self._tally.add(metrics)
         self._shown = (
             f"loss {metrics.loss:.4g} lr {format_lr(metrics.lr)} "
@@ -215,14 +153,10 @@ class MetricsWriter:
         shown = self._shown + self._time_left(metrics.step)
         line = f"step {metrics.step}/{self._total_steps} {shown}"
         self._progress.step(metrics.step, line, shown)
-        step = figures.pop("step")
-        for name, values in known.items():
-            prefix = name.removesuffix("_by_phase")
-            figures |= {f"{prefix}/{key}": value for key, value in values.items()}
-        self._trackers.log({k: v for k, v in figures.items() if v is not None}, step)
+        self._trackers.log(metrics.tracked(), metrics.step)
 
     def advance(self, step: int) -> None:
-        """Show on a terminal that `step` is done, logged or not; elsewhere nothing."""
+        """Show progress at `step` on a terminal, logged or not; elsewhere do nothing."""
         if self._progress.is_live:
             self._progress.advance(step, self._shown + self._time_left(step))
 
@@ -237,8 +171,8 @@ class MetricsWriter:
         sources: Mapping[str, HeldOutLoss] = MappingProxyType({}),
         tasks: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Write an evaluation: the held-out loss over all sets, that of each where there are
-        several, and figures of lm-eval's tasks by ``tasks/TASK/METRIC``."""
+        """Write an evaluation: the held-out loss over all sets, that of each if there are
+        several, and metrics of lm-eval's tasks by ``tasks/TASK/METRIC``."""
         line: dict[str, Any] = {"step": step}
         shown: dict[str, float] = {}
         begin = f"step {step}/{self._total_steps}"
@@ -265,7 +199,7 @@ class MetricsWriter:
         self._trackers.log(shown, step)
 
     def log_samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
-        """Append (prompt, continuation) pairs to samples.jsonl, and give them to the trackers."""
+        """Append (prompt, continuation) pairs to samples.jsonl, and send them to the trackers."""
         lines = [
             json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False)
             for prompt, text in samples
@@ -279,7 +213,8 @@ class MetricsWriter:
         self._trackers.log_samples(samples, step)
 
     def log_outer_step(self, step: int, **figures: Any) -> None:
-        """Write an outer step after optimizer step `step`, as the top of this file lists it."""
+        """Write an outer step after optimizer step `step`, in the format at the top of this
+        file."""
         self._write({"step": step, **figures})
         distance = figures["distance"]
         self.info(
@@ -293,12 +228,12 @@ class MetricsWriter:
         self._trackers.log({f"outer_step/{name}": value for name, value in shown.items()}, step)
 
     def log_event(self, event: str, *, step: int, **details: object) -> None:
-        """Write what happened in `step`, as the top of this file lists it; not to trackers."""
+        """Write an event of `step`, in the format at the top of this file; not to trackers."""
         self._write({"step": step, "event": event, **details})
 
     def roll_back(self, step: int, samples: int) -> None:
-        """The run continues from `step`, with `samples` read: lines of later steps are dropped,
-        events stay. Trackers see those steps twice."""
+        """Continue from `step`, with `samples` read: drop lines of later steps,
+        keep events. Trackers see those steps twice."""
         if self._is_stale():
             return
         self._failure = close_written(self._file, self._path, self._failure)
@@ -310,7 +245,7 @@ class MetricsWriter:
 
     @property
     def failure(self) -> OutputError | None:
-        """Why metrics or log cannot be written any more; None while they can."""
+        """Error after which metrics or log can no longer be written; None while they can."""
         return self._failure or self._progress.failure
 
     def info(self, text: str) -> None:
@@ -318,15 +253,15 @@ class MetricsWriter:
         self._progress.say(text)
 
     def note(self, text: str) -> None:
-        """Append `text` to log.txt alone."""
+        """Append `text` to log.txt only."""
         self._progress.note(text)
 
     def summary(self) -> list[str]:
-        """The run in a few lines, from the metrics logged so far; pass them to `close`."""
+        """Return a summary of the run from the metrics logged so far; pass it to `close`."""
         return self._tally.lines(self._total_steps)
 
     def achieved(self) -> tuple[float, float]:
-        """Tokens per second over all logged steps of this launch, and peak memory in GiB."""
+        """Return tokens per second over all logged steps of this launch, and peak memory in GiB."""
         return self._tally.tokens_per_second, self._tally.memory_gib
 
     def close(self, lines: Sequence[str] = ()) -> None:
@@ -347,27 +282,27 @@ class MetricsWriter:
 
     def _write(self, figures: Mapping[str, object]) -> None:
         if self._is_stale():
-            return  # the step is another launch's, which ends this one
+            return  # the step belongs to another launch, which ends this one
         line = json.dumps(_finite(figures), allow_nan=False)
         self._failure = self._failure or write_line(self._file, self._path, line)
 
 
 def _finite(value: object) -> object:
-    """`value` with null for what is not finite, at any depth."""
+    """Return `value` with None for non-finite numbers, at any depth."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def memory_gib(device_type: str) -> float:
-    """Peak memory of this rank so far in GiB: allocated on its device (`device_type` cuda), or
-    else resident in main memory. A host read; waits for no device."""
+    """Return the peak memory of this rank so far in GiB: allocated on its device (`device_type`
+    cuda), or else resident in main memory. A host read; waits for no device."""
     if device_type == "cuda":
         import torch
 
         return torch.cuda.max_memory_allocated() / GIB
     try:
-        # Not ru_maxrss where it can be helped: on Linux that begins with the size of the process
+        # Avoid ru_maxrss: on Linux it starts with the size of the process
         # that started this one, VmHWM (proc(5)) with this program.
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmHWM:", 1)[1].split(None, 1)[0]) / 2**20

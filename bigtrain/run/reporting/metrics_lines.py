@@ -1,8 +1,8 @@
-"""Lines of metrics.jsonl: read, and the last ones dropped when a run resumes.
+"""Lines of metrics.jsonl: reading them, and dropping the last ones when a run resumes.
 
-The latter without reading the whole file. Except for events, steps in the file only grow, and so do
-the samples that step lines name. So everything before the last step line that stays, and whose
-samples the run has read, stays too.
+The latter does not read the entire file. Except for events, steps in the file only grow, and so do
+the samples that step lines name. So everything before the last step line that is kept, and whose
+samples the run has read, is kept too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BLOCK_BYTES = 1 << 16
 
 def cut_lines(path: Path, last_step: int, samples: int) -> tuple[float | None, int]:
     """Keep the lines of `path` up to `last_step` and events that begin before sample `samples`;
-    nothing if `last_step` is 0.
+    keep nothing if `last_step` is 0.
 
     Returns the loss of the first step in the file, and how many complete lines were dropped. Parses
     those and the line before them, and copies the rest. A kill here loses nothing.
@@ -35,7 +35,7 @@ def cut_lines(path: Path, last_step: int, samples: int) -> tuple[float | None, i
         for begin, text in _backwards(file):
             line = _parsed(text)
             if line is None:
-                continue  # cut off by a kill
+                continue  # truncated by a kill
             if not _stays(line, last_step, samples):
                 num_dropped += 1
                 continue
@@ -44,8 +44,8 @@ def cut_lines(path: Path, last_step: int, samples: int) -> tuple[float | None, i
                 end = begin + len(text)
                 break
             kept.append(text)
-        # A new file, though most lines stay: a launch that this one has fenced off may still have
-        # the old one open, and what it appends there is lost with it.
+        # A new file, although most lines are kept: a launch that this one has fenced off may still
+        # have the old one open, and its appended lines are discarded with it.
         with whole_file(path, path.with_name(f".{path.name}.tmp")) as whole:
             file.seek(0)
             _copy(file, whole, end)
@@ -54,8 +54,8 @@ def cut_lines(path: Path, last_step: int, samples: int) -> tuple[float | None, i
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Every line, in order; a last one that is not complete is left out, as a run may be writing
-    it. Raises DataError if the file cannot be read, or holds anything but JSON objects."""
+    """Yield every line, in order; an incomplete last one is skipped, since a run may be writing
+    it. Raises DataError if the file cannot be read, or contains anything but JSON objects."""
     try:
         with path.open("rb") as file:
             for number, text in enumerate(file, start=1):
@@ -63,7 +63,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 if line:
                     yield line
                 elif text.endswith(b"\n"):
-                    raise DataError(f"{path} is corrupt: line {number:,} is no JSON object")
+                    raise DataError(f"{path} is corrupt: line {number:,} is not a JSON object")
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read: {error.strerror or error} -> name the directory of a run"
@@ -71,7 +71,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def kind_of(line: dict[str, Any]) -> Literal["step", "evaluation", "event", "outer_step"]:
-    """What a line tells of."""
+    """Return the kind of a line."""
     if "event" in line:
         return "event"
     if "outer_step" in line:
@@ -80,17 +80,17 @@ def kind_of(line: dict[str, Any]) -> Literal["step", "evaluation", "event", "out
 
 
 def last_lines(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The last logged step and the last evaluation; empty where there is none. Reads from the end
-    of the file as far as needed."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return the last logged step and the last evaluation; empty if there is none. Reads from the
+    end of the file as far as needed."""
+    last_by_kind: dict[str, dict[str, Any]] = {}
     with suppress(FileNotFoundError), path.open("rb") as file:
         for _, text in _backwards(file):
             line = _parsed(text)
             if line:
-                found.setdefault(kind_of(line), line)
-            if {"step", "evaluation"} <= found.keys():
+                last_by_kind.setdefault(kind_of(line), line)
+            if {"step", "evaluation"} <= last_by_kind.keys():
                 break
-    return found.get("step", {}), found.get("evaluation", {})
+    return last_by_kind.get("step", {}), last_by_kind.get("evaluation", {})
 
 
 def _stays(line: dict[str, Any], last_step: int, samples: int) -> bool:
@@ -101,7 +101,7 @@ def _stays(line: dict[str, Any], last_step: int, samples: int) -> bool:
 
 
 def _backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Where each line begins, and the line with its end, the last one first."""
+    """Yield the position and content of each line including its newline, the last line first."""
     begin = file.seek(0, os.SEEK_END)
     held = b""
     while begin > 0:

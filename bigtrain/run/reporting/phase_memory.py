@@ -1,7 +1,7 @@
 """Peak device memory of the run and of each phase.
 
-A CPU has no figure by phase: a process's main memory is what its allocator has kept from all
-phases before.
+A CPU has no peak by phase: a process's main memory includes what its allocator has kept from all
+earlier phases.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch
 from bigtrain.run.reporting.metrics import GIB, memory_gib
 
 PHASES = ("forward", "backward", "compute", "optimizer", "save", "evaluation")
-"""`compute`: forward and backward passes of a pipeline, which take turns."""
+"""`compute`: forward and backward passes of a pipeline, which alternate."""
 
 
 class PhaseMemory:
-    """Peaks of this rank so far. On CUDA it resets torch's own peak; use `peak_gib` instead.
+    """Peak memory of this rank so far. On CUDA it resets torch's own peak; use `peak_gib` instead.
 
     Each `begin` reads and resets the allocator's peak, some 50 microseconds of the host; it does
     not wait for the device, since memory is allocated when the host asks for it.
@@ -29,13 +29,13 @@ class PhaseMemory:
         self._by_phase: dict[str, int] = {}
 
     def measure(self, wanted: bool) -> None:
-        """Whether the next phases are measured; the others cost nothing."""
+        """Set whether the next phases are measured; the others cost nothing."""
         if self._device_type == "cuda" and self._is_measuring and not wanted:
             self.begin(None)
         self._is_measuring = wanted
 
     def begin(self, phase: str | None) -> None:
-        """A phase of `PHASES` begins, or what belongs to none."""
+        """Begin a phase of `PHASES`, or None for time outside of phases."""
         if self._device_type != "cuda" or not self._is_measuring:
             return
         peak = torch.cuda.max_memory_allocated()
@@ -46,11 +46,11 @@ class PhaseMemory:
         self._phase = phase if phase in PHASES else None
 
     def peak_gib(self) -> float:
-        """As `memory_gib`, despite the resets."""
+        """Return `memory_gib`, corrected for the resets."""
         return max(self._peak / GIB, memory_gib(self._device_type))
 
     def by_phase_gib(self) -> dict[str, float] | None:
-        """Peak of each phase that there has been, in GiB; None on a CPU."""
+        """Return the peak of each phase so far, in GiB; None on a CPU."""
         if self._device_type != "cuda":
             return None
         return {phase: peak / GIB for phase, peak in self._by_phase.items()}

@@ -1,4 +1,5 @@
-"""A run's output: a progress bar on a terminal, plain lines elsewhere, and always log.txt."""
+"""Console output of a run: a progress bar on a terminal, plain lines elsewhere, and always
+log.txt."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ from bigtrain.errors import OutputError
 from bigtrain.system.files import cannot_be_written
 
 OUTPUT_REMEDY = (
-    "make room, or choose another output.directory; started again, the run resumes from its newest "
-    "checkpoint"
+    "make room, or choose another output.directory; when restarted, the run resumes from its "
+    "newest checkpoint"
 )
 
 
 class Progress:
-    """Text of one run on standard error and, with the time of each line, in ``log.txt``. That is
+    """Text of one run on standard error and, with the time of each line, in ``log.txt``. The log is
     copied to a new file first: a stale launch that still runs has the old one open.
 
     Parameters: `log_path`; `total_steps` of the run; `first_step`, where it resumes;
@@ -56,7 +57,7 @@ class Progress:
             )
 
     def step(self, step: int, line: str, figures: str) -> None:
-        """Show that `step` is done: `figures` beside the bar, or else the whole `line`."""
+        """Show progress at `step`: `figures` next to the bar, or else the full `line`."""
         self._write(line)
         if self._bar is None:
             print(line, file=self._stream, flush=True)
@@ -66,17 +67,17 @@ class Progress:
 
     @property
     def is_live(self) -> bool:
-        """Whether there is a bar, which `advance` moves."""
+        """True if there is a bar, which `advance` moves."""
         return self._bar is not None
 
     def advance(self, step: int, figures: str) -> None:
-        """Move the bar to `step`, with `figures` beside it; drawn ten times a second at most."""
+        """Move the bar to `step`, with `figures` next to it; drawn at most ten times a second."""
         if self._bar is not None:
             self._bar.set_postfix_str(figures, refresh=False)
             self._bar.update(step - self._bar.n)
 
     def note(self, text: str) -> None:
-        """Write a line or lines to log.txt alone; none after `close`."""
+        """Write a line or lines to log.txt only; nothing after `close`."""
         if not self._log.closed:
             self._write(text)
 
@@ -89,7 +90,7 @@ class Progress:
             self._bar.write(text, file=self._stream)
 
     def close(self) -> None:
-        """Leave the bar as it stands and close log.txt. May be called again."""
+        """Leave the bar as it is and close log.txt. May be called again."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -109,7 +110,7 @@ class Progress:
 
 
 def write_line(file: TextIO, path: Path, text: str) -> OutputError | None:
-    """Write a line to an open file; returns the error if that fails, or None."""
+    """Write a line to an open file; return the error if that fails, or None."""
     try:
         file.write(text + "\n")
     except OSError as error:
@@ -120,7 +121,7 @@ def write_line(file: TextIO, path: Path, text: str) -> OutputError | None:
 def close_written(
     file: TextIO, path: Path, failure: OutputError | None = None
 ) -> OutputError | None:
-    """Close a file; returns `failure`, or else the error of writing the rest of its buffer."""
+    """Close a file; return `failure`, or else the error of writing the rest of its buffer."""
     try:
         file.close()
     except OSError as error:
@@ -129,24 +130,24 @@ def close_written(
 
 
 def format_duration(seconds: float) -> str:
-    """`seconds`, human-readable: 42s, 4m10s, 3h07m, 2d05h."""
+    """Format `seconds` human-readably: 42s, 4m10s, 3h07m, 2d05h."""
     if not math.isfinite(seconds):
         return "?"
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    total = max(0, round(seconds))
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m{total % 60:02d}s"
+    if total < 86400:
+        return f"{total // 3600}h{total % 3600 // 60:02d}m"
+    return f"{total // 86400}d{total % 86400 // 3600:02d}h"
 
 
 def format_lr(lr: float) -> str:
-    """A learning rate without the zeros of Python's exponents: 1.0e-3, 0."""
+    """Format a learning rate without the zeros of Python's exponents: 1.0e-3, 0."""
     return re.sub(r"e([-+])0*(\d)", r"e\1\2", f"{lr:.2e}") if lr else "0"
 
 
 def format_rate(per_second: float) -> str:
-    """A rate with thousands separators: 5,300; below ten with two decimals."""
+    """Format a rate with thousands separators: 5,300; below ten with two decimals."""
     return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.2f}"

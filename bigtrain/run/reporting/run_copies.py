@@ -1,9 +1,9 @@
 """Copies of checkpoints and of the export at an address: `output.copy_to`.
 
-A thread of the main rank copies what has been committed, while the run goes on. It keeps no more
-than the newest checkpoint waiting: where copying takes longer than the time between saves, some are
-left out, and never does training wait. What cannot be copied is a line of the log; the next
-checkpoint is tried again. At the end the run waits ``output.copy_wait_seconds`` for the rest.
+A thread of the main rank copies committed checkpoints while the run continues. It keeps only
+the newest checkpoint waiting: if copying takes longer than the time between saves, some are
+skipped, and training never waits. A failed copy is logged; the next
+checkpoint is copied again. At the end the run waits ``output.copy_wait_seconds`` for the rest.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from bigtrain.system.storage.open_store import store_of
 from bigtrain.system.storage.retries import persistently
 
 STOPPED_WAIT_SECONDS = 20.0
-"""For a copy that is under way when a signal stops the run: a scheduler waits half a minute."""
+"""Limit for a copy in progress when a signal stops the run: a scheduler waits half a minute."""
 _RUN_FILES = ("config.json", "deepspeed.json", "environment.json", "run_id")
 _RUN_FOLDERS = ("model_config", "tokenizer")
 _LAST = "manifest.json"
-"""Of a checkpoint: it is complete once this is there."""
+"""File of a checkpoint that is written last: it marks a complete one."""
 
 
 @dataclass
 class RunCopies:
-    """Of the run in `directory`, to `address`. Only the main rank has one. Not collective."""
+    """Copies of the run in `directory` to `address`. Only the main rank has one. Not collective."""
 
     directory: Path
     address: str
@@ -41,12 +41,12 @@ class RunCopies:
     _thread: threading.Thread | None = None
 
     def add(self, path: Path) -> None:
-        """Copy the committed checkpoint or export `path` as soon as the one before is done."""
+        """Copy the committed checkpoint or export `path` as soon as the previous copy is done."""
         with self._turn:
             if self._waiting is not None:
                 self._notes.append(
-                    f"{self._waiting.name} was not copied to {self.address}: it takes longer than "
-                    "the time between saves"
+                    f"{self._waiting.name} was not copied to {self.address}: copying takes longer "
+                    "than the time between saves"
                 )
             self._waiting = path
             if self._thread is None:
@@ -56,20 +56,20 @@ class RunCopies:
             self._turn.notify_all()
 
     def notes(self) -> list[str]:
-        """What has happened since the last call, for the log."""
+        """Return log lines on the copies since the last call."""
         with self._turn:
             notes, self._notes = self._notes, []
             return notes
 
     def wait(self, seconds: float) -> list[str]:
-        """Until all is copied, so long at most; returns what is to be logged."""
+        """Wait until all is copied, at most `seconds`; return lines to log."""
         with self._turn:
             done = self._turn.wait_for(lambda: self._waiting is None and not self._busy, seconds)
         notes = self.notes()
         if not done:
             notes.append(
-                f"not everything is copied to {self.address} after {seconds:g} s of waiting; the "
-                "same command goes on with it"
+                f"not everything was copied to {self.address} within {seconds:g} s; the "
+                "same command continues the copy"
             )
         return notes
 
@@ -87,32 +87,32 @@ class RunCopies:
                 self._turn.notify_all()
 
     def _copy(self, path: Path) -> str:
-        """What to say of it. Never raises: the run does not end for a copy."""
+        """Copy `path` and return a log line. Never raises: a failed copy does not end the run."""
         begun = time.monotonic()
         below = path.relative_to(self.directory).as_posix()
-        place = joined(self.address, below)
+        target = joined(self.address, below)
         last = _LAST if (path / _LAST).exists() else None
         try:
-            num_bytes = copy_tree(path, place, last)
+            num_bytes = copy_tree(path, target, last)
             if num_bytes:
                 self._copy_run()
         except FileNotFoundError:
-            return f"{below} was not copied to {self.address}: it was removed meanwhile"
+            return f"{below} was not copied to {self.address}: it was deleted in the meantime"
         except (DataError, OSError) as error:
-            return f"{below} could not be copied: {error}; the run goes on without"
-        except Exception as error:  # whatever a library raises
+            return f"{below} could not be copied: {error}; the run continues without it"
+        except Exception as error:  # any error of a library
             return f"{below} could not be copied to {self.address}: {type(error).__name__}: {error}"
         if not num_bytes:
             return ""
-        return f"{below} copied to {place} ({num_bytes:,} bytes, {time.monotonic() - begun:.1f} s)"
+        return f"{below} copied to {target} ({num_bytes:,} bytes, {time.monotonic() - begun:.1f} s)"
 
     def _copy_run(self) -> None:
-        """What a resume needs besides the checkpoint, and the metrics so far."""
+        """Copy the other files that a resume needs, and the metrics so far."""
         store = store_of(self.address)
         for name in (*_RUN_FILES, "metrics.jsonl", "log.txt"):
             file, place = self.directory / name, joined(self.address, name)
             if file.is_file():
-                # As it is now: it grows while it is sent.
+                # The current content: the file grows while it is sent.
                 content = file.read_bytes()
                 persistently(place, "cannot be written", partial(store.put_bytes, place, content))
         for name in _RUN_FOLDERS:

@@ -1,11 +1,11 @@
-"""`starts.jsonl`: when each launch of a run began training, and at which step. Append-only.
+"""`starts.jsonl`: time and step at which each launch of a run began training. Append-only.
 
 One JSON object per line::
 
     {"generation", "time", "step", "samples", "world_size"}
 
 "generation": the launch's, as in ``generations/`` (None without a run token); "time": when training
-began, UTC; "step", "samples": where it began, 0 for a new run.
+began, UTC; "step", "samples": position at which it began, 0 for a new run.
 """
 
 from __future__ import annotations

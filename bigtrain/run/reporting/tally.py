@@ -1,36 +1,12 @@
-"""What a launch adds up of its logged steps: the closing summary and the time left."""
+"""Totals over a launch's logged steps, for the closing summary and the time left."""
 
 from __future__ import annotations
 
 import math
 import time
-from typing import Protocol
 
-from bigtrain.run.reporting.breakdown import Breakdown, MeanBreakdown
+from bigtrain.report.step_metrics import MeanBreakdown, StepMetrics
 from bigtrain.run.reporting.progress import format_duration, format_rate
-
-
-class LoggedStep(Protocol):
-    """What is read of `bigtrain.run.reporting.metrics.StepMetrics`."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def loss(self) -> float: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def samples(self) -> int: ...
-    @property
-    def tokens_per_second(self) -> float: ...
-    @property
-    def step_seconds(self) -> float: ...
-    @property
-    def model_flops_utilization(self) -> float | None: ...
-    @property
-    def memory_gib(self) -> float: ...
-    @property
-    def breakdown(self) -> Breakdown | None: ...
 
 
 class Tally:
@@ -42,12 +18,12 @@ class Tally:
         self._logged_step = resume_step
         self._seconds = self._tokens = 0.0
         self._first_loss = first_loss
-        self._last: LoggedStep | None = None
+        self._last: StepMetrics | None = None
         self.memory_gib = 0.0
         self._breakdown = MeanBreakdown()
         self.held_out: tuple[int, float] | None = None
 
-    def add(self, metrics: LoggedStep) -> None:
+    def add(self, metrics: StepMetrics) -> None:
         """Count a logged step."""
         if self._first_loss is None and self._last is None:
             self._first_loss = metrics.loss
@@ -61,27 +37,28 @@ class Tally:
         self._logged_step, self._last = metrics.step, metrics
 
     def roll_back(self, step: int) -> None:
-        """The run continues from `step`."""
+        """Continue from `step`."""
         self._logged_step = step
 
     @property
     def step_seconds(self) -> float:
-        """Mean seconds of a step of this launch."""
+        """Return the mean seconds of a step of this launch."""
         return self._seconds / max(1, self._logged_step - self._resume_step)
 
     def seconds_of_a_step(self, step: int) -> float:
-        """As `step_seconds`; before anything is logged, by the time since training began."""
+        """Return `step_seconds`; before the first logged step, estimate it from the time since
+        training began."""
         if self._last is not None:
             return self.step_seconds
         return (time.perf_counter() - self._begun_at) / max(1, step - self._resume_step)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all logged steps of this launch."""
+        """Return the tokens per second over all logged steps of this launch."""
         return self._tokens / max(self._seconds, 1e-9)
 
     def lines(self, total_steps: int) -> list[str]:
-        """The summary."""
+        """Return the summary."""
         last = self._last
         if last is None:
             return [f"no step after {self._resume_step} of {total_steps} was logged"]
@@ -105,7 +82,7 @@ class Tally:
 
 
 def loss_text(loss: float) -> str:
-    """A loss in nats, and its perplexity."""
+    """Format a loss in nats, and its perplexity."""
     perplexity = math.exp(loss) if loss < 100 else math.inf
     return f"loss {loss:.4f} perplexity {perplexity:,.2f}"
 

@@ -12,7 +12,7 @@ from typing import Any
 from bigtrain.errors import LaunchError, Problem
 from bigtrain.run.reporting.accelerate_patches import standard_logging
 
-# Package to import and package to install, by the name accelerate gives the tracker.
+# Package to import and package to install, by accelerate's name of the tracker.
 _PACKAGES = {
     "tensorboard": ("tensorboard", "tensorboard"),
     "wandb": ("wandb", "wandb"),
@@ -22,7 +22,7 @@ _PACKAGES = {
 
 
 def check_trackers(names: Sequence[str]) -> list[Problem]:
-    """A problem for every tracker of ``logging.trackers`` whose package is not installed.
+    """Return a problem for every tracker of ``logging.trackers`` whose package is not installed.
 
     Looks for the packages without importing them.
     """
@@ -30,7 +30,7 @@ def check_trackers(names: Sequence[str]) -> list[Problem]:
     for name in names:
         module, distribution = _PACKAGES[name]
         spec = importlib.util.find_spec(module)
-        # A folder such as the ./wandb that W&B itself leaves behind is found as well, but has no
+        # A folder such as the ./wandb that W&B itself creates is found as well, but has no
         # origin: it is not the package.
         if spec is None or spec.origin is None:
             problems.append(
@@ -38,19 +38,19 @@ def check_trackers(names: Sequence[str]) -> list[Problem]:
                     "logging.trackers",
                     name,
                     f"needs the package {distribution}, which is not installed",
-                    f"pip install {distribution}, or take {name} out of the list",
+                    f"pip install {distribution}, or remove {name} from the list",
                 )
             )
     return problems
 
 
 class Trackers:
-    """The trackers of one run. Made by its main rank only; calls no collective.
+    """Trackers of one run. Created by its main rank only; calls no collective.
 
     Parameters: `names` as in ``logging.trackers``; `directory` of the run, below which TensorBoard
     writes ``tensorboard/``; `project` and the directory's name as project and run name;
-    `run_config`, nested, shown flat; `resume_step`, after which TensorBoard forgets what an
-    earlier part of the run wrote; `report` is told about a tracker that fails later on.
+    `run_config`, nested, shown flat; `resume_step`, after which TensorBoard discards the data of an
+    earlier part of the run; `report` is called for a tracker that fails later.
 
     Raises LaunchError if a tracker does not start (no login, for example).
     """
@@ -77,8 +77,8 @@ class Trackers:
             except Exception as error:
                 self.finish()
                 raise LaunchError(
-                    f"logging.trackers = {name!r}: the tracker does not start: {error} -> fix "
-                    f"that, or take {name} out of the list"
+                    f"logging.trackers = {name!r}: the tracker cannot start: {error} -> fix "
+                    f"that, or remove {name} from the list"
                 ) from error
             self._trackers[name] = tracker
 
@@ -107,7 +107,7 @@ class Trackers:
 
 
 def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, str | int | float | bool]:
-    """`tree` with dotted keys and values that every tracker takes: others become text."""
+    """Return `tree` with dotted keys and values that every tracker accepts: others become text."""
     flat: dict[str, str | int | float | bool] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -119,8 +119,9 @@ def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, str | int
 
 
 def _show_samples(tracker: Any, samples: Sequence[tuple[str, str]], step: int) -> None:
-    """TensorBoard: one text for each prompt, over the steps. W&B: a table for each step. MLflow: a
-    file for each step, which is JSON lines. Comet: texts with the prompt as metadata."""
+    """Log samples. TensorBoard: one text for each prompt, over the steps. W&B: a table for each
+    step. MLflow: a file for each step, which is JSON lines. Comet: texts with the prompt as
+    metadata."""
     if tracker.name == "tensorboard":
         for number, (prompt, text) in enumerate(samples):
             shown = f"prompt:\n\n{_literal(prompt)}\n\ncontinuation:\n\n{_literal(text)}"
@@ -141,7 +142,7 @@ def _show_samples(tracker: Any, samples: Sequence[tuple[str, str]], step: int) -
 
 
 def _literal(text: str) -> str:
-    """A block of code in Markdown, which TensorBoard renders: line breaks and signs stay."""
+    """Format a Markdown code block, which TensorBoard renders: line breaks and symbols are kept."""
     return "\n".join(f"    {line}" for line in text.splitlines() or [""])
 
 
@@ -160,6 +161,6 @@ def _make(name: str, directory: Path, project: str, resume_step: int) -> Any:
     else:
         assert name == "comet_ml", name
         tracker = tracking.CometMLTracker(project)
-    # accelerate would ask its PartialState which process is the main one; only that one is here.
+    # accelerate would query its PartialState for the main process; only that one runs this.
     tracker.main_process_only = False
     return tracker

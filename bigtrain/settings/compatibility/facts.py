@@ -8,12 +8,13 @@ from math import isqrt
 from typing import Any, Literal
 
 from bigtrain.errors import Problem
+from bigtrain.settings.degrees import ModelDegrees
 
 Device = Literal["cpu", "cuda"]
 
 
-@dataclass(frozen=True)
-class Facts:
+@dataclass(frozen=True, kw_only=True)
+class Facts(ModelDegrees):
     """Everything that the rules look at.
 
     None means unknown, and rules about an unknown fact pass: ``device`` and ``async_io`` (whether
@@ -38,10 +39,6 @@ class Facts:
 
     zero_stage: int = 0
     world_size: int = 1
-    tensor_size: int = 1
-    pipeline_size: int = 1
-    sequence_size: int = 1
-    expert_size: int = 1
     sequence_length: int = 1 << 12
     dtype: str = "bfloat16"
     gradient_dtype: str | None = None

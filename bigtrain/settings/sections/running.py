@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from bigtrain.settings.degrees import MODEL_AXES, ModelDegrees
 from bigtrain.settings.sections.base import NonNegativeInt, PositiveInt, Section, refuse_secrets
 from bigtrain.system.storage.addresses import is_address, scheme_of
 
@@ -23,6 +24,11 @@ class ParallelSection(Section):
         description="expert-parallel size: ranks, neighbours within data x sequence, among which "
         "the experts of each layer are divided; no factor of the world size",
     )
+
+    @property
+    def degrees(self) -> ModelDegrees:
+        """The degrees, as the rest of the package uses them."""
+        return ModelDegrees(**{f"{axis}_size": getattr(self, axis) for axis in MODEL_AXES})
 
 
 class CheckpointSection(Section):

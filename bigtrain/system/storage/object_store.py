@@ -102,7 +102,7 @@ def bucket_client(address: str) -> Any:
     Refused."""
     prefixes = ("AWS_", "GOOGLE_", "AZURE_", "GCP_", "GCS_", "HOME")
     environment = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
-    profile = read_profile(os.environ) if scheme_of(address).startswith("s3") else None
+    profile = read_profile() if scheme_of(address).startswith("s3") else None
     return kept_client(address, tuple(sorted(environment.items())), repr(profile))
 
 
@@ -111,7 +111,7 @@ def kept_client(address: str, _environment: tuple[tuple[str, str], ...], _profil
     """Return the cached client for a bucket and its configuration; it keeps its connections."""
     from obstore.store import from_url
 
-    options = s3_options(os.environ) if scheme_of(address).startswith("s3") else {}
+    options = s3_options() if scheme_of(address).startswith("s3") else {}
     # An explicit http:// endpoint is intended.
     names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "GOOGLE_BASE_URL")
     servers = [*(os.environ.get(name, "") for name in names), str(options.get("endpoint", ""))]

@@ -88,7 +88,7 @@ def test_what_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["generate", "--model", str(model)]) == 2
     assert "--prompt is missing" in capsys.readouterr().err
     assert main(["generate", "--model", str(model), "--messages", "x"]) == 2
-    assert "--chat beside it" in capsys.readouterr().err
+    assert "-> add --chat" in capsys.readouterr().err
     plain = save_chat_tokenizer(tmp_path / "plain", None)
     assert talk(plain, "--prompt", "x") == 2
     assert "has no chat template" in capsys.readouterr().err

@@ -69,8 +69,8 @@ def test_a_reader_that_has_seen_enough_costs_no_traceback() -> None:
 def test_what_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     for name, words in (
         ("train", "a launcher starts training -> deepspeed bigtrain/train.py"),
-        ("tokenise", "there is no command tokenise -> did you mean tokenize"),
-        ("xyz", "there is no command xyz -> bigtrain --help"),
+        ("tokenise", "unknown command tokenise -> did you mean tokenize"),
+        ("xyz", "unknown command xyz -> bigtrain --help"),
     ):
         with pytest.raises(SystemExit) as ended:
             main([name])

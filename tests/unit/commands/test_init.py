@@ -81,9 +81,9 @@ def test_a_file_that_exists_is_replaced_by_force_alone(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ([], "--model or --new-model and --data: is needed where nothing can be asked"),
-        (["--model", "m"], "--data: is needed"),
-        (["--new-model", "quickstart", "--data", "d", "--adapters"], "--adapters: are trained"),
+        ([], "--model or --new-model and --data: is required when stdin is not a terminal"),
+        (["--model", "m"], "--data: is required"),
+        (["--new-model", "quickstart", "--data", "d", "--adapters"], "--adapters: require trained weights"),
         (
             ["--new-model", "quickstart", "--data", "d", "--devices", "2xAbacus"],
             "--devices = 'Abacus': no such device",
@@ -115,7 +115,7 @@ def test_what_is_said_of_the_data(folder: Path, capsys: pytest.CaptureFixture[st
     ):
         assert main([*given, data, "--chat"]) == 0
         said = capsys.readouterr()
-        assert (f"note: there is nothing at {data} yet" in said.err) == is_missing
+        assert (f"note: {data} does not exist yet" in said.err) == is_missing
         assert said.out.endswith("bigtrain generate --model runs/quickstart/hf --chat\n")
 
 
@@ -143,11 +143,11 @@ def test_a_person_is_asked_at_a_terminal(folder: Path) -> None:
     with pexpect.spawn(command, cwd=str(folder), encoding="utf-8", timeout=60) as terminal:
         for question, answer in (
             ("trained weights", "perhaps"),
-            ("yes or no, please", "no"),
+            ("answer yes or no", "no"),
             ("Configuration .*quickstart", ""),
             ("Data", ""),
             ("Data", "texts/"),
-            ("nothing at texts/; give it again", "texts/"),
+            ("texts/ does not exist; enter it again", "texts/"),
             ("conversations", ""),
             ("Devices", ""),
             ("Optimizer steps", "many"),

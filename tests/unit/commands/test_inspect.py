@@ -160,12 +160,15 @@ def test_a_shard_of_another_program(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["{empty}/none"], "none: no directory of a dataset, and no none.idx of a shard -> make"),
+        (
+            ["{empty}/none"],
+            "none: neither a dataset directory nor a shard (none.idx is missing) -> make",
+        ),
         (["{empty}"], "is not a finished token dataset: it has no manifest.json"),
         (["{d}", "--document", "-1"], "--document -1: {d} has documents 0 to "),
         (["{d}", "--document", "9999"], "--document 9999: {d} has documents 0 to "),
-        (["{d}/train-00000", "--split", "train"], "a lone shard has no splits"),
-        (["{d}", "--tokenizer", "{empty}"], "it holds no tokenizer.json"),
+        (["{d}/train-00000", "--split", "train"], "a single shard has no splits"),
+        (["{d}", "--tokenizer", "{empty}"], "it has no tokenizer.json"),
         (["{foreign}", "--document", "0", "--tokenizer", "{d}/tokenizer"], "token 300 is not in "),
     ],
 )

@@ -94,7 +94,7 @@ def test_loss_and_buckets_of_a_layout_are_written(config: Path) -> None:
     from bigtrain.settings.loading import load_run_config
 
     run = load_run_config(str(config), [])
-    usual = Layout(8, zero_stage=2, sequence_length=64, reduce_bucket_elements=50_000_000,
+    usual = Layout(data_size=8, zero_stage=2, sequence_length=64, reduce_bucket_elements=50_000_000,
                    gather_bucket_elements=50_000_000)  # fmt: skip
     tree, raw = run_and_engine(run, usual, 1024)
     assert "loss" not in tree["model"]
@@ -136,14 +136,14 @@ def test_without_torch_dense_layers_are_counted_by_a_closed_form(
     ("arguments", "says"),
     [
         (["--gpus", "8xH900"], "nearest names: H"),
-        (["--gpus", "0xH100"], "write 64xH100-80GB, say"),
-        (["--gpus", "H100"], "write 64xH100-80GB, say"),
+        (["--gpus", "0xH100"], "write e.g. 64xH100-80GB"),
+        (["--gpus", "H100"], "write e.g. 64xH100-80GB"),
         (["--gpus", "12xH100"], "nearest: 8 or 16"),
         (["--gpus", "8xH100", "--hardware", "none.json"], "is not a calibration"),
         (["--gpus", "7xH100"], "batch.global_batch_size: 28 or 35"),
-        (["--gpus", "8xH100", "--write", "out", "--choose", "10000"], "layouts that fit"),
+        (["--gpus", "8xH100", "--write", "out", "--choose", "10000"], "layouts fit"),
         (["--gpus", "8xH100", "model.config.hidden_sise=8"], "did you mean"),
-        ([], "--gpus: is needed for a plan"),
+        ([], "--gpus: is required for a plan"),
     ],
 )
 def test_what_cannot_be_planned_is_one_error(

@@ -111,12 +111,12 @@ def test_a_live_page_is_written_nowhere(
     run_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = fails(capsys, "--run", run_directory, "--live", "--output", "page.html")
-    assert "--output = 'page.html': --live serves the page and writes none" in text
+    assert "--output = 'page.html': --live serves the page and does not write one" in text
 
 
 def test_a_port_is_of_live_alone(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = fails(capsys, "--run", run_directory, "--port", "8000")
-    assert "--port = 8000: is of --live alone -> leave it out, or add --live" in text
+    assert "--port = 8000: applies only to --live -> remove it, or add --live" in text
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "-1", "x", "80.5", "²"])
@@ -125,4 +125,4 @@ def test_a_port_is_a_number(
 ) -> None:
     with pytest.raises(SystemExit):
         report("--run", run_directory, "--live", f"--port={port}")
-    assert f"'{port}' is no port: a whole number from 1 to 65535" in capsys.readouterr().err
+    assert f"'{port}' is not a port: an integer from 1 to 65535" in capsys.readouterr().err

@@ -146,7 +146,7 @@ def test_a_finished_dataset_is_left_alone(
     assert "is already the finished dataset of this input; nothing to do" in capsys.readouterr().out
     assert bigtrain(*command) == 2
     error = capsys.readouterr().err
-    assert "holds a dataset of other options; nothing was written -> name another" in error
+    assert "contains a dataset of other options; nothing was written -> choose another" in error
     assert files_of(dataset) == before
 
 
@@ -192,8 +192,8 @@ def test_summary(dataset: Path, corpus: Path, tokenizer: Path, tmp_path: Path, c
     [
         (b'{"text": "fine"}\n{"text": "broken', "in.jsonl:2: not JSON"),
         (b'{"text": "fine"}\n{"body": "x"}', "in.jsonl:2: no key 'text'; keys here: body"),
-        (b'{"text": ""}\n', "there is no training token in the input: 1 training documents"),
-        (b"", "there is no training token in the input: 0 training documents"),
+        (b'{"text": ""}\n', "the input has no training tokens: 1 training documents"),
+        (b"", "the input has no training tokens: 0 training documents"),
     ],
 )
 @pytest.mark.parametrize("workers", [1, 2])
@@ -247,7 +247,7 @@ def test_a_killed_process_leaves_no_dataset_and_no_workers(tokenizer: Path, tmp_
         process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "in.jsonl"]
-    with pytest.raises(DataError, match=r"has no manifest\.json -> start the same `bigtrain token"):
+    with pytest.raises(DataError, match=r"has no manifest\.json -> run the same `bigtrain token"):
         open_dataset(tmp_path / "d")
 
 
@@ -390,14 +390,14 @@ def test_verify(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     copy = tmp_path / "copy"
     shutil.copytree(dataset, copy)
     assert bigtrain("verify", dataset, copy) == 0
-    assert capsys.readouterr().out.count("every checksum is right") == 2
+    assert capsys.readouterr().out.count("all checksums match") == 2
     content = bytearray((copy / "train-00001.bin").read_bytes())
     content[40] ^= 1
     (copy / "train-00001.bin").write_bytes(content)
     (copy / "held_out-00000.idx").unlink()
     assert bigtrain("verify", copy) == 2
     error = capsys.readouterr().err
-    assert f"{copy}/train-00001.bin is corrupt: its checksum is not the manifest's" in error
+    assert f"{copy}/train-00001.bin is corrupt: its checksum differs from the manifest's" in error
     assert f"{copy}/held_out-00000.idx cannot be read: No such file or directory" in error
     assert len(error.splitlines()) == 2
 
@@ -417,7 +417,7 @@ def test_an_output_among_the_inputs(
     assert source.path == str(tmp_path / "a.jsonl")
     inside = ["tokenize", "--input", tmp_path / "d", "--tokenizer", tokenizer]
     assert bigtrain(*inside, "--output", tmp_path / "d") == 2
-    assert f"every input lies in --output {tmp_path}/d" in capsys.readouterr().err
+    assert f"every input is inside --output {tmp_path}/d" in capsys.readouterr().err
 
 
 def test_nothing_but_bad_documents(
@@ -428,7 +428,7 @@ def test_nothing_but_bad_documents(
     command = ["tokenize", "--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer]
     for _ in range(2):
         assert bigtrain(*command, "--output", tmp_path / "d", "--skip-bad") == 2
-        assert "there is no training token in the input" in capsys.readouterr().err
+        assert "the input has no training tokens" in capsys.readouterr().err
     assert len((tmp_path / "d" / "errors.jsonl").read_text().splitlines()) == 2
 
 

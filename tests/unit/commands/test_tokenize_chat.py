@@ -173,11 +173,12 @@ BAD: list[Any] = [
 ]
 REASONS = [
     (2, "there is no token of an assistant to learn from"),
-    (3, "'messages' is no conversation: not a list of messages but str"),
+    (3, "'messages' is not a conversation: not a list of messages but str"),
     (4, "no key 'messages'; keys here: texts"),
     (
         5,
-        "'messages' is no conversation: message 1 has no role that is text; keys here: from, value",
+        "'messages' is not a conversation: message 1 has no role that is text; keys here: "
+        "from, value",
     ),
     (6, "the chat template refuses it: UndefinedError: "),
 ]
@@ -246,7 +247,9 @@ def test_another_template_is_another_dataset(
     template = tmp_path / "other.jinja"
     template.write_text(unmarked(CHATML).replace("\n", "\r\n"))
     assert tokenize(*command, "--chat-template", template) == 2
-    assert "holds a dataset of other chat template; nothing was written" in capsys.readouterr().err
+    assert (
+        "contains a dataset of other chat template; nothing was written" in capsys.readouterr().err
+    )
     command[-1] = tmp_path / "e"
     assert tokenize(*command, "--chat-template", template) == 0
     from transformers import AutoTokenizer

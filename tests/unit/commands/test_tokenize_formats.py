@@ -93,7 +93,7 @@ def test_every_format_gives_the_same(
     wanted, mask = tokenized(ROWS["messages"], kind, tokenizer, tmp_path / "0", "--workers", "1")
     for number, (name, row) in enumerate(ROWS.items(), 1):
         found = tokenized(row, kind, tokenizer, tmp_path / str(number), "--workers", "1")
-        assert f"those of --format {name}" in capsys.readouterr().err
+        assert f"match --format {name}" in capsys.readouterr().err
         assert np.array_equal(found[0], wanted), name
         if name == "prompt-completion":
             last = tokenized(
@@ -177,7 +177,7 @@ def test_rows_of_several_formats_are_refused_with_a_way_out(
         base = ["tokenize", "--input", str(place), "--tokenizer", str(tokenizer)]
         assert main([*base, "--output", str(tmp_path / "out"), *options]) == 2
         error = capsys.readouterr().err
-        assert "each into an --output of its own, and mixed in the run: data.sources" in error
+        assert "each into its own --output, and mixed in the run: data.sources" in error
     if not options:
         assert re.search("messages: .*0.jsonl; prompt-completion: .*1.jsonl; text: ", error)
 

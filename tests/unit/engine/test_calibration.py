@@ -54,7 +54,7 @@ def test_what_is_measured_is_what_is_planned_with(
 
 def test_a_calibration_needs_a_place(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["plan", "--calibrate"]) == 2
-    assert "--output: is needed for --calibrate" in capsys.readouterr().err
+    assert "--output: is required for --calibrate" in capsys.readouterr().err
     assert main(["plan", "--calibrate", "--output", str(tmp_path / "no" / "x.json")]) == 2
     assert "cannot be written" in capsys.readouterr().err
 

@@ -579,7 +579,7 @@ def test_an_export_lists_the_checksums_of_its_weights(
     assert len(files) > 1
     num_files = len(list(output.iterdir())) - 1  # all but the list itself
     assert bigtrain(["verify", "--model", str(output)]) == 0
-    assert f"{num_files} files, every checksum is right" in capsys.readouterr().out
+    assert f"{num_files} files, all checksums match" in capsys.readouterr().out
     content = bytearray(files[1].read_bytes())
     content[-9] ^= 1
     files[1].write_bytes(content)

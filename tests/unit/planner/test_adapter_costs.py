@@ -136,7 +136,7 @@ def test_frozen_weights_cost_less_time() -> None:
     shape = dense_shape(values | {"intermediate_size": 14336, "vocab_size": 32000})
     assert shape is not None
     whole = closed_form(shape, 2)
-    device, layout = find_device("H100-80GB"), Layout(data_size=1, micro_batch_size=4)
+    device, layout = find_device("H100-80GB"), Layout(micro_batch_size=4)
     engine = engine_named("deepspeed")
     times = [
         step_time(model, layout, device, engine)

@@ -20,7 +20,9 @@ LLAMA = DenseShape(32, 4096, 32, 8, 14336, 128256)
 
 
 def use_of(model: ModelCosts, **changes: Any) -> MemoryUse:
-    layout = replace(Layout(8, reduce_bucket_elements=1, gather_bucket_elements=1), **changes)
+    layout = replace(
+        Layout(data_size=8, reduce_bucket_elements=1, gather_bucket_elements=1), **changes
+    )
     return peak_memory(model, layout, ENGINE)
 
 

@@ -26,7 +26,7 @@ MODEL = closed_form(DenseShape(8, 4096, 32, 8, 14336, 32000))
 
 
 def time_of(model: ModelCosts = MODEL, **changes: Any) -> StepTime:
-    layout = replace(Layout(1, sequence_length=2048), **changes)
+    layout = replace(Layout(sequence_length=2048), **changes)
     return step_time(model, layout, A100, ENGINE)
 
 
@@ -82,7 +82,7 @@ def test_what_is_for_other_nodes_leaves_by_a_ranks_own_part_of_the_network() -> 
     expert = Matmul(4096, 28672, None, num_groups=16, share=8.0)
     kind = replace(MODEL.kinds[0], matmuls=(expert,), num_parameters_expert=16 * 4096 * 28672)
     model = replace(MODEL, kinds=(kind,))
-    layout = Layout(16, expert_size=16, zero_stage=1, sequence_length=8192)
+    layout = Layout(data_size=16, expert_size=16, zero_stage=1, sequence_length=8192)
     sent = [
         step_time(model, layout, A100, engine).communication["expert"]
         for engine in (ENGINE, replace(ENGINE, is_deepspeed=False, expert_exposed=0.5))
@@ -94,7 +94,7 @@ def test_what_is_for_other_nodes_leaves_by_a_ranks_own_part_of_the_network() -> 
 
 def test_parameters_that_an_engine_gathers_more_slowly_between_nodes() -> None:
     half = replace(A100, reach=replace(IDEAL, network=0.5))
-    layout = Layout(16, zero_stage=3)
+    layout = Layout(data_size=16, zero_stage=3)
     usual, slow = (
         step_time(MODEL, layout, half, replace(ENGINE, network=share)).communication["data"]
         for share in (0.0, 0.1)
@@ -110,7 +110,7 @@ def test_keys_go_around_a_ring_beside_attention() -> None:
     """Of another engine than DeepSpeed: on one node nothing of it is left, between nodes it may."""
     ring = replace(ENGINE, is_deepspeed=False)
     slow = replace(A100, network_bandwidth=1e9, devices_per_node=1)
-    layout = Layout(1, sequence_size=4, sequence_length=4096)
+    layout = Layout(sequence_size=4, sequence_length=4096)
     assert "sequence" not in step_time(MODEL, layout, A100, ring).communication
     assert step_time(MODEL, layout, A100, ENGINE).communication["sequence"] > 0
     left = step_time(MODEL, layout, slow, ring).communication["sequence"]
@@ -141,7 +141,7 @@ def test_products_in_eight_bits_cast_what_they_are_given() -> None:
     assert cast_bytes(product, 100, 2, 1, 2) == (4 * 100 * 4096, 4 * 100 * 7168)
     expert = Matmul(4096, 14336, "out", num_groups=8, share=2.0)
     assert cast_bytes(expert, 100, 1, 8, 2)[0] == pytest.approx(4 * 200 * 4096)
-    plain, cast = (step_time(MODEL, Layout(1), A100, ENGINE, gain=gain) for gain in (1.0, 2.0))
+    plain, cast = (step_time(MODEL, Layout(), A100, ENGINE, gain=gain) for gain in (1.0, 2.0))
     moved = sum(sum(cast_bytes(m, 2048, 1, 1, 2)) for m in MODEL.kinds[0].matmuls)
     assert cast.memory_bound - plain.memory_bound == pytest.approx(8 * moved / 2.039e12)
     assert plain.matmul / 2 < cast.matmul < plain.matmul
@@ -153,7 +153,7 @@ def test_experts_with_kernels_of_their_own_cost_the_host() -> None:
     model = replace(MODEL, kinds=(kind,))
     slow = replace(ENGINE, launch_overlap=1.0, expert_host_seconds=1e-3)
     for size, own in ((1, 8), (8, 1)):
-        layout = Layout(8, expert_size=size, zero_stage=1)
+        layout = Layout(data_size=8, expert_size=size, zero_stage=1)
         more = step_time(model, layout, A100, slow).host
         assert more == pytest.approx(8 * 3 * own * 1e-3)
 
@@ -181,7 +181,7 @@ def test_bubble_is_that_of_1f1b() -> None:
     """``(p - 1) / m`` of the work, where stages are equal."""
     even = replace(MODEL, vocabulary_size=0, embedding_parameters=0, head_parameters=0)
     engine = replace(ENGINE, balances_stages=False)
-    layout = Layout(1, pipeline_size=4, num_accumulation=16, sequence_length=2048)
+    layout = Layout(pipeline_size=4, num_accumulation=16, sequence_length=2048)
     time = step_time(even, layout, A100, engine)
     work = time.matmul + time.memory_bound
     assert time.bubble == pytest.approx(3 / 16 * work, rel=0.01)
@@ -200,7 +200,7 @@ def test_communication_has_a_name_for_each_kind() -> None:
         assert kind in time.communication, kind
     assert set(kinds["tensor"].communication) == {"tensor"}
     # Of layers alone, which other programs hide beside products: no vocabulary, so no head.
-    cut = replace(MODEL, vocabulary_size=0), Layout(1, tensor_size=4), A100
+    cut = replace(MODEL, vocabulary_size=0), Layout(tensor_size=4), A100
     hidden = step_time(*cut, replace(ENGINE, tensor_exposed=0.0)).communication["tensor"]
     sums = step_time(*cut, ENGINE).communication["tensor"] - hidden
     hidden_states = 2048 * 4096 * 2
@@ -240,7 +240,9 @@ def test_a_measured_engine_takes_the_place_of_formulas() -> None:
     """A step of ZeRO 2 over four ranks: the engine's own seconds once, a ring's 3/2 of a pair's."""
     costs = {zero: ZeroCosts(1e-9, 2e-9, 3e-9, 4e-9) for zero in range(4)}
     engine = ENGINE.with_measured(MeasuredEngine(0.0, 0.0, costs))
-    layout = Layout(4, sequence_length=2048, zero_stage=2, num_accumulation=5, parameter_bytes=4)
+    layout = Layout(
+        data_size=4, sequence_length=2048, zero_stage=2, num_accumulation=5, parameter_bytes=4
+    )
     time = step_time(MODEL, layout, A100, engine)
     size = 4 * MODEL.num_parameters
     assert time.optimizer == pytest.approx(size * (5 * 1e-9 + 2e-9))
@@ -278,7 +280,7 @@ def test_ranks_that_share_cores_wait_for_nothing_while_others_compute() -> None:
     apart, enough = replace(few, num_cores=0), replace(few, num_cores=4)
 
     def time_on(device: Device, **changes: Any) -> StepTime:
-        return step_time(even, replace(Layout(1, sequence_length=2048), **changes), device, engine)
+        return step_time(even, replace(Layout(sequence_length=2048), **changes), device, engine)
 
     data = {"data_size": 4, "num_accumulation": 2}
     assert time_on(enough, **data) == time_on(apart, **data)
@@ -303,7 +305,7 @@ def test_head_and_loss_take_what_was_published() -> None:
 
     def seconds(vocabulary: int, chunk: int | None) -> float:
         model = closed_form(DenseShape(1, 2304, 8, 4, 9216, vocabulary))
-        layout = Layout(1, sequence_length=8192, loss_chunk_tokens=chunk)
+        layout = Layout(sequence_length=8192, loss_chunk_tokens=chunk)
         time = step_time(model, layout, device, engine)
         return time.matmul + time.memory_bound
 

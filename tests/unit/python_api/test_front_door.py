@@ -96,7 +96,7 @@ def test_metrics_by_kind_and_by_column(tmp_path: Path) -> None:
     columns = bigtrain.read_metric_columns(tmp_path)
     assert columns == {"step": [1, 2], "loss": [2.0, 1.5], "lr": [None, 0.1]}
     path.write_text('{"step": 1, "loss": 2.0}\nno JSON\n')
-    with pytest.raises(DataError, match="line 2 is no JSON object"):
+    with pytest.raises(DataError, match="line 2 is not a JSON object"):
         bigtrain.read_metrics(tmp_path)
     with pytest.raises(DataError, match="name the directory of a run"):
         bigtrain.read_metrics(tmp_path / "nowhere")

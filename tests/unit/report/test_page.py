@@ -6,6 +6,8 @@ import base64
 import hashlib
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigtrain.report.charts import CHARTS, page_data
+from bigtrain.report.charts import CHARTS, own_charts, page_data
 from bigtrain.report.marks import marks_of
 from bigtrain.report.output import write_page
 from bigtrain.report.page import MARKER, json_in_html, page_html
 from bigtrain.report.run import open_runs
+from bigtrain.report.step_metrics import StepMetrics, entries, number
 from tests.support.run_directories import (
     evaluation_line,
     eventful_run,
@@ -268,8 +271,8 @@ def test_what_files_say_is_text(tmp_path: Path) -> None:
     )
     (run / "generations").mkdir()
     holder = json.dumps({"host": EVIL, "since": EVIL, "slurm_job_id": EVIL})
-    for number in (1, 2):
-        (run / "generations" / f"{number:08d}.json").write_text(holder)
+    for generation in (1, 2):
+        (run / "generations" / f"{generation:08d}.json").write_text(holder)
     (run / "hangs" / "step-00000001-x").mkdir(parents=True)
     (run / "hangs" / "step-00000001-x" / "report.txt").write_text(f"  {EVIL}")
     for html in (page(run), page(run, plain)):
@@ -437,6 +440,23 @@ def test_settings_that_are_nested_deeply(tmp_path: Path, depth: int) -> None:
     run = make_run(tmp_path / "run", [step_line(1)])
     (run / "config.json").write_text('{"a": ' * depth + "1" + "}" * depth)
     assert "<title>run" in page(run)
+
+
+def test_a_new_metric_has_a_chart_of_its_own() -> None:
+    @dataclass(frozen=True)
+    class More(StepMetrics):
+        target_fraction: float | None = number("targets over tokens", "%", is_optional=True)
+        rank_seconds: Mapping[str, float] | None = entries("seconds of a step by rank")
+
+    assert list(own_charts()) == []
+    numbers, objects = own_charts(More)
+    assert (numbers.title, numbers.unit, numbers.series) == (
+        "Target fraction",
+        "%",
+        ("target_fraction",),
+    )
+    assert numbers.of_some
+    assert objects.series == ("rank_seconds/*",)
 
 
 def test_each_chart_and_each_series_is_drawn_once() -> None:

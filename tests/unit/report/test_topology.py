@@ -16,7 +16,7 @@ from tests.support.run_directories import environment
 def test_coordinates_are_those_of_a_run(rank: int) -> None:
     layout = layout_of(environment(data=2, tensor=4, pipeline=2))
     assert layout is not None
-    topology = Topology(16, data_size=2, tensor_size=4, pipeline_size=2)
+    topology = Topology(data_size=2, tensor_size=4, pipeline_size=2)
     place = topology.coordinates(rank)
     assert layout.coordinates(rank) == {
         "data": place.data_rank,

@@ -20,10 +20,10 @@ def test_a_line_that_is_said_again_before_the_log_is_open_is_shown_once(
     device = torch.device("cpu")
     session = Session(none, World(0, 1, 0), device, tmp_path, none, none, ("host",), none)
     for _ in range(2):
-        session.say("checkpoint of step 12 is corrupt and passed over")
+        session.say("skipping corrupt checkpoint at step 12")
         session.say("resumed at step 8")
     session.close()
     assert capsys.readouterr().err.splitlines() == [
-        "checkpoint of step 12 is corrupt and passed over",
+        "skipping corrupt checkpoint at step 12",
         "resumed at step 8",
     ]

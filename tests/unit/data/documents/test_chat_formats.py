@@ -113,9 +113,9 @@ def test_tools_one_by_one_as_text() -> None:
         (
             "messages",
             {"messages": MESSAGES, "images": ["a.png"]},
-            "value under 'images': models of",
+            "value under 'images': only text",
         ),
-        ("sharegpt", {"conversations": TURNS, "video": "a.mp4"}, "value under 'video': models of"),
+        ("sharegpt", {"conversations": TURNS, "video": "a.mp4"}, "value under 'video': only text"),
         ("sharegpt", {"conversations": TURNS, "system": 7}, "its system is not text but int"),
         ("sharegpt", {"conversations": [{"said": "a"}]}, "keys said -> name its keys: --key from="),
         (
@@ -154,10 +154,10 @@ def test_wrong_shapes_name_the_nearest_format(name: str, row: Any, words: str) -
 def test_parts_that_are_no_text_are_refused_by_name() -> None:
     image = {"type": "image_url", "image_url": {"url": "x"}}
     parts = [{"type": "text", "text": "What is this?"}, image]
-    with pytest.raises(ConversationError, match="message 1 holds a part of type 'image_url'"):
+    with pytest.raises(ConversationError, match="message 1 has a part of type 'image_url'"):
         conversation_bytes([{"role": "user", "content": parts}])
     for part, words in (("a", "with type and text but str"), ({"url": "x"}, "with the keys url")):
-        with pytest.raises(ConversationError, match=f"1 holds a part that is not .*{words}"):
+        with pytest.raises(ConversationError, match=f"1 has a part that is not .*{words}"):
             conversation_bytes([{"role": "user", "content": [part]}])
 
 
@@ -185,7 +185,9 @@ def test_what_stands_beside_messages() -> None:
     new[2]["tool_calls"][0]["function"]["name"] = "time"
     row = {"messages": old, "functions": [TOOLS[0]["function"]]}
     assert document("messages", row) == document("messages", {"messages": new, "tools": TOOLS})
-    with pytest.raises(ConversationError, match="the function_call of message 3 names no function"):
+    with pytest.raises(
+        ConversationError, match="the function_call of message 3 has no function name"
+    ):
         document(
             "messages", {"messages": [*old[:2], {"role": "assistant", "function_call": "auto"}]}
         )
@@ -205,14 +207,14 @@ def test_roles_and_keys_of_the_other_format() -> None:
     [
         ({"train": "no"}, "message 1 has train 'no' -> true, false"),
         ({"train": False, "weight": 1}, "contradict each other"),
-        ({"role": "user", "train": True}, "only messages of the assistant are learned -> false"),
+        ({"role": "user", "train": True}, "only messages of the assistant have loss -> false"),
         ({"loss": 0.5}, "message 1 has loss 0.5 -> true, false, or no loss"),
         ({"loss": True, "train": False}, "train False and loss True, which contradict each other"),
-        ({"weight": 0.5}, "message 1 has weight 0.5: a message is learned or not, by one bit"),
+        ({"weight": 0.5}, "message 1 has weight 0.5: a message has loss or not, by one bit"),
         ({"weight": "1"}, "message 1 has weight '1'"),
         (
             {"train_detail": [{"begin_offset": 0}]},
-            "message 1 has train_detail: .* as a whole or not",
+            "message 1 has train_detail: .* or not as a unit",
         ),
     ],
 )

@@ -76,7 +76,7 @@ def test_tokenizer_of_the_run(dataset: Path, tmp_path: Path) -> None:
     train_tokenizer([["some text"]], 257).save(tmp_path / "t")
     data = {"path": str(dataset), "tokenizer": str(tmp_path / "t")}
     (problem,) = texts(config_for(dataset, data=data))
-    assert "another tokenizer than the one the shards were made with (synthetic, 50" in problem
+    assert "a different tokenizer than that of the shards (synthetic, 50" in problem
     data["tokenizer"] = str(tmp_path / "none")
     (problem,) = texts(config_for(dataset, data=data))
     assert problem.startswith("data.tokenizer = ")
@@ -124,7 +124,9 @@ def test_every_missing_source_is_named(dataset: Path, tmp_path: Path) -> None:
 def test_sources_of_two_tokenizers(dataset: Path, tmp_path: Path) -> None:
     other = write_dataset(tmp_path / "other", vocab_size=48)
     (problem,) = texts(config_for(dataset, data=mixture(dataset, other)))
-    assert problem.startswith(f"data.sources.1.path = '{other}': was made with another tokenizer")
+    assert problem.startswith(
+        f"data.sources.1.path = '{other}': was made with a different tokenizer"
+    )
     assert "hash 0000000000000000, 48 tokens, end of document 0" in problem
     assert f"than {dataset} (synthetic, hash 0000000000000000, 50 tokens" in problem
 
@@ -168,7 +170,7 @@ def test_links_out_of_a_dataset_are_not_followed(tmp_path: Path, link: str) -> N
     (problem,) = texts(config_for(data))
     assert problem.startswith(f"data.path = '{data}': {tokenizer}")
     assert ("outside of the dataset" in problem) == (link != "pipe")
-    assert problem.endswith("-> look where this dataset comes from, and put files there instead")
+    assert problem.endswith("-> check the origin of this dataset, and replace links by files")
 
 
 def test_snapshots_of_the_hub_are_links_to_their_blobs(tmp_path: Path) -> None:
@@ -199,7 +201,7 @@ def test_sources_whose_texts_begin_differently(dataset: Path, masked: bool, tmp_
         return
     (problem,) = found
     assert "its texts begin with token 7, those of" in problem
-    assert "with no token of their own -> tokenize both with the same --beginning" in problem
+    assert "with no special token -> tokenize both with the same --beginning" in problem
     with_record(other, beginning_ids=())
     assert texts(config_for(dataset, data=data)) == []
 
@@ -215,7 +217,7 @@ def test_conversations_of_a_mixture_have_one_chat_template(dataset: Path, tmp_pa
     data = {**mixture(dataset, first, second), "packing": "best_fit"}
     (problem,) = texts(config_for(dataset, data=data))
     assert problem.startswith(
-        f"data.sources.2.path = '{second}': its conversations were written by"
+        f"data.sources.2.path = '{second}': its conversations were rendered by"
     )
     assert f"than those of {first}, and" in problem
     with_record(second, chat_template="a" * 16)

@@ -44,7 +44,11 @@ def problems_of(path: Path, config: RunConfig) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "length", "text"),
     [
-        ({"vocab_size": VOCAB_SIZE + 1}, 8, "made with another tokenizer (synthetic, 51 tokens)"),
+        (
+            {"vocab_size": VOCAB_SIZE + 1},
+            8,
+            "made with a different tokenizer (synthetic, 51 tokens)",
+        ),
         ({"vocab_size": VOCAB_SIZE, "masked": True}, 8, "would see each other -> data.packing="),
         ({"vocab_size": VOCAB_SIZE, "num_documents": 10}, 64, "too few for one sample of 64 + 1"),
     ],
@@ -97,9 +101,9 @@ def test_the_best_needs_figures(tmp_path: Path) -> None:
 
     assert check("held_out_loss", [law]) == []
     (none,) = check("held_out_loss", [])
-    assert "the data holds out no documents to tell the best checkpoint by" in none
+    assert "the data has no held-out documents to select the best checkpoint" in none
     assert none.endswith("or set evaluation.early_stopping=null")
     (of_data,) = check("held_out_loss/data", [law])
-    assert "data holds out no documents" in of_data
+    assert "data has no held-out documents" in of_data
     (unknown,) = check("held_out_bits_per_byte", [law])
-    assert "is not known of law: only some tokens of a conversation have a loss" in unknown
+    assert "is unknown for law: only some tokens of a conversation have a loss" in unknown

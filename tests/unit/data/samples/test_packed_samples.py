@@ -219,8 +219,8 @@ def test_conversations_that_would_see_each_other_are_refused(masked: Path, plain
     concatenated = config_for({"path": str(masked), "packing": "concatenate"})
     (problem,) = check_datasets(concatenated, open_sources(concatenated.data))
     assert str(problem) == (
-        f"data.packing = 'concatenate': conversations ({masked}) would be cut wherever a sample is "
-        "full, and see each other -> set data.packing=best_fit (or at least "
+        f"data.packing = 'concatenate': conversations ({masked}) would be split wherever a sample "
+        "is full, and see each other -> set data.packing=best_fit (or at least "
         "data.document_boundaries=isolate)"
     )
     assert problems_of({"path": str(masked)}) == []

@@ -199,7 +199,7 @@ def test_a_longer_sequence_reads_what_the_epoch_has_left() -> None:
     assert (longer.chunk_length, longer.windows_per_chunk) == (16, 1)
     assert longer.sources[0].rest == EpochRemainder(chunk_length=4, epoch=0, tokens_read=120)
     assert longer.describe_rests() == [
-        "shards/a: 17 samples are joined of pieces of 4 tokens until its epoch ends"
+        "shards/a: 17 samples are joined from pieces of 4 tokens until its epoch ends"
     ]
     before = [window for window in phase.order(5).windows(0, 100).tolist()]
     samples = read_pieces(longer, 30 + 17 + 25)
@@ -312,7 +312,7 @@ def test_what_cannot_be_followed_is_refused() -> None:
     phase = first_phase(config({"a": 1}, 4, 8), sources)
     other = [replace(sources[0], hash="other", num_tokens=1200)]
     refused(
-        "shards/a does not hold .* 1000 tokens, hash hash of a there, 1200 tokens, hash other now",
+        "shards/a does not have .* 1000 tokens, hash hash of a there, 1200 tokens, hash other now",
         *(phase, config({"a": 1}), other, 10),
     )
 

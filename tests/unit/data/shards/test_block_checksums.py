@@ -191,5 +191,5 @@ def test_checksums_of_another_shard_are_refused(masked: Path) -> None:
     path = masked / "train_00000.blocks"
     listed = read_manifest(masked).splits["train"][0].blocks_xxh3
     assert listed is not None
-    with pytest.raises(DataError, match="is that of another shard"):
+    with pytest.raises(DataError, match="belongs to another shard"):
         read_blocks(path, listed, BLOCK_BYTES, 0)

@@ -162,7 +162,7 @@ def test_missing_and_shortened_shards(corrupt: Path) -> None:
     shard = corrupt / "train_00000.bin"
     content = shard.read_bytes()
     shard.write_bytes(content[:-2])
-    with pytest.raises(DataError, match=r"train_00000\.bin is corrupt: bytes .* the manifest says"):
+    with pytest.raises(DataError, match=r"train_00000\.bin is corrupt: bytes .* the manifest has"):
         open_dataset(corrupt, check="sizes")
     shard.unlink()
     with pytest.raises(DataError, match=r"train_00000\.bin cannot be read: No such file"):
@@ -177,7 +177,7 @@ def test_empty_dataset(corrupt: Path) -> None:
     tree = json.loads((corrupt / MANIFEST_NAME).read_text())
     tree["splits"]["train"] = []
     (corrupt / MANIFEST_NAME).write_text(json.dumps(tree))
-    with pytest.raises(DataError, match="is empty: its training split holds 0 tokens"):
+    with pytest.raises(DataError, match="is empty: its training split has 0 tokens"):
         open_dataset(corrupt)
 
 

@@ -146,8 +146,8 @@ def test_corrupt_mask_is_refused(copy: Path, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target_tokens": None}, "of mask_xxh3 and target_tokens only one is given"),
-        ({"mask_xxh3": None}, "of mask_xxh3 and target_tokens only one is given"),
+        ({"target_tokens": None}, "mask_xxh3 and target_tokens must be given together"),
+        ({"mask_xxh3": None}, "mask_xxh3 and target_tokens must be given together"),
         ({"target_tokens": 11}, "11 of 10 tokens are targets"),
     ],
 )
@@ -166,5 +166,5 @@ def test_all_shards_are_masked_or_none(copy: Path) -> None:
     del other["target_tokens"]
     tree["splits"]["train"].append(other)
     (copy / MANIFEST_NAME).write_text(json.dumps(tree))
-    with pytest.raises(DataError, match="some shards have a mask and others none"):
+    with pytest.raises(DataError, match="some shards have a mask and others do not"):
         open_dataset(copy)

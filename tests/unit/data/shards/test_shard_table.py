@@ -1,4 +1,4 @@
-"""The columns of shards say what the manifest says, also where a rank maps them from a file."""
+"""The columns of shards say what the manifest has, also where a rank maps them from a file."""
 
 from __future__ import annotations
 
@@ -101,11 +101,11 @@ def test_many_shards_are_looked_at_when_they_are_read(
         open_dataset(directory, "listed")
     monkeypatch.setattr(dataset_module, "MANY_SHARDS", 1)
     shards = open_dataset(directory, "listed").shards("train")
-    with pytest.raises(DataError, match="the manifest says"):
+    with pytest.raises(DataError, match="the manifest has"):
         shards[0]
     for check, first in (("sizes", 64), ("index", 64), ("sizes", 0)):
         monkeypatch.setattr(dataset_module, "_FIRST_LOOKS", first)  # 0: in threads
-        with pytest.raises(DataError, match="the manifest says"):
+        with pytest.raises(DataError, match="the manifest has"):
             open_dataset(directory, check)  # type: ignore[arg-type]
 
 

@@ -183,7 +183,7 @@ def test_a_disk_without_room(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert str(caught.value) == (
-        f"{path} cannot be decompressed into {tmp_path}, as parquet must be before it is read: "
+        f"{path} cannot be decompressed into {tmp_path}, which parquet requires before it is read: "
         "File too large -> make room there for the largest such file, once for each of --workers, "
         "or decompress it yourself"
     )
@@ -208,7 +208,7 @@ def test_a_work_folder_that_is_removed_meanwhile(
     writer.start()
     assert main(words(tokenizer, pipe, output, "--input", path)) == 2
     writer.join()
-    assert f"{output}/.units was removed meanwhile, by another" in capsys.readouterr().err
+    assert f"{output}/.units was deleted during the job, by another" in capsys.readouterr().err
 
 
 def test_a_tokenizer_of_compressed_tables(tmp_path: Path) -> None:

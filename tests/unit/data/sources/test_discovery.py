@@ -131,7 +131,7 @@ def test_whatever_datasets_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (b'{"text": null}', "'text' is not text but nothing"),
         (b'{"text": 5}', "'text' is not text but int"),
         (b'{"text": "\xe4"}', "not UTF-8"),
-        (b'{"text": "\\ud800"}', "the text holds half of a surrogate pair"),
+        (b'{"text": "\\ud800"}', "the text contains half of a surrogate pair"),
         (b'{"text": ' + b"[" * 100_000, "not JSON"),
     ],
 )
@@ -141,7 +141,7 @@ def test_bad_lines_are_named_or_skipped(tmp_path: Path, line: bytes, why: str) -
     with pytest.raises(DataError) as caught:
         read(path)
     assert str(caught.value).startswith(f"{path}:2: {why}")
-    assert str(caught.value).endswith("-> correct it, or leave such documents out: --skip-bad")
+    assert str(caught.value).endswith("-> fix it, or skip such documents: --skip-bad")
     assert read(path, skip=True) == ["good", "good"]
 
 
@@ -188,9 +188,9 @@ def test_inputs_that_match_nothing(tmp_path: Path) -> None:
     for missing in ("nothing.jsonl", f"{tmp_path}/nothing", "./x", "a b"):
         with pytest.raises(DataError, match="no such file, folder or glob"):
             find_sources(Selection([missing]))
-    with pytest.raises(DataError, match="no input is left: --exclude matches every file"):
+    with pytest.raises(DataError, match="no input remains: --exclude matches every file"):
         find_sources(Selection([f"{tmp_path}/*.md"], exclude=["*.md"]))
-    with pytest.raises(DataError, match="and no dataset of this name can be had from the Hugging"):
+    with pytest.raises(DataError, match="and no such dataset on the Hugging"):
         find_sources(Selection(["nobody/no-such-dataset"]))
 
 
@@ -298,7 +298,7 @@ def test_csv_that_is_wrong(
 
 def test_an_input_named_twice_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "a.txt", b"a")
-    with pytest.raises(DataError, match="is named twice, as input 1 and 3, and would be read once"):
+    with pytest.raises(DataError, match="is named twice, as input 1 and 3, but would be read once"):
         find_sources(Selection([str(file), str(tmp_path), f"{tmp_path}/./a.txt"]))
 
 
@@ -306,4 +306,4 @@ def test_what_several_inputs_mean_is_said(tmp_path: Path, caplog: pytest.LogCapt
     file = write(tmp_path / "a.txt", b"a")
     write(tmp_path / "b.txt", b"b")
     assert read(file, tmp_path) == ["a", "b"]
-    assert caplog.messages == [f"1 files are meant by several inputs and read once: {file}"]
+    assert caplog.messages == [f"1 files match several inputs and are read once: {file}"]

@@ -43,7 +43,7 @@ def test_a_link_out_of_the_folder_is_refused_by_name(folder: Path, target: str, 
     below = link.relative_to(folder)
     assert str(caught.value) == (
         f"--input {folder}: {link} is a link to {folder.parent / target}, outside of the folder -> "
-        f"--follow-links to read what links lead to, or --exclude {below}"
+        f"--follow-links to read the targets of links, or --exclude {below}"
     )
     assert found(folder, exclude=(str(below),)) == ["a.txt", "b.txt"]
     names = found(folder, follow=True)

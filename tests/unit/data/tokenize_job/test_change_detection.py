@@ -93,7 +93,7 @@ def test_a_finished_dataset_of_touched_inputs(
     folder, before = source.parent, files_of(output)
     touch(source)
     assert bigtrain(folder, tokenizer, output) == 0
-    assert "the times of input files changed; all of them hold what" in caplog.text
+    assert "the times of input files changed; their content still matches" in caplog.text
     after = files_of(output)
     assert {name for name in after if after[name] != before.get(name)} == {"manifest.json"}
     # The new times are noted: the next start reads nothing.
@@ -113,7 +113,7 @@ def test_another_content_of_the_same_size_and_time(
     folder, before = source.parent, files_of(output)
     change_in_secret(source)
     assert bigtrain(folder, tokenizer, output) == 2
-    assert "holds a dataset of other input files; nothing was written" in capsys.readouterr().err
+    assert "contains a dataset of other input files; nothing was written" in capsys.readouterr().err
     assert files_of(output) == before
 
 
@@ -135,7 +135,7 @@ def test_an_unfinished_dataset_redoes_what_holds_something_else(
     broken.write_text('{"text": "fixed"}\n')
     caplog.clear()
     assert bigtrain(folder, tokenizer, output) == 0
-    assert f"{len(before)} finished parts are compared with what these hold now" in caplog.text
+    assert f"{len(before)} finished parts are compared with their current content" in caplog.text
     after = {path.stat().st_ino for path in output.glob("train-*.bin")}
     assert len(before & after) == len(before) - 1
     assert bigtrain(folder, tokenizer, tmp_path / "fresh") == 0
@@ -172,6 +172,6 @@ def test_bad_rows_of_csv_are_no_other_content(
     touch(source)
     write(folder / "b.txt.gz", ["fixed"])
     assert main(arguments) == 0
-    assert "1 finished parts are compared with what these hold now" in caplog.text
+    assert "1 finished parts are compared with their current content" in caplog.text
     assert (output / "train-00000.bin").stat().st_ino == inode
     assert len((output / "errors.jsonl").read_text().splitlines()) == 1

@@ -196,7 +196,7 @@ def test_begun_again_and_changed(
 
     monkeypatch.setattr(site, "answer", failing)
     assert tokenize(tokenizer, output, [address]) != 0
-    assert "after 4 tries" in (said := capsys.readouterr().err)
+    assert "after 4 attempts" in (said := capsys.readouterr().err)
     assert "finished parts are kept" in said
     done = {path.name for path in (output / ".units").glob("*.json")}
     assert done

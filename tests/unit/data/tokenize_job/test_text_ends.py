@@ -125,7 +125,7 @@ def test_another_beginning_is_another_dataset(
     assert tokenize(source, directory, out, "--beginning-of-text", "never") == 0
     assert "nothing to do" in capsys.readouterr().out
     assert tokenize(source, directory, out) == 2
-    assert "holds a dataset of other options" in capsys.readouterr().err
+    assert "contains a dataset of other options" in capsys.readouterr().err
     tree = json.loads((out / "manifest.json").read_text())
     del tree["options"]["beginning_of_text"], tree["tokenizer"]["beginning_ids"]
     (out / "manifest.json").write_text(json.dumps(tree))

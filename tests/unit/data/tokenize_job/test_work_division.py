@@ -38,8 +38,8 @@ def test_launchers(environment: dict[str, str], share: WorkerRank) -> None:
     ("environment", "message"),
     [
         ({"RANK": "3", "WORLD_SIZE": "3"}, r"rank 3 of 3 is not in 0\.\.2"),
-        ({"RANK": "3"}, "WORLD_SIZE=None in the environment is no number"),
-        ({"SLURM_PROCID": "a"}, "SLURM_PROCID=a in the environment is no number"),
+        ({"RANK": "3"}, "WORLD_SIZE=None in the environment is not a number"),
+        ({"SLURM_PROCID": "a"}, "SLURM_PROCID=a in the environment is not a number"),
     ],
 )
 def test_refused(environment: dict[str, str], message: str) -> None:
@@ -48,7 +48,7 @@ def test_refused(environment: dict[str, str], message: str) -> None:
 
 
 def test_half_of_a_pair() -> None:
-    with pytest.raises(LaunchError, match="--rank and --world-size go together"):
+    with pytest.raises(LaunchError, match="--rank and --world-size must be given together"):
         find_worker_rank({}, 1)
 
 

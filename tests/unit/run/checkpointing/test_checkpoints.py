@@ -148,8 +148,8 @@ def test_a_checkpoint_with_an_index_that_is_a_pickle_is_refused(tmp_path: Path) 
     manifest = directory / checkpoints.MANIFEST
     manifest.write_text('{"format": 1, "files": {"tensors/.metadata": {"bytes": 1, "xxh3": "0"}}}')
     assert checkpoints.corruption(directory) == (
-        f"{manifest}: format 1, whose index is a pickle and is not read any more, this is format 2 "
-        "-> export it with the version of bigtrain that wrote it, and begin a new run from that by "
+        f"{manifest}: format 1, whose pickle index is no longer supported, this is format 2 "
+        "-> export it with the version of bigtrain that wrote it, and start a new run from it with "
         "checkpoint.initialize_from"
     )
 
@@ -185,7 +185,7 @@ def test_an_older_checkpoint_under_a_newer_name_is_damage(tmp_path: Path) -> Non
     older = write_checkpoint(tmp_path, 10)
     newer = checkpoints.checkpoint_path(tmp_path, 20)
     shutil.copytree(older, newer)
-    expected = f"{newer / 'manifest.json'}: is of step 10, step-00000020 is not"
+    expected = f"{newer / 'manifest.json'}: is of step 10, unlike step-00000020"
     assert checkpoints.corruption(newer, "none") == expected
     rewrite(newer / "manifest.json", step=20)
     expected = (
@@ -242,7 +242,7 @@ def test_a_checkpoint_of_another_run_is_damage(tmp_path: Path) -> None:
     shutil.copytree(directory, copy)
     said = shown(checkpoints.corruption(copy))
     assert (
-        f"{copy / 'manifest.json'}: is of run {RUN}, and {tmp_path}/other/run_id says {own}" in said
+        f"{copy / 'manifest.json'}: is of run {RUN}, but {tmp_path}/other/run_id is {own}" in said
     )
     (tmp_path / "other" / "run_id").unlink()
     assert checkpoints.corruption(copy) is None
@@ -257,9 +257,9 @@ def test_newest_valid_passes_over_damage_and_says_so(tmp_path: Path) -> None:
     said: list[str] = []
     assert newest(tmp_path, said.append) == checkpoints.checkpoint_path(tmp_path, 20)
     assert len(said) == 2
-    assert "checkpoint of step 40 is corrupt and passed over" in said[0]
+    assert "skipping corrupt checkpoint at step 40" in said[0]
     assert "state.json: missing" in said[0]
-    assert "checkpoint of step 30 is corrupt and passed over" in said[1]
+    assert "skipping corrupt checkpoint at step 30" in said[1]
 
 
 def test_find_names_what_there_is(tmp_path: Path) -> None:
@@ -276,14 +276,16 @@ def test_find_names_what_there_is(tmp_path: Path) -> None:
     older = checkpoints.find(tmp_path, None, warn=said.append)
     assert older == checkpoints.checkpoint_path(tmp_path, 10)
     assert len(said) == 1
-    assert "checkpoint of step 20 is corrupt and passed over: " in said[0]
+    assert "skipping corrupt checkpoint at step 20: " in said[0]
     (checkpoints.checkpoint_path(tmp_path, 10) / "state.json").write_text("{")
-    with pytest.raises(CheckpointError, match="holds no usable checkpoint; checkpoint of step 20"):
+    with pytest.raises(
+        CheckpointError, match="has no usable checkpoint; skipping corrupt checkpoint at step 20"
+    ):
         checkpoints.find(tmp_path, None)
 
 
 def test_find_in_a_directory_that_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"nowhere: holds no usable checkpoint$"):
+    with pytest.raises(CheckpointError, match=r"nowhere: has no usable checkpoint$"):
         checkpoints.find(tmp_path / "nowhere", None)
 
 
@@ -452,7 +454,7 @@ def test_what_is_no_directory_is_not_passed_over_in_silence(
     said: list[str] = []
     assert newest(tmp_path, said.append) == checkpoints.checkpoint_path(tmp_path, 1)
     (message,) = said
-    assert message.startswith(f"checkpoint of step 2 is corrupt and passed over: {odd}: is a")
+    assert message.startswith(f"skipping corrupt checkpoint at step 2: {odd}: is a")
     assert checkpoints.corruption(odd, "all") in message
     assert newest_step_after_save(tmp_path) == 2
     assert [

@@ -93,7 +93,7 @@ def test_what_is_not_there(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "no checkpoint of step 15; steps: 10, 20, 30, 40" in capsys.readouterr().err
     for command in ("checkpoints", "verify"):
         assert main([command, "--run", str(run / "nowhere")]) == 2
-        assert f"{run / 'nowhere'}: holds no checkpoint" in capsys.readouterr().err
+        assert f"{run / 'nowhere'}: has no checkpoint" in capsys.readouterr().err
 
 
 def test_no_torch_is_imported() -> None:
@@ -128,4 +128,4 @@ def test_adapters_are_listed_by_their_base(
         "base B: bases/one, bases/three",
     ]
     assert main(["checkpoints", "--adapters", str(tmp_path / "none")]) != 0
-    assert "no run holds adapters" in capsys.readouterr().err
+    assert "no run below it has adapters" in capsys.readouterr().err

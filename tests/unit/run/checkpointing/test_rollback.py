@@ -1,4 +1,4 @@
-"""When a run does not roll back on its own."""
+"""When a run cannot roll back one site only."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def test_a_site_does_not_go_back_alone() -> None:
     session: Any = SimpleNamespace(run=SimpleNamespace(config=config))
     state = TrainState(step=7, guard=GuardState(streak=10))
     with pytest.raises(
-        TrainingError, match=r"10 bad steps in a row .* does not roll back on its own"
+        TrainingError, match=r"10 bad steps in a row .* cannot roll back one site only"
     ):
         roll_back(session, None, state)  # type: ignore[arg-type]

@@ -100,8 +100,7 @@ def test_holdings_count_every_storage_once() -> None:
     assert 2 * size <= held.optimizer <= 2 * size + 8  # and two step counts
     assert held.rest == 6 * size - held.parameters - held.gradients - held.optimizer
     assert MemoryUse(GIB, GIB // 2, 2 * GIB, 4 * GIB, 8 * GIB).describe() == (
-        "of 8.00 GiB: parameters 1.00, gradients 0.50, optimizer 2.00, activations and all else "
-        "4.00"
+        "of 8.00 GiB: parameters 1.00, gradients 0.50, optimizer 2.00, activations and other 4.00"
     )
 
 

@@ -97,7 +97,7 @@ def test_an_elastic_launcher_does_not_take_it_back(tmp_path: Path) -> None:
     fencing.acquire(tmp_path, again)  # its own
     fencing.acquire(tmp_path, {"TORCHELASTIC_RUN_ID": "12-1"})
     before = names(tmp_path)
-    with pytest.raises(StaleLaunchError, match=r"from this launch \(12-0::\); it is not started"):
+    with pytest.raises(StaleLaunchError, match=r"from this launch \(12-0::\); it is not restarted"):
         fencing.acquire(tmp_path, again)
     assert names(tmp_path) == before
     # A person who starts the same command again means it.

@@ -46,8 +46,8 @@ def test_a_process_outside_of_the_collective_lags() -> None:
     assert found.ranks == (2,)
     assert found.text.splitlines()[:4] == [
         "lagging:",
-        "  rank 2 on n1 (process 102): step 7, forward pass, model.layers.3, in no collective (the "
-        "others wait for it in a collective)",
+        "  rank 2 on n1 (process 102): step 7, forward pass, model.layers.3, outside of "
+        "collectives (the others wait for it in a collective)",
         "waiting:",
         "  rank 0 on n0 (process 100): step 7, backward pass, in all_reduce",
     ]
@@ -58,9 +58,9 @@ def test_a_process_that_does_not_answer_comes_first() -> None:
     found = diagnose(answers, {2: position(2, module="model.layers.1")}, HOSTS)
     assert found.ranks == (2,)
     assert found.text.splitlines()[1] == (
-        "  rank 2 on n1 does not answer: it was last in step 7, backward pass, model.layers.1"
+        "  rank 2 on n1 does not respond: it was last in step 7, backward pass, model.layers.1"
     )
-    assert "rank 2 on n1 does not answer: never did" in diagnose(answers, {}, HOSTS).text
+    assert "rank 2 on n1 does not respond: never did" in diagnose(answers, {}, HOSTS).text
 
 
 def test_an_earlier_step_then_another_collective() -> None:
@@ -69,17 +69,17 @@ def test_an_earlier_step_then_another_collective() -> None:
     assert verdict(*others, position(3, collective="broadcast")).ranks == (3,)
     alike = verdict(*others, position(3))
     assert alike.ranks == ()
-    assert "all ranks are at the same place" in alike.text
+    assert "all ranks are at the same position" in alike.text
 
 
 def test_one_rank_and_one_that_reaches_nobody() -> None:
     assert verdict(position(0, collective=None)).ranks == (0,)
     alone = diagnose_alone(position(3), HOSTS)
     assert alone.ranks == (0,)
-    assert "rank 0 on n0 does not answer, or its store: no rank reaches" in alone.text
+    assert "rank 0 on n0 or its store does not respond: ranks cannot" in alone.text
     first = diagnose_alone(position(0), HOSTS)
     assert first.ranks == ()
-    assert "the launcher's store does not answer" in first.text
+    assert "the launcher's store does not respond" in first.text
 
 
 def test_a_thousand_that_wait_are_not_all_listed() -> None:

@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,24 +17,13 @@ from tensorboard.summary.writer import event_file_writer
 from tensorboard.summary.writer.event_file_writer import AtomicCounter
 
 from bigtrain.errors import LaunchError
+from bigtrain.report.step_metrics import Breakdown, StepMetrics, is_optional
 from bigtrain.run.reporting import trackers as trackers_module
-from bigtrain.run.reporting.breakdown import Breakdown
-from bigtrain.run.reporting.metrics import HeldOutLoss, MetricsWriter, StepMetrics, check_trackers
+from bigtrain.run.reporting.metrics import HeldOutLoss, MetricsWriter, check_trackers
 from bigtrain.run.reporting.progress import format_duration, format_lr, format_rate
 from bigtrain.run.reporting.trackers import flatten
 
-FIELDS = [
-    "step",
-    "loss",
-    "lr",
-    "grad_norm",
-    "tokens",
-    "samples",
-    "tokens_per_second",
-    "step_seconds",
-    "model_flops_utilization",
-    "memory_gib",
-]
+FIELDS = [row.name for row in fields(StepMetrics) if not is_optional(row)]
 
 
 def step_metrics(step: int, loss: float = 6.0, utilization: float | None = None) -> StepMetrics:
@@ -360,7 +349,7 @@ def test_trackers_need_no_process_group_and_leave_accelerate_alone(tmp_path: Pat
     code = """
 import os, sys
 from pathlib import Path
-from bigtrain.run.reporting.breakdown import Breakdown
+from bigtrain.report.step_metrics import Breakdown
 from bigtrain.run.reporting.metrics import HeldOutLoss, MetricsWriter
 before = dict(os.environ)
 with MetricsWriter(Path(sys.argv[1]), total_steps=1, trackers=["tensorboard"], project="p",
@@ -392,7 +381,7 @@ def test_missing_tracker_packages_are_problems(
     absent, leftover = check_trackers(names)
     assert str(absent) == (
         "logging.trackers = 'absent_tracker': needs the package absent-tracker, which is not "
-        "installed -> pip install absent-tracker, or take absent_tracker out of the list"
+        "installed -> pip install absent-tracker, or remove absent_tracker from the list"
     )
     assert leftover.value == "leftover"
 
@@ -413,7 +402,7 @@ def test_a_tracker_that_does_not_start_is_refused_by_name(tmp_path: Path) -> Non
     with writer(tmp_path) as metrics:
         metrics.log_step(step_metrics(10))
     (tmp_path / "tensorboard").write_text("a file where the folder should be")
-    with pytest.raises(LaunchError, match=r"logging\.trackers = 'tensorboard': .* does not start"):
+    with pytest.raises(LaunchError, match=r"logging\.trackers = 'tensorboard': .* cannot start"):
         writer(tmp_path, trackers=("tensorboard",))
     assert [line["step"] for line in lines_of(tmp_path)] == [10]
 

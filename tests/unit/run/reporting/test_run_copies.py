@@ -61,9 +61,9 @@ def test_the_newest_is_copied_and_nothing_waits(
     for step in (2, 3):
         found.add(checkpoint(tmp_path, step))
     (note,) = found.notes()
-    assert note.startswith("step-00000002 was not copied to memory://runs/b: it takes longer")
+    assert note.startswith("step-00000002 was not copied to memory://runs/b: copying takes longer")
     (note,) = found.wait(0.01)
-    assert note.startswith("not everything is copied to memory://runs/b after 0.01 s of waiting")
+    assert note.startswith("not everything was copied to memory://runs/b within 0.01 s")
     free.set()
     assert found.wait(60) == []
     assert copied == ["step-00000001", "step-00000003"]
@@ -76,7 +76,7 @@ def test_the_newest_is_copied_and_nothing_waits(
             StorageError("s3://b/x cannot be written after 8 attempts: 503"),
             "after 8 attempts: 503; the run",
         ),
-        (FileNotFoundError("gone"), "it was removed meanwhile"),
+        (FileNotFoundError("gone"), "it was deleted in the meantime"),
         (ZeroDivisionError("odd"), "ZeroDivisionError: odd"),
     ],
 )

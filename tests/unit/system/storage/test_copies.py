@@ -152,7 +152,7 @@ def test_the_command_fetches_the_newest_complete_checkpoint(
     assert main(["fetch", "s3://bucket/runs/mine", str(back), "--step", "4"]) == 0
     assert (back / "checkpoints/step-00000004/manifest.json").exists()
     assert main(["fetch", "s3://bucket/runs/mine", str(back), "--step", "12"]) == 2
-    assert "no complete checkpoint of step 12 -> of these: 8, 4" in capsys.readouterr().err
+    assert "no complete checkpoint of step 12 -> one of 8, 4" in capsys.readouterr().err
     assert main(["fetch", "s3://bucket/none", str(back)]) == 2
     assert "s3://bucket/none: no file there" in capsys.readouterr().err
     assert main(["fetch", "runs/mine", str(back)]) == 2

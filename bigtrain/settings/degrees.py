@@ -1,0 +1,63 @@
+"""Parallel degrees and their products: the only place that lists them. Pure.
+
+A new degree is a field here and one of the same name in section ``parallel`` of the run YAML.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDegrees:
+    """Numbers of ranks that share one replica of the model, by axis.
+
+    expert_size: ranks that share the experts, neighbors within data x sequence. It is no factor of
+    the world size, since these ranks also compute samples of their own.
+    """
+
+    tensor_size: int = 1
+    pipeline_size: int = 1
+    sequence_size: int = 1
+    expert_size: int = 1
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that share one replica of the model."""
+        return self.tensor_size * self.pipeline_size * self.sequence_size
+
+    def model_degrees(self) -> dict[str, Any]:
+        """Return the degrees by name, as keyword arguments, without the data-parallel one."""
+        return {field.name: getattr(self, field.name) for field in _MODEL_FIELDS}
+
+
+_MODEL_FIELDS = fields(ModelDegrees)
+MODEL_AXES = tuple(field.name.removesuffix("_size") for field in _MODEL_FIELDS)
+"""Names of the degrees in section ``parallel`` of the run YAML."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees(ModelDegrees):
+    """Numbers of ranks on all axes. ZeRO partitions over data x sequence."""
+
+    data_size: int = 1
+
+    @classmethod
+    def of_world(cls, world_size: int, model: ModelDegrees) -> Self:
+        """Return the degrees of `world_size` ranks, a multiple of the replica size."""
+        return cls(data_size=world_size // model.replica_size, **model.model_degrees())
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.data_size * self.replica_size
+
+    @property
+    def partition_size(self) -> int:
+        """Ranks over which ZeRO partitions."""
+        return self.data_size * self.sequence_size
+
+    def degrees(self) -> dict[str, Any]:
+        """Return all degrees by name, as keyword arguments."""
+        return {"data_size": self.data_size, **self.model_degrees()}
