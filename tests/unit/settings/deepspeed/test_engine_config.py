@@ -535,6 +535,24 @@ def test_nvme_needs_libaio(tmp_path: Path, *, async_io: bool | None) -> None:
         resolve_run(make_config(), 1, path, async_io=async_io)
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_an_optimizer_on_nvme_is_refused(tmp_path: Path, stage: int) -> None:
+    """Its states could not be saved; parameters on NVMe are a matter of their own."""
+    offload = {"device": "nvme", "nvme_path": "/local-disk", "pipeline_read": True}
+    path = write_json(
+        tmp_path / "x.json", {"zero_optimization": {"stage": stage, "offload_optimizer": offload}}
+    )
+    expected = r"offload_optimizer\.device = 'nvme': .* no checkpoint can read -> cpu or none"
+    with pytest.raises(ConfigError, match=expected):
+        resolve_run(make_config(), 1, path)
+
+
+def test_weights_that_are_frozen_are_not_kept_on_nvme() -> None:
+    config = make_config(model={"frozen": ["*embed*"]})
+    with pytest.raises(ConfigError, match=r"offload_param\.device = 'nvme': .* not trained"):
+        resolve_run(config, 1, "zero3_nvme")
+
+
 def test_numbers_of_a_model_written_in_the_run_are_judged() -> None:
     model = {"model_type": "llama", "num_attention_heads": 6, "num_hidden_layers": 2}
     sections: dict[str, Any] = {
