@@ -29,12 +29,12 @@ from bigtrain.models.weights.export_hf import TOKENIZER_REMEDY, class_beside
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.models.weights.quantized import check_quantization
 from bigtrain.models.weights.vocabulary import Growth, base_configuration, grown_configuration
+from bigtrain.run.output_directory import check_output
 from bigtrain.run.reporting.metrics import check_trackers
 from bigtrain.settings.compatibility.check import Facts, check_model
 from bigtrain.settings.hf_config_keys import check_layer_drop
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.settings.run_config import RunConfig
-from bigtrain.system.files import why_not_creatable
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
     growth = None
     held_out_sets: tuple[TokenDataset, ...] = ()
     if check != "listed":  # files and names are the same for every rank of a host
-        problems += _check_output(Path(config.output.directory))
+        problems += check_output(Path(config.output.directory))
         problems += _check_base_files(config)
         problems += check_tasks(config.evaluation)
     if datasets:
@@ -159,15 +159,6 @@ def _check_export(hf_config: Any, dataset: TokenDataset) -> Sequence[Problem]:
     )
     remedy = f"{TOKENIZER_REMEDY}; without an export: output.export=false"
     return [Problem("data.path", str(dataset.path), rule, remedy)]
-
-
-def _check_output(directory: Path) -> Sequence[Problem]:
-    """Check that the directory, or the one it would be created in, is writable; leave nothing
-    behind."""
-    rule = why_not_creatable(directory)
-    if rule is None:
-        return []
-    return [Problem("output.directory", str(directory), rule, "choose another one")]
 
 
 def _check_base_files(config: RunConfig) -> Sequence[Problem]:

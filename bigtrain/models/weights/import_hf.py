@@ -219,7 +219,8 @@ def _load(model: Any, lazy: dict[str, LazyTensor], found: dict[str, _Leaf]) -> l
     drop_expected_keys(model, info)
     info.missing_keys |= absent
     wrong = {*info.conversion_errors, *(name for name, *_ in info.mismatched_keys)}
-    tied = {} if model.config.get_text_config().tie_word_embeddings else _heads(model)
+    text = model.config.get_text_config()  # some classes do not declare whether they tie
+    tied = {} if getattr(text, "tie_word_embeddings", False) else _heads(model)
     problems += [
         f"no tensor there is the model's {name} {shapes[name]}{tied.get(name, '')}"
         for name in sorted(info.missing_keys - wrong)
