@@ -20,7 +20,7 @@ from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.settings.run_config import ModelSection
 from tests.parity import plain_optimizers
-from tests.parity.conftest import SEED, VOCAB_SIZE, llama, run_config, train_and_save
+from tests.parity.conftest import COMPOSITE, SEED, VOCAB_SIZE, llama, run_config, train_and_save
 from tests.parity.plain import Training, adamw, divided, plain_training
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
@@ -52,31 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "bos_token_id": 0,
         "eos_token_id": 0,
     },
-    "gemma3": {
-        "model_type": "gemma3",
-        "text_config": {
-            **TEXT,
-            "model_type": "gemma3_text",
-            "head_dim": 8,
-            "num_hidden_layers": 2,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "sliding_window": 8,
-            "pad_token_id": 0,
-        },
-        "vision_config": {
-            "model_type": "siglip_vision_model",
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 14,
-        },
-        "mm_tokens_per_image": 4,
-        "image_token_index": 96,
-        "boi_token_index": 94,
-        "eoi_token_index": 95,
-    },
+    "gemma3": COMPOSITE,
     # As many experts as key and value projections have rows, and as shared experts have.
     "qwen3_next": {
         **TEXT,
