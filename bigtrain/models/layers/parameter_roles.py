@@ -80,13 +80,15 @@ class ParameterRole:
     """The role of one parameter.
 
     name: its first name, of several that tied ones have. module: the name of the module that holds
-    it, leaf: the name that the module gives it.
+    it, leaf: the name that the module gives it. is_stacked: whether it is a block of experts' own,
+    of which a token meets those experts only that it is routed to: their weights, and biases.
     """
 
     name: str
     role: Role
     module: str
     leaf: str
+    is_stacked: bool = False
 
 
 def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
@@ -106,7 +108,8 @@ def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
             first = by_id.setdefault(id(parameter), name)
             known = roles.get(first)
             if known is None or (role in _TABLES and known.role not in _TABLES):
-                roles[first] = ParameterRole(first, role, prefix, leaf)
+                is_stacked = found.holds_stacks(prefix, module)
+                roles[first] = ParameterRole(first, role, prefix, leaf, is_stacked)
     return roles
 
 
@@ -147,6 +150,10 @@ class _Classifier:
         ]
         self._head = getattr(model, "get_output_embeddings", lambda: None)()
 
+    def holds_stacks(self, prefix: str, module: nn.Module) -> bool:
+        """Whether parameters of `module` are those of many experts."""
+        return not isinstance(module, LINEAR) and _is_within(prefix, self.experts)
+
     def role(self, prefix: str, module: nn.Module, leaf: str, parameter: nn.Parameter) -> Role:
         """The role of `parameter`, which `module` holds as `leaf`."""
         attribute = prefix.rpartition(".")[2]
@@ -171,7 +178,7 @@ class _Classifier:
             return Role.HEAD
         if _is_within(prefix, self.routers):
             return Role.ROUTER if is_weight else Role.OTHER
-        if not isinstance(module, LINEAR) and _is_within(prefix, self.experts):
+        if self.holds_stacks(prefix, module):
             return Role.OTHER if _is_vector(parameter) else Role.EXPERTS
         if isinstance(module, LINEAR):
             return Role.MATRIX

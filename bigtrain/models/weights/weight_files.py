@@ -76,6 +76,7 @@ def _refuse_pickle(source: str, path: Path | None) -> None:
 
 
 def find_file(source: str, name: str) -> Path | None:
+    """The file `name` of a directory, or of a model on the hub or in its cache; None without it."""
     if Path(source).is_dir():
         path = Path(source, name)
         return path if path.is_file() else None
