@@ -65,6 +65,9 @@ _CONVOLUTIONS = (
 _EPSILON = ("eps", "epsilon", "variance_epsilon", "norm_eps", "layer_norm_eps")
 """Attributes of a normalization, whatever its class is called."""
 
+_GROUPS = ("n_groups", "num_groups", "groups")
+"""Attributes of a linear layer that is called with groups of inputs."""
+
 # Names that modules give to parameters of their own.
 _BIAS = re.compile(r"(^|_)bias(_[a-z]|\d)?$")
 _STATE = re.compile(r"^(A_log|D|time_\w+|recurrent_param)$")
@@ -82,6 +85,8 @@ class ParameterRole:
     name: its first name, of several that tied ones have. module: the name of the module that holds
     it, leaf: the name that the module gives it. is_stacked: whether it is a block of experts' own,
     of which a token meets those experts only that it is routed to: their weights, and biases.
+    num_groups: of the weight of a linear layer that multiplies each group of its inputs with a
+    matrix of its own, one below the other.
     """
 
     name: str
@@ -89,6 +94,7 @@ class ParameterRole:
     module: str
     leaf: str
     is_stacked: bool = False
+    num_groups: int = 1
 
 
 def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
@@ -108,8 +114,8 @@ def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
             first = by_id.setdefault(id(parameter), name)
             known = roles.get(first)
             if known is None or (role in _TABLES and known.role not in _TABLES):
-                is_stacked = found.holds_stacks(prefix, module)
-                roles[first] = ParameterRole(first, role, prefix, leaf, is_stacked)
+                is_stacked, groups = found.holds_stacks(prefix, module), _num_groups(module)
+                roles[first] = ParameterRole(first, role, prefix, leaf, is_stacked, groups)
     return roles
 
 
@@ -205,6 +211,14 @@ def _is_norm(module: nn.Module, leaf: str) -> bool:
         return True
     is_bare = next(module.children(), None) is None
     return is_bare and leaf in ("weight", "scale") and any(hasattr(module, n) for n in _EPSILON)
+
+
+def _num_groups(module: Any) -> int:
+    """Matrices in the weight of a linear layer: one, but for those that divide their inputs."""
+    if type(module) in LINEAR or not isinstance(module, nn.Linear):
+        return 1
+    counts = (getattr(module, name, None) for name in _GROUPS)
+    return next((count for count in counts if isinstance(count, int) and count > 0), 1)
 
 
 def _is_position(kind: str, *names: str) -> bool:
