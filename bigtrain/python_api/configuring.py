@@ -82,7 +82,7 @@ def _try_inputs(resolved: ResolvedRun) -> list[str]:
     )
     lines = [f"data: {len(inputs.datasets)} opened, model: {inputs.hf_config.model_type}"]
     lines += inputs.model_plan.lines(resolved.plan.accumulation)
-    return lines + _resumes_from(checkpoint)
+    return [*lines, *inputs.notes, *_resumes_from(checkpoint)]
 
 
 def _try_settings(resolved: ResolvedRun) -> list[str]:

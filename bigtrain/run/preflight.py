@@ -14,7 +14,7 @@ from bigtrain.data.samples.packed_samples import PackingReport, packing_reports
 from bigtrain.data.shards.dataset import Level, TokenDataset
 from bigtrain.data.tokenizers.added_tokens import check_added_tokens
 from bigtrain.data.tokenizers.edge_cases import tokenizer_edge_cases
-from bigtrain.data.tokenizers.model_tokens import check_model_tokens
+from bigtrain.data.tokenizers.model_tokens import beginning_note, check_model_tokens
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
 from bigtrain.models.equivalence.expert_gathering import check_expert_gathering
@@ -45,7 +45,7 @@ class Inputs:
     has. data_hash: `bigtrain.data.samples.identity`.
     sources, datasets: those of the mixture, in its order. packing: how their documents were packed.
     model_plan: how the model is split, isolates documents and computes its loss. held_out_sets:
-    those of ``evaluation.held_out``.
+    those of ``evaluation.held_out``. notes: lines on what is legal and seldom meant.
     """
 
     hf_config: Any
@@ -56,6 +56,7 @@ class Inputs:
     model_plan: ModelPlan
     growth: Growth | None = None
     held_out_sets: tuple[TokenDataset, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
@@ -111,7 +112,14 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
         model_plan,
         growth,
         held_out_sets,
+        _notes(config, datasets) if check != "listed" else (),
     )
+
+
+def _notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> tuple[str, ...]:
+    if _resumes(config):
+        return ()
+    return tuple(note for dataset in datasets if (note := beginning_note(config, dataset)))
 
 
 def check_base_weights(config: RunConfig, inputs: Inputs) -> None:
