@@ -27,6 +27,7 @@ from bigtrain.models.weights.lazy_tensors import LazyTensor
 from bigtrain.run.session import step_seed
 from bigtrain.settings.run_config import AdaptersSection, ModelSection
 from bigtrain.settings.topology import Coordinates
+from tests.parity.comparison import assert_same_steps
 from tests.parity.conftest import (
     ARCHITECTURES,
     COMPOSITE,
@@ -490,8 +491,7 @@ def test_equals_plain_peft(
     expected = plain_run(case, dataset, base)
     initial = plain_run(case, dataset, base, num_steps=0)
     assert result["accumulation"] == case.accumulation
-    assert result["losses"] == pytest.approx(expected.losses, abs=LOSS)
-    assert result["norms"] == pytest.approx(expected.norms, rel=NORM)
+    assert_same_steps(result, expected, loss=LOSS, norm=NORM)
     files = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).state_dict()
     for name, weight in result["begun"].items():
         if name in initial.weights:

@@ -23,6 +23,7 @@ from bigtrain.planner.stages import matrix_exchange, stages_of
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import ModelSection, RunConfig
 from tests.parity import one_file_optimizer, plain_optimizers
+from tests.parity.comparison import assert_same_steps
 from tests.parity.conftest import (
     ARCHITECTURES,
     SEED,
@@ -293,8 +294,7 @@ def compare(
     weights = read_full_masters(trained["directory"] / case.name / "tensors")
     buffers = {name for name in weights if name.endswith("e_score_correction_bias")}
     assert weights.keys() - buffers == expected.weights.keys()
-    assert result["losses"] == pytest.approx(expected.losses, abs=LOSS)
-    assert result["norms"] == pytest.approx(expected.norms, rel=NORM)
+    assert_same_steps(result, expected, loss=LOSS, norm=NORM)
     for name, tensor in expected.weights.items():
         torch.testing.assert_close(weights[name], tensor, atol=WEIGHTS, rtol=WEIGHTS, msg=name)
 

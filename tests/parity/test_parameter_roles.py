@@ -20,6 +20,7 @@ from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.settings.run_config import ModelSection
 from tests.parity import plain_optimizers
+from tests.parity.comparison import assert_same_steps
 from tests.parity.conftest import COMPOSITE, SEED, VOCAB_SIZE, llama, run_config, train_and_save
 from tests.parity.plain import Training, adamw, divided, plain_training
 
@@ -241,8 +242,7 @@ def compare(
     expected = expected_of(case, dataset, directories)
     result = trained["results"][case.name]
     weights = read_full_masters(trained["directory"] / case.name / "tensors")
-    assert result["losses"] == pytest.approx(expected.losses, abs=LOSS)
-    assert result["norms"] == pytest.approx(expected.norms, rel=NORM)
+    assert_same_steps(result, expected, loss=LOSS, norm=NORM)
     written = AutoModelForCausalLM.from_pretrained(directories[case.model]).state_dict()
     untouched = 0
     for name, tensor in expected.weights.items():
