@@ -16,7 +16,7 @@ from bigtrain.system.files import why_not_creatable
 KEY = "output.directory"
 
 _MARKS = ("generations", "checkpoints", "metrics.jsonl", "hangs", "requeue", "requeued")
-"""What a launch, or the batch system that starts it, writes first: one of them makes a run."""
+"""Names that a launch, or the batch system that starts it, writes first: one marks a run."""
 
 _REPOSITORIES = (".git", ".hg", ".svn", ".jj")
 _NOTES = (".log", ".out", ".err", ".txt", ".md", ".yaml", ".yml", ".sh", ".sbatch")
@@ -38,7 +38,7 @@ def check_output(directory: Path, *, is_here: bool = True) -> Sequence[Problem]:
 
 
 def _owner(directory: Path) -> str | None:
-    """What the directory belongs to, if it is not a run's, nor free for one."""
+    """Return why the directory cannot be a run's, or None if it can."""
     resolved = directory.resolve()
     if resolved == Path(resolved.anchor):
         return "is the root of the file system"

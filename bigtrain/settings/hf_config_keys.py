@@ -339,6 +339,6 @@ def number_of(config: object, names: Iterable[str]) -> int | None:
 
 
 def share_of_experts(config: object) -> float:
-    """Of the experts of a layer, the share that a token is routed to; 1 where that is not known."""
+    """Return the share of a layer's experts that a token is routed to; 1 if unknown."""
     chosen, experts = number_of(config, CHOSEN_EXPERTS), number_of(config, EXPERTS)
     return chosen / experts if chosen and experts else 1.0

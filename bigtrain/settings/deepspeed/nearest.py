@@ -13,7 +13,7 @@ _LISTED_KEYS = 16  # a longer list would bury the message
 
 
 def suggestion(path: str, accepted: Collection[str]) -> str:
-    """How to write the key `path` of a DeepSpeed JSON, which DeepSpeed does not know.
+    """Return how to correct the key `path` of a DeepSpeed JSON, which DeepSpeed does not know.
 
     accepted: dotted keys that a run may have; no other one is suggested.
     """
@@ -45,7 +45,7 @@ def _below(block: str, accepted: Collection[str]) -> list[str]:
 
 
 def _containing(name: str, siblings: Collection[str]) -> str | None:
-    """The shortest of `siblings` in which `name` stands as full words."""
+    """Return the shortest of `siblings` that contains `name` as complete words."""
     found = [sibling for sibling in siblings if f"_{name}_" in f"_{sibling}_"]
     return min(found, key=len, default=None)
 
