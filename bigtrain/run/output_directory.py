@@ -20,7 +20,7 @@ _MARKS = ("generations", "checkpoints", "metrics.jsonl", "hangs", "requeue", "re
 
 _REPOSITORIES = (".git", ".hg", ".svn", ".jj")
 _NOTES = (".log", ".out", ".err", ".txt", ".md", ".yaml", ".yml", ".sh", ".sbatch")
-"""Endings of files that a user puts beside a run before it starts."""
+"""Endings of files that a user puts next to a run before it starts."""
 
 _SHOWN = 3
 

@@ -27,7 +27,7 @@ from bigtrain.data.tokenizers.chat_template import ChatTemplate
 CONTENT, CALLS, TOOLS, REASONING = "content", "tool_calls", "tools", "reasoning"
 STRIPPED, IGNORED = "stripped_reasoning", "message_keys"
 COUNTED_ONLY = (STRIPPED, IGNORED)
-"""Kinds of parts that are counted and said, and refuse nothing."""
+"""Kinds of parts that are counted and reported, and refuse nothing."""
 REASONING_KEYS = tuple(key for key in WORDLESS if key != "tool_calls")
 
 FIRST_MARK = 0x100000

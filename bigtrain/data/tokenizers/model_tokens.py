@@ -50,7 +50,7 @@ def beginning_note(config: RunConfig, dataset: TokenDataset) -> str:
     """A line for the log where texts of the data do not begin as the tokenizer next to the weights
     of ``model.path`` begins them by itself; empty where they do, or where nothing is known of it.
 
-    Conversations begin as their template says, and resumed runs read nothing of the base.
+    Conversations begin as their template writes, and resumed runs read nothing of the base.
     """
     record, base = dataset.table.tokenizer, config.model.path
     if base is None or record.chat_template is not None or _tokenizer_file(base) is None:

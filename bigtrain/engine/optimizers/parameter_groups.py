@@ -51,7 +51,7 @@ def _take_matrices(
     untrained: Collection[str],
 ) -> dict[str, Any]:
     """The group of hidden matrices; its parameters are removed from the other `groups`. Adapters of
-    weights that get no gradient stay in theirs, which does not decay: torch leaves them alone."""
+    weights that get no gradient stay in theirs, which does not decay: torch skips them."""
     names = [name for name in hidden_matrices(model) if adapted_weight(name) not in untrained]
     chosen = {id(parameter_of(model, name)) for name in names}
     matrices = [p for group in groups for p in group["params"] if id(p) in chosen]

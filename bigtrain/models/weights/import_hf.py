@@ -269,8 +269,8 @@ class _Unreadable(Exception):
 
 
 def _leaves_of(files: Sequence[Path]) -> dict[str, _Leaf]:
-    """All tensors of `files` by name. Raises ValueError for a name that two of them hold, whatever
-    an index says: transformers would take the one it reads last."""
+    """All tensors of `files` by name. Raises ValueError for a name that two of them hold, with or
+    without an index: transformers would take the one it reads last."""
     found: dict[str, _Leaf] = {}
     for path in files:
         for name, leaf in _leaves(path):
