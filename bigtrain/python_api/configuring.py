@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import ConfigError
+from bigtrain.run.output_directory import check_output
 from bigtrain.settings.accelerate import AccelerateSettings
 from bigtrain.settings.compatibility.facts import Device
 from bigtrain.settings.hf_config_keys import missing_model
@@ -81,13 +82,17 @@ def _try_inputs(resolved: ResolvedRun) -> list[str]:
     )
     lines = [f"data: {len(inputs.datasets)} opened, model: {inputs.hf_config.model_type}"]
     lines += inputs.model_plan.lines(resolved.plan.accumulation)
-    return lines + _resumes_from(checkpoint)
+    return [*lines, *inputs.notes, *_resumes_from(checkpoint)]
 
 
 def _try_settings(resolved: ResolvedRun) -> list[str]:
-    """Return a line on the checkpoint that the run would resume from, if there is one. Raise
-    CheckpointError if that is of a run with other settings; the data is not compared."""
-    if not (Path(resolved.config.output.directory) / "checkpoints").exists():
+    """A line on the checkpoint that the run would resume from, if there is one. Raises ConfigError
+    for a directory that cannot be a run's, CheckpointError if the checkpoint is of a run with other
+    settings; the data is not compared."""
+    directory = Path(resolved.config.output.directory)
+    if problems := check_output(directory, is_here=False):
+        raise ConfigError(problems, "the run's settings")
+    if not (directory / "checkpoints").exists():
         return []  # without the import of numpy
     from bigtrain.run.checkpointing.changed_settings import refuse_other_run
 

@@ -163,7 +163,8 @@ def _say_plan(session: Session, inputs: Inputs) -> None:
             "(docs/reference/deepspeed_keys.md)"
         )
     placement = [topology.describe(), *topology.crossings(session.hosts)]
-    for line in (*placement, *inputs.model_plan.lines(session.run.plan.accumulation)):
+    plan = inputs.model_plan.lines(session.run.plan.accumulation)
+    for line in (*placement, *plan, *inputs.notes):
         if line:
             session.say(line)
     for report in inputs.packing:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bigtrain.data.chat.rendered_parts import STRIPPED
+from bigtrain.data.chat.rendered_parts import COUNTED_ONLY
 from bigtrain.data.documents.bad_documents import BadDocument, require_few
 from bigtrain.data.shards.format import token_dtype
 from bigtrain.data.shards.manifest import (
@@ -149,7 +149,7 @@ class Commit:
 
     def _require_rendered(self, done: Sequence[UnitRecord]) -> None:
         """Raise DataError if the chat template drops more parts than allowed."""
-        dropped = {kind: n for kind, n in _unrendered(done).items() if kind != STRIPPED}
+        dropped = {kind: n for kind, n in _unrendered(done).items() if kind not in COUNTED_ONLY}
         if sum(dropped.values()) > self.options.max_unrendered:
             shown = ", ".join(f"{n:,} of {kind}" for kind, n in dropped.items())
             raise DataError(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from bigtrain.engine.deepspeed_patches.experts import as_expert_group, name_of_experts
-from bigtrain.models.layers.parameter_roles import split_by_decay
+from bigtrain.models.layers.parameter_roles import adapted_weight, split_by_decay
 from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.hidden_matrices import hidden_matrices
 from bigtrain.models.parallel.sharding import is_expert
@@ -33,7 +33,7 @@ def parameter_groups(
     for group in found if section.is_own else ():
         group["rule"] = section.facts.beside or section.type
     if section.facts.beside is not None:
-        found.append(_take_matrices(model, section, found))
+        found.append(_take_matrices(model, section, found, untrained))
     for group in found[:] if expert_size > 1 else ():
         experts = [parameter for parameter in group["params"] if is_expert(parameter)]
         group["params"] = [p for p in group["params"] if not is_expert(p)]
@@ -45,10 +45,15 @@ def parameter_groups(
 
 
 def _take_matrices(
-    model: nn.Module, section: OptimizerSection, groups: list[dict[str, Any]]
+    model: nn.Module,
+    section: OptimizerSection,
+    groups: list[dict[str, Any]],
+    untrained: Collection[str],
 ) -> dict[str, Any]:
-    """The group of hidden matrices; its parameters are removed from the other `groups`."""
-    chosen = {id(parameter_of(model, name)) for name in hidden_matrices(model)}
+    """The group of hidden matrices; its parameters are removed from the other `groups`. Adapters of
+    weights that get no gradient stay in theirs, which does not decay: torch skips them."""
+    names = [name for name in hidden_matrices(model) if adapted_weight(name) not in untrained]
+    chosen = {id(parameter_of(model, name)) for name in names}
     matrices = [p for group in groups for p in group["params"] if id(p) in chosen]
     for group in groups:
         group["params"] = [p for p in group["params"] if id(p) not in chosen]

@@ -6,8 +6,9 @@ returns as logits. So the loss is computed again from these, and compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,7 +17,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from bigtrain.errors import ModelError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import text_config
-from bigtrain.models.equivalence.gradient_reach import parameters_without_gradient
+from bigtrain.models.equivalence.gradient_reach import (
+    GradientReach,
+    find_gradient_reach,
+    parameters_without_gradient,
+)
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     VOCABULARY,
@@ -45,15 +50,20 @@ _AUXILIARY, _Z_LOSS, _BIAS = (
     "moe.bias_update_rate",
 )
 
+_Tried = Callable[[], tuple[Any, PreTrainedModel]]
 
-def check_expert_balance(config: RunConfig, hf_config: PreTrainedConfig) -> list[Problem]:
+
+def check_expert_balance(
+    config: RunConfig, hf_config: PreTrainedConfig, reach: GradientReach | None = None
+) -> list[Problem]:
     """Problems with the section `moe` of `config` for a model of `hf_config`; empty if none.
 
-    Takes a second or two if a router loss is asked for.
+    Takes a second or two if a router loss is asked for. `reach`: of the model, if it is known.
     """
     section, problems = config.moe, []
-    kind = hf_config.model_type
-    if section.bias_update_rate and (reason := _without_biases(hf_config, config.model.attention)):
+    kind, attention = hf_config.model_type, config.model.attention
+    tried = cache(partial(_tried, hf_config, attention))
+    if section.bias_update_rate and (reason := _without_biases(hf_config, attention, reach)):
         problems.append(Problem(_BIAS, section.bias_update_rate, reason, "0"))
     if section.auxiliary_loss == "global_batch":
         if not _has_auxiliary_loss(hf_config):
@@ -63,11 +73,9 @@ def check_expert_balance(config: RunConfig, hf_config: PreTrainedConfig) -> list
                 "router_aux_loss_coef: 0.001} where the architecture has one"
             )
             problems.append(Problem(_AUXILIARY, "global_batch", rule, remedy))
-        elif reason := _other_auxiliary_loss(hf_config, config.model.attention):
+        elif reason := _other_auxiliary_loss(kind, tried):
             problems.append(Problem(_AUXILIARY, "global_batch", reason, "micro_batch"))
-    if section.z_loss_coefficient and (
-        reason := _without_logits(hf_config, config.model.attention)
-    ):
+    if section.z_loss_coefficient and (reason := _without_logits(kind, tried)):
         problems.append(Problem(_Z_LOSS, section.z_loss_coefficient, reason, "0"))
     return problems
 
@@ -79,7 +87,9 @@ def _has_auxiliary_loss(hf_config: PreTrainedConfig) -> bool:
     )
 
 
-def _without_biases(hf_config: PreTrainedConfig, attention: str) -> str | None:
+def _without_biases(
+    hf_config: PreTrainedConfig, attention: str, reach: GradientReach | None
+) -> str | None:
     """Why the biases by which tokens choose cannot be updated; None if they can.
 
     A block of experts without one is skipped: DeepSeek-V4's first ones choose by a hash.
@@ -89,8 +99,8 @@ def _without_biases(hf_config: PreTrainedConfig, attention: str) -> str | None:
     model = empty_model(hf_config)
     if not any(True for _ in modules_of_experts(model)):
         return absent
-    untrained = parameters_without_gradient(hf_config, attention) or ()
-    if not selection_biases(model, untrained):
+    reach = reach or find_gradient_reach(hf_config, attention)
+    if not selection_biases(model, reach.absent or ()):
         return absent
     try:
         return _other_choice(hf_config, attention)
@@ -138,11 +148,10 @@ def _chosen(experts: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
         handle.remove()
 
 
-def _other_auxiliary_loss(hf_config: PreTrainedConfig, attention: str) -> str | None:
+def _other_auxiliary_loss(kind: str, tried: _Tried) -> str | None:
     """Why the auxiliary loss cannot be computed from router logits; None if it can."""
-    kind = hf_config.model_type
     try:
-        outputs, model = _tried(hf_config, attention)
+        outputs, model = tried()
         own = auxiliary_loss(outputs)
         if own is None:
             return f"a {kind} returns no auxiliary loss"
@@ -164,11 +173,10 @@ def _other_auxiliary_loss(hf_config: PreTrainedConfig, attention: str) -> str | 
     return None
 
 
-def _without_logits(hf_config: PreTrainedConfig, attention: str) -> str | None:
+def _without_logits(kind: str, tried: _Tried) -> str | None:
     """Why no loss can be computed from router logits; None if it can."""
-    kind = hf_config.model_type
     try:
-        outputs, model = _tried(hf_config, attention)
+        outputs, model = tried()
         logits = router_logits_of(outputs)
         num_experts = {int(m.num_experts) for m in modules_of_experts(model)}  # type: ignore[arg-type]
     except ModelError as error:

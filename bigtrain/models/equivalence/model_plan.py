@@ -11,7 +11,7 @@ from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.document_isolation import plan_isolation
 from bigtrain.models.equivalence.expert_balance import check_expert_balance
 from bigtrain.models.equivalence.expert_parallel import check_expert_parallel
-from bigtrain.models.equivalence.gradient_reach import find_gradient_reach
+from bigtrain.models.equivalence.gradient_reach import GradientReach, find_gradient_reach
 from bigtrain.models.equivalence.loss import choose_loss
 from bigtrain.models.equivalence.parameter_plan import ParameterPlan, plan_parameters
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
@@ -60,7 +60,7 @@ def choose(
             f"the code of a {hf_config.model_type} fails with this configuration: {reach.failure}"
         )
         return None, [Problem(key, config.model.path, rule, "correct its sizes")]
-    problems, stages, isolation = try_model(config, hf_config)
+    problems, stages, isolation = try_model(config, hf_config, reach)
     if problems:
         return None, problems
     loss, problems = choose_loss(config, hf_config, plan)
@@ -78,9 +78,10 @@ def require_model_plan(
 
 
 def try_model(
-    config: RunConfig, hf_config: PreTrainedConfig
+    config: RunConfig, hf_config: PreTrainedConfig, reach: GradientReach | None = None
 ) -> tuple[list[Problem], StagePlan | None, Isolation]:
-    """What the model's own code rules out of `config`, its stages and its document isolation."""
+    """What the model's own code rules out of `config`, its stages and its document isolation.
+    `reach`: of the model, if it is known."""
     attention, parallel = config.model.attention, config.parallel
     length = config.batch.sequence_length
     problems: list[Problem] = []
@@ -92,7 +93,7 @@ def try_model(
         model = empty_model(hf_config)
         freeze(model, config.model.frozen)
         problems += check_matrices(model, config.optimizer)
-    problems += check_expert_balance(config, hf_config)
+    problems += check_expert_balance(config, hf_config, reach)
     isolation, not_isolated = plan_isolation(config, hf_config)
     problems += not_isolated
     if parallel.sequence > 1 and not problems:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.thresholds import TOKENS, cross_thresholds
 from bigtrain.models.parallel.grouped_experts import fit_experts
+from bigtrain.settings.hf_config_keys import CHOSEN_EXPERTS, EXPERTS
 
 VOCABULARY = 64
 _MAX_PARAMETERS = 300_000_000
@@ -31,15 +32,6 @@ _INNER_WIDTHS = (
     "shared_expert_intermediate_size",
 )
 _KEY_HEADS = ("num_key_value_heads", "kv_n_heads")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_topk",
-    "moe_k",
-    "moe_top_k",
-    "top_k_experts",
-)
 
 MODEL_FAILURES = (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError)
 """What a model's code may raise if it is used in a way that its author did not expect."""
@@ -192,8 +184,8 @@ def with_heads(heads: int) -> Change:
 def fewer_experts(config: Any, divisor: int = 2) -> None:
     """Twice as many experts as a token is routed to, rounded up to a multiple of `divisor`."""
     for part in _parts(config):
-        chosen = [getattr(part, name) for name in _CHOSEN if getattr(part, name, None)]
-        for name in _EXPERTS:
+        chosen = [getattr(part, name) for name in CHOSEN_EXPERTS if getattr(part, name, None)]
+        for name in EXPERTS:
             if isinstance(getattr(part, name, None), int) and chosen:
                 enough = -(-2 * int(chosen[0]) // divisor) * divisor
                 setattr(part, name, min(getattr(part, name), enough))

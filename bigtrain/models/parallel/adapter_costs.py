@@ -18,6 +18,7 @@ from bigtrain.models.layers.adapters import (
 from bigtrain.models.layers.decoder_layers import listed_layers
 from bigtrain.models.parallel.tensor import Plan, tensor_plan
 from bigtrain.planner.model_costs import AdapterCosts, Matmul, Others, Packed, adapter_of
+from bigtrain.settings.hf_config_keys import CHOSEN_EXPERTS, number_of
 from bigtrain.settings.sections.adapters import AdaptersSection
 
 
@@ -48,7 +49,7 @@ def adapter_costs(model: PreTrainedModel, section: AdaptersSection) -> AdapterCo
         lengths = product.out_size * section.dora
         is_cut = product.cut == "out" and not _is_gathered(plan.get(name, ""))
         add(name, list(adapter_of(product, section.rank)), lengths, cut=is_cut)
-    share = float(getattr(text, "num_experts_per_tok", None) or 1)
+    share = float(number_of(text, CHOSEN_EXPERTS) or 1)
     for name in find_parameters(model, section)[0]:
         groups, one, other = model.get_parameter(name).shape
         side = _side_of_stack(plan.get(name, ""))

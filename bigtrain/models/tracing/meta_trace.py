@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -36,6 +36,7 @@ from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES
 from bigtrain.models.layers.decoder_layers import listed_layers
 from bigtrain.models.layers.document_masks import documents_known
+from bigtrain.models.layers.parameter_roles import parameter_roles
 from bigtrain.models.layers.repeated_layers import run_once
 from bigtrain.models.parallel.tensor import tensor_plan
 from bigtrain.models.torch_patches import OperatorMode, storage_of
@@ -348,11 +349,13 @@ def _collected(
     except ModelError:
         plan = {}
     names = {module: name for name, module in model.named_modules()}
+    stacked = {name for name, entry in parameter_roles(model).items() if entry.is_stacked}
     kinds: list[LayerCosts] = []
     order: list[int] = []
     for index, layer in enumerate(layers):
         seen = tracer.layers.get(index, _Layer())
-        costs = replace(seen, parameters=_parameters(names[layer], layer, plan)).costs(tokens)
+        found = replace(seen, parameters=_parameters(names[layer], layer, plan, stacked))
+        costs = found.costs(tokens)
         if costs not in kinds:
             kinds.append(costs)
         order.append(kinds.index(costs))
@@ -377,15 +380,17 @@ def _collected(
     )
 
 
-def _parameters(prefix: str, layer: nn.Module, plan: dict[str, str]) -> tuple[int, int, int, int]:
-    """Elements that every tensor-parallel rank has, that ranks divide, and of experts; and the
-    number of tensors."""
+def _parameters(
+    prefix: str, layer: nn.Module, plan: dict[str, str], stacked: Container[str]
+) -> tuple[int, int, int, int]:
+    """Elements that every tensor-parallel rank has, that ranks divide, and of `stacked` experts;
+    and the number of tensors."""
     whole = cut = expert = count = 0
     for name, parameter in layer.named_parameters():
         count += 1
         full = f"{prefix}.{name}"
         style = plan.get(full) or plan.get(full.rpartition(".")[0], "")
-        if parameter.dim() >= 3 and "expert" in name:
+        if full in stacked:
             expert += parameter.numel()
         elif "colwise" in style or "rowwise" in style:
             cut += parameter.numel()

@@ -97,7 +97,7 @@ EXPERT_RULES: tuple[Rule, ...] = (
     ),
     rule(
         "experts on NVMe",
-        lambda f: f.expert_size > 1 and "nvme" in (f.offload_param, f.offload_optimizer),
+        lambda f: f.expert_size > 1 and f.offload_param == "nvme",
         (_EXPERT, lambda f: f.expert_size),
         "swapping of experts to NVMe has not been compared with anything",
         "offload to the CPU, or parallel.expert=1",
@@ -106,8 +106,8 @@ EXPERT_RULES: tuple[Rule, ...] = (
             zero_stage=3,
             world_size=2,
             expert_size=2,
-            offload_optimizer="nvme",
-            offload_optimizer_nvme_path="/disk",
+            offload_param="nvme",
+            offload_param_nvme_path="/disk",
         ),
     ),
     rule(

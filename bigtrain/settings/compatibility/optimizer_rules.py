@@ -34,20 +34,6 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
         lambda f: replace(f, torch_adam=True, super_offload=False),
         Facts(zero_stage=2, optimizer="muon", torch_adam=False),
     ),
-    rule(  # runtime/swap_tensor/partitioned_optimizer_swapper.py knows exp_avg and exp_avg_sq
-        "another optimizer on NVMe",
-        lambda f: _is_own(f) and f.offload_optimizer == "nvme",
-        (f"{_OFFLOAD}.device", lambda f: f.offload_optimizer),
-        lambda f: f"DeepSpeed swaps the states of Adam in float32, and the run has {_own(f)}",
-        'device "cpu" (ds_configs/zero3_offload.json)',
-        lambda f: replace(f, offload_optimizer="cpu"),
-        Facts(
-            zero_stage=3,
-            optimizer="lion",
-            offload_optimizer="nvme",
-            offload_optimizer_nvme_path="/local-disk",
-        ),
-    ),
     _refused(
         "another optimizer in float16",
         lambda f: f.dtype == "float16",
