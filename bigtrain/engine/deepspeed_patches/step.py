@@ -47,8 +47,8 @@ class SpeedPatch:
 
     saves: host time, in milliseconds per parameter tensor and optimizer step unless it says
     otherwise, with DeepSpeed 0.19.8 (docs/benchmarks.md: Llama of 434 tensors, one rank);
-    `benchmarks/host_time.py --without NAME --versus 2` measures a function again. is_in_place: whether DeepSpeed's `engine` runs the replacement, read from
-    the engine itself.
+    `benchmarks/host_time.py --without NAME --versus 2` measures a function again. is_in_place:
+    whether DeepSpeed's `engine` runs the replacement, read from the engine itself.
     """
 
     name: str
