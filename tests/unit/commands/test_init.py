@@ -83,14 +83,7 @@ def test_a_file_that_exists_is_replaced_by_force_alone(
     [
         ([], "--model or --new-model and --data: is required when stdin is not a terminal"),
         (["--model", "m"], "--data: is required"),
-<<<<<<< HEAD
-        (
-            ["--new-model", "quickstart", "--data", "d", "--adapters"],
-            "--adapters: require trained weights",
-        ),
-=======
         (["--new-model", "quickstart", "--data", "d", "--adapters"], "--adapters: require trained"),
->>>>>>> words
         (
             ["--new-model", "quickstart", "--data", "d", "--devices", "2xAbacus"],
             "--devices = 'Abacus': no such device",
