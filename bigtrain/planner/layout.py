@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from bigtrain.settings.degrees import Degrees
-from bigtrain.settings.sections.optimizer_facts import facts_of_optimizer
+from bigtrain.settings.sections.optimizer import facts_of_optimizer
 
 Recompute = Literal["none", "attention", "operators", "full"]
 """Activations that the backward pass recomputes: none, attention only (Korthikanti et al. 2022),

@@ -7,19 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigtrain.data.loading.dataset_checks import check_datasets, open_checked
-from bigtrain.data.loading.held_out_sets import check_best, open_held_out_datasets
-from bigtrain.data.samples.identity import SourceIdentity, data_hash, identify_sources
-from bigtrain.data.samples.packed_samples import PackingReport, packing_reports
+from bigtrain.data.loading.dataset_checks import (
+    check_best,
+    check_datasets,
+    open_checked,
+    open_held_out_datasets,
+)
+from bigtrain.data.samples.packing_plan import PackingReport, packing_reports
+from bigtrain.data.samples.phases import SourceIdentity, data_hash, identify_sources
 from bigtrain.data.shards.dataset import Level, TokenDataset
-from bigtrain.data.tokenizers.added_tokens import check_added_tokens
-from bigtrain.data.tokenizers.edge_cases import tokenizer_edge_cases
+from bigtrain.data.tokenizers.equivalence import tokenizer_edge_cases
 from bigtrain.data.tokenizers.model_tokens import beginning_note, check_model_tokens
+from bigtrain.data.tokenizers.training import check_added_tokens
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
-from bigtrain.models.equivalence.expert_gathering import check_expert_gathering
-from bigtrain.models.equivalence.model_plan import ModelPlan
-from bigtrain.models.equivalence.once import choose_once
+from bigtrain.models.equivalence.expert_parallel import check_expert_gathering
+from bigtrain.models.equivalence.model_plan import ModelPlan, choose_once
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.models.layers.kernels import check_kernels
 from bigtrain.models.lm_eval_tasks import check_tasks
@@ -42,7 +45,7 @@ class Inputs:
     """Inputs of a run, checked for existence and consistency.
 
     hf_config: the model's Hugging Face configuration. growth: how its vocabulary has grown, if it
-    has. data_hash: `bigtrain.data.samples.identity`.
+    has. data_hash: `bigtrain.data.samples.phases`.
     sources, datasets: those of the mixture, in its order. packing: how their documents were packed.
     model_plan: how the model is split, isolates documents and computes its loss. held_out_sets:
     those of ``evaluation.held_out``. notes: lines on what is legal and seldom meant.

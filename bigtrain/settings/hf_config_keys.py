@@ -24,7 +24,7 @@ from typing import Any
 from bigtrain.errors import Problem
 from bigtrain.settings.run_config import ModelSection
 from bigtrain.system.shipped_files import published_configuration
-from bigtrain.system.storage.addresses import is_address
+from bigtrain.system.storage.stores import is_address
 
 _JSON_TYPES: dict[str, type] = {
     "boolean": bool,

@@ -18,7 +18,7 @@ from bigtrain.engine.checkpoint.io import read_full_masters
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.tracing.traced_costs import model_costs
-from bigtrain.planner.run_layout import layout_of
+from bigtrain.planner.run_prediction import layout_of
 from bigtrain.planner.stages import matrix_exchange, stages_of
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import ModelSection, RunConfig

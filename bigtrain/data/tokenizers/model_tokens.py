@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.data.shards.dataset import TokenDataset
-from bigtrain.data.tokenizers.edge_cases import tokenizer_edge_cases
+from bigtrain.data.tokenizers.equivalence import tokenizer_edge_cases
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer, own_file
 from bigtrain.errors import DataError, Problem
 from bigtrain.settings.run_config import RunConfig

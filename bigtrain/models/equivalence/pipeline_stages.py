@@ -18,12 +18,12 @@ from bigtrain.errors import ModelError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
+    TOKENS,
     build_proxy_model,
     fewer_experts,
     set_heads,
     with_heads,
 )
-from bigtrain.models.equivalence.thresholds import TOKENS
 from bigtrain.models.experts.router_logits import (
     ask_for_router_logits,
     auxiliary_loss,

@@ -11,8 +11,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from bigtrain.errors import ConfigError, Problem
-from bigtrain.models.layers.decoder_layers import decoder_layers, expert_stacks
 from bigtrain.models.layers.parameter_roles import Role, parameter_roles
+from bigtrain.models.layers.parameters import decoder_layers, expert_stacks
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.settings.sections.optimizer import OptimizerSection, SplitSection
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from bigtrain.cli import main
-from bigtrain.settings.json_schema import SHIPPED
+from bigtrain.settings.commented_yaml import SHIPPED
 from bigtrain.settings.loading import load_run_config
 from bigtrain.settings.run_config import RunConfig
 

@@ -27,7 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from bigtrain.errors import ModelError
 from bigtrain.models.equivalence.pipeline_stages import stage_costs
-from bigtrain.models.layers.decoder_layers import decoder_layers
+from bigtrain.models.layers.parameters import decoder_layers
 from bigtrain.models.parallel.stage_layout import find_layout
 from bigtrain.models.tracing import meta_trace
 from bigtrain.models.tracing.meta_trace import trace_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bigtrain.engine.optimizers.parameter_groups import parameter_groups
+from bigtrain.engine.optimizers.build import parameter_groups
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.gradient_reach import parameters_without_gradient

@@ -9,7 +9,7 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bigtrain.models.equivalence import expert_balance
-from bigtrain.models.equivalence.expert_balance import check_expert_balance
+from bigtrain.models.equivalence.expert_parallel import check_expert_balance
 from bigtrain.settings.run_config import RunConfig
 
 GLOBAL = {"auxiliary_loss": "global_batch"}
