@@ -154,7 +154,7 @@ def test_a_person_is_asked_at_a_terminal(folder: Path) -> None:
             ("conversations", ""),
             ("Devices", ""),
             ("Optimizer steps", "many"),
-            ("whole number", "50"),
+            ("an integer", "50"),
             ("Tokens per sample", "256"),
             ("Samples per step", "8"),
         ):
