@@ -30,7 +30,7 @@ class OptimizerCosts:
 
     @property
     def needs_whole_matrices(self) -> bool:
-        """Whether ranks exchange the matrices of hidden layers at every step."""
+        """True if ranks exchange the matrices of hidden layers at every step."""
         return facts_of_optimizer(self.type).beside is not None
 
 

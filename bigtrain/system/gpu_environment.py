@@ -31,8 +31,8 @@ _TRACE_FILE = ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE")
 
 
 def nccl_defaults(environment: Mapping[str, str], directory: Path) -> dict[str, str]:
-    """Variables to add for NCCL's error handling and flight recorder, which writes into the run's
-    `directory`."""
+    """Return variables to add for NCCL's error handling and flight recorder, which writes into the
+    run's `directory`."""
     wanted = (*_NCCL, (_TRACE_FILE, str(directory.absolute() / NCCL_TRACE)))
     return {
         names[0]: value for names, value in wanted if not any(name in environment for name in names)

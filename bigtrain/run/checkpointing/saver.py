@@ -248,7 +248,7 @@ class Saver:
         return None
 
     def _on_main(self, action: Callable[[], Result]) -> Result:
-        """`on_main_rank` in the group of saves; any error except a lost run token becomes a
+        """Call `on_main_rank` in the group of saves; any error except a lost run token becomes a
         CheckpointError."""
 
         def attempt() -> Result:
