@@ -280,7 +280,7 @@ def test_fewer_tokens_than_asked_for_are_reported(
     (tmp_path / "in.txt").write_text("aa aa")
     command = ["tokenizer", "--input", tmp_path / "in.txt", "--vocab-size", 300]
     assert bigtrain(*command, "--output", tmp_path / "t") == 0
-    assert "the text gives 259 tokens, fewer than --vocab-size 300" in capsys.readouterr().err
+    assert "the text yields 259 tokens, fewer than --vocab-size 300" in capsys.readouterr().err
 
 
 def test_training_twice_gives_the_same_tokenizer(corpus: Path, tokenizer: Path) -> None:
