@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from bigtrain.sites.metrics import LEFT_OUT, RETURNED, OuterEvent
+from bigtrain.sites.metrics import LEFT_OUT
 from bigtrain.sites.protocol import (
     MOST_VALUE_BYTES,
     Header,
@@ -24,7 +24,7 @@ from bigtrain.sites.protocol import (
     digest_of,
 )
 from bigtrain.sites.server.members import UNUSABLE, EventKey, Members, events_of, named
-from bigtrain.sites.server.plan import Waiting, due, plan_round
+from bigtrain.sites.server.plan import Waiting, due, plan_round, round_events
 from bigtrain.sites.server.store import SiteRow
 
 _MOST_VALUES_BYTES = 64 << 20
@@ -250,8 +250,9 @@ class DirectExchange:
             plain=sorted(plain),
         )
         told = self._members.pending()
-        plan = replace(plan, events=tuple(self._events_of(plan, told)))
         last = self._store.record()
+        before = set(plan.members if last is None else last["members"])
+        plan = replace(plan, events=round_events(plan, events_of(told, plan.number), before))
         if last is not None and plan.number < int(last["number"]):
             self._members.log(
                 f"outer step {last['number']} is on none of the sites that are here: they continue "
@@ -344,21 +345,6 @@ class DirectExchange:
             self._waiting.pop(site, None)
             self._members.note(LEFT_OUT, f"site {site}", UNUSABLE)
             self._members.log(f"site {site} is excluded: it {UNUSABLE}")
-
-    def _events_of(self, plan: RoundPlan, told: Counter[EventKey]) -> list[OuterEvent]:
-        """Return what happened to the sites since the last round, and the events `told`."""
-        number = plan.number
-        events = events_of(told, number)
-        named_, last = {event.who for event in events}, self._store.record()
-        before = set(last["members"]) if last is not None else set(plan.members)
-        for site in sorted(before - set(plan.members)):
-            if f"site {site}" not in named_:
-                events.append(OuterEvent(LEFT_OUT, f"site {site}", "missed the outer step", number))
-        for site in plan.members:
-            if site in plan.takers or site not in before:
-                does = "takes the global weights" if site in plan.takers else "takes part again"
-                events.append(OuterEvent(RETURNED, f"site {site}", does, number))
-        return events
 
     def _expected(self) -> dict[int, SiteRow]:
         """Return the sites that the next round waits for, and those that wait for it."""
