@@ -48,6 +48,12 @@ class _OpenRound:
     blamed: set[int] = field(default_factory=set)
     first_vote: float | None = None
 
+    def vote(self, site: int, is_done: bool, now: float) -> None:
+        """Count the first vote of a member."""
+        if site in self.plan.members:
+            self.votes.setdefault(site, is_done)
+            self.first_vote = now if self.first_vote is None else self.first_vote
+
 
 class DirectExchange:
     """The entries, the open round and the key/value store of a run."""
@@ -165,14 +171,11 @@ class DirectExchange:
         with self._members.changed:
             current, aborted = self._open, self._aborted
             if current is not None and current.plan.attempt == attempt:
-                if site in current.plan.members:
-                    current.votes.setdefault(site, is_done)
-                    if not is_done:
-                        self._end_generation()
-                    if current.first_vote is None:
-                        current.first_vote = self._members.clock()
-                    if unusable in current.plan.members:
-                        current.blamed.add(unusable)
+                current.vote(site, is_done, self._members.clock())
+                if not current.votes.get(site, True):
+                    self._end_generation()
+                if unusable in current.plan.members and site in current.plan.members:
+                    current.blamed.add(unusable)
             elif aborted is not None and aborted.attempt == attempt:
                 if unusable in aborted.members and site in aborted.members:
                     self._refuse({unusable})
@@ -376,10 +379,7 @@ class DirectExchange:
         self._plans.pop(site, None)
         if self._open is not None:
             self._open.absent.discard(site)
-        if self._open is not None and site in self._open.plan.members:
-            self._open.votes.setdefault(site, False)
-            if self._open.first_vote is None:
-                self._open.first_vote = self._members.clock()
+            self._open.vote(site, False, self._members.clock())
 
     def _end_generation(self) -> None:
         """Refuse `get` and `put` of a round that fails: other members may wait there for a site
