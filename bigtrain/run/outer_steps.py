@@ -38,7 +38,17 @@ class OuterSteps:
         if config.sites is not None:
             run = checkpoints.make_run_id(session.directory) if session.world.is_main else ""
             facts, allowed = _facts(session, inputs), config.checkpoint.allow_changes
-            self._step = OuterStep(engine, config.sites, session.world, facts, allowed, run)
+            beat = session.heartbeat
+            self._step = OuterStep(
+                engine,
+                config.sites,
+                session.world,
+                facts,
+                allowed,
+                run,
+                # Other sites may be far from their next outer step: not a hang of this one.
+                on_wait=lambda: beat.at("waiting for the other sites", slow=True),
+            )
 
     def begin(self, state: TrainState) -> TrainState:
         """Begin at `state`, which the engine holds; returns where the run goes on, later where

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +33,7 @@ class DirectRounds:
     votes, and the step counts if the server commits it, for all its members or for none.
 
     membership: None for a single site, which has nothing to exchange. join: fields of the request
-    to join.
+    to join. on_wait: called on the main rank while the other sites train and this one waits.
     """
 
     def __init__(
@@ -43,8 +43,10 @@ class DirectRounds:
         ranks: SiteRanks,
         membership: Membership | None,
         join: Mapping[str, Any],
+        on_wait: Callable[[], None] | None = None,
     ) -> None:
         self._sites = sites
+        self._on_wait = on_wait
         self._ranks = ranks
         self._membership = membership
         self._join = join
@@ -127,7 +129,9 @@ class DirectRounds:
             "digest": f"{checksum:016x}",
             "tokens_seen": attempt.tokens_seen,
         }
-        return self._ranks.on_main(lambda: membership.enter(entry))
+        # In a thread, waiting is not what the training thread does.
+        on_wait = self._on_wait if attempt.thread is None else None
+        return self._ranks.on_main(lambda: membership.enter(entry, on_wait))
 
     def _exchanged(self, attempt: OuterRound, plan: RoundPlan) -> _Failure:
         """Make the transfers of the plan; changes only the attempt. Collective over the site."""

@@ -6,7 +6,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -123,8 +123,11 @@ class Membership:
             with suppress(UnreachableError, RefusedByServerError):
                 client.ask("heartbeat", header, deadline=time.monotonic() + HEARTBEAT_TIMEOUT / 2)
 
-    def enter(self, header: Mapping[str, Any]) -> RoundPlan:
-        """Enter a round of the direct exchange; return its plan once it is made.
+    def enter(
+        self, header: Mapping[str, Any], on_wait: Callable[[], None] | None = None
+    ) -> RoundPlan:
+        """Enter a round of the direct exchange; return its plan once it is made. on_wait: called
+        while the server answers that this site has to wait.
 
         Raises DetachedError if the server is unreachable for ``sites.timeout_seconds``, LaunchError
         if sites of a new run do not join in that time, TrainingError if the server refuses this
@@ -138,6 +141,8 @@ class Membership:
             reply = self._ask_as_member("plan", poll)
             if reply["is_ready"]:
                 return RoundPlan.from_json(reply["plan"])
+            if on_wait is not None:
+                on_wait()
             if reply.get("is_new") and time.monotonic() > end:
                 raise _missing_sites(self.sites, reply["missing"])
 

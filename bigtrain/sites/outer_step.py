@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -48,6 +48,7 @@ class OuterStep:
 
     facts: settings and data that all sites must have alike; allowed: those of them that this site
     may change (``checkpoint.allow_changes``). run: id of the run directory, on the main rank.
+    on_wait: called there while this site waits for others that train, which may take long.
     number: of the last outer step; tokens_seen: by the global weights, on all sites (0 with a
     server that holds them). notes: lines to show; events: of all sites and the server, for the
     metrics. step: where the run continues after it took weights of sites that are ahead; else None.
@@ -61,6 +62,7 @@ class OuterStep:
         facts: Mapping[str, Any],
         allowed: Sequence[str] = (),
         run: str = "",
+        on_wait: Callable[[], None] | None = None,
     ) -> None:
         self.sites = sites
         self._engine = engine
@@ -88,7 +90,8 @@ class OuterStep:
         if self._membership is not None and sites.server_holds_weights:
             self._rounds = ServerRounds(engine, sites, self._ranks, self._membership, join)
         else:
-            self._rounds = DirectRounds(engine, sites, self._ranks, self._membership, join)
+            membership = self._membership
+            self._rounds = DirectRounds(engine, sites, self._ranks, membership, join, on_wait)
 
     @property
     def state(self) -> OuterState:

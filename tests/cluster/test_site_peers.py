@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -201,7 +200,8 @@ def test_site_0_starts_the_server_and_finds_it_again(
 ) -> None:
     """It outlives the training process, and ends when all sites have left."""
     lab = Lab(net, tmp_path, inputs.run_yaml, 2, server="s0")
-    settings = ("sites.start_server=true", "batch.global_batch_size=8")
+    # Site 1 may be there long before site 0 has started the server.
+    settings = ("sites.start_server=true", "batch.global_batch_size=8", "sites.timeout_seconds=60")
     for site in (1, 0):
         lab.train(site, LONG, *settings)
     lab.wait_for_steps([0, 1])
@@ -227,7 +227,9 @@ def test_a_site_is_lost_in_the_middle_of_an_exchange(
     for site in range(3):
         lab.train(site, LONG)
     lab.wait_for_steps([0, 1, 2])
-    time.sleep(1.5)
+    # Of the 77 kB that it sends for each outer step: control messages are far smaller.
+    sent = net.sent_bytes("s2")
+    wait_until("an exchange is under way", lambda: net.sent_bytes("s2") > sent + 20_000, 60)
     if how == "killed":
         lab.end(2, signal.SIGKILL)
     else:

@@ -117,4 +117,7 @@ def round_events(
         if site in plan.takers or site not in before:
             does = "takes the global weights" if site in plan.takers else "takes part again"
             events.append(OuterEvent(RETURNED, f"site {site}", does, number))
+    back = {event.who for event in events if event.event == RETURNED}
+    # Once, though it has joined as well.
+    noted = [one for one in noted if one.event != RETURNED or one.who not in back]
     return (*noted, *events)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -122,12 +123,15 @@ def test_a_site_that_left_is_not_waited_for_and_takes_the_weights_when_it_is_bac
         assert first.commit(plan.attempt, is_done=True, unusable=None)
     second = member(reach, 1)
     join(second)
+    waits = threading.Event()
     with ThreadPoolExecutor(1) as threads:
-        behind = threads.submit(second.enter, entry(0, None))
+        behind = threads.submit(second.enter, entry(0, None), waits.set)
+        assert waits.wait(60)  # as long as the others train
         plan = first.enter(entry(2))
         assert behind.result().attempt == plan.attempt
     assert (plan.members, plan.takers, plan.donor, plan.weights) == ((0, 1), (1,), 0, (1, 0))
-    assert ("site_returned", "site 1") in {(event.event, event.who) for event in plan.events}
+    back = [event for event in plan.events if event.event == "site_returned"]
+    assert [(event.who, event.reason) for event in back] == [("site 1", "takes the global weights")]
     for site in (first, second):
         site.leave()
 
