@@ -46,10 +46,10 @@ from benchmarks.support.litgpt_loop import LitgptLoop
 from benchmarks.support.points import Point, resolve_point
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.planner.run_prediction import GIB
-from bigtrain.run.diagnostics.prediction import predict
 from bigtrain.run.diagnostics.profiling import top_ops
 from bigtrain.run.preflight import Inputs, inspect_inputs
 from bigtrain.run.session import open_session
+from bigtrain.run.training import predict
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.system.world import World
 

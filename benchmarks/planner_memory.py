@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bigtrain.launchers.local_world import run_local_world
 from bigtrain.models.tracing.meta_trace import trace_model
 from bigtrain.planner.memory import peak_memory
-from bigtrain.planner.run_layout import layout_of
+from bigtrain.planner.run_prediction import layout_of
 from bigtrain.planner.tables.engines import engine_named
 from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config, read_deepspeed_config
 from bigtrain.settings.resolve import resolve_run

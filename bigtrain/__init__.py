@@ -28,31 +28,31 @@ if TYPE_CHECKING:
         OutputError,
         TrainingError,
     )
-    from bigtrain.python_api.configuring import check, load_config
-    from bigtrain.python_api.growing import add_tokens, grow_model
+    from bigtrain.python_api.configuring import check, load_config, train_run
     from bigtrain.python_api.new_run import NewRun, write_new_run
     from bigtrain.python_api.planning import Plan, plan
     from bigtrain.python_api.results import (
+        add_tokens,
+        describe_shards,
         export_run,
+        fetch,
         generate,
+        grow_model,
+        list_checkpoints,
         load_state_dict,
         open_conversation,
+        read_documents,
         read_metric_columns,
         read_metrics,
-    )
-    from bigtrain.python_api.runs import (
-        fetch,
-        list_checkpoints,
         verify_model,
         verify_run,
+        verify_shards,
         write_report,
     )
-    from bigtrain.python_api.shards import describe_shards, read_documents, verify_shards
     from bigtrain.python_api.tokenizing import tokenize, train_tokenizer
-    from bigtrain.python_api.training import train_run
     from bigtrain.run.checkpointing.listing import ListedCheckpoint
     from bigtrain.run.reporting.closing import TrainingResult
-    from bigtrain.settings.json_schema import run_schema
+    from bigtrain.settings.commented_yaml import run_schema
     from bigtrain.settings.resolve import ResolvedRun
     from bigtrain.settings.run_config import RunConfig
 
@@ -61,31 +61,31 @@ __version__ = "0.1.0"
 _HOMES = {
     "bigtrain.python_api.tokenizing": ("train_tokenizer", "tokenize"),
     "bigtrain.data.shards.dataset": ("open_dataset", "TokenDataset"),
-    "bigtrain.python_api.shards": ("describe_shards", "read_documents", "verify_shards"),
-    "bigtrain.python_api.growing": ("add_tokens", "grow_model"),
-    "bigtrain.python_api.new_run": ("write_new_run", "NewRun"),
-    "bigtrain.settings.json_schema": ("run_schema",),
-    "bigtrain.python_api.configuring": ("load_config", "check"),
-    "bigtrain.settings.run_config": ("RunConfig",),
-    "bigtrain.settings.resolve": ("ResolvedRun",),
-    "bigtrain.python_api.planning": ("plan", "Plan"),
-    "bigtrain.python_api.training": ("train_run",),
-    "bigtrain.run.reporting.closing": ("TrainingResult",),
     "bigtrain.python_api.results": (
+        "describe_shards",
+        "read_documents",
+        "verify_shards",
+        "add_tokens",
+        "grow_model",
         "read_metrics",
         "read_metric_columns",
         "load_state_dict",
         "export_run",
         "generate",
         "open_conversation",
-    ),
-    "bigtrain.python_api.runs": (
         "list_checkpoints",
         "verify_run",
         "verify_model",
         "write_report",
         "fetch",
     ),
+    "bigtrain.python_api.new_run": ("write_new_run", "NewRun"),
+    "bigtrain.settings.commented_yaml": ("run_schema",),
+    "bigtrain.python_api.configuring": ("load_config", "check", "train_run"),
+    "bigtrain.settings.run_config": ("RunConfig",),
+    "bigtrain.settings.resolve": ("ResolvedRun",),
+    "bigtrain.python_api.planning": ("plan", "Plan"),
+    "bigtrain.run.reporting.closing": ("TrainingResult",),
     "bigtrain.run.checkpointing.listing": ("ListedCheckpoint",),
     "bigtrain.errors": (
         "BigtrainError",

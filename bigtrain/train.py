@@ -34,9 +34,9 @@ from signal import SIGINT, SIGTERM, Signals
 from typing import NoReturn
 
 from bigtrain.errors import BigtrainError
-from bigtrain.python_api.training import train_resolved
+from bigtrain.python_api.configuring import train_resolved
 from bigtrain.settings.accelerate import read_accelerate
-from bigtrain.settings.field_names import with_setting_names
+from bigtrain.settings.loading import with_setting_names
 from bigtrain.settings.resolve import resolve_run_files
 from bigtrain.system.world import World, has_other_hosts, read_world
 

@@ -48,20 +48,14 @@ def offload(setup: Setup, part: Part) -> None:
 
 
 def nvme(setup: Setup, part: Part) -> None:
-    """Optimizer and parameters in files, where DeepSpeed's async_io can be compiled."""
-    json: dict[str, Any] = {}
-    for block in ("offload_optimizer", "offload_param"):
-        json[f"zero_optimization.{block}.nvme_path"] = str(setup.directory / "nvme")
+    """Parameters in files, where DeepSpeed's async_io can be compiled."""
+    block = "zero_optimization.offload_param"
+    json: dict[str, Any] = {f"{block}.nvme_path": str(setup.directory / "nvme")}
     (setup.directory / "nvme").mkdir()
     if find_library("aio") is None:
         part.note("nvme", "libaio is not installed, which async_io needs: CPU memory instead")
-        for block in ("offload_optimizer", "offload_param"):
-            json[f"zero_optimization.{block}.device"] = "cpu"
-        json["zero_optimization.offload_optimizer.pipeline_read"] = None
-        json["zero_optimization.offload_optimizer.pipeline_write"] = None
-    # Its masters are in files of DeepSpeed's, so losses and norms of later steps stand for them.
-    case = Case("zero3-nvme", "zero3_nvme", json=json, saves="skipped" in part.figures)
-    compare_cases(setup, part, [case])
+        json[f"{block}.device"] = "cpu"
+    compare_cases(setup, part, [Case("zero3-nvme", "zero3_nvme", json=json)])
 
 
 def zeropp(setup: Setup, part: Part) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -157,8 +157,6 @@ def compare_case(
 def verdict_of(setup: Setup, case: Case, plain: Sequence[Trained], found: Trained) -> Verdict:
     """How far `found` is from the plain runs, and how far rounding may take it."""
     point = Point(case.name, case.engine, run_of(setup, case).config)
-    if not case.saves:
-        found = replace(found, first=plain[0].first, last=plain[0].last)
     first, *others = [_figures(run) for run in plain]
     if case.dtype == "float32":
         return compare(point, [first], _figures(found), others)

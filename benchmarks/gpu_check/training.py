@@ -53,7 +53,7 @@ class Case:
     """A run to compare. engine: a name in ds_configs/, changed by `json` (dotted keys).
 
     scale_power: of float16's first loss scale; large, so that steps are skipped until it fits.
-    model: more keys of the section. saves: whether its masters can be read, and are compared.
+    model: more keys of the section.
     """
 
     name: str
@@ -65,7 +65,6 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     json: dict[str, Any] = field(default_factory=dict)
     gradient_dtype: str | None = None
-    saves: bool = True
 
 
 @dataclass
@@ -260,12 +259,11 @@ def train_engine(
         for step in range(case.num_steps):
             with around_steps():
                 step_engine(setup, case, engine, step, found)
-            if case.saves and any(found.updated) and not found.first:
+            if any(found.updated) and not found.first:
                 found.first = masters_of(engine, setup.directory)
         synchronize(setup)
         found.seconds = time.perf_counter() - begun
-        if case.saves:
-            found.last = masters_of(engine, setup.directory, found)
+        found.last = masters_of(engine, setup.directory, found)
         found.peak_gib = memory_gib(setup.device) - held
     return found
 

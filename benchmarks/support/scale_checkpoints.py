@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.support.simulated import Cost, Meter, world
-from bigtrain.engine.checkpoint.division import divide
 from bigtrain.engine.checkpoint.fragments import Fragment
-from bigtrain.engine.checkpoint.io import Staging, TensorSnapshot, read_tensors
+from bigtrain.engine.checkpoint.io import Staging, TensorSnapshot, divide, read_tensors
 from bigtrain.engine.checkpoint.layout import Row, merge
 from bigtrain.engine.checkpoint.tensor_file import Identity, file_name, write_parts
 from bigtrain.engine.startup.mesh import open_mesh

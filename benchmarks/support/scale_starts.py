@@ -15,7 +15,7 @@ import yaml
 
 from benchmarks.support.simulated import RANKS_OF_HOST, Cost, Meter, told_by_all, world
 from bigtrain.commands.hostfile import _check as check_hostfile
-from bigtrain.data.samples.identity import data_hash
+from bigtrain.data.samples.phases import data_hash
 from bigtrain.data.samples.token_stream import split_stream
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.manifest import (
@@ -32,11 +32,11 @@ from bigtrain.launchers.doctor.examination import Examination, examine
 from bigtrain.launchers.doctor.host_probe import MARK, facts
 from bigtrain.launchers.hostfile import Host
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.equivalence.once import choose_once
+from bigtrain.models.equivalence.model_plan import choose_once
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import DataSection, RunConfig
 from bigtrain.settings.topology import Topology
-from bigtrain.system.versions import library_versions
+from bigtrain.system.machine import library_versions
 from bigtrain.system.world import World
 
 SHARDS_OF_RANK = 24

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.support.simulated import RANKS_OF_HOST, Cost, Meter
 from bigtrain.run.diagnostics.stragglers import find_stragglers
-from bigtrain.run.health.hang_report import Position, diagnose
-from bigtrain.run.health.status_store import Place, StatusStore
+from bigtrain.run.health.status_store import Place, Position, StatusStore, diagnose
 from bigtrain.run.reporting.metrics_lines import cut_lines
 from bigtrain.settings.topology import Topology
 from bigtrain.system.files import sync_to_disk

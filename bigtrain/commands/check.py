@@ -81,8 +81,7 @@ def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
     model's costs are those of an earlier trace, or of a closed form. Raises LaunchError if the run
     cannot fit `gpu`, ConfigError if that is unknown."""
     from bigtrain.models.tracing.traced_costs import model_costs
-    from bigtrain.planner.run_layout import usual_chunk
-    from bigtrain.planner.run_prediction import predict_run, refuse_too_large
+    from bigtrain.planner.run_prediction import predict_run, refuse_too_large, usual_chunk
     from bigtrain.planner.tables.engines import cpu_engine
     from bigtrain.planner.tables.hardware import find_device
 

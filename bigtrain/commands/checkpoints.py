@@ -21,8 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print one line for each, oldest first. For tensor files only the sizes are compared."""
-    from bigtrain.run.checkpointing.adapter_listing import describe_adapters
-    from bigtrain.run.checkpointing.listing import describe_checkpoints
+    from bigtrain.run.checkpointing.listing import describe_adapters, describe_checkpoints
 
     lines = describe_checkpoints(args.run) if args.run else describe_adapters(args.adapters)
     for line in lines:

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write and verify the directory. Raises ModelError or DataError; then nothing is written."""
-    from bigtrain.python_api.growing import grow_model
+    from bigtrain.python_api.results import grow_model
 
     growth = grow_model(
         args.model,

@@ -208,8 +208,13 @@ def run(args: argparse.Namespace) -> int:
 
 def kubernetes_text(args: argparse.Namespace, output: Path) -> str:
     """Return the manifests for `args`. `output` is not read."""
-    from bigtrain.launchers.kubernetes import KubernetesRequest, render_manifests
-    from bigtrain.launchers.pods import PodSettings, pairs, read_patch
+    from bigtrain.launchers.kubernetes import (
+        KubernetesRequest,
+        PodSettings,
+        pairs,
+        read_patch,
+        render_manifests,
+    )
 
     gpus, processes = processes_of(args)
     token = [f"HF_TOKEN={args.token_secret}:HF_TOKEN"] if args.token_secret else []

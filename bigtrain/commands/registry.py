@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from bigtrain import __version__
 from bigtrain.commands.arguments import EXIT_CODES
-from bigtrain.settings.field_names import with_setting_names
+from bigtrain.settings.loading import with_setting_names
 
 COMMANDS = {
     "init": "write a run YAML from options or a few questions",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bigtrain.report.run import Run
+    from bigtrain.report.run_files import Run
 
 DEFAULT_PORT = 8600
 
@@ -56,8 +56,8 @@ def _port(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Write the page, or serve it. Raises ConfigError, DataError, LaunchError and OutputError."""
     from bigtrain.errors import ConfigError, Problem
-    from bigtrain.python_api.runs import write_report
-    from bigtrain.report.run import open_runs
+    from bigtrain.python_api.results import write_report
+    from bigtrain.report.run_files import open_runs
 
     if args.live and args.output is not None:
         rule = "--live serves the page and does not write one"

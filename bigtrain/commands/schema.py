@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from bigtrain.errors import OutputError
-from bigtrain.settings.json_schema import schema_text
+from bigtrain.settings.commented_yaml import schema_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -95,7 +95,7 @@ def _of_run(name: str, overrides: Sequence[str]) -> tuple[str, Sequence[str], Se
 
 
 def _grow(output: Path, base: str, plain: Sequence[str], special: Sequence[str]) -> int:
-    from bigtrain.python_api.growing import add_tokens
+    from bigtrain.python_api.results import add_tokens
 
     ids = add_tokens(base, output, tokens=plain, special_tokens=special)
     added = ", ".join(f"{text} {number}" for text, number in ids.items())

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _verify_datasets(datasets: Sequence[Path]) -> None:
     from bigtrain.data.shards.dataset import open_dataset
-    from bigtrain.python_api.shards import verify_shards
+    from bigtrain.python_api.results import verify_shards
 
     verify_shards(*datasets)
     for path in datasets:
@@ -50,14 +50,14 @@ def _verify_datasets(datasets: Sequence[Path]) -> None:
 
 
 def _verify_model(directory: Path) -> None:
-    from bigtrain.python_api.runs import verify_model
+    from bigtrain.python_api.results import verify_model
 
     num_files = verify_model(directory)
     print(f"{directory}: {num_files} files, all checksums match")
 
 
 def _verify_run(directory: Path, step: int | None) -> int:
-    from bigtrain.python_api.runs import verified_checkpoints
+    from bigtrain.python_api.results import verified_checkpoints
 
     all_complete = True
     for number, reason in verified_checkpoints(directory, step):

@@ -24,9 +24,8 @@ from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
 from bigtrain.engine.deepspeed_patches.startup import set_mpu
 from bigtrain.engine.deepspeed_patches.step import skip_redundant_work
 from bigtrain.engine.layer_options import speed_up
-from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker
+from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker, parameter_groups
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
-from bigtrain.engine.optimizers.parameter_groups import parameter_groups
 from bigtrain.engine.partitioning import (
     build_dtype,
     copy_of,

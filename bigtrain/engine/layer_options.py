@@ -6,8 +6,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from bigtrain.models.layers.activation_offload import offload_checkpoints
-from bigtrain.models.layers.compilation import compile_layers, is_compiled
+from bigtrain.models.layers.compilation import compile_layers, is_compiled, offload_checkpoints
 from bigtrain.models.layers.kernels import apply_kernels
 from bigtrain.settings.compatibility.check import Facts, may_compile
 from bigtrain.settings.deepspeed.engine_config import EngineConfig

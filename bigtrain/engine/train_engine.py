@@ -1,8 +1,14 @@
-"""One optimizer step of one rank on a DeepSpeed engine, without pipeline stages."""
+"""One optimizer step of one rank on a DeepSpeed engine, without pipeline stages.
+
+The mean loss over several optimizer steps, without waiting for the device at each.
+
+Copying micro-batches to the device while the previous one is computed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,15 +30,12 @@ from bigtrain.engine.deepspeed_patches.step import (
     scaled_loss,
     speed_patches_in_place,
 )
-from bigtrain.engine.experts.load import ExpertLoad
-from bigtrain.engine.experts.router_losses import RouterLosses
-from bigtrain.engine.experts.selection_bias import BiasUpdate
+from bigtrain.engine.experts.load import BiasUpdate, ExpertLoad, RouterLosses
+from bigtrain.engine.optimizers.build import set_learning_rate
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.optimizers.gradient_norm import clip_gradients, mark_gradients, total_norm
-from bigtrain.engine.optimizers.parameter_groups import set_learning_rate
 from bigtrain.engine.optimizers.skip_step import SkipPolicy, SkipStepHook, StepStats, mean_loss
 from bigtrain.engine.optimizers.update_rule import RuleOptimizer
-from bigtrain.engine.prefetch import DeviceFeed
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.models.layers.compilation import uncompiled
 from bigtrain.models.layers.isolation import Isolation
@@ -373,3 +376,90 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
         ignore_index=IGNORED_LABEL,
         reduction="sum",
     )
+
+
+class LossWindow:
+    """Mean loss in nats per target token over the steps since it was last read or emptied.
+
+    Sums stay on the device; a step costs two additions. Steps with a skipped update count only if
+    there is no other step.
+    """
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self._engine = engine
+        self.empty()
+
+    def empty(self) -> None:
+        """Forget the steps so far: the run has rolled back."""
+        self._sum: StepResult | None = None
+        self._skipped: StepResult | None = None
+
+    def add(self, result: StepResult, *, updated: bool) -> None:
+        """Count a step; `updated`: whether its update was made."""
+        if not updated:
+            self._skipped = result
+        elif self._sum is None:
+            self._sum = result  # unchanged: the mean of one step is its own loss, bit for bit
+        else:
+            loss_sum = self._sum.loss_sum.double() + result.loss_sum.double()
+            self._sum = StepResult(loss_sum, self._sum.num_targets + result.num_targets)
+
+    def read(self) -> float:
+        """Return the mean and empty the window. Collective; waits for the device."""
+        result = self._sum or self._skipped
+        assert result is not None
+        self.empty()
+        return self._engine.step_loss(result)
+
+
+@dataclass(frozen=True)
+class _Copied:
+    batch: MicroBatch
+    done: torch.cuda.Event
+
+
+class DeviceFeed:
+    """Copies micro-batches to `device`; on CUDA on a stream of its own, one ahead.
+
+    The host's tensors must be pinned for the copies to overlap (`open_training_data` pins them on
+    CUDA); nothing waits for them but the computing stream, when it needs them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, MicroBatch]]:
+        """Pairs of a micro-batch on the host and the same on the device."""
+        if self._stream is None:
+            for batch in batches:
+                yield batch, batch.moved(lambda tensor: tensor.to(self._device))
+            return
+        ahead: deque[tuple[MicroBatch, _Copied]] = deque()
+        for batch in batches:
+            ahead.append((batch, self._copy(batch, self._stream)))
+            if len(ahead) > 1:
+                yield self._when_copied(*ahead.popleft())
+        for last in ahead:
+            yield self._when_copied(*last)
+
+    def _when_copied(self, batch: MicroBatch, copied: _Copied) -> tuple[MicroBatch, MicroBatch]:
+        computing = torch.cuda.current_stream(self._device)
+        # Not `computing.wait_event`, which is counted as waiting for other ranks
+        # (`bigtrain.models.torch_patches.observed_device_waits`).
+        copied.done.wait(computing)
+        # Memory of the other stream, in use by this one until the tensors are gone.
+        copied.batch.moved(lambda tensor: _in_use(tensor, computing))
+        return batch, copied.batch
+
+    def _copy(self, batch: MicroBatch, stream: torch.cuda.Stream) -> _Copied:
+        with torch.cuda.stream(stream):
+            copied = batch.moved(lambda tensor: tensor.to(self._device, non_blocking=True))
+            done = torch.cuda.Event()
+            done.record(stream)
+        return _Copied(copied, done)
+
+
+def _in_use(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
+    tensor.record_stream(stream)
+    return tensor

@@ -66,7 +66,7 @@ def _forward(number: int, frame: FrameType | None) -> None:
 
 
 def _ranks() -> list[int]:
-    """Process ids of the ranks that torchrun has started here."""
+    """Return the process ids of the ranks that torchrun has started here."""
     pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -176,7 +176,7 @@ def _slots_of(environment: Mapping[str, str], num_hosts: int) -> list[int]:
 
 
 def _expand_counts(text: str, num_hosts: int) -> list[int]:
-    """ "2(x3),1" is 2, 2, 2, 1 (man sbatch, SLURM_TASKS_PER_NODE)."""
+    """Expand "2(x3),1" to 2, 2, 2, 1 (man sbatch, SLURM_TASKS_PER_NODE)."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

@@ -200,7 +200,21 @@ def _construct(
     # no_init_weights also skips the tying that post_init would do.
     model.tie_weights()
     assert isinstance(model, PreTrainedModel)
+    _widen_buffers(model)
     return model
+
+
+def _widen_buffers(model: PreTrainedModel) -> None:
+    """Give buffers that files hold float32, whatever dtype the model is constructed in.
+
+    ZeRO 0 to 2 construct models in float32, and DeepSpeed casts no buffers: all stages compute
+    with the same values, and export them as they came.
+    """
+    stored = model.state_dict(keep_vars=True).keys()
+    for name, buffer in list(model.named_buffers()):
+        if name in stored and buffer.is_floating_point() and buffer.itemsize < 4:
+            prefix, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(prefix), leaf, buffer.float())
 
 
 def _implementation(attention: str) -> str | None:

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.errors import ModelError
-from bigtrain.models.export.chat_ending import end_of_turn_ids
+from bigtrain.models.export.verified import end_of_turn_ids
 from bigtrain.models.layers.adapters import quiet_bitsandbytes
 from bigtrain.models.parallel.grouped_experts import fit_experts
-from bigtrain.models.weights.import_hf import refuse_pickles
+from bigtrain.models.weights.weight_files import refuse_pickles
 from bigtrain.system.storage.copies import at_hand
 from bigtrain.system.text_record import TextRecord, read_record
 

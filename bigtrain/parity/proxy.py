@@ -14,9 +14,13 @@ from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
 from bigtrain.errors import ConfigError, ModelError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config
 from bigtrain.models.equivalence.loss import choose_loss
-from bigtrain.models.equivalence.proxy_model import VOCABULARY, build_proxy_model, with_heads
+from bigtrain.models.equivalence.proxy_model import (
+    VOCABULARY,
+    build_proxy_model,
+    document_positions,
+    with_heads,
+)
 from bigtrain.models.equivalence.tensor_parallel import deterministic, randomize
-from bigtrain.models.equivalence.thresholds import document_positions
 from bigtrain.models.layers.parameters import KEY as FROZEN
 from bigtrain.parity.adapters import comparable_adapters
 from bigtrain.parity.optimizers import check_comparable

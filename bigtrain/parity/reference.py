@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.models.equivalence.rounding import SumsInParts
 from bigtrain.models.layers.adapters import base_name
-from bigtrain.models.layers.decoder_layers import decoder_layers
+from bigtrain.models.layers.parameters import decoder_layers
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.parity.adapters import with_adapters
 from bigtrain.parity.optimizers import plain_optimizer

@@ -17,6 +17,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from bigtrain.settings.hf_config_keys import CHOSEN_EXPERTS, EXPERTS, number_of
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -58,15 +60,15 @@ def model_shape(
     tied: whether input embedding and head share their weight.
 
     Experts of a mixture (parameters below a module named ``experts``) count by the fraction that
-    one token is routed to: ``num_experts_per_tok`` of ``num_local_experts`` (also known as
-    ``num_experts`` and ``n_routed_experts``). Norms and biases stay in ``N``, as in the paper.
+    one token is routed to: ``num_experts_per_tok`` of ``num_local_experts``, or what the
+    architecture calls them. Norms and biases stay in ``N``, as in the paper.
     """
-    num_layers = _number(config, "num_hidden_layers")
-    num_heads = _number(config, "num_attention_heads")
-    hidden_size = _number(config, "hidden_size")
+    num_layers = number_of(config, ["num_hidden_layers"])
+    num_heads = number_of(config, ["num_attention_heads"])
+    hidden_size = number_of(config, ["hidden_size"])
     if num_layers is None or num_heads is None or hidden_size is None:
         return None
-    head_size = _number(config, "head_dim") or hidden_size // num_heads
+    head_size = number_of(config, ["head_dim"]) or hidden_size // num_heads
     num_dense = num_expert = 0
     for name, count in parameters:
         if name == input_embedding and not tied:
@@ -76,17 +78,11 @@ def model_shape(
         else:
             num_dense += count
     if num_expert:
-        num_used = _number(config, "num_experts_per_tok")
-        num_all = _number(config, "num_local_experts", "num_experts", "n_routed_experts")
+        num_used, num_all = number_of(config, CHOSEN_EXPERTS), number_of(config, EXPERTS)
         if num_used is None or num_all is None:
             return None
         num_expert = num_expert * num_used // num_all
     return ModelShape(num_dense + num_expert, num_layers, num_heads, head_size)
-
-
-def _number(config: object, *names: str) -> int | None:
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 # Dense peaks in TFLOP/s with float32 accumulation, without sparsity, one device: (a pattern of the

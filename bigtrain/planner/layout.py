@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from bigtrain.settings.degrees import Degrees
-from bigtrain.settings.sections.optimizer_facts import facts_of_optimizer
+from bigtrain.settings.sections.optimizer import facts_of_optimizer
 
 Recompute = Literal["none", "attention", "operators", "full"]
 """Activations that the backward pass recomputes: none, attention only (Korthikanti et al. 2022),
@@ -30,7 +30,7 @@ class OptimizerCosts:
 
     @property
     def needs_whole_matrices(self) -> bool:
-        """Whether ranks exchange the matrices of hidden layers at every step."""
+        """True if ranks exchange the matrices of hidden layers at every step."""
         return facts_of_optimizer(self.type).beside is not None
 
 

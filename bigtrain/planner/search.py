@@ -17,7 +17,7 @@ from typing import Any
 from bigtrain.planner.layout import ADAMW, Layout, OptimizerCosts, Recompute
 from bigtrain.planner.memory import MARGIN, MEMORY_ERROR, MemoryUse, peak_memory, usable_memory
 from bigtrain.planner.model_costs import ModelCosts
-from bigtrain.planner.run_layout import chunk_tokens, usual_chunk
+from bigtrain.planner.run_prediction import chunk_tokens, usual_chunk
 from bigtrain.planner.step_time import StepTime, step_time
 from bigtrain.planner.tables.engines import Engine
 from bigtrain.planner.tables.hardware import Device

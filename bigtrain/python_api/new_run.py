@@ -19,7 +19,7 @@ from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import ModelSection, RunConfig
 from bigtrain.system.files import whole_file
 from bigtrain.system.shipped_files import checkout
-from bigtrain.system.storage.addresses import is_address
+from bigtrain.system.storage.stores import is_address
 
 if TYPE_CHECKING:
     from bigtrain.python_api.planning import Plan

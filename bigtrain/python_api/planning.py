@@ -171,7 +171,7 @@ def _cluster(
 
 
 def _request(config: RunConfig, cluster: Cluster, model: Any) -> Request:
-    from bigtrain.planner.run_layout import optimizer_costs
+    from bigtrain.planner.run_prediction import optimizer_costs
     from bigtrain.planner.search import Request
     from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
     from bigtrain.settings.hf_config_keys import inspect_configuration
@@ -223,7 +223,7 @@ def run_and_engine(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the run YAML and the DeepSpeed JSON of `config` in another layout, as trees. The loss
     is written if it differs from the default of such a run."""
-    from bigtrain.planner.run_layout import usual_chunk
+    from bigtrain.planner.run_prediction import usual_chunk
 
     offload = "_offload" if layout.offload_optimizer else ""
     # No JSON is shipped for ZeRO 1 with an offloaded optimizer: it is ZeRO 2's with another stage.

@@ -1,4 +1,12 @@
-"""Results of a run: metrics, weights, an export, and text generation."""
+"""Results of a run: metrics, weights, an export, and text generation.
+
+Added tokens of a tokenizer, and embedding rows for them: `bigtrain tokenizer --base`, `bigtrain
+grow`.
+
+Run directories: checkpoints, verification, report, copy.
+
+Inspection and verification of token shards: `inspect`, `verify`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +22,23 @@ if TYPE_CHECKING:
     import torch
 
     from bigtrain.models.generation import Conversation
+from collections.abc import Sequence
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bigtrain.models.weights.vocabulary import Growth
+from typing import TYPE_CHECKING
+
+from bigtrain.errors import ModelError
+
+if TYPE_CHECKING:
+    from bigtrain.run.checkpointing.listing import ListedCheckpoint
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bigtrain.data.shards.inspection import Inspected
+
 
 Kind = Literal["step", "evaluation", "event", "outer_step"]
 
@@ -194,3 +219,264 @@ def _tokenizer_of(model: str) -> Any:
         return load_tokenizer(model).huggingface
     except DataError:
         return None
+
+
+NewRows = Literal["mean_covariance", "mean", "normal"]
+
+
+def add_tokens(
+    base: str | Path,
+    output: str | Path,
+    *,
+    tokens: Sequence[str] = (),
+    special_tokens: Sequence[str] = (),
+) -> dict[str, int]:
+    """Write the tokenizer `base` with tokens added to it into the directory `output`; return the
+    id of each.
+
+    base: directory or hub name. tokens: texts that become one token each. special_tokens: control
+    tokens, which document text never becomes; their ids come first. All ids follow the
+    highest existing one. Raises DataError; then no files remain.
+    """
+    from bigtrain.data.tokenizers.training import add_tokens as added
+    from bigtrain.system.files import new_directory, require_free
+
+    target = Path(output)
+    require_free(target)
+    tokenizer, ids = added(str(base), tokens, special_tokens)
+    with new_directory(target) as directory:
+        tokenizer.save(directory)
+    return ids
+
+
+def grow_model(
+    model: str | Path,
+    tokenizer: str | Path,
+    output: str | Path,
+    *,
+    new_rows: NewRows = "mean_covariance",
+    pad_to_multiple_of: int | None = None,
+    seed: int = 0,
+) -> Growth:
+    """Write `model` with rows for the tokens of a grown `tokenizer` into the directory `output`, a
+    verified Hugging Face directory; return the growth.
+
+    model, tokenizer: directories or hub names. new_rows, pad_to_multiple_of: as
+    ``model.vocabulary`` of a run. seed: of random rows. Raises ModelError or DataError;
+    then nothing is written.
+    """
+    from bigtrain.data.tokenizers.tokenizer import load_tokenizer
+    from bigtrain.models.export.grown import export_grown
+    from bigtrain.settings.run_config import VocabularySection
+
+    vocabulary = VocabularySection(new_rows=new_rows, pad_to_multiple_of=pad_to_multiple_of)
+    loaded = load_tokenizer(str(tokenizer))
+    with TemporaryDirectory(prefix="bigtrain-tokenizer-") as place:
+        loaded.save(Path(place))
+        return export_grown(
+            str(model), Path(place), loaded.vocab_size, Path(output), vocabulary, seed
+        )
+
+
+def list_checkpoints(run: str | Path) -> list[ListedCheckpoint]:
+    """Return the checkpoints in a run directory, oldest first: complete or corrupt (by sizes; by
+    contents of small files), the topology that wrote each, and why it is kept.
+
+    Raises CheckpointError if there is none.
+    """
+    from bigtrain.run.checkpointing.listing import listed_checkpoints
+
+    return listed_checkpoints(Path(run))
+
+
+def verify_run(run: str | Path, step: int | None = None) -> dict[int, str | None]:
+    """Read the checkpoints of a run again and compare every checksum; return by step why it is
+    corrupt, None if it is complete.
+
+    step: of one checkpoint (default: all of them). Raises CheckpointError if there is none.
+    """
+    return dict(verified_checkpoints(run, step))
+
+
+def verified_checkpoints(run: str | Path, step: int | None) -> Iterator[tuple[int, str | None]]:
+    """Yield the results of `verify_run` one by one."""
+    from bigtrain.run.checkpointing.listing import verify_checkpoints
+
+    return verify_checkpoints(Path(run), step)
+
+
+def verify_model(directory: str | Path) -> int:
+    """Read the weights of an export again and compare every checksum; return the number of
+    files. Raise ModelError with every corrupt one."""
+    from bigtrain.models.weights.checksums import corrupt_weights
+
+    num_files, corrupt = corrupt_weights(Path(directory))
+    if corrupt:
+        raise ModelError("\n".join(f"{directory} is corrupt: {text}" for text in corrupt))
+    return num_files
+
+
+@dataclass(frozen=True)
+class WrittenReport:
+    """Report page: its path, its number of logged steps, and its size in bytes."""
+
+    path: Path
+    num_steps: int
+    num_bytes: int
+
+
+def write_report(
+    run: str | Path, *, compare: Sequence[str | Path] = (), output: str | Path | None = None
+) -> WrittenReport:
+    """Write a run as one HTML page: curves, events, settings.
+
+    compare: directories of more runs, drawn into the same charts. output: the page (default:
+    report.html in the directory of `run`); an older report is replaced, any other file is not.
+    Raises DataError and OutputError.
+    """
+    from bigtrain.report.page import page_html, write_page
+    from bigtrain.report.run_files import open_runs
+
+    runs = open_runs([Path(run), *map(Path, compare)], final=True)
+    path = Path(run) / "report.html" if output is None else Path(output)
+    html = page_html(runs)
+    write_page(path, html)
+    steps = sum(one.metrics.steps.num_rows for one in runs)
+    return WrittenReport(path, steps, len(html))
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Result of a fetch: its bytes, and for a run the step of the checkpoint."""
+
+    directory: Path
+    num_bytes: int
+    step: int | None
+
+
+def fetch(
+    address: str,
+    directory: str | Path,
+    *,
+    step: int | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Fetched:
+    """Copy a run, a model or a dataset from an address (s3://, https://, ...) to a directory.
+
+    step: for a run, the checkpoint to fetch (default: the newest complete one); the others are not
+    fetched. say: gets a line on each file. When called again, it resumes. Raises
+    DataError; fetched files are kept.
+    """
+    from bigtrain.system.storage.copies import fetch_tree, list_tree, newest_first
+    from bigtrain.system.storage.stores import is_address, without_secrets
+
+    if not is_address(address):
+        raise DataError(f"{address} is not an address, such as s3://bucket/runs/mine -> cp -r")
+    address = address.rstrip("/")
+    steps = newest_first(list(list_tree(address)))
+    if step is not None and step not in steps:
+        listed = ", ".join(map(str, steps)) or "none"
+        raise DataError(
+            f"{without_secrets(address)} has no complete checkpoint of step {step} -> one of "
+            f"{listed}"
+        )
+    wanted = steps[0] if steps and step is None else step
+
+    def is_wanted(name: str) -> bool:
+        if not name.startswith("checkpoints/"):
+            return True
+        return wanted is not None and name.startswith(f"checkpoints/step-{wanted:08d}/")
+
+    target = Path(directory)
+    try:
+        num_bytes = fetch_tree(address, target, is_wanted, say or (lambda text: None))
+    except OSError as error:
+        raise DataError(f"{target} cannot be written: {error}") from error
+    return Fetched(target, num_bytes, wanted)
+
+
+def describe_shards(path: str | Path) -> dict[str, Any]:
+    """Return the output of `bigtrain inspect --json`: tokenizer, options, and by split the
+    documents, tokens, files and lengths.
+
+    path: directory of a dataset, or prefix of one .bin/.idx pair, also Megatron's. Raises
+    DataError.
+    """
+    from bigtrain.data.shards.inspection import describe, inspect_shards
+
+    return describe(inspect_shards(Path(path)))
+
+
+def read_documents(
+    path: str | Path,
+    numbers: Sequence[int],
+    *,
+    split: str | None = None,
+    max_tokens: int = 512,
+    tokenizer: str | Path | None = None,
+) -> list[dict[str, Any]]:
+    """Return documents of shards: tokens, and their text if there is a tokenizer.
+
+    path: as in `describe_shards`. numbers: of documents, from 0 in shard order. split: of a dataset
+    (default: train). max_tokens: limit on the first tokens of a document. tokenizer: directory to
+    decode with (default: the dataset's own). Raises DataError.
+    """
+    from bigtrain.data.shards.inspection import inspect_shards
+
+    return documents_of(inspect_shards(Path(path)), numbers, split, max_tokens, tokenizer)
+
+
+def documents_of(
+    inspected: Inspected,
+    numbers: Sequence[int],
+    split: str | None,
+    max_tokens: int,
+    tokenizer: str | Path | None,
+    mask: bool = False,
+) -> list[dict[str, Any]]:
+    """Return `read_documents` of open shards; with `mask` also the `runs` of learned and
+    other tokens."""
+    from bigtrain.data.shards.inspection import LONE, decoder_of
+    from bigtrain.data.shards.learned_text import runs_of
+
+    if inspected.manifest is None and split:
+        raise DataError(f"--split {split}: a single shard has no splits -> remove it")
+    name = LONE if inspected.manifest is None else split or "train"
+    if numbers and name not in inspected.splits:
+        raise DataError(f"--split {name}: {inspected.path} has no such split")
+    decoder = decoder_of(inspected, None if tokenizer is None else Path(tokenizer))
+    documents = []
+    for index in numbers:
+        shard, within, tokens = inspected.document(name, index)
+        shown = tokens[:max_tokens].tolist()
+        documents.append(
+            {
+                "split": name,
+                "index": index,
+                "shard": shard.bin_path.stem,
+                "index_in_shard": within,
+                "num_tokens": len(tokens),
+                "cut": len(tokens) > len(shown),
+                "tokens": shown,
+                "text": None if decoder is None else decoder.decode(shown),
+            }
+        )
+        if mask:
+            if decoder is None:
+                raise DataError("--mask shows text -> --tokenizer DIRECTORY to decode with")
+            mask_of_document = shard.document_mask(within)[:max_tokens]
+            documents[-1]["runs"] = runs_of(shown, mask_of_document, decoder.decode)
+    return documents
+
+
+def verify_shards(*datasets: str | Path) -> None:
+    """Read token shards again and compare every checksum.
+
+    Raises DataError with every corrupt file of all `datasets`, directories that `tokenize`
+    wrote.
+    """
+    from bigtrain.data.shards.verification import corrupt_files
+
+    corrupt = [problem for path in datasets for problem in corrupt_files(path)]
+    if corrupt:
+        raise DataError("\n".join(corrupt))

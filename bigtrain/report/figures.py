@@ -10,8 +10,7 @@ import numpy as np
 
 from bigtrain.report.marks import HANG, RESTART, ROLLBACK, SKIPPED, STRAGGLER, Marks
 from bigtrain.report.metrics_file import NON_FINITE, OTHER_SITES
-from bigtrain.report.run import Run
-from bigtrain.report.run_files import finite
+from bigtrain.report.run_files import Run, finite
 
 NOT_KNOWN = "\u2013"
 """A dash."""

@@ -21,7 +21,7 @@ from bigtrain.report.charts import charts_data, run_data
 from bigtrain.report.marks import marks_of
 from bigtrain.report.metrics_file import TABLES
 from bigtrain.report.page import page_html, sections_html
-from bigtrain.report.run import Run
+from bigtrain.report.run_files import Run
 
 ADDRESS = "127.0.0.1"
 POLL_SECONDS = 2.0

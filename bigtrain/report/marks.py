@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigtrain.report.metrics_file import NON_FINITE, OTHER_SITES, SITES
-from bigtrain.report.run import Run
-from bigtrain.report.run_files import Start
+from bigtrain.report.run_files import Run, Start
 
 RESTART, ROLLBACK, HANG = "restart", "rollback", "hang"
 SKIPPED, STRAGGLER = "skipped step", "straggler"

@@ -3,6 +3,8 @@ URLs.
 
 Everything that comes from a run's files is escaped, and the Content-Security-Policy allows only the
 page's own two scripts (by their checksums) and no requests.
+
+Atomic writing of the page; only an older report is overwritten.
 """
 
 from __future__ import annotations
@@ -15,17 +17,19 @@ from datetime import UTC, datetime
 from functools import cache
 from html import escape
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import bigtrain
-from bigtrain.report.charts import CHARTS, names_of, page_data
-from bigtrain.report.curves_table import curves_html
+from bigtrain.errors import OutputError
+from bigtrain.report.charts import CHARTS, curves_html, names_of, page_data
 from bigtrain.report.figures import NOT_KNOWN, count, headline, incidents, notes_of
 from bigtrain.report.marks import MEANINGS, Marks, marks_of
 from bigtrain.report.prediction import predictions_html
-from bigtrain.report.run import Run
+from bigtrain.report.run_files import Run
 from bigtrain.report.setup import setup_html
 from bigtrain.report.topology import topology_html
+from bigtrain.system.files import write_whole, writing
 
 MARKER = '<meta name="generator" content="bigtrain report'
 """Identifies a report; within the first kilobyte of every page."""
@@ -274,3 +278,31 @@ def _figure(name: str, title: str, about: str) -> str:
         f'<p class="about">{about}</p></figcaption><div class="readout" aria-hidden="true"></div>'
         f'<div class="plot"></div></figure>'
     )
+
+
+_REMEDY = "choose another file as --output"
+_FIRST_BYTES = 1024
+
+
+def write_page(path: Path, html: str) -> None:
+    """Write the page; replace an older report.
+
+    Raises OutputError if it cannot be written, or if `path` is another file.
+    """
+    if path.is_dir():
+        raise OutputError(
+            f"{path}: is a directory -> name a file as --output, {path / 'report.html'}"
+        )
+    with writing(path, _REMEDY):
+        if path.exists() and not _is_report(path):
+            raise OutputError(
+                f"{path}: exists and is not a bigtrain report, so it is not overwritten "
+                "-> choose another file as --output, or remove it first"
+            )
+        write_whole(path, html.encode())
+
+
+def _is_report(path: Path) -> bool:
+    with path.open("rb") as file:
+        start = file.read(_FIRST_BYTES)
+    return not start or MARKER.encode() in start

@@ -8,8 +8,7 @@ from html import escape
 from bigtrain.report.charts import mean_of, peak_of
 from bigtrain.report.figures import NOT_KNOWN, mean, number, peak
 from bigtrain.report.metrics_file import BREAKDOWN, PHASES, WAITING
-from bigtrain.report.run import Run
-from bigtrain.report.run_files import Prediction
+from bigtrain.report.run_files import Prediction, Run
 
 _COLOURS = 10
 _WAITING = WAITING.partition("/")[2]

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from bigtrain.report.figures import NOT_KNOWN
-from bigtrain.report.run import Run
+from bigtrain.report.run_files import Run
 
 _NOT_VERSIONS = ("topology", "rank_order", "hosts", "packing")
 _MOST_CHARACTERS = 500

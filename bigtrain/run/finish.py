@@ -9,7 +9,7 @@ from signal import Signals
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.run.checkpointing.export import export_run
 from bigtrain.run.checkpointing.retention import superfluous
-from bigtrain.run.evaluation.best import has_stopped, is_over
+from bigtrain.run.evaluation.evaluator import has_stopped, is_over
 from bigtrain.run.health.stopping import leave_marker
 from bigtrain.run.reporting.closing import TrainingResult
 from bigtrain.run.reporting.metrics_lines import last_lines

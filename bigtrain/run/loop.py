@@ -8,19 +8,17 @@ from typing import Protocol
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.engine.experts.load import LoadFigures
-from bigtrain.engine.loss_window import LossWindow
 from bigtrain.engine.startup.process_group import cpu_group
-from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.engine.train_engine import LossWindow, TrainEngine
 from bigtrain.report.step_metrics import StepMetrics
-from bigtrain.run.checkpointing.rollback import roll_back
+from bigtrain.run.checkpointing.resume import roll_back
 from bigtrain.run.checkpointing.saver import Saver
 from bigtrain.run.diagnostics.out_of_memory import explained
 from bigtrain.run.diagnostics.profiling import Profiler
 from bigtrain.run.diagnostics.step_clock import StepClock
 from bigtrain.run.diagnostics.step_guard import Guard
 from bigtrain.run.diagnostics.stragglers import StragglerWatch
-from bigtrain.run.evaluation.best import is_over
-from bigtrain.run.evaluation.evaluator import Evaluator
+from bigtrain.run.evaluation.evaluator import Evaluator, is_over
 from bigtrain.run.health.stopping import StopAgreement
 from bigtrain.run.outer_steps import OuterSteps
 from bigtrain.run.session import Session

@@ -7,19 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigtrain.data.loading.dataset_checks import check_datasets, open_checked
-from bigtrain.data.loading.held_out_sets import check_best, open_held_out_datasets
-from bigtrain.data.samples.identity import SourceIdentity, data_hash, identify_sources
-from bigtrain.data.samples.packed_samples import PackingReport, packing_reports
+from bigtrain.data.loading.dataset_checks import (
+    check_best,
+    check_datasets,
+    open_checked,
+    open_held_out_datasets,
+)
+from bigtrain.data.samples.packing_plan import PackingReport, packing_reports
+from bigtrain.data.samples.phases import SourceIdentity, data_hash, identify_sources
 from bigtrain.data.shards.dataset import Level, TokenDataset
-from bigtrain.data.tokenizers.added_tokens import check_added_tokens
-from bigtrain.data.tokenizers.edge_cases import tokenizer_edge_cases
-from bigtrain.data.tokenizers.model_tokens import check_model_tokens
+from bigtrain.data.tokenizers.equivalence import tokenizer_edge_cases
+from bigtrain.data.tokenizers.model_tokens import beginning_note, check_model_tokens
+from bigtrain.data.tokenizers.training import check_added_tokens
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
-from bigtrain.models.equivalence.expert_gathering import check_expert_gathering
-from bigtrain.models.equivalence.model_plan import ModelPlan
-from bigtrain.models.equivalence.once import choose_once
+from bigtrain.models.equivalence.expert_parallel import check_expert_gathering
+from bigtrain.models.equivalence.model_plan import ModelPlan, choose_once
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.models.layers.kernels import check_kernels
 from bigtrain.models.lm_eval_tasks import check_tasks
@@ -29,12 +32,12 @@ from bigtrain.models.weights.export_hf import TOKENIZER_REMEDY, class_beside
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.models.weights.quantized import check_quantization
 from bigtrain.models.weights.vocabulary import Growth, base_configuration, grown_configuration
+from bigtrain.run.output_directory import check_output
 from bigtrain.run.reporting.metrics import check_trackers
 from bigtrain.settings.compatibility.check import Facts, check_model
 from bigtrain.settings.hf_config_keys import check_layer_drop
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.settings.run_config import RunConfig
-from bigtrain.system.files import why_not_creatable
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,10 @@ class Inputs:
     """Inputs of a run, checked for existence and consistency.
 
     hf_config: the model's Hugging Face configuration. growth: how its vocabulary has grown, if it
-    has. data_hash: `bigtrain.data.samples.identity`.
+    has. data_hash: `bigtrain.data.samples.phases`.
     sources, datasets: those of the mixture, in its order. packing: how their documents were packed.
     model_plan: how the model is split, isolates documents and computes its loss. held_out_sets:
-    those of ``evaluation.held_out``.
+    those of ``evaluation.held_out``. notes: lines on what is legal and seldom meant.
     """
 
     hf_config: Any
@@ -56,6 +59,7 @@ class Inputs:
     model_plan: ModelPlan
     growth: Growth | None = None
     held_out_sets: tuple[TokenDataset, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
@@ -79,7 +83,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
     growth = None
     held_out_sets: tuple[TokenDataset, ...] = ()
     if check != "listed":  # files and names are the same for every rank of a host
-        problems += _check_output(Path(config.output.directory))
+        problems += check_output(Path(config.output.directory))
         problems += _check_base_files(config)
         problems += check_tasks(config.evaluation)
     if datasets:
@@ -111,7 +115,14 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
         model_plan,
         growth,
         held_out_sets,
+        _notes(config, datasets) if check != "listed" else (),
     )
+
+
+def _notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> tuple[str, ...]:
+    if _resumes(config):
+        return ()
+    return tuple(note for dataset in datasets if (note := beginning_note(config, dataset)))
 
 
 def check_base_weights(config: RunConfig, inputs: Inputs) -> None:
@@ -159,15 +170,6 @@ def _check_export(hf_config: Any, dataset: TokenDataset) -> Sequence[Problem]:
     )
     remedy = f"{TOKENIZER_REMEDY}; without an export: output.export=false"
     return [Problem("data.path", str(dataset.path), rule, remedy)]
-
-
-def _check_output(directory: Path) -> Sequence[Problem]:
-    """Check that the directory, or the one it would be created in, is writable; leave nothing
-    behind."""
-    rule = why_not_creatable(directory)
-    if rule is None:
-        return []
-    return [Problem("output.directory", str(directory), rule, "choose another one")]
 
 
 def _check_base_files(config: RunConfig) -> Sequence[Problem]:

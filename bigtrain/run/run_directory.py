@@ -1,4 +1,14 @@
-"""Records of a launch in the run directory: configuration, environment, tokenizer, hosts."""
+"""Records of a launch in the run directory: configuration, environment, tokenizer, hosts.
+
+`starts.jsonl`: time and step at which each launch of a run began training. Append-only.
+
+One JSON object per line::
+
+    {"generation", "time", "step", "samples", "world_size"}
+
+"generation": the launch's, as in ``generations/`` (None without a run token); "time": when training
+began, UTC; "step", "samples": position at which it began, 0 for a new run.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +19,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +33,9 @@ from bigtrain.run.preflight import Inputs
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.settings.topology import AXES
 from bigtrain.system.files import write_whole
+from bigtrain.system.machine import version_of
 from bigtrain.system.shipped_files import checkout
 from bigtrain.system.text_record import TextRecord
-from bigtrain.system.versions import version_of
 
 MODEL_CONFIG = "model_config"
 """Folder of a run directory with the model's Hugging Face configuration, as it was loaded, and its
@@ -111,3 +122,27 @@ def _git_commit() -> str | None:
 
 def _write_json(path: Path, value: object) -> None:
     write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+FILE = "starts.jsonl"
+
+
+def note_start(
+    directory: Path, *, generation: int | None, step: int, samples: int, world_size: int
+) -> None:
+    """Append a line. For the main rank only; a kill leaves at worst a partial line, which the next
+    launch terminates. Raises OSError."""
+    line = {
+        "generation": generation,
+        "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        "step": step,
+        "samples": samples,
+        "world_size": world_size,
+    }
+    path = directory / FILE
+    with path.open("a+b") as file:
+        end = file.seek(0, 2)
+        if end:
+            file.seek(end - 1)
+        before = b"" if not end or file.read(1) == b"\n" else b"\n"
+        file.write(before + json.dumps(line).encode() + b"\n")

@@ -38,8 +38,7 @@ from bigtrain.run.reporting.metrics import MetricsWriter
 from bigtrain.run.reporting.phase_memory import PhaseMemory
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
 from bigtrain.run.reporting.run_copies import RunCopies
-from bigtrain.run.reporting.starts import note_start
-from bigtrain.run.run_directory import write_run_directory
+from bigtrain.run.run_directory import note_start, write_run_directory
 from bigtrain.run.state import TrainState
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.settings.topology import Coordinates

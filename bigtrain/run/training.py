@@ -1,8 +1,15 @@
-"""Launch of a run, from checked inputs to its result: build, resume, train, finish."""
+"""Launch of a run, from checked inputs to its result: build, resume, train, finish.
+
+Verification of all data before a run, if configured (``data.verify: contents``).
+
+Prediction of the run's time and memory, from its model and device.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,21 +21,24 @@ from bigtrain.data.loading.loader import (
     open_training_data,
 )
 from bigtrain.data.shards.block_checksums import NOT_VERIFIED
+from bigtrain.data.shards.verification import ListedShards, share_of
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.startup.mesh import Mesh, open_mesh, warm_up
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.errors import ModelError
-from bigtrain.models.equivalence.once import KIND, trial_key
+from bigtrain.errors import ConfigError, DataError, ModelError
+from bigtrain.models.equivalence.model_plan import KIND, trial_key
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan
+from bigtrain.models.layers.chunked_loss import LossPlan
+from bigtrain.models.tracing.traced_costs import model_costs
 from bigtrain.models.weights.import_hf import Weights
-from bigtrain.planner.run_prediction import RunPrediction, refuse_too_large
+from bigtrain.planner.run_prediction import RunPrediction, predict_run, refuse_too_large
+from bigtrain.planner.tables.calibration_file import kept_calibration
+from bigtrain.planner.tables.engines import MeasuredEngine
+from bigtrain.planner.tables.hardware import Device, find_device
 from bigtrain.run.checkpointing.initialize import WeightsSource, weights_source
 from bigtrain.run.checkpointing.resume import acquire_run_directory, restore_or_start
 from bigtrain.run.checkpointing.saver import Saver, refuse_small_disk
-from bigtrain.run.data_verification import verify_data
-from bigtrain.run.diagnostics.prediction import predict
-from bigtrain.run.evaluation.best import is_over
-from bigtrain.run.evaluation.evaluator import Evaluator
+from bigtrain.run.evaluation.evaluator import Evaluator, is_over
 from bigtrain.run.finish import closing_result, finish, is_complete, stop_early
 from bigtrain.run.loop import train
 from bigtrain.run.outer_steps import OuterSteps
@@ -162,7 +172,8 @@ def _say_plan(session: Session, inputs: Inputs) -> None:
             "(docs/reference/deepspeed_keys.md)"
         )
     placement = [topology.describe(), *topology.crossings(session.hosts)]
-    for line in (*placement, *inputs.model_plan.lines(session.run.plan.accumulation)):
+    plan = inputs.model_plan.lines(session.run.plan.accumulation)
+    for line in (*placement, *plan, *inputs.notes):
         if line:
             session.say(line)
     for report in inputs.packing:
@@ -208,3 +219,60 @@ def _begin(
         if acquire_run_directory(session, state):
             return state, batches, evaluator
         batches.close()
+
+
+_NAMED = 10
+
+
+def verify_data(session: Session) -> None:
+    """Compare the run's dataset files with their checksums; each rank reads a part. Collective.
+
+    Raises DataError on every rank, listing all corrupt files.
+    """
+    begun = time.perf_counter()
+    shards = ListedShards(session.run.config.data)
+    share = share_of(shards.num_bytes.tolist(), session.world.rank, session.world.size)
+    texts_by_rank = session.long_work.on_every_rank(
+        lambda: [text for number in share for text in shards[number].problems()]
+    )
+    corrupt = sorted(text for texts in texts_by_rank for text in texts)
+    if corrupt:
+        shown = corrupt[:_NAMED]
+        if len(corrupt) > _NAMED:
+            shown.append(f"and {len(corrupt) - _NAMED} more")
+        raise DataError(
+            f"{len(corrupt)} of {shards.num_files} files of the data are corrupt -> restore them, "
+            "or remove the dataset and tokenize again:\n" + "\n".join(f"  {text}" for text in shown)
+        )
+    gigabytes = shards.num_bytes.sum() / 1e9
+    session.say(
+        f"data verified: {shards.num_files} files, {gigabytes:.3g} GB of tokens in "
+        f"{time.perf_counter() - begun:.1f} s"
+    )
+
+
+def predict(
+    run: ResolvedRun, hf_config: Any, loss: LossPlan, device: torch.device
+) -> tuple[RunPrediction | None, str]:
+    """Predict the time and memory of `run`; if impossible, return None and the reason.
+
+    Not collective; takes a second or two.
+    """
+    try:
+        model, _ = model_costs(run.config, hf_config)
+    except (ConfigError, ModelError) as error:
+        return None, " ".join(str(error).split())
+    chunk = loss.chunk_tokens if loss.kind == "chunked" else None
+    is_cpu = device.type == "cpu"
+    return predict_run(run, model, chunk, *_device(device), is_cpu=is_cpu), ""
+
+
+def _device(device: torch.device) -> tuple[Device | None, MeasuredEngine | None]:
+    """Return a GPU of the tables, or this machine's CPUs if ``bigtrain plan --calibrate`` was
+    run."""
+    if device.type == "cpu":
+        return kept_calibration() or (None, None)
+    try:
+        return find_device(torch.cuda.get_device_name(device)), None
+    except ConfigError:
+        return None, None

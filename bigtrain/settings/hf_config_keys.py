@@ -16,7 +16,7 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 from bigtrain.errors import Problem
 from bigtrain.settings.run_config import ModelSection
 from bigtrain.system.shipped_files import published_configuration
-from bigtrain.system.storage.addresses import is_address
+from bigtrain.system.storage.stores import is_address
 
 _JSON_TYPES: dict[str, type] = {
     "boolean": bool,
@@ -36,7 +36,17 @@ _JSON_TYPES: dict[str, type] = {
     "null": type(None),
 }
 _FIGURES = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names that architectures have for the number of experts of a layer."""
+CHOSEN_EXPERTS = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_k",
+    "moe_top_k",
+    "top_k_experts",
+)
+"""Names that they have for how many of them a token is routed to."""
 _AT_LEAST_ONE = (*_FIGURES, "vocab_size", "hidden_size", "intermediate_size")
 _LAYER_DROP = re.compile(r"layer_?drop(?!out)", re.IGNORECASE)
 _NO_OVERRIDES: Mapping[str, Any] = {}
@@ -301,7 +311,7 @@ def _figures(
     key_heads = values.get("num_key_value_heads")
     if "num_key_value_heads" in cut and type(key_heads) is int and key_heads > 0:
         found["cut_key_heads"] = key_heads
-    experts = [values[name] for name in _EXPERTS if type(values.get(name)) is int]
+    experts = [values[name] for name in EXPERTS if type(values.get(name)) is int]
     if experts and experts[0] > 0:
         found["num_experts"] = experts[0]
     return ModelFigures(**found), problems
@@ -309,7 +319,7 @@ def _figures(
 
 def _has_experts(values: Mapping[str, Any]) -> bool:
     """Whether all layers may be sparse, so that a dense layer's width has no meaning."""
-    return any(type(values.get(name)) is int for name in _EXPERTS)
+    return any(type(values.get(name)) is int for name in EXPERTS)
 
 
 def _check_key_heads(values: Mapping[str, Any], where: str, heads: int | None) -> list[Problem]:
@@ -320,3 +330,15 @@ def _check_key_heads(values: Mapping[str, Any], where: str, heads: int | None) -
     nearest = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(found, 1))
     rule = f"num_attention_heads = {heads} must be a multiple of it"
     return [Problem(f"{where}.num_key_value_heads", found, rule, f"nearest: {nearest}")]
+
+
+def number_of(config: object, names: Iterable[str]) -> int | None:
+    """The first positive integer among the attributes `names` of a configuration."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+def share_of_experts(config: object) -> float:
+    """Return the share of a layer's experts that a token is routed to; 1 if unknown."""
+    chosen, experts = number_of(config, CHOSEN_EXPERTS), number_of(config, EXPERTS)
+    return chosen / experts if chosen and experts else 1.0

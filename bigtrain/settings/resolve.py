@@ -179,7 +179,6 @@ def _json_facts(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "zero_stage": zero_stage_of(raw),
         "offload_optimizer": offload_device(raw, "offload_optimizer"),
-        "offload_optimizer_nvme_path": _text(value_at(zero, "offload_optimizer.nvme_path")),
         "offload_optimizer_ratio": _number(value_at(zero, "offload_optimizer.ratio"), 1.0),
         "offload_param": offload_device(raw, "offload_param"),
         "offload_param_nvme_path": _text(value_at(zero, "offload_param.nvme_path")),

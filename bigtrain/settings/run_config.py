@@ -14,13 +14,17 @@ from pydantic import Field, model_validator
 
 from bigtrain.settings.sections.adapters import AdaptersSection
 from bigtrain.settings.sections.base import NonNegativeInt, Section
-from bigtrain.settings.sections.data import BatchSection, DataSection, SourceSection
+from bigtrain.settings.sections.data import (
+    BatchSection,
+    DataSection,
+    SourceSection,
+    TokenizerSection,
+)
 from bigtrain.settings.sections.evaluation import (
     BestSection,
     EvaluationSection,
     HeldOutSetSection,
 )
-from bigtrain.settings.sections.failures import GuardSection, WatchdogSection
 from bigtrain.settings.sections.model import (
     ModelSection,
     MoeSection,
@@ -31,14 +35,16 @@ from bigtrain.settings.sections.optimizer import OptimizerSection
 from bigtrain.settings.sections.running import (
     CheckpointSection,
     EngineSection,
+    GuardSection,
     LoggingSection,
     OutputSection,
     ParallelSection,
     ProfileSection,
+    ScheduleSection,
+    TrainSection,
+    WatchdogSection,
 )
 from bigtrain.settings.sections.sites import OuterSection, SitesSection
-from bigtrain.settings.sections.tokenizer import TokenizerSection
-from bigtrain.settings.sections.training import ScheduleSection, TrainSection
 
 __all__ = [
     "AdaptersSection",

@@ -241,7 +241,7 @@ def require_regular(path: Path) -> os.stat_result:
 
 
 def file_checksum(path: Path) -> str:
-    """XXH3-64 of a file as 16 hexadecimal digits."""
+    """Return the XXH3-64 of a file as 16 hexadecimal digits."""
     digest = xxhash.xxh3_64()
     with path.open("rb") as file:
         while block := file.read(1 << 22):

@@ -150,7 +150,8 @@ def _machine() -> str:
 
 
 def _start_time(pid: int) -> str | None:
-    """When process `pid` of this machine started, in clock ticks; None if it does not run."""
+    """Return the start time of process `pid` of this machine, in clock ticks; None if it does not
+    run."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

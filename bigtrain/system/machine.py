@@ -1,12 +1,32 @@
-"""Cores and memory of the machine that this process may use. Pure."""
+"""Cores and memory of the machine that this process may use. Pure.
+
+Number of threads and set of cores for each rank of a host. Pure.
+
+With a GPU one thread per rank is enough. Where the optimizer is offloaded to host memory, though,
+the CPU computes its update, and a launcher that gives each process one thread (torchrun sets
+``OMP_NUM_THREADS=1`` where the user has not) leaves most of a host idle. Binding cores by itself
+took 15% off a step of ZeRO-Offload in DeepSpeed's measurements (blogs/zenflow-corebinding).
+
+Defaults for environment variables of NCCL and torch that the user has not set. Pure.
+
+They take effect when the process group is created and when CUDA first allocates memory, so they
+must be set before. A variable that the environment has is never changed.
+
+Versions of the libraries that all ranks of a run must share. Pure; imports none of them.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import platform
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import bigtrain
+from bigtrain.system.world import ranks_here
 
 ROOT = Path("/")
 UNLIMITED_BYTES = 1 << 62
@@ -62,3 +82,123 @@ def _control_group(name: str, root: Path) -> Iterator[str]:
             for level in (group, *group.parents):
                 with suppress(OSError):
                     yield (root / "sys/fs/cgroup" / level / name).read_text().strip()
+
+
+@dataclass(frozen=True)
+class CpuShare:
+    """Threads for torch's operators, and cores to bind to; None: unchanged."""
+
+    num_threads: int | None = None
+    cores: frozenset[int] | None = None
+
+
+def local_world_size(environment: Mapping[str, str]) -> int:
+    """Return ranks on this host, from the launcher's environment; 1 if it is not set there."""
+    return ranks_here(environment) or 1
+
+
+def cpu_share(
+    environment: Mapping[str, str],
+    local_rank: int,
+    allowed_cores: Collection[int],
+    num_cores: int,
+    *,
+    computes_on_cpu: bool,
+    threads: int | None = None,
+    bind: bool | None = None,
+) -> CpuShare:
+    """Return the share of rank `local_rank` of its host.
+
+    allowed_cores: cores this process may run on; num_cores: cores that all processes of the host
+    may use together (a container may limit them further). computes_on_cpu: True if there is work
+    for more than one thread (an offloaded optimizer, or no GPU). threads, bind: the run YAML's
+    ``engine.cpu_threads`` and ``engine.bind_cores``, which win if set.
+
+    Without them OMP_NUM_THREADS applies, unless it is the 1 that torchrun sets by default. Cores
+    are bound if several ranks compute on the CPU: each gets the same number of adjacent cores.
+    They are not bound if there are fewer than two per rank, or if they are bound already
+    (fewer are allowed than exist).
+    """
+    num_processes = local_world_size(environment)
+    fair = max(1, num_cores // num_processes)
+    by_torchrun = environment.get("OMP_NUM_THREADS") == "1" and "TORCHELASTIC_RUN_ID" in environment
+    said = "OMP_NUM_THREADS" in environment and not by_torchrun
+    if threads is None and computes_on_cpu and not said:
+        threads = fair
+    wanted = (computes_on_cpu and num_processes > 1) if bind is None else bind
+    cores = sorted(allowed_cores)
+    # Fewer allowed than exist: the launcher has bound the ranks already.
+    if not wanted or len(cores) < 2 * num_processes or len(cores) < num_cores:
+        return CpuShare(threads)
+    each = len(cores) // num_processes
+    place = local_rank % num_processes
+    return CpuShare(threads, frozenset(cores[place * each : (place + 1) * each]))
+
+
+NCCL_TRACE = "nccl_trace_rank_"
+"""Prefix of the flight-recorder files that NCCL's watchdog writes when a collective fails."""
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+# Pinned allocations above this are not rounded up to a power of two: 38 GB take 38, not 64.
+_PINNED_ROUNDING = ("pinned_max_round_threshold_mb", "64")
+_EXPANDABLE = ("expandable_segments", "True")
+
+# Each with the names under which torch 2.11 and later also know it (torch/csrc/distributed/c10d,
+# ProcessGroupNCCL.hpp and FlightRecorder.hpp); if the user has set any of them, it is kept.
+_NCCL: tuple[tuple[tuple[str, ...], str], ...] = (
+    # End the process when NCCL reports an error or a collective exceeds the group's timeout,
+    # without aborting communicators first, which may itself hang. torch's own default.
+    (("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"), "3"),
+    # The flight recorder: the last collectives, 2,000 of them.
+    (("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"), "2000"),
+    (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
+)
+_TRACE_FILE = ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE")
+
+
+def nccl_defaults(environment: Mapping[str, str], directory: Path) -> dict[str, str]:
+    """Return variables to add for NCCL's error handling and flight recorder, which writes into the
+    run's `directory`."""
+    wanted = (*_NCCL, (_TRACE_FILE, str(directory.absolute() / NCCL_TRACE)))
+    return {
+        names[0]: value for names, value in wanted if not any(name in environment for name in names)
+    }
+
+
+def allocator_settings(environment: Mapping[str, str]) -> list[str]:
+    """Return settings strings for torch's CUDA allocator, best first; they include the user's own.
+
+    The later ones are for a torch that lacks a key. Empty if the user has set all keys,
+    or uses another allocator (``backend:cudaMallocAsync``), which has none of these keys.
+    """
+    own = next((environment[name] for name in _ALLOCATOR_VARIABLES if environment.get(name)), "")
+    given = {part.partition(":")[0].strip() for part in own.split(",")}
+    if "backend:cudamallocasync" in own.replace(" ", "").lower():
+        return []
+    added = [pair for pair in (_EXPANDABLE, _PINNED_ROUNDING) if pair[0] not in given]
+    # Setting the string replaces all settings, so the user's own are repeated in it.
+    before = [own] if own else []
+    return [
+        ",".join([*before, *(f"{key}:{value}" for key, value in added[:number])])
+        for number in range(len(added), 0, -1)
+    ]
+
+
+PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "numpy", "bitsandbytes")
+
+
+def library_versions() -> dict[str, str | None]:
+    """Return the versions of Python, bigtrain and `PACKAGES` by name; None if not installed."""
+    return {
+        "Python": platform.python_version(),
+        "bigtrain": bigtrain.__version__,
+        **{name: version_of(name) for name in PACKAGES},
+    }
+
+
+def version_of(package: str) -> str | None:
+    """Return the installed version of `package`; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

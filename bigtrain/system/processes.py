@@ -64,7 +64,8 @@ class LaunchNotes:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """`environment`: MASTER_PORT in it distinguishes launches of one parent process."""
+        """Open the log. `environment`: MASTER_PORT in it distinguishes launches of one parent
+        process."""
         self._root = Path(tempfile.gettempdir())
         self._prefix = f"bigtrain-failures-{os.getuid()}-"
         port = "".join(filter(str.isdigit, environment.get("MASTER_PORT", "")))

@@ -30,7 +30,7 @@ def ds_configs() -> Path:
 
 
 def slurm_script(name: str) -> Path:
-    """``slurm/NAME``."""
+    """Return ``slurm/NAME``."""
     return _beside("slurm") / name
 
 

@@ -58,7 +58,7 @@ class StopSignals:
         self._install()
 
     def exit_after(self, action: Callable[[signal.Signals], None]) -> None:
-        """At the next signal, or now if one was received, run `action` and exit with EXIT_STOPPED.
+        """Run `action` and exit with EXIT_STOPPED at the next signal, or now if one was received.
 
         For phases in which there is nothing to save. `action` runs in a thread, since the main
         thread may be in C code, waiting for ranks that never join.

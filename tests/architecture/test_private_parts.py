@@ -52,7 +52,6 @@ UNMARKED = {
     "persistent_parameters",
     "single_partition_of_fp32_groups",
     "sub_group_to_group_id",
-    "swap_optimizer",
     "tensor_model_parallel",
     "update_lp_params",
     "use_grad_accum_attribute",

@@ -64,7 +64,6 @@ def test_all_that_is_refused_is_named() -> None:
         "sites with expert parallelism": "expert parallelism",
         "sites with biases of experts": "biases of experts",
         "sites in float16": "float16",
-        "sites with an optimizer on NVMe": "NVMe",
         "sites with parameters on NVMe": "NVMe",
         "sites with SuperOffload": "SuperOffload",
         "sites over quantized or secondary partitions": "ZeRO++",

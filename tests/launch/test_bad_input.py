@@ -222,7 +222,7 @@ def test_data_tokenizer_that_is_another(
     other = tmp_path / "other"
     words = ["tokenizer", "--input", inputs.texts, "--vocab-size", 290, "--output", other]
     assert bigtrain(list(map(str, words))) == 0
-    only(refused(f"data.tokenizer={other}"), "data.tokenizer", "another tokenizer", "290")
+    only(refused(f"data.tokenizer={other}"), "data.tokenizer", "a different tokenizer", "290")
 
 
 def test_dataset_that_does_not_exist(refused: Refused) -> None:

@@ -230,7 +230,7 @@ def test_adapters_learn_the_new_rows_of_a_grown_base(place: Path, tmp_path: Path
         ([], "nothing to add to the tokenizer"),
         (["--add-token", "xyz", "--vocab-size", "300"], "--base uses a trained tokenizer"),
         (["--add-token", "xyz", "train.steps=2"], "= 'train.steps=2': .* --config RUN.yaml"),
-        (["--config", "quickstart"], "--config = 'quickstart': defines the .* all other options except"),
+        (["--config", "quickstart"], "--config = 'quickstart': defines the .* except"),
     ],
 )
 def test_what_cannot_be_added(

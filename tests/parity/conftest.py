@@ -65,6 +65,32 @@ def llama(**changes: Any) -> dict[str, Any]:
 
 
 # A dense layer, and a shared expert beside each stack.
+COMPOSITE: dict[str, Any] = {
+    "model_type": "gemma3",
+    "text_config": {
+        **{k: v for k, v in llama().items() if k != "tie_word_embeddings"},
+        "model_type": "gemma3_text",
+        "head_dim": 8,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "pad_token_id": 0,
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    },
+    "mm_tokens_per_image": 4,
+    "image_token_index": 96,
+    "boi_token_index": 94,
+    "eoi_token_index": 95,
+}
+"""Text and images; text gives its vision tower no gradient."""
 SHARED_MOE: dict[str, Any] = {
     **{name: value for name, value in llama().items() if name != "tie_word_embeddings"},
     "model_type": "glm4_moe",

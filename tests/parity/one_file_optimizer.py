@@ -11,11 +11,17 @@ from typing import Any, Self
 
 import torch
 
-from bigtrain.engine.optimizers.state_dtype import StateDtype, chunks, store
-from bigtrain.engine.optimizers.update_rule import Master, RuleInputs, UpdateRule
+from bigtrain.engine.optimizers.update_rule import (
+    Master,
+    RuleInputs,
+    StateDtype,
+    UpdateRule,
+    chunks,
+    store,
+)
 from bigtrain.parity.optimizers import PLAIN
 from bigtrain.settings.run_config import OptimizerSection
-from bigtrain.settings.sections.optimizer_facts import OPTIMIZERS, OptimizerFacts
+from bigtrain.settings.sections.optimizer import OPTIMIZERS, OptimizerFacts
 
 NAME = "signum"
 FACTS = OptimizerFacts(

@@ -27,8 +27,10 @@ from bigtrain.models.weights.lazy_tensors import LazyTensor
 from bigtrain.run.session import step_seed
 from bigtrain.settings.run_config import AdaptersSection, ModelSection
 from bigtrain.settings.topology import Coordinates
+from tests.parity.comparison import assert_same_steps
 from tests.parity.conftest import (
     ARCHITECTURES,
+    COMPOSITE,
     SEED,
     SHARED_MOE,
     STEPS,
@@ -114,6 +116,9 @@ PEFT["shared_moe"] = replace(
     ],
 )
 PEFT |= {"odd": PEFT["llama"], "phi3": PEFT["llama"]}
+# Half of its adapters are in a vision tower, and get no gradient from text.
+LORA["composite"] = {"rank": 4, "alpha": 16, "targets": ["*_proj"]}
+PEFT["composite"] = replace(PEFT["llama"], target_modules=r".*_proj")
 PEFT["first"] = replace(PEFT["llama"], target_modules=r"model\.layers\.0\..*_proj")
 MODELS: dict[str, dict[str, Any]] = {
     # Nothing divides: uneven widths, biases, key-value heads that ranks share.
@@ -128,6 +133,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "odd_moe": ARCHITECTURES["qwen3_moe"] | {"moe_intermediate_size": 24},
     "attention": llama(),
     "shared_moe": SHARED_MOE,
+    "composite": COMPOSITE,
 }
 """Beside those of `hf_directories`."""
 
@@ -460,6 +466,13 @@ def results(
     return results_of(CASES, dataset, bases, tmp_path_factory.mktemp("results"))
 
 
+@pytest.fixture(scope="module")
+def composite_results(
+    dataset: Path, bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Results:
+    return results_of(COMPOSITE_CASES, dataset, bases, tmp_path_factory.mktemp("composites"))
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -478,8 +491,7 @@ def test_equals_plain_peft(
     expected = plain_run(case, dataset, base)
     initial = plain_run(case, dataset, base, num_steps=0)
     assert result["accumulation"] == case.accumulation
-    assert result["losses"] == pytest.approx(expected.losses, abs=LOSS)
-    assert result["norms"] == pytest.approx(expected.norms, rel=NORM)
+    assert_same_steps(result, expected, loss=LOSS, norm=NORM)
     files = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).state_dict()
     for name, weight in result["begun"].items():
         if name in initial.weights:
@@ -491,6 +503,26 @@ def test_equals_plain_peft(
             own = re.sub(r"(\.base_layer)+\.|\.original_module\.", ".", name)
             assert torch.equal(weight, files[own]), name
     assert expected.weights.keys() <= result["trained"].keys()
+
+
+DECAYING = {"weight_decay": 0.3}
+COMPOSITE_CASES = [
+    Case(2, engine, "composite", 2, degrees, {"optimizer": DECAYING})
+    for engine, degrees in (("zero0", {}), ("zero1", {}), ("zero3", {}), ("zero2", {"tensor": 2}))
+]
+
+
+@pytest.mark.parametrize("case", COMPOSITE_CASES, ids=lambda case: case.name)
+def test_adapters_without_a_gradient_leave_as_they_came(
+    case: Case, dataset: Path, bases: dict[str, Path], composite_results: Results
+) -> None:
+    """Equal to plain PyTorch, whose optimizers skip what has no gradient, decay included."""
+    test_equals_plain_peft(case, dataset, bases, composite_results)
+    result = composite_results(case)
+    outside = [name for name in result["begun"] if "vision_tower" in name and "lora_" in name]
+    assert len(outside) >= 8
+    for name in outside:
+        assert torch.equal(result["trained"][name], result["begun"][name]), name
 
 
 POINTS = [

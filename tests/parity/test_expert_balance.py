@@ -24,6 +24,7 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export.verified import Probe, export_model
 from bigtrain.models.transformers_patches import modules_of_experts
 from bigtrain.settings.run_config import ModelSection
+from tests.parity.comparison import assert_same_steps, assert_same_weights
 from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, llama, run_config, train_and_save
 from tests.parity.plain import Training, divided, plain_training
 from tests.parity.test_expert_parallel import MODELS as EXPERT_MODELS
@@ -353,16 +354,16 @@ def compare(
     expected, reference = reference_of(case, dataset, directories)
     result = trained["results"][case.name]
     assert result["accumulation"] == case.accumulation
-    assert result["losses"] == pytest.approx(expected.losses, abs=LOSS["float32"])
-    assert result["norms"] == pytest.approx(expected.norms, rel=NORM["float32"])
+    assert_same_steps(result, expected, loss=LOSS["float32"], norm=NORM["float32"])
     for load, imbalance in zip(result["loads"], reference.imbalance, strict=True):
         assert load["imbalance"] == pytest.approx(imbalance, rel=1e-12)
         assert (load["sent_bytes"] is None) == (case.expert == 1)
         assert case.expert == 1 or (load["sent_bytes"] > 0 and load["seconds"] > 0)
-    weights = read_full_masters(trained["directory"] / case.name / "tensors")
-    assert weights.keys() == {*expected.weights, *reference.biases}
-    for name, tensor in expected.weights.items():
-        assert float((tensor - weights[name]).abs().max()) <= WEIGHTS, name
+    weights = assert_same_weights(
+        trained["directory"] / case.name,
+        {**expected.weights, **reference.biases},
+        limit=WEIGHTS,
+    )
     for name, bias in reference.biases.items():
         assert float((bias - weights[name]).abs().max()) <= 1e-6, name
     assert bool(reference.biases) == ("bias" in case.moe)

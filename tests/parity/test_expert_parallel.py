@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from bigtrain.engine.checkpoint.io import read_full_masters
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.model_plan import try_model
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.settings.run_config import ModelSection, RunConfig
+from tests.parity.comparison import assert_same_steps, assert_same_weights
 from tests.parity.conftest import run_config, train_and_save
 from tests.parity.expert_models import (
     BIASES,
@@ -184,19 +184,17 @@ def compare(
     )
     result = trained["results"][case.name]
     assert result["accumulation"] == case.accumulation
-    assert result["losses"] == pytest.approx(expected.losses, abs=LOSS["float32"])
-    assert result["norms"] == pytest.approx(expected.norms, rel=NORM["float32"])
+    assert_same_steps(result, expected, loss=LOSS["float32"], norm=NORM["float32"])
     samples = [[checksum(row) for row in s.inputs] for s in read_steps(dataset, config)]
     chosen = choices[0].of_one(samples)
     assert differing(result["choices"], chosen) == {}
     assert result["choices"]["times"] == case.tensor * (1 if case.checkpointing == "none" else 2)
     if case.model == "gpt_oss one":
         assert all(row == [2] for rows in chosen["experts"].values() for row in rows)
-    weights = read_full_masters(trained["directory"] / case.name / "tensors")
-    biases = {name for name in weights if name.endswith("e_score_correction_bias")}
-    assert weights.keys() - biases == expected.weights.keys()
-    for name, tensor in expected.weights.items():
-        assert float((tensor - weights[name]).abs().max()) <= WEIGHTS, name
+    bias = "e_score_correction_bias"
+    place = trained["directory"] / case.name
+    weights = assert_same_weights(place, expected.weights, limit=WEIGHTS, buffers=bias)
+    biases = [name for name in weights if name.endswith(bias)]
     for name in biases:
         assert torch.equal(weights[name], BIASES[: weights[name].numel()])
     assert bool(biases) == (case.model in ("deepseek_v3", "glm4_moe"))

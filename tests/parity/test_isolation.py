@@ -15,6 +15,7 @@ from bigtrain.data.loading.loader import open_training_data
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
+from tests.parity.comparison import assert_same_steps
 from tests.parity.conftest import ARCHITECTURES, llama, run_config, train_cases
 from tests.parity.plain import IGNORED, plain_training, read_steps, summed_loss
 
@@ -119,5 +120,4 @@ def test_training_equals_separate_documents(
     config = config_for(dataset, {}, SAMPLES)
     expected = plain_training(dataset, hf_directories[architecture], config, num_steps=STEPS)
     result = trained[f"{architecture}-{engine}"]
-    assert result["losses"] == pytest.approx(expected.losses, abs=1e-5)
-    assert result["norms"] == pytest.approx(expected.norms, rel=1e-4)
+    assert_same_steps(result, expected, loss=1e-5, norm=1e-4)

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from bigtrain.cli import main
 from bigtrain.data.loading.loader import open_training_data
-from bigtrain.data.samples.packed_samples import packing_reports
+from bigtrain.data.samples.packing_plan import packing_reports
 from bigtrain.data.samples.shuffle import SampleOrder
 from bigtrain.data.shards.dataset import open_dataset, open_sources
 from bigtrain.settings.batch_plan import BatchPlan

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.parity.comparison import assert_same_steps
 from tests.parity.conftest import ARCHITECTURES, STEPS, run_config, train_cases
 from tests.parity.plain import Training, plain_training
 
@@ -136,5 +137,4 @@ def test_others_equal_plain_training(
 
 def assert_equal(case: Case, expected: Training, result: dict[str, Any]) -> None:
     assert result["accumulation"] == case.accumulation
-    assert result["losses"] == pytest.approx(expected.losses, abs=LOSS["float32"])
-    assert result["norms"] == pytest.approx(expected.norms, rel=NORM["float32"])
+    assert_same_steps(result, expected, loss=LOSS["float32"], norm=NORM["float32"])

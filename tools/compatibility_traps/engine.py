@@ -26,7 +26,6 @@ ENGINE: tuple[Trap, ...] = (
         rules=(
             "parameter offload below ZeRO 3",
             "optimizer offload with ZeRO 0",
-            "NVMe optimizer below ZeRO 3",
         ),
     ),
     Trap(
@@ -42,7 +41,6 @@ ENGINE: tuple[Trap, ...] = (
         "refused where it is missing, before there is a process group",
         (RULES, "tests/unit/settings/deepspeed/test_engine_config.py::test_nvme_needs_libaio"),
         rules=(
-            "NVMe optimizer without a path",
             "NVMe parameters without a path",
             "NVMe without libaio",
         ),

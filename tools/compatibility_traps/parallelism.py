@@ -63,7 +63,7 @@ PARALLELISM: tuple[Trap, ...] = (
         "partitioned (`pipe_partitioned`, `grad_partitioned`)",
         (PIPELINE, "tests/unit/models/parallel/test_stages.py::test_payloads_survive_packing"),
         code=(
-            "bigtrain/engine/pipeline/stage_payload.py::P2PLayout",
+            "bigtrain/engine/pipeline/stage_module.py::P2PLayout",
             "bigtrain/models/parallel/stages.py::Stage",
         ),
     ),

@@ -35,7 +35,7 @@ import orjson
 from bigtrain.data.chat.answer_ends import Answer, AnswerEnds
 from bigtrain.data.chat.assistant_spans import assistant_spans, learned_blocks
 from bigtrain.data.chat.control_tokens import ControlTokens
-from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, STRIPPED, Lost, refuse, unrendered
+from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, COUNTED_ONLY, Lost, refuse, unrendered
 from bigtrain.data.chat.token_bytes import TokenBytes
 from bigtrain.data.chat.token_bytes import token_bytes as _token_bytes
 from bigtrain.data.documents.conversations import ConversationError
@@ -226,7 +226,7 @@ class ChatEncoder:
         lost = tuple(unrendered(self.template, messages, tools, text))
         if self.rules is not None and not self.rules.allow_unrendered:
             for part in lost:
-                if part.kind != STRIPPED:
+                if part.kind not in COUNTED_ONLY:
                     raise refuse(self.template, part)
         marked = self.template.marks_assistant(tools)
         if marked:

@@ -6,12 +6,15 @@ the template, however short it is and however the template escapes it. Without t
 rendering must equal the first one; a template that looks into strings (``startswith``) may render
 them otherwise. Then each string is marked alone, and one that cannot be marked is searched as text.
 
+Keys of a message that it does not read, such as ``name``, are counted as `IGNORED`.
+
 Reasoning that the template writes in a conversation that ends with its message, and not in a longer
 one, is dropped by design: it is counted as `STRIPPED`.
 """
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +25,9 @@ from bigtrain.data.documents.conversations import RESULTS, WORDLESS, Conversatio
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
 
 CONTENT, CALLS, TOOLS, REASONING = "content", "tool_calls", "tools", "reasoning"
-STRIPPED = "stripped_reasoning"
+STRIPPED, IGNORED = "stripped_reasoning", "message_keys"
+COUNTED_ONLY = (STRIPPED, IGNORED)
+"""Kinds of parts that are counted and reported, and refuse nothing."""
 REASONING_KEYS = tuple(key for key in WORDLESS if key != "tool_calls")
 
 FIRST_MARK = 0x100000
@@ -30,12 +35,20 @@ MAX_MARKED = 32_000
 """Strings of a conversation that get marks: two code points of plane 16 each."""
 MAX_SINGLE_RENDERINGS = 64
 _ESCAPED = re.compile(r"\\+udb[c-f][0-9a-f]\\+ud[c-f][0-9a-f]{2}|\\+U0010[0-9a-f]{4}")
+_ESCAPE = re.compile(
+    r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}"
+    r"|\\U00[01][0-9a-fA-F]{5}|\\[nrtbf\"'/\\]"
+)
+_SHORT_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"}
+_NESTED_ESCAPES = 3
 _MARKS = re.compile("[\U00100000-\U0010ffef]")
 _THINKING = re.compile("(<think>|</think>)")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 """Keys of a JSON schema whose value has names of the author's as keys."""
 _WORDS = ("description", "title", "enum", "default", "examples", "const")
 """Keys of a JSON schema whose strings are the author's."""
+_READ_KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS}
+"""Keys of a message that are looked at by themselves, and the id that links a result to a call."""
 USUAL_ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -173,6 +186,10 @@ def _marked_message(marking: _Marking, number: int, message: dict[str, Any]) -> 
         found["content"] = marking.text(part, content, message["role"] == "assistant")
     elif content is not None:
         found["content"] = marking.tree(part, content, keys=False)
+    for key, value in message.items():
+        if key not in _READ_KEYS and isinstance(value, str) and value.strip():
+            part = Lost(IGNORED, number, f"the key {key} of message {number}")
+            found[key] = marking.text(part, value)
     if isinstance(message.get("tool_calls"), list):
         calls = enumerate(message["tool_calls"])
         found["tool_calls"] = [_marked_call(marking, number, place, c) for place, c in calls]
@@ -241,7 +258,7 @@ def _rendered(template: ChatTemplate, messages: Any, tools: Any) -> str | None:
 
 
 def _unescaped(match: re.Match[str]) -> str:
-    digits = re.findall(r"[uU]([0-9a-f]{8}|[0-9a-f]{4})", match.group())
+    digits = re.findall(r"[uU]([0-9a-fA-F]{8}|[0-9a-fA-F]{4})", match.group())
     numbers = [int(one, 16) for one in digits]
     if len(numbers) == 1:
         return chr(numbers[0])
@@ -264,20 +281,29 @@ def _is_in(number: int, piece: _Piece, marked: str, text: str) -> bool:
     if begin < 0 or end < 0:
         return False
     written = _MARKS.sub("", marked[begin + 1 : end])
-    return written in _forms(piece.text) or _keeps_letters(piece.text, written)
+    return _says(written, piece.text)
 
 
-def _keeps_letters(text: str, written: str) -> bool:
-    """Whether the letters, digits and symbols beyond ASCII of `text` are in `written` in their
-    order, whatever escapes are between them."""
-    rest, escaped = iter(written), "\\u" in written.lower()
-    return all(letter in rest for letter in text if _must_stay(letter, escaped))
+def _says(written: str, text: str) -> bool:
+    """Whether `written` is `text`, character for character, behind escapes of JSON, Python or HTML
+    that may be nested."""
+    found = {written}
+    for _ in range(_NESTED_ESCAPES):
+        if text in found:
+            return True
+        found |= {_without_escapes(one) for one in found} | {html.unescape(one) for one in found}
+    return text in found
 
 
-def _must_stay(letter: str, escaped: bool) -> bool:
-    if letter.isascii():
-        return letter.isalnum()
-    return not escaped and not letter.isspace()
+def _without_escapes(text: str) -> str:
+    return _ESCAPE.sub(_unescaped_one, text) if "\\" in text else text
+
+
+def _unescaped_one(match: re.Match[str]) -> str:
+    escape = match.group()
+    if escape[1] in "uU":
+        return _unescaped(match)
+    return _SHORT_ESCAPES.get(escape[1], escape[1])
 
 
 def _forms(text: str) -> set[str]:

@@ -24,7 +24,7 @@ class BadDocument:
 
     `line` counts from 1, `row` from 0; neither for a file that is one document. Lines count from
     the start of the file, or of the part of it that one unit reads
-    (`bigtrain.data.sources.lines`).
+    (`bigtrain.data.sources.files`).
     """
 
     path: str

@@ -98,9 +98,9 @@ def _messages(values: Values, roles: Roles) -> Chat:
     return Chat(messages, tools)
 
 
-def _with_roles(found: object, roles: Roles) -> object:
+def _with_roles(given: object, roles: Roles) -> object:
     """Return messages with role names mapped by `roles` and `PEOPLE`."""
-    messages = from_text(found)
+    messages = from_text(given)
     if not isinstance(messages, list):
         return messages
     return [_with_role(m, roles) if isinstance(m, dict) and "role" in m else m for m in messages]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 import xxhash
 
 from bigtrain.data.documents.line_readers import parsed_line
-from bigtrain.data.documents.parts import ReadOptions
+from bigtrain.data.documents.reader import ReadOptions
 from bigtrain.data.documents.table_rows import (
     arrow_columns,
     delimiter_of,
@@ -17,8 +17,7 @@ from bigtrain.data.documents.table_rows import (
     parquet_columns,
 )
 from bigtrain.data.sources.discovery import Source, find_sources
-from bigtrain.data.sources.files import READ_ERRORS, open_stream
-from bigtrain.data.sources.lines import split_lines, stream_chunks
+from bigtrain.data.sources.files import READ_ERRORS, open_stream, split_lines, stream_chunks
 from bigtrain.errors import DataError, first_line
 
 LOOKED_AT = 64

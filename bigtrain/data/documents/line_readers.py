@@ -12,8 +12,15 @@ import orjson
 from bigtrain.data.documents.bad_documents import BadDocument
 from bigtrain.data.documents.fields import document_in, text_in
 from bigtrain.data.documents.reader import PartReader
-from bigtrain.data.sources.files import open_file, open_stream, stream_bytes
-from bigtrain.data.sources.lines import count_lines_before, range_chunks, split_lines, stream_chunks
+from bigtrain.data.sources.files import (
+    count_lines_before,
+    open_file,
+    open_stream,
+    range_chunks,
+    split_lines,
+    stream_bytes,
+    stream_chunks,
+)
 from bigtrain.errors import DataError
 
 MAX_LIST_BYTES = 1 << 31

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from bigtrain.data.documents.bad_documents import Rejects
 from bigtrain.data.documents.line_readers import JsonLinesReader, JsonReader, TextReader
-from bigtrain.data.documents.parts import Part, ReadOptions, whole
-from bigtrain.data.documents.reader import PartReader
+from bigtrain.data.documents.reader import Part, PartReader, ReadOptions, whole
 from bigtrain.data.documents.table_readers import CsvReader, TableReader
 from bigtrain.data.sources.discovery import Source
 

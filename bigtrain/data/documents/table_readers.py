@@ -8,21 +8,24 @@ from typing import Any
 
 import xxhash
 
-from bigtrain.data.documents.arrow_text import TextColumn
 from bigtrain.data.documents.bad_documents import BadDocument
 from bigtrain.data.documents.fields import conversation_of, text_of
-from bigtrain.data.documents.parts import ReadOptions
-from bigtrain.data.documents.reader import PartReader
+from bigtrain.data.documents.reader import PartReader, ReadOptions
 from bigtrain.data.documents.table_rows import (
     Block,
+    TextColumn,
     arrow_rows,
     csv_rows,
     dataset_rows,
     parquet_rows,
 )
-from bigtrain.data.sources.decompression import unpacked
-from bigtrain.data.sources.files import open_stream, open_table, require_unchanged
-from bigtrain.data.sources.lines import stream_chunks
+from bigtrain.data.sources.files import (
+    open_stream,
+    open_table,
+    require_unchanged,
+    stream_chunks,
+    unpacked,
+)
 
 
 class CsvReader(PartReader):

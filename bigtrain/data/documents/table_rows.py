@@ -2,6 +2,8 @@
 
 A row is the list of its values (None if a column has none). Every function raises DataError for
 a corrupt file and for one without any of the columns.
+
+Arrow columns as UTF-8 without a Python string per row, which costs as much as encoding.
 """
 
 from __future__ import annotations
@@ -12,17 +14,74 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from bigtrain.data.documents.arrow_text import TextColumn, require_sound, text_column
+import numpy as np
+
 from bigtrain.data.documents.bad_documents import BadDocument, Rejects
 from bigtrain.data.documents.chat_formats import remedy_for_row
 from bigtrain.data.documents.fields import value_at
 from bigtrain.data.sources.discovery import Selection, Source, without_compression
-from bigtrain.data.sources.files import open_table
-from bigtrain.data.sources.lines import split_lines
+from bigtrain.data.sources.files import open_table, split_lines
 from bigtrain.errors import DataError, first_line
 from bigtrain.system.storage.remote_file import RemoteFile
+
+
+@dataclass(frozen=True)
+class TextColumn:
+    """Rows of a text column: `joined` is their concatenation."""
+
+    contents: list[bytes]
+    joined: bytes
+
+    def rows(self) -> list[list[str]]:
+        return [[content.decode("utf-8")] for content in self.contents]
+
+
+def require_sound(column: Any) -> None:
+    """Raise ArrowInvalid if the arrow array `column` has offsets outside of its buffers.
+
+    A corrupt file can produce one, and reading its rows would crash the process. Text that is not
+    UTF-8 is accepted: it is checked per row.
+    """
+    import pyarrow
+
+    if pyarrow.types.is_string(column.type):
+        column.view(pyarrow.binary()).validate(full=True)
+    elif pyarrow.types.is_large_string(column.type):
+        column.view(pyarrow.large_binary()).validate(full=True)
+    else:
+        try:
+            column.validate(full=True)
+        except pyarrow.ArrowInvalid as error:
+            if "UTF8" not in str(error):
+                raise
+
+
+def text_column(column: Any) -> TextColumn | None:
+    """Return the arrow array `column`; None unless every row is text and valid UTF-8."""
+    import pyarrow
+
+    kind = column.type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        return None
+    offset_type = np.dtype("<i8" if pyarrow.types.is_large_string(kind) else "<i4")
+    if column.null_count or not len(column):
+        return None
+    try:
+        column.validate(full=True)
+    except pyarrow.ArrowInvalid:
+        return None
+    _, offset_buffer, data = column.buffers()
+    offsets = np.frombuffer(
+        offset_buffer, offset_type, len(column) + 1, column.offset * offset_type.itemsize
+    )
+    first, last = int(offsets[0]), int(offsets[-1])
+    joined = data.slice(first, last - first).to_pybytes() if last > first else b""
+    ends = (offsets - first).tolist()
+    return TextColumn([joined[begin:end] for begin, end in pairwise(ends)], joined)
+
 
 READ_BYTES = 1 << 21
 """Approximate bytes of rows read at a time, since a document may have many megabytes."""

@@ -10,17 +10,15 @@ from queue import SimpleQueue
 from threading import Event, Lock, Thread
 
 from bigtrain.data.loading.collator import BatchOptions, BatchReader, Collator, StoredRows, new_rows
-from bigtrain.data.loading.held_out_sets import measured_split, tokens_per_byte
+from bigtrain.data.loading.dataset_checks import measured_split, tokens_per_byte
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.samples.epoch_remainder import JoinedWindows
-from bigtrain.data.samples.identity import identify_sources
 from bigtrain.data.samples.mixture import MixedSamples, MixtureOrder
-from bigtrain.data.samples.packed_samples import packed_documents
-from bigtrain.data.samples.phases import Phase, first_phase
+from bigtrain.data.samples.packing_plan import packed_documents
+from bigtrain.data.samples.phases import Phase, first_phase, identify_sources
 from bigtrain.data.samples.rows import Samples
 from bigtrain.data.samples.shuffle import SampleOrder
-from bigtrain.data.samples.token_stream import split_stream
-from bigtrain.data.samples.windows import PackedWindows
+from bigtrain.data.samples.token_stream import PackedWindows, split_stream
 from bigtrain.data.shards.dataset import TokenDataset, open_sources
 from bigtrain.data.shards.manifest import Split
 from bigtrain.errors import DataError

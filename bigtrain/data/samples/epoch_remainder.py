@@ -14,7 +14,7 @@ import numpy as np
 
 from bigtrain.data.samples.rows import Indices, TokenRows
 from bigtrain.data.samples.shuffle import permute
-from bigtrain.data.samples.windows import PackedWindows, count_windows
+from bigtrain.data.samples.token_stream import PackedWindows, count_windows
 
 
 @dataclass(frozen=True)

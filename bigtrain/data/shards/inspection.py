@@ -23,6 +23,7 @@ KINDS = {
     "tools": "tool definitions that the chat template does not write",
     "reasoning": "reasoning that the chat template does not write",
     "stripped_reasoning": "reasoning of earlier turns, which the chat template drops by design",
+    "message_keys": "keys of messages, such as name, that the chat template does not read",
 }
 LONE = "all"
 """Split of a shard without a dataset."""

@@ -50,7 +50,7 @@ def for_terminal(runs: Sequence[Run], *, colors: bool) -> str:
 
 def as_html(title: str, documents: Sequence[dict[str, Any]]) -> str:
     """Return a page with the `runs` of documents, as returned by
-    `bigtrain.python_api.shards.documents_of`.
+    `bigtrain.python_api.results.documents_of`.
     """
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',

@@ -82,7 +82,7 @@ class TokenizerRecord(Record):
     )
 
     files_xxh3: Checksum | None = Field(
-        default=None, description="`bigtrain.data.tokenizers.fingerprint.fingerprint` of the files"
+        default=None, description="`bigtrain.data.tokenizers.cache.fingerprint` of the files"
     )
 
     chat_template: str | None = Field(
@@ -139,7 +139,9 @@ class SourceRecord:
     changed_ns: int | None = Field(
         default=None, description="when content, name, owner or mode last changed (ctime)"
     )
-    revision: str | None = Field(default=None, description="of a dataset: commit or fingerprint")
+    revision: str | None = Field(
+        default=None, description="of a dataset: commit or files_fingerprint"
+    )
     parts: tuple[PartRecord, ...] = Field(default=(), strict=False)
 
     @property

@@ -2,7 +2,7 @@
 
 As objects, 100,000 shards take a rank 300 MB and seconds; as columns 8 MB and, for a large
 manifest, no parsing: all ranks of a host memory-map one file. It is a cache of the manifest, named
-by its checksum, and made once (`bigtrain.system.made_once`) in ``DATASET/tables/`` or, if that
+by its checksum, and made once (`bigtrain.system.user_cache`) in ``DATASET/tables/`` or, if that
 cannot be written, in ``tables/`` of the user's cache. A file is::
 
     8 bytes  b"BTSHARD2"
@@ -37,8 +37,7 @@ from bigtrain.data.shards.manifest import (
     read_manifest,
 )
 from bigtrain.system.files import file_checksum
-from bigtrain.system.made_once import made_once
-from bigtrain.system.user_cache import beside_or_cached
+from bigtrain.system.user_cache import beside_or_cached, made_once
 
 MAGIC = b"BTSHARD2"
 DIRECTORY = "tables"

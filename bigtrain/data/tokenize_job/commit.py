@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bigtrain.data.chat.rendered_parts import STRIPPED
+from bigtrain.data.chat.rendered_parts import COUNTED_ONLY
 from bigtrain.data.documents.bad_documents import BadDocument, require_few
 from bigtrain.data.shards.format import token_dtype
 from bigtrain.data.shards.manifest import (
@@ -34,10 +34,10 @@ from bigtrain.data.shards.manifest import (
 )
 from bigtrain.data.sources.discovery import Source
 from bigtrain.data.tokenize_job.units import Unit, plan_key
-from bigtrain.data.tokenize_job.worker import SPLITS
+from bigtrain.data.tokenize_job.worker_pool import SPLITS
 from bigtrain.data.tokenize_job.workspace import JOURNAL_NAME, UnitRecord, Workspace
+from bigtrain.data.tokenizers.cache import files_fingerprint
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
-from bigtrain.data.tokenizers.fingerprint import fingerprint
 from bigtrain.data.tokenizers.tokenizer import Tokenizer
 from bigtrain.errors import DataError
 from bigtrain.system.files import sync_to_disk, sync_tree, whole_file, write_whole
@@ -104,7 +104,7 @@ class Commit:
                 end_of_document_id=tokenizer.end_of_document_id,
                 engine=", ".join(sorted({record.engine for record in done})),
                 engine_reason="; ".join(sorted({record.engine_reason for record in done} - {""})),
-                files_xxh3=fingerprint(tokenizer.place),
+                files_xxh3=files_fingerprint(tokenizer.place),
                 chat_template=None if self.chat_template is None else self.chat_template.hash,
                 beginning_ids=self.beginning_ids,
                 answer_end_ids=self._answer_end_ids(done),
@@ -149,7 +149,7 @@ class Commit:
 
     def _require_rendered(self, done: Sequence[UnitRecord]) -> None:
         """Raise DataError if the chat template drops more parts than allowed."""
-        dropped = {kind: n for kind, n in _unrendered(done).items() if kind != STRIPPED}
+        dropped = {kind: n for kind, n in _unrendered(done).items() if kind not in COUNTED_ONLY}
         if sum(dropped.values()) > self.options.max_unrendered:
             shown = ", ".join(f"{n:,} of {kind}" for kind, n in dropped.items())
             raise DataError(

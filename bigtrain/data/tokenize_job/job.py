@@ -28,11 +28,9 @@ from bigtrain.data.tokenize_job.commit import (
 )
 from bigtrain.data.tokenize_job.existing_output import finished_manifest, inputs_outside, is_own
 from bigtrain.data.tokenize_job.progress import Progress
-from bigtrain.data.tokenize_job.request import BuildRequest
+from bigtrain.data.tokenize_job.request import BuildRequest, Workers, divide
 from bigtrain.data.tokenize_job.units import Unit, plan_key, plan_units
-from bigtrain.data.tokenize_job.work_division import Workers, divide
-from bigtrain.data.tokenize_job.worker import Job
-from bigtrain.data.tokenize_job.worker_pool import Round, new_token, run_round
+from bigtrain.data.tokenize_job.worker_pool import Job, Round, new_token, run_round
 from bigtrain.data.tokenize_job.workspace import UnitRecord, Workspace
 from bigtrain.data.tokenizers.encoders import EncoderError
 from bigtrain.data.tokenizers.selection import EncoderQueue, choose_encoder

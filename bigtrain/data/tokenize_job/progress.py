@@ -11,7 +11,7 @@ from typing import Any, Self, TextIO
 
 from tqdm import tqdm
 
-from bigtrain.data.tokenize_job.worker import Counts
+from bigtrain.data.tokenize_job.worker_pool import Counts
 
 LINE_EVERY_S = 60.0
 MAX_INPUT_BARS = 8

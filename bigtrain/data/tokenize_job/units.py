@@ -3,7 +3,7 @@
 A unit is a part of a file (`PartRecord`), a file that cannot be split (compressed, csv, text), or
 several small files together. The plan depends only on the inputs, the tokenizer and the options,
 not on the workers. A unit's key covers the options and the ranges of its inputs; checksums of their
-content are in its record (`bigtrain.data.tokenize_job.change_detection`). So units of an earlier
+content are in its record (`bigtrain.data.tokenize_job.existing_output`). So units of an earlier
 plan are reused if key and content are the same.
 """
 
@@ -16,7 +16,7 @@ from itertools import accumulate
 
 import xxhash
 
-from bigtrain.data.documents.parts import Part, ReadOptions, whole
+from bigtrain.data.documents.reader import Part, ReadOptions, whole
 from bigtrain.data.documents.table_rows import (
     count_record_batches,
     count_row_groups,

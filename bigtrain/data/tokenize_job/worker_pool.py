@@ -2,29 +2,345 @@
 
 There is no queue: every worker iterates over all units, its own share first, and builds those that
 are neither done nor leased by another; `bigtrain.data.tokenize_job.job` checks again at the end.
+
+Processing of one unit: read its documents, encode them, write its shards, and its record
+last.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
 import threading
 import traceback
 import uuid
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import IO, Literal
 
-from bigtrain.data.tokenize_job.change_detection import confirm_unit
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from bigtrain.data.chat.encoder import ChatEncoder, EncodedChats
+from bigtrain.data.documents.bad_documents import BadDocument, Rejects
+from bigtrain.data.documents.open_reader import batched, part_reader
+from bigtrain.data.documents.reader import ReadOptions
+from bigtrain.data.shards.format import Mask, Tokens
+from bigtrain.data.shards.manifest import ShardRecord, Split
+from bigtrain.data.shards.writer import ShardWriter
+from bigtrain.data.tokenize_job.existing_output import confirm_unit
+from bigtrain.data.tokenize_job.request import WorkerRank, Workers
 from bigtrain.data.tokenize_job.units import Unit
-from bigtrain.data.tokenize_job.work_division import WorkerRank, Workers
-from bigtrain.data.tokenize_job.worker import Counts, Job, build_unit
-from bigtrain.data.tokenize_job.workspace import Workspace
-from bigtrain.data.tokenizers.encoders import EncoderError
+from bigtrain.data.tokenize_job.workspace import (
+    PartDone,
+    UnitRecord,
+    Workspace,
+    errors_name,
+    shard_name,
+)
+from bigtrain.data.tokenizers.encoders import Encoder, EncoderError
+from bigtrain.data.tokenizers.equivalence import Checks, CheckSampler
 from bigtrain.errors import BigtrainError, DataError
+from bigtrain.system.files import sync_to_disk
+
+MAX_ENCODING_THREADS = 4
+"""Maximum threads per process: Python reads and parses only as fast as three or four encode."""
+PENDING_PER_THREAD = 4
+"""Batches of a megabyte that are encoded while the disk or a comparison is waited for."""
+
+SPLITS: tuple[Split, ...] = ("train", "held_out")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Inputs of building in addition to the unit; sent to each worker once.
+
+    `encoder_reason`: why it is not a faster one. `allow_bad`: list bad documents instead of
+    stopping. `num_threads`: threads that encode during reading and writing; 1 thread does
+    everything. `chat`: encoder of documents that are conversations.
+    """
+
+    encoder: Encoder
+    reference: Encoder
+    encoder_reason: str
+    dtype: Literal["uint16", "int32"]
+    held_out: float
+    reading: ReadOptions
+    allow_bad: bool
+    num_threads: int = 2
+    chat: ChatEncoder | None = None
+
+    def run(self, contents: list[bytes], checks: Checks) -> Batch:
+        """Encode `contents`. Raise EncoderError if the encoder is wrong or fails."""
+        if self.chat is not None:
+            return self._run_chat(self.chat, contents, checks)
+        encoded = self.encoder.encode_utf8(contents)
+        checks.run(self.encoder, self.reference, contents, encoded)
+        return Batch(
+            encoded.tokens.astype(self.dtype),
+            encoded.lengths,
+            self._held_out(contents),
+            np.fromiter(map(len, contents), np.int64, len(contents)),
+        )
+
+    def _run_chat(self, chat: ChatEncoder, contents: list[bytes], checks: Checks) -> Batch:
+        encoded = chat.encode(contents, checks)
+        good = np.ones(len(contents), bool)
+        good[[number for number, _ in encoded.problems]] = False
+        return Batch(
+            encoded.tokens.astype(self.dtype),
+            encoded.lengths[good],
+            self._held_out(contents)[good],
+            encoded.text_bytes[good],
+            encoded.mask,
+            len(contents),
+            encoded.problems,
+            encoded,
+        )
+
+    def _held_out(self, contents: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        if not self.held_out:
+            return np.zeros(len(contents), bool)
+        return np.fromiter((is_held_out(c, self.held_out) for c in contents), bool, len(contents))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Encoded documents: tokens, lengths, which are held out, UTF-8 bytes of each.
+
+    For conversations also: which tokens are targets, the number of conversations, and number
+    and reason of those that are not among the documents, and `chats`, which counts what the chat
+    template drops.
+    """
+
+    tokens: Tokens
+    lengths: npt.NDArray[np.int64]
+    held_out: npt.NDArray[np.bool_]
+    text_bytes: npt.NDArray[np.int64]
+    mask: Mask | None = None
+    num_read: int = 0
+    problems: Sequence[tuple[int, str]] = ()
+    chats: EncodedChats | None = None
+
+
+@dataclass
+class Counts:
+    """Progress counts of a process; `path` is its current input."""
+
+    num_bytes: int = 0
+    num_tokens: int = 0
+    bad_documents: int = 0
+    path: str = ""
+    part_done: int = 0
+    part_bytes: int = 0
+
+
+def is_held_out(content: bytes, fraction: float) -> bool:
+    """Return whether the document with UTF-8 `content` belongs to the held-out split.
+
+    Depends only on the document, so the split is stable when data is appended, and a duplicate is
+    on the same side as its original.
+    """
+    return xxhash.xxh3_64_intdigest(content) < int(fraction * 2**64)
+
+
+def build_unit(
+    unit: Unit, job: Job, workspace: Workspace, counts: Counts, report: Callable[[], None]
+) -> UnitRecord:
+    """Write the shards and the record of `unit` into `workspace`.
+
+    `counts` is updated and `report` called after each batch. Raises DataError for input
+    that cannot be used and EncoderError for a wrong encoder; then no file remains.
+    """
+    reader = _UnitReader(unit, job, counts, workspace)
+    with ExitStack() as cleanup:
+        writers = {
+            split: cleanup.enter_context(
+                ShardWriter(
+                    workspace.directory,
+                    shard_name(unit.key, workspace.token, split),
+                    job.dtype,
+                    masked=job.chat is not None,
+                )
+            )
+            for split in (SPLITS if job.held_out else SPLITS[:1])
+        }
+        cleanup.enter_context(reader)
+        for batch in _encoded(reader.batches(), job):
+            reader.reject(batch)
+            reader.note(batch)
+            _write(batch, writers)
+            counts.num_tokens += len(batch.tokens)
+            report()
+        shards = {split: writer.close() for split, writer in writers.items()}
+    return _commit(unit, job, workspace, shards, reader)
+
+
+def _commit(
+    unit: Unit,
+    job: Job,
+    workspace: Workspace,
+    shards: dict[Split, ShardRecord],
+    reader: _UnitReader,
+) -> UnitRecord:
+    """Make the files durable, then list them in the record."""
+    record = UnitRecord(
+        key=unit.key,
+        token=workspace.token,
+        engine=job.encoder.engine(),
+        engine_reason=job.encoder_reason,
+        documents=sum(shard.documents for shard in shards.values()),
+        bad_documents=reader.rejects.count,
+        parts=tuple(reader.done),
+        splits=shards,
+        unrendered=dict(reader.unrendered),
+        answer_ends=tuple(sorted(reader.answer_ends)),
+        inside_answers=tuple(sorted(reader.inside_answers)),
+    )
+    for name in record.files:
+        sync_to_disk(workspace.directory / name)
+    sync_to_disk(workspace.directory)
+    workspace.write_record(record)
+    return record
+
+
+class _UnitReader:
+    """Reader of the parts of a unit, one after another, that lists its bad documents."""
+
+    def __init__(self, unit: Unit, job: Job, counts: Counts, workspace: Workspace) -> None:
+        self.unit = unit
+        self.job = job
+        self.counts = counts
+        self.done: list[PartDone] = []
+        self._part_of_bad: int | None = None  # the one being read
+        self.rejects = Rejects(job.allow_bad, self._keep)
+        self._errors_path: Path = workspace.directory / errors_name(unit.key, workspace.token)
+        self._errors: IO[str] | None = None
+        self._places: deque[tuple[int, int]] = deque()  # part, and line or row, of conversations
+        self.unrendered: Counter[str] = Counter()
+        self.answer_ends: set[str] = set()
+        self.inside_answers: set[str] = set()
+
+    def note(self, batch: Batch) -> None:
+        """Count what the chat template drops, and note how it ends answers."""
+        if batch.chats is not None:
+            self.unrendered.update(batch.chats.unrendered)
+            self.answer_ends |= batch.chats.ends
+            self.inside_answers |= batch.chats.inside
+
+    def reject(self, batch: Batch) -> None:
+        """Reject the next conversations that failed in encoding. Raises as `Rejects`."""
+        read = [self._places.popleft() for _ in range(batch.num_read)]
+        for number, why in batch.problems:
+            part_number, place = read[number]
+            part = self.unit.parts[part_number]
+            reader = part_reader(part, self.job.reading, self.rejects)
+            self._part_of_bad = part_number
+            reader.reject_at(place, why)
+            self._part_of_bad = None
+
+    def batches(self) -> Iterator[tuple[list[bytes], Checks]]:
+        """Yield the documents, and which of them are compared with the reference."""
+        # The reference itself needs no comparison.
+        sampler = None if self.job.encoder is self.job.reference else CheckSampler()
+        for contents in batched(self._blocks()):
+            yield contents, sampler.choose(contents) if sampler else Checks()
+
+    def _blocks(self) -> Iterator[list[bytes]]:
+        counts = self.counts
+        before = counts.num_bytes
+        for part in self.unit.parts:
+            reader = part_reader(part, self.job.reading, self.rejects)
+            counts.path, counts.part_bytes = part.source.path, part.num_bytes
+            for documents in reader.blocks():
+                counts.part_done = min(reader.bytes_done, part.num_bytes)
+                counts.num_bytes = before + counts.part_done
+                if self.job.chat is not None:
+                    self._places.extend((len(self.done), place) for place in reader.places)
+                yield documents
+            before += part.num_bytes
+            counts.num_bytes, counts.part_done = before, part.num_bytes
+            self.done.append(
+                PartDone(
+                    xxh3=reader.checksum(),
+                    layout_xxh3=reader.layout(),
+                    num_lines=reader.num_lines,
+                    times=part.source.record.times,
+                )
+            )
+
+    def _keep(self, bad: BadDocument) -> None:
+        """Store a bad document. Lines count from the start of the part: `commit` adds the lines
+        before it."""
+        if self._errors is None:
+            self._errors = self._errors_path.open("w", encoding="utf-8")
+        part = len(self.done) if self._part_of_bad is None else self._part_of_bad
+        entry = [part, bad.path, bad.line, bad.row, bad.reason]
+        self._errors.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        self.counts.bad_documents += 1
+
+    def __enter__(self) -> _UnitReader:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if self._errors is not None:
+            self._errors.close()
+            if error is not None:
+                self._errors_path.unlink(missing_ok=True)
+
+
+def _encoded(batches: Iterator[tuple[list[bytes], Checks]], job: Job) -> Iterator[Batch]:
+    """Yield the encoded batches, in order. At most `PENDING_PER_THREAD` times threads are
+    pending."""
+    if job.num_threads == 1:
+        for contents, checks in batches:
+            yield job.run(contents, checks)
+        return
+    for encoder in (job.encoder, job.reference):  # loaded once, not by every thread
+        encoder.encode_utf8([])
+    num_threads = MAX_ENCODING_THREADS
+    if not job.encoder.uses_all_cores:
+        num_threads = min(job.num_threads, num_threads)
+    pending: deque[Future[Batch]] = deque()
+    with ThreadPoolExecutor(num_threads) as pool:
+        try:
+            for contents, checks in batches:
+                pending.append(pool.submit(job.run, contents, checks))
+                while pending and (
+                    len(pending) >= PENDING_PER_THREAD * num_threads or pending[0].done()
+                ):
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _write(batch: Batch, writers: dict[Split, ShardWriter]) -> None:
+    if not batch.held_out.any():
+        writers["train"].add(batch.tokens, batch.lengths, int(batch.text_bytes.sum()), batch.mask)
+        return
+    of_document = np.repeat(batch.held_out, batch.lengths)
+    for split, writer in writers.items():
+        wanted = split == "held_out"
+        documents = batch.held_out == wanted
+        writer.add(
+            batch.tokens[of_document == wanted],
+            batch.lengths[documents],
+            int(batch.text_bytes[documents].sum()),
+            None if batch.mask is None else batch.mask[of_document == wanted],
+        )
+
 
 REPORT_BYTES = 1 << 22
 """Bytes after which a worker reports progress: a few times a second."""

@@ -5,6 +5,8 @@ Importing transformers and loading cost each process of a tokenize job 6.4 s of 
 directory's files and of the libraries' versions, so the first load stores in
 `bigtrain.system.user_cache` what it changed in ``tokenizer.json``, and the files it would save. If
 it changed the vocabulary or the merges, nothing is cached, and every load uses transformers.
+
+Checks whether a tokenizer's files are those a dataset was made with, without loading it.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import xxhash
 
-from bigtrain.system.storage.copies import WEIGHT_SUFFIXES
+from bigtrain.system.storage.copies import WEIGHT_SUFFIXES, at_hand
 from bigtrain.system.user_cache import builds, cache_get, cache_put, key_of, source_of
 
 KIND = "tokenizers"
@@ -187,3 +190,56 @@ def _saved_files(huggingface: Any) -> dict[str, str] | None:
         if sum(path.stat().st_size for path in names.values()) > MAX_SAVED_BYTES:
             return None
         return {name: path.read_bytes().decode("utf-8") for name, path in names.items()}
+
+
+SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+
+
+def files_fingerprint(name: str) -> str | None:
+    """XXH3-64 of the files in directory `name`, or of that hub name in the local cache, or at an
+    address.
+
+    None where there are none. Weights that lie beside them are left out.
+    """
+    directory = Path(at_hand(name, weights=False))
+    if not directory.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        try:
+            cached = try_to_load_from_cache(name, "tokenizer_config.json")
+        except ValueError:  # not a possible name
+            return None
+        if not isinstance(cached, str):
+            return None
+        directory = Path(cached).parent
+    digest = xxhash.xxh3_64()
+    num_files = 0
+    for file in sorted(directory.iterdir()):
+        if file.suffix in SUFFIXES and file.is_file() and file.stat().st_size <= MAX_FILE_BYTES:
+            content = file.read_bytes()
+            digest.update(f"{file.name}\0{len(content)}\0".encode())
+            digest.update(content)
+            num_files += 1
+    return digest.hexdigest() if num_files else None
+
+
+def foreign_file(dataset: Path, folder: str) -> str | None:
+    """What of `folder` of a dataset must not be copied, and why; None where all may be.
+
+    A dataset may come from somebody else: a link in it must not bring a file of this machine into a
+    run directory, from where it is handed on. Links may point into the dataset, and, in a snapshot
+    of the Hugging Face cache, into the blobs that are the files of its repository.
+    """
+    root = os.path.realpath(dataset)
+    allowed = [root]
+    for parent in Path(root).parents:
+        if parent.name == "snapshots":
+            allowed.append(str(parent.with_name("blobs")))
+            break
+    for path in sorted([dataset / folder, *(dataset / folder).rglob("*")]):
+        real = os.path.realpath(path)
+        if not any(real.startswith(place + os.sep) for place in allowed):
+            return f"{path} is a link to {real}, outside of the dataset"
+        if os.path.lexists(path) and not (os.path.isfile(real) or os.path.isdir(real)):
+            return f"{path} is not a file"
+    return None

@@ -8,13 +8,14 @@ vocabulary may have grown, or have room for tokens that the data lacks.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bigtrain.data.tokenizers.edge_cases import tokenizer_edge_cases
-from bigtrain.data.tokenizers.tokenizer import own_file
-from bigtrain.errors import Problem
+from bigtrain.data.shards.dataset import TokenDataset
+from bigtrain.data.tokenizers.equivalence import tokenizer_edge_cases
+from bigtrain.data.tokenizers.tokenizer import load_tokenizer, own_file
+from bigtrain.errors import DataError, Problem
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.storage.copies import at_hand
 
@@ -43,6 +44,32 @@ def check_model_tokens(
         if name is not None and not problems:
             problems = _check(config, directory, source, key, name)
     return problems
+
+
+def beginning_note(config: RunConfig, dataset: TokenDataset) -> str:
+    """A line for the log where texts of the data do not begin as the tokenizer next to the weights
+    of ``model.path`` begins them by itself; empty where they do, or where nothing is known of it.
+
+    Conversations begin as their template writes, and resumed runs read nothing of the base.
+    """
+    record, base = dataset.table.tokenizer, config.model.path
+    if base is None or record.chat_template is not None or _tokenizer_file(base) is None:
+        return ""
+    try:
+        own = load_tokenizer(base).beginning("auto")
+    except DataError:
+        return ""
+    if own == (record.beginning_ids or ()):
+        return ""
+    return (
+        f"{dataset.path}: texts begin with {_listed(record.beginning_ids)}; the tokenizer of "
+        f"model.path = {base} begins them with {_listed(own)} -> if that is not meant, tokenize "
+        f"with the model's own: bigtrain tokenize --tokenizer {base}"
+    )
+
+
+def _listed(ids: Sequence[int] | None) -> str:
+    return f"token {', '.join(map(str, ids))}" if ids else "no token of their own"
 
 
 def _tokenizer_file(name: str) -> Path | None:

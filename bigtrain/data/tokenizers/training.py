@@ -1,12 +1,17 @@
-"""Training a byte-level BPE tokenizer on the text of a dataset."""
+"""Training a byte-level BPE tokenizer on the text of a dataset.
+
+A tokenizer with tokens added to it: control tokens of a chat template, words of a domain.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from bigtrain.data.tokenizers.tokenizer import Tokenizer, describe
-from bigtrain.errors import DataError
+from bigtrain.data.shards.manifest import TokenizerRecord
+from bigtrain.data.tokenizers.tokenizer import Tokenizer, describe, load_tokenizer
+from bigtrain.errors import DataError, Problem
+from bigtrain.settings.run_config import TokenizerSection
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -68,3 +73,107 @@ def _counted(batches: Iterable[Sequence[str]], seen: list[int]) -> Iterator[Sequ
     for batch in batches:
         seen[0] += sum(map(len, batch))
         yield batch
+
+
+def add_tokens(
+    name: str, plain: Sequence[str], special: Sequence[str]
+) -> tuple[Tokenizer, dict[str, int]]:
+    """The tokenizer `name` with `special` and then `plain` texts as tokens of their own; and the id
+    of each.
+
+    Their ids follow the highest that there is, so that all other tokens keep theirs. Raises
+    DataError for a text that is empty, given twice or a token already, and as `load_tokenizer`.
+    """
+    texts = [*special, *plain]
+    if not texts:
+        raise DataError("nothing to add to the tokenizer -> --add-token or --add-special-token")
+    base = load_tokenizer(name)
+    known = base.huggingface.get_vocab()
+    for number, text in enumerate(texts):
+        if not text.strip():
+            raise DataError(f"a token to add is {text!r}: it must have other characters than space")
+        if text in texts[:number]:
+            raise DataError(f"the token {text} is to be added twice -> name it once")
+        if text in known:
+            raise DataError(
+                f"{text} is a token of {name} already, with id {known[text]} -> leave it out"
+            )
+    return _grown(name, base.huggingface, plain, special)
+
+
+def _grown(
+    name: str, huggingface: Any, plain: Sequence[str], special: Sequence[str]
+) -> tuple[Tokenizer, dict[str, int]]:
+    huggingface.add_tokens(list(special), special_tokens=True)
+    huggingface.add_tokens(list(plain))
+    vocabulary = huggingface.get_vocab()
+    return describe(name, huggingface), {text: int(vocabulary[text]) for text in (*special, *plain)}
+
+
+def check_added_tokens(
+    section: TokenizerSection, base: str, listed: TokenizerRecord, directory: str
+) -> list[Problem]:
+    """Why shards that were made with the tokenizer in `directory`, of which they say `listed`, were
+    not made with `base` and the tokens that `section` adds to it. Loads both tokenizers."""
+    key = "model.path" if section.base is None else "tokenizer.base"
+    try:
+        huggingface = load_tokenizer(base).huggingface
+    except DataError as error:
+        return [Problem(key, base, str(error), "tokenizer.base=DIRECTORY, or a hub name")]
+    known = huggingface.get_vocab()
+    for text in section.added:
+        if text in known:
+            rule = f"is a token of {base} already, with id {known[text]}"
+            return [Problem(section.key_of(text), text, rule, "leave it out")]
+    grown, ids = _grown(base, huggingface, section.add_tokens, section.add_special_tokens)
+    if grown.hash == listed.hash:
+        return []
+    try:
+        there = load_tokenizer(directory).huggingface
+    except DataError as error:
+        return [Problem("data", directory, str(error))]
+    return [_difference(section, base, listed, there, known, ids)]
+
+
+def _difference(
+    section: TokenizerSection,
+    base: str,
+    listed: TokenizerRecord,
+    there: Any,
+    known: dict[str, int],
+    ids: dict[str, int],
+) -> Problem:
+    """What of the data's tokenizer is not as `section` says. there: it, of transformers. known: the
+    vocabulary of the base. ids: of the added tokens."""
+    vocabulary = there.get_vocab()
+    whose = f"the tokenizer that the data was tokenized with ({listed.name})"
+    beyond = sorted(vocabulary.keys() - known.keys(), key=lambda text: vocabulary[text])
+    added = {one.content: one.special for one in there.added_tokens_decoder.values()}
+    if not known.items() <= vocabulary.items() or not added.keys() >= {*beyond}:
+        rule = f"{whose} was made from another one"
+        return Problem("tokenizer.base", base, rule, "name the one that it was made from")
+    if missing := [text for text in section.added if text not in vocabulary]:
+        return Problem(
+            section.key_of(missing[0]),
+            missing,
+            f"no tokens of {whose}",
+            "tokenize with them: bigtrain tokenizer --config RUN.yaml --output DIR, then bigtrain "
+            "tokenize --tokenizer DIR",
+        )
+    special = {text for text, is_special in added.items() if is_special}
+    if others := [text for text in beyond if text not in section.added]:
+        of_others = "add_special_tokens" if others[0] in special else "add_tokens"
+        rule = f"{whose} has also {', '.join(others[:4])}{', ...' if len(others) > 4 else ''}"
+        return Problem(f"tokenizer.{of_others}", None, rule, "add them too")
+    for text in section.added:
+        right = "add_special_tokens" if text in special else "add_tokens"
+        if section.key_of(text) != f"tokenizer.{right}":
+            rule = f"is a {'control' if text in special else 'plain'} token of {whose}"
+            return Problem(section.key_of(text), text, rule, f"name it in tokenizer.{right}")
+        order = [one for one in beyond if section.key_of(one) == section.key_of(text)]
+        if vocabulary[text] != ids[text] and order != [*getattr(section, right)]:
+            rule = f"{text} has id {vocabulary[text]} in {whose}, and would get {ids[text]}"
+            remedy = f"the order of the ids: [{', '.join(order)}]"
+            return Problem(section.key_of(text), None, rule, remedy)
+    rule = f"{whose} has the same tokens, but finds them in another way"
+    return Problem("tokenizer.base", base, rule, "make it by bigtrain tokenizer --config RUN.yaml")

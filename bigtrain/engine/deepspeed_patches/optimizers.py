@@ -54,11 +54,6 @@ def is_zero3(optimizer: Any) -> bool:
     return hasattr(optimizer, "fp32_partitioned_groups_flat")
 
 
-def offloads_to_nvme(optimizer: Any) -> bool:
-    """Whether ZeRO-3's optimizer states are in files (0.19.8, runtime/zero/stage3.py:826)."""
-    return bool(optimizer.swap_optimizer)
-
-
 def zero0_masters(optimizer: Any) -> list[tuple[nn.Parameter, torch.Tensor]]:
     """(parameter, its flat fp32 master) of DeepSpeed's 16-bit wrappers for ZeRO 0; else none."""
     return [

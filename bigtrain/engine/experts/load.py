@@ -1,4 +1,11 @@
-"""Which experts the tokens of a step go to, and what it costs to bring them there."""
+"""Which experts the tokens of a step go to, and what it costs to bring them there.
+
+The router losses added to the loss of a micro-batch: auxiliary loss and z-loss.
+
+Balance without a loss: a bias of each expert, by which tokens choose and are not weighted.
+
+Wang et al. 2024, arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.startup.mesh import Mesh
-from bigtrain.models.experts.counts import ExpertCounts
+from bigtrain.models.experts.router_logits import (
+    ExpertCounts,
+    Routing,
+    ask_for_router_logits,
+    auxiliary_loss,
+    balance_loss,
+    router_logits_of,
+    selection_biases,
+    z_loss,
+)
 from bigtrain.models.parallel.collectives import GroupRows
 from bigtrain.models.parallel.experts import exchange_of
+from bigtrain.settings.sections.model import MoeSection
 
 
 @dataclass(frozen=True)
@@ -85,3 +103,85 @@ class ExpertLoad:
             return LoadFigures(imbalance)
         sent_bytes, seconds = (found[-2:] / dist.get_world_size()).tolist()
         return LoadFigures(imbalance, sent_bytes, seconds)
+
+
+class RouterLosses:
+    """The auxiliary loss of a run's routers, weighted, for a micro-batch at a time.
+
+    ``auxiliary_loss: global_batch`` is transformers' formula with the fractions of tokens that
+    choose each expert taken over the global batch (Qiu et al. 2025, arXiv 2501.11873, equation 4):
+    all ranks' micro-batches of this number, and those of the step before it. Its mean over ranks
+    is the formula of their micro-batches as one. Asks `model` for router logits where
+    `section` needs them.
+    """
+
+    def __init__(self, model: nn.Module, section: MoeSection, replicas: dist.ProcessGroup) -> None:
+        config: Any = model.config
+        is_on = bool(getattr(config, "output_router_logits", True))
+        coefficient = getattr(config, "router_aux_loss_coef", 0.0) or 0.0
+        self.aux_coefficient = float(coefficient) if is_on else 0.0
+        self._section, self._replicas = section, replicas
+        self._top_k = int(getattr(config, "num_experts_per_tok", 0) or 0)
+        self._chosen: torch.Tensor | None = None
+        if section.z_loss_coefficient:
+            ask_for_router_logits(model)
+
+    def begin_step(self) -> None:
+        """An optimizer step begins."""
+        self._chosen = None
+
+    def of(self, outputs: Any) -> torch.Tensor | None:
+        """The router loss from a model's outputs for a micro-batch; None if nothing is added.
+
+        Collective over the replicas with ``auxiliary_loss: global_batch``.
+        """
+        total = None
+        section = self._section
+        if section.auxiliary_loss == "global_batch":
+            total = self.aux_coefficient * self._of_global_batch(router_logits_of(outputs))
+        elif (own := auxiliary_loss(outputs)) is not None and self.aux_coefficient:
+            total = self.aux_coefficient * own
+        if section.z_loss_coefficient:
+            added = section.z_loss_coefficient * z_loss(router_logits_of(outputs))
+            total = added if total is None else total + added
+        return total
+
+    def _of_global_batch(self, logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        routing = Routing.of(logits, self._top_k)
+        everyone = torch.cat([routing.chosen, routing.chosen.new_full((1,), routing.num_rows)])
+        dist.all_reduce(everyone, group=self._replicas)
+        self._chosen = everyone if self._chosen is None else self._chosen + everyone
+        return balance_loss(self._chosen[:-1] / self._chosen[-1], routing.probabilities)
+
+
+class BiasUpdate:
+    """The update of the biases by which tokens of `model` choose experts.
+
+    Biases are float32 also where parameters are of 16 bit: small updates would be lost there. Those
+    that are buffers are made so here; those that are parameters are values of `exact`. rate: of an
+    update; 0 makes none.
+    """
+
+    def __init__(
+        self, model: nn.Module, load: ExpertLoad, rate: float, exact: ExactParameters
+    ) -> None:
+        self.rate = rate
+        self._load = load
+        self._biases: dict[str, torch.Tensor] = {}
+        # Other parameters are trained, or are not to be updated.
+        for bias in selection_biases(model, exact.values.keys()):
+            if not bias.is_parameter:
+                bias.tensor.data = bias.tensor.data.float()
+            if rate:
+                exact_value = exact.values.get(bias.name)
+                self._biases[bias.experts] = bias.tensor if exact_value is None else exact_value
+                exact.owned.update({bias.name} & exact.values.keys())
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After an update of the parameters: raise the biases of experts that fewer tokens of the
+        global batch than the mean have chosen, lower the others'. Collective over the replicas."""
+        for name, bias in self._biases.items():
+            counts = self._load.of_replicas(name).double()
+            step = self.rate * torch.sign(counts.mean() - counts)
+            bias += step.to(bias.dtype).view_as(bias)

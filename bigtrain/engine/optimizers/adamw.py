@@ -8,8 +8,14 @@ from typing import Any, Self
 import torch
 from torch.optim.adamw import adamw
 
-from bigtrain.engine.optimizers.state_dtype import StateDtype, chunks, store
-from bigtrain.engine.optimizers.update_rule import Master, RuleInputs, UpdateRule
+from bigtrain.engine.optimizers.update_rule import (
+    Master,
+    RuleInputs,
+    StateDtype,
+    UpdateRule,
+    chunks,
+    store,
+)
 
 
 class AdamW(UpdateRule):

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from bigtrain.engine.optimizers.state_dtype import StateDtype, chunks, store
-from bigtrain.engine.optimizers.update_rule import Master, RuleInputs, UpdateRule
+from bigtrain.engine.optimizers.update_rule import (
+    Master,
+    RuleInputs,
+    StateDtype,
+    UpdateRule,
+    chunks,
+    store,
+)
 
 
 class Lion(UpdateRule):

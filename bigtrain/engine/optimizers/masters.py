@@ -18,7 +18,6 @@ from torch import nn
 from bigtrain.engine.deepspeed_patches.optimizers import (
     flat_partitions,
     is_zero3,
-    offloads_to_nvme,
     zero0_layout,
     zero12_ranges,
 )
@@ -91,10 +90,6 @@ def _finder(optimizer: Any) -> Any:
     if isinstance(optimizer, torch.optim.Optimizer):
         return lambda p: _Whole(p, 0, p.numel(), 0)
     if is_zero3(optimizer):
-        if offloads_to_nvme(optimizer):
-            raise CheckpointError(
-                "optimizer states on NVMe cannot be saved yet: use offload_optimizer.device = cpu"
-            )
         return lambda p: zero3_range(p, optimizer)
     partitions = flat_partitions(optimizer)
     if partitions is not None:

@@ -3,6 +3,8 @@
 The mathematics of `torch.optim.Muon` (torch 2.13, torch/optim/_muon.py). Momentum is updated
 elementwise where the masters are; the owner of a matrix orthogonalizes its update, by default in
 bfloat16, in which it is also sent there and back: 2 x 2 bytes per element and step.
+
+Orthogonalizing a matrix by Newton-Schulz iterations.
 """
 
 from __future__ import annotations
@@ -17,15 +19,15 @@ import torch.distributed as dist
 from torch import nn
 
 from bigtrain.engine.optimizers.masters import MasterPart
-from bigtrain.engine.optimizers.matrix_exchange import Holding, MatrixExchange
-from bigtrain.engine.optimizers.matrix_layout import Piece, pieces_of
-from bigtrain.engine.optimizers.newton_schulz import cost, orthogonalized
-from bigtrain.engine.optimizers.state_dtype import StateDtype, chunks, store
+from bigtrain.engine.optimizers.matrix_exchange import Holding, MatrixExchange, Piece, pieces_of
 from bigtrain.engine.optimizers.update_rule import (
     Master,
     RuleInputs,
+    StateDtype,
     UpdateRule,
+    chunks,
     names_in_update,
+    store,
 )
 from bigtrain.engine.startup.mesh import Mesh, open_holders
 from bigtrain.models.layers.parameters import parameter_of
@@ -188,3 +190,52 @@ def update_scale(shape: tuple[int, int], adjust_lr: str) -> float:
     if adjust_lr == "original":
         return math.sqrt(max(1.0, rows / columns))
     return 0.2 * math.sqrt(max(rows, columns))
+
+
+Coefficients = tuple[float, float, float]
+
+
+def orthogonalized(
+    matrices: torch.Tensor, coefficients: Coefficients, num_steps: int, eps: float
+) -> torch.Tensor:
+    """Approximately U V^T of each matrix U S V^T: singular values end near 1, not at it.
+
+    The iteration X <- a X + (b A + c A A) X, with A = X X^T, of `torch.optim.Muon` (Jordan 2024,
+    https://kellerjordan.github.io/posts/muon/), in the dtype of `matrices` [..., rows, columns].
+    """
+    a, b, c = coefficients
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(num_steps):
+        gram = _fused(None, x, x.mT)
+        update = _fused(gram, gram, gram, b, c)
+        x = _fused(x, update, x, a, 1.0)
+    return x.mT if is_tall else x
+
+
+def _fused(
+    added: torch.Tensor | None,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    beta: float = 1.0,
+    alpha: float = 1.0,
+) -> torch.Tensor:
+    """beta added + alpha left right.
+
+    On a CPU in 16 bit it computes in float32 and rounds the result: the same as the CPU's own
+    16-bit products, which are thirty times slower if the processor has no instruction for them.
+    """
+    if left.dtype != torch.float32 and left.device.type == "cpu":
+        wide = None if added is None else added.float()
+        return _fused(wide, left.float(), right.float(), beta, alpha).to(left.dtype)
+    if added is None:
+        return left @ right
+    product = torch.addmm if added.ndim == 2 else torch.baddbmm
+    return product(added, left, right, beta=beta, alpha=alpha)
+
+
+def cost(rows: int, columns: int, num_steps: int) -> int:
+    """Floating-point operations of `orthogonalized` on one matrix."""
+    short, long = sorted((rows, columns))
+    return num_steps * (4 * short * short * long + 2 * short**3)

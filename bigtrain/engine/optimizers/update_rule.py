@@ -3,25 +3,74 @@
 DeepSpeed gives the inner torch optimizer full parameters (ZeRO 0) or flat ranges of many (ZeRO 1 to
 3), group by group. A rule sees them as `Master`s. An elementwise rule needs no more; one that needs
 full matrices, or sums over full parameters, learns from `UpdateRule.attach` what the masters hold.
-What can be said of a rule without torch is its row in `settings/sections/optimizer_facts.py`, which
+What can be said of a rule without torch is its row in `settings/sections/optimizer.py`, which
 names the module; the module's `RULE` is the class.
+
+The dtype of optimizer states, and stochastic rounding to bfloat16.
+
+With round-to-nearest, a moment whose change is below bfloat16's resolution would never change. So
+rounding is stochastic, with the right mean. The randomness is a hash of the element's gradient and
+value, so a resumed run rounds in the same way.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Self
 
 import torch
 from torch import nn
 
 from bigtrain.engine.optimizers.masters import MasterPart
-from bigtrain.engine.optimizers.state_dtype import StateDtype
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.settings.run_config import OptimizerSection
-from bigtrain.settings.sections.optimizer_facts import facts_of_optimizer
+from bigtrain.settings.sections.optimizer import facts_of_optimizer
+
+_CHUNK = 1 << 24
+"""Elements converted to float32 at a time."""
+
+
+class StateDtype(Enum):
+    """Of moments and momentum."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch.float32 if self is StateDtype.FLOAT32 else torch.bfloat16
+
+
+def chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Equally shaped contiguous tensors, piece by piece, as 1-D views."""
+    flat = [tensor.view(-1) for tensor in tensors]
+    return zip(*(tensor.split(_CHUNK) for tensor in flat), strict=True)
+
+
+def store(moment: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Write the float32 `value` into `moment` of either dtype; `gradient` seeds the rounding."""
+    if moment.dtype == torch.float32:
+        if moment.data_ptr() != value.data_ptr():
+            moment.copy_(value)
+    else:
+        moment.copy_(_rounded(value, gradient))
+
+
+def _rounded(value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """`value` with the last 16 bits of its fraction rounded away, up as often as they are large."""
+    bits = value.contiguous().view(torch.int32)
+    noise = _hash(gradient.contiguous().view(torch.int32) * 3 ^ bits) & 0xFFFF
+    return ((bits + noise) & ~0xFFFF).view(torch.float32)
+
+
+def _hash(x: torch.Tensor) -> torch.Tensor:
+    """32 bits of which each depends on all of `x` (Wellons, "hash-prospector", lowbias32)."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975  # 0x846CA68B
+    return x ^ ((x >> 16) & 0xFFFF)
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from bigtrain.engine.deepspeed_patches.experts import (
 from bigtrain.engine.deepspeed_patches.marks import mark_replicated
 from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
 from bigtrain.engine.layer_options import speed_up
-from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker
+from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker, parameter_groups
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
-from bigtrain.engine.optimizers.parameter_groups import parameter_groups
 from bigtrain.engine.partitioning import copy_of, cutting, is_cut, run_dtype
 from bigtrain.engine.pipeline.engine import PipelineTrainEngine
 from bigtrain.engine.pipeline.stage_module import StageModule, StagesModule

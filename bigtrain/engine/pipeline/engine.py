@@ -23,11 +23,10 @@ from bigtrain.engine.deepspeed_patches.pipeline import (
     replace_loss,
     run_optimizer_step,
 )
+from bigtrain.engine.optimizers.build import set_learning_rate
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
-from bigtrain.engine.optimizers.parameter_groups import set_learning_rate
 from bigtrain.engine.optimizers.skip_step import SkipPolicy
-from bigtrain.engine.pipeline.stage_module import StageModule
-from bigtrain.engine.pipeline.stage_payload import P2PLayout
+from bigtrain.engine.pipeline.stage_module import P2PLayout, StageModule
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.engine.train_engine import (
     BOTH_PASSES,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from bigtrain.errors import LaunchError
-from bigtrain.settings.sections.failures import COLLECTIVE_TIMEOUT_SECONDS
+from bigtrain.settings.sections.running import COLLECTIVE_TIMEOUT_SECONDS
 from bigtrain.settings.topology import Coordinates, Topology
 
 

@@ -15,9 +15,14 @@ import torch
 from bigtrain.engine.startup.device import device_kind
 from bigtrain.models.torch_patches import set_allocator
 from bigtrain.settings.resolve import ResolvedRun
-from bigtrain.system.cpu_share import CpuShare, cpu_share, local_world_size
-from bigtrain.system.gpu_environment import allocator_settings, nccl_defaults
-from bigtrain.system.machine import this_machine
+from bigtrain.system.machine import (
+    CpuShare,
+    allocator_settings,
+    cpu_share,
+    local_world_size,
+    nccl_defaults,
+    this_machine,
+)
 from bigtrain.system.world import World, describe_foreign
 
 

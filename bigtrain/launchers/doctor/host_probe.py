@@ -22,8 +22,7 @@ from typing import Any
 import bigtrain
 from bigtrain.launchers.deepspeed_env import NAME, inspect_environment_file
 from bigtrain.launchers.doctor.verdicts import SHARED_BUFFERS
-from bigtrain.system.machine import available_memory_bytes
-from bigtrain.system.versions import library_versions
+from bigtrain.system.machine import available_memory_bytes, library_versions
 
 MARK = "BIGTRAIN-PROBE "
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -22,12 +22,12 @@ from transformers.initialization import no_init_weights
 from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
+    TOKENS,
     VOCABULARY,
     build_proxy_model,
     fewer_experts,
     with_heads,
 )
-from bigtrain.models.equivalence.thresholds import TOKENS
 from bigtrain.models.experts.router_logits import auxiliary_loss
 from bigtrain.models.layers.document_masks import documents_known
 from bigtrain.models.torch_patches import OperatorMode

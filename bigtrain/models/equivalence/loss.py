@@ -17,13 +17,12 @@ from bigtrain.errors import ModelError, Problem
 from bigtrain.models.configuration import text_config, vocabulary_size
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
+    TOKENS,
     build_proxy_model,
     fewer_experts,
     with_heads,
 )
-from bigtrain.models.equivalence.thresholds import TOKENS
-from bigtrain.models.layers.chunked_loss import IGNORED_LABEL, ChunkedLoss
-from bigtrain.models.layers.loss_plan import LossPlan
+from bigtrain.models.layers.chunked_loss import IGNORED_LABEL, ChunkedLoss, LossPlan
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 

@@ -1,29 +1,42 @@
-"""The plan for a run's model before it is built, each part tried on a proxy model."""
+"""The plan for a run's model before it is built, each part tried on a proxy model.
+
+Trials of proxy models, made by one rank and cached for later launches.
+
+A trial takes seconds of a CPU and up to 2 GB, and has the same result on every rank. The result is
+stored in the user's cache (`bigtrain.system.user_cache`); the key covers everything that it depends
+on: the settings that it reads, the model's configuration, the kind of device, libraries by their
+checksums and this package by its source. Refusals are not cached, nor results for a model whose
+code is not transformers' own.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+from pydantic import TypeAdapter
 from transformers import PreTrainedConfig
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.document_isolation import plan_isolation
-from bigtrain.models.equivalence.expert_balance import check_expert_balance
-from bigtrain.models.equivalence.expert_parallel import check_expert_parallel
-from bigtrain.models.equivalence.gradient_reach import find_gradient_reach
+from bigtrain.models.equivalence.expert_parallel import check_expert_balance, check_expert_parallel
+from bigtrain.models.equivalence.gradient_reach import GradientReach, find_gradient_reach
 from bigtrain.models.equivalence.loss import choose_loss
 from bigtrain.models.equivalence.parameter_plan import ParameterPlan, plan_parameters
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
 from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
 from bigtrain.models.layers.adapters import check_adapters
+from bigtrain.models.layers.chunked_loss import LossPlan
 from bigtrain.models.layers.isolation import Isolation
-from bigtrain.models.layers.loss_plan import LossPlan
 from bigtrain.models.layers.parameters import check_frozen, freeze
 from bigtrain.models.parallel.hidden_matrices import check_matrices
 from bigtrain.models.parallel.stage_layout import StagePlan
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.user_cache import builds, cached, key_of, package_source, processor
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,7 @@ def choose(
             f"the code of a {hf_config.model_type} fails with this configuration: {reach.failure}"
         )
         return None, [Problem(key, config.model.path, rule, "correct its sizes")]
-    problems, stages, isolation = try_model(config, hf_config)
+    problems, stages, isolation = try_model(config, hf_config, reach)
     if problems:
         return None, problems
     loss, problems = choose_loss(config, hf_config, plan)
@@ -78,9 +91,10 @@ def require_model_plan(
 
 
 def try_model(
-    config: RunConfig, hf_config: PreTrainedConfig
+    config: RunConfig, hf_config: PreTrainedConfig, reach: GradientReach | None = None
 ) -> tuple[list[Problem], StagePlan | None, Isolation]:
-    """What the model's own code rules out of `config`, its stages and its document isolation."""
+    """What the model's own code rules out of `config`, its stages and its document isolation.
+    `reach`: of the model, if it is known."""
     attention, parallel = config.model.attention, config.parallel
     length = config.batch.sequence_length
     problems: list[Problem] = []
@@ -92,7 +106,7 @@ def try_model(
         model = empty_model(hf_config)
         freeze(model, config.model.frozen)
         problems += check_matrices(model, config.optimizer)
-    problems += check_expert_balance(config, hf_config)
+    problems += check_expert_balance(config, hf_config, reach)
     isolation, not_isolated = plan_isolation(config, hf_config)
     problems += not_isolated
     if parallel.sequence > 1 and not problems:
@@ -116,3 +130,61 @@ def try_model(
             hf_config, attention, parallel.pipeline, length, router_losses=router_losses
         )
     return problems, stages, isolation
+
+
+KIND = "trials"
+_LIBRARIES = (
+    *("torch", "transformers", "liger-kernel", "flash-attn", "kernels"),
+    *("peft", "bitsandbytes"),  # of models with adapters
+)
+_PLAN = TypeAdapter(ModelPlan)
+
+
+class _RefusedError(Exception):
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems
+
+
+def choose_once(
+    config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
+) -> tuple[ModelPlan | None, list[Problem]]:
+    """As `choose`; of the ranks that share a cache one calls it, while the others wait."""
+    key = trial_key(
+        hf_config,
+        config.model.model_dump(mode="json", exclude={"path", "config", "overrides"}),
+        config.parallel.model_dump(mode="json"),
+        config.precision.model_dump(mode="json"),
+        config.optimizer.model_dump(mode="json", include={"type", "muon"}),
+        config.moe.model_dump(mode="json"),
+        config.adapters and config.adapters.model_dump(mode="json"),
+        [config.data.isolates, config.data.packing, config.batch.sequence_length],
+        vars(plan),
+    )
+    if key is None:
+        return choose(config, hf_config, plan)
+
+    def find() -> dict[str, Any]:
+        chosen, problems = choose(config, hf_config, plan)
+        if chosen is None or problems:
+            raise _RefusedError(problems)
+        found: dict[str, Any] = _PLAN.dump_python(chosen, mode="json")
+        return found
+
+    try:
+        return _PLAN.validate_python(cached(KIND, key, find)), []
+    except _RefusedError as refused:
+        return None, refused.problems
+
+
+def trial_key(hf_config: PreTrainedConfig, *settings: object) -> str | None:
+    """The cache key of a trial with these `settings` (JSON types); None: it is not cached."""
+    if not type(hf_config).__module__.startswith("transformers."):
+        return None
+    try:
+        libraries = builds(*_LIBRARIES)
+    except LookupError:
+        return None
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
+    model = hf_config.to_json_string(use_diff=False)
+    own = package_source()
+    return key_of([own, libraries, device, model, json.dumps(settings, sort_keys=True)])

@@ -18,22 +18,25 @@ from bigtrain.errors import ModelError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
+    TOKENS,
     build_proxy_model,
     fewer_experts,
     set_heads,
     with_heads,
 )
-from bigtrain.models.equivalence.thresholds import TOKENS
 from bigtrain.models.experts.router_logits import (
     ask_for_router_logits,
     auxiliary_loss,
     router_logits_of,
     z_loss,
 )
+from bigtrain.models.layers.parameter_roles import parameter_roles
+from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.stage_layout import StageLayout, StagePlan, find_layout
 from bigtrain.models.parallel.stages import Payload, Stage
 from bigtrain.planner.stages import StageCosts, balanced_cuts
 from bigtrain.settings.compatibility.check import Facts, check_model
+from bigtrain.settings.hf_config_keys import share_of_experts
 
 _TOLERANCE = 1e-5
 """Of the largest logit and of the largest gradient; float32 sums in another order make 1e-7."""
@@ -224,15 +227,13 @@ def _cut(payload: Payload, leaving: list[torch.Tensor], arriving: list[torch.Ten
 
 def stage_costs(hf_config: PreTrainedConfig, layout: StageLayout) -> StageCosts:
     """Multiply-adds per token and parameters of a model's parts; allocates no weights."""
-    text: Any = hf_config.get_text_config()
     model = empty_model(hf_config)
-    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
-    chosen = getattr(text, "num_experts_per_tok", None)
-    active = chosen / experts if experts and chosen else 1.0
+    active = share_of_experts(hf_config.get_text_config())
+    roles = parameter_roles(model).values()
+    stacked = {id(parameter_of(model, entry.name)) for entry in roles if entry.is_stacked}
 
     def time(parameter: torch.Tensor) -> float:
-        # Stacked matrices are experts.
-        return parameter.numel() * (active if parameter.ndim > 2 else 1.0)
+        return parameter.numel() * (active if id(parameter) in stacked else 1.0)
 
     layers = list(model.get_submodule(layout.layers).children())
     outside = {

@@ -22,12 +22,12 @@ from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
+    TOKENS,
     VOCABULARY,
     build_proxy_model,
     fewer_experts,
     set_heads,
 )
-from bigtrain.models.equivalence.thresholds import TOKENS
 from bigtrain.models.layers.adapters import add_adapters, find_parameters, find_targets
 from bigtrain.models.parallel.collectives import Group
 from bigtrain.models.parallel.grouped_experts import fit_experts

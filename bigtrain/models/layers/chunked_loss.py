@@ -13,6 +13,8 @@ there) run once. A proxy model is tried before a run to give the same result as 
 (`bigtrain.models.equivalence.loss`).
 
 Shapes: B = samples, T = tokens of a sample, H = hidden size, V = vocabulary, N = tokens in all.
+
+The loss function with which a model is trained.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -330,3 +332,39 @@ def _head_and_base(model: PreTrainedModel) -> tuple[str, str]:
 
 def _is_filled(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
+
+
+@dataclass(frozen=True)
+class LossPlan:
+    """How the loss is computed, and why, as a human-readable line.
+
+    chunk_tokens: tokens whose logits exist at a time. softcap: of the logits, for Liger's kernel.
+    """
+
+    kind: Literal["plain", "chunked", "liger"]
+    chunk_tokens: int
+    reason: str
+    softcap: float | None = None
+
+    def install(self, model: PreTrainedModel) -> ChunkedLoss | None:
+        """Make `model` compute its loss in this way; None if it still returns logits."""
+        if self.kind == "plain":
+            return None
+        fused = _liger_loss(self.softcap) if self.kind == "liger" else None
+        return ChunkedLoss(model, self.chunk_tokens, fused)
+
+
+def _liger_loss(softcap: float | None) -> Fused:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    kernel = LigerFusedLinearCrossEntropyLoss(
+        ignore_index=IGNORED_LABEL, reduction="sum", softcap=softcap
+    )
+
+    def loss(
+        rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+    ) -> torch.Tensor:
+        summed: torch.Tensor = kernel(weight, rows, labels, bias)
+        return summed.float()
+
+    return loss

@@ -65,6 +65,9 @@ _CONVOLUTIONS = (
 _EPSILON = ("eps", "epsilon", "variance_epsilon", "norm_eps", "layer_norm_eps")
 """Attributes of a normalization, whatever its class is called."""
 
+_GROUPS = ("n_groups", "num_groups", "groups")
+"""Attributes of a linear layer that is called with groups of inputs."""
+
 # Names that modules give to parameters of their own.
 _BIAS = re.compile(r"(^|_)bias(_[a-z]|\d)?$")
 _STATE = re.compile(r"^(A_log|D|time_\w+|recurrent_param)$")
@@ -80,13 +83,18 @@ class ParameterRole:
     """The role of one parameter.
 
     name: its first name, of several that tied ones have. module: the name of the module that holds
-    it, leaf: the name that the module gives it.
+    it, leaf: the name that the module gives it. is_stacked: whether it is a block of experts' own,
+    of which a token meets those experts only that it is routed to: their weights, and biases.
+    num_groups: of the weight of a linear layer that multiplies each group of its inputs with a
+    matrix of its own, one below the other.
     """
 
     name: str
     role: Role
     module: str
     leaf: str
+    is_stacked: bool = False
+    num_groups: int = 1
 
 
 def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
@@ -106,7 +114,8 @@ def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
             first = by_id.setdefault(id(parameter), name)
             known = roles.get(first)
             if known is None or (role in _TABLES and known.role not in _TABLES):
-                roles[first] = ParameterRole(first, role, prefix, leaf)
+                is_stacked, groups = found.holds_stacks(prefix, module), _num_groups(module)
+                roles[first] = ParameterRole(first, role, prefix, leaf, is_stacked, groups)
     return roles
 
 
@@ -147,6 +156,10 @@ class _Classifier:
         ]
         self._head = getattr(model, "get_output_embeddings", lambda: None)()
 
+    def holds_stacks(self, prefix: str, module: nn.Module) -> bool:
+        """Whether parameters of `module` are those of many experts."""
+        return not isinstance(module, LINEAR) and _is_within(prefix, self.experts)
+
     def role(self, prefix: str, module: nn.Module, leaf: str, parameter: nn.Parameter) -> Role:
         """The role of `parameter`, which `module` holds as `leaf`."""
         attribute = prefix.rpartition(".")[2]
@@ -171,7 +184,7 @@ class _Classifier:
             return Role.HEAD
         if _is_within(prefix, self.routers):
             return Role.ROUTER if is_weight else Role.OTHER
-        if not isinstance(module, LINEAR) and _is_within(prefix, self.experts):
+        if self.holds_stacks(prefix, module):
             return Role.OTHER if _is_vector(parameter) else Role.EXPERTS
         if isinstance(module, LINEAR):
             return Role.MATRIX
@@ -198,6 +211,14 @@ def _is_norm(module: nn.Module, leaf: str) -> bool:
         return True
     is_bare = next(module.children(), None) is None
     return is_bare and leaf in ("weight", "scale") and any(hasattr(module, n) for n in _EPSILON)
+
+
+def _num_groups(module: Any) -> int:
+    """Matrices in the weight of a linear layer: one, but for those that divide their inputs."""
+    if type(module) in LINEAR or not isinstance(module, nn.Linear):
+        return 1
+    counts = (getattr(module, name, None) for name in _GROUPS)
+    return next((count for count in counts if isinstance(count, int) and count > 0), 1)
 
 
 def _is_position(kind: str, *names: str) -> bool:

@@ -1,9 +1,12 @@
-"""Parameters by their names: which are frozen (`model.frozen`), from which seeds they are drawn."""
+"""Parameters by their names: which are frozen (`model.frozen`), from which seeds they are drawn.
+
+A model's decoder layers, the members of its outermost module lists, and experts in them.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,6 +14,7 @@ from torch import nn
 
 from bigtrain.errors import Problem
 from bigtrain.models.torch_patches import own_parameter
+from bigtrain.models.transformers_patches import modules_of_experts
 
 KEY = "model.frozen"
 
@@ -91,3 +95,41 @@ def seed_of(seed: int, name: str) -> int:
     """The seed of what is drawn for the module or parameter `name`, in a run seeded `seed`."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+def decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """By name, in model order; those of other pipeline stages are placeholders."""
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(i) for i in inside):
+            inside.append(f"{name}.")
+            yield from ((f"{name}.{index}", layer) for index, layer in module.named_children())
+
+
+def listed_layers(model: nn.Module, count: int | None) -> list[tuple[str, nn.Module]]:
+    """`decoder_layers` of the first list that has `count` of them, or all where none has."""
+    layers = list(decoder_layers(model))
+    lists: dict[str, list[tuple[str, nn.Module]]] = {}
+    for name, module in layers:
+        lists.setdefault(name.rpartition(".")[0], []).append((name, module))
+    return next((found for found in lists.values() if len(found) == count), layers)
+
+
+def expert_stacks(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules that hold the weights of experts as stacks [experts, ...].
+
+    Those of which transformers computes the products, and others whose class it calls so (Llama
+    4's and LongCat's).
+    """
+    yield from modules_of_experts(model)
+    for module in unmarked_experts(model):
+        if any(len(local_shape(parameter)) == 3 for parameter in module.parameters(recurse=False)):
+            yield module
+
+
+def unmarked_experts(model: nn.Module) -> list[nn.Module]:
+    """Modules whose class is called experts, and of which transformers does not compute the
+    products."""
+    marked = set(modules_of_experts(model))
+    called_so = (m for m in model.modules() if type(m).__name__.endswith("Experts"))
+    return [module for module in called_so if module not in marked]

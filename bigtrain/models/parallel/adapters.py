@@ -21,8 +21,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from bigtrain.errors import ModelError
-from bigtrain.models.layers.adapter_presets import LINEAR
-from bigtrain.models.layers.adapters import ADAPTER, parameter_layers
+from bigtrain.models.layers.adapters import ADAPTER, LINEAR, parameter_layers
 from bigtrain.models.parallel.collectives import Group, gather_last, summed
 from bigtrain.models.parallel.sharding import Shard, shard_of, tag_shard
 from bigtrain.models.torch_patches import shadow

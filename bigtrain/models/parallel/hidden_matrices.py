@@ -11,8 +11,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from bigtrain.errors import ConfigError, Problem
-from bigtrain.models.layers.decoder_layers import decoder_layers, expert_stacks
 from bigtrain.models.layers.parameter_roles import Role, parameter_roles
+from bigtrain.models.layers.parameters import decoder_layers, expert_stacks
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.settings.sections.optimizer import OptimizerSection, SplitSection
 
@@ -25,12 +25,13 @@ class HiddenMatrix:
     """A trained parameter that is a matrix of a hidden layer, or a stack of them.
 
     name: in the model. shape: of the full parameter, [experts, ...] for a stack. output_dim: its
-    dimension of the outputs.
+    dimension of the outputs. num_groups: equally large matrices along it.
     """
 
     name: str
     shape: tuple[int, ...]
     output_dim: int
+    num_groups: int = 1
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, HiddenMatrix]:
@@ -50,7 +51,8 @@ def hidden_matrices(model: nn.Module) -> dict[str, HiddenMatrix]:
                 if entry is None or entry.role not in _TAKEN or min(shape[-2:]) == 1:
                     continue
                 if parameter.requires_grad:
-                    found[entry.name] = HiddenMatrix(entry.name, shape, output_dim)
+                    groups = entry.num_groups
+                    found[entry.name] = HiddenMatrix(entry.name, shape, output_dim, groups)
     return found
 
 
@@ -106,14 +108,16 @@ class Matrix:
 
 
 def matrices_of(found: Iterable[HiddenMatrix], splits: Mapping[str, SplitSection]) -> list[Matrix]:
-    """All matrices of these parameters: one each, one per expert of a stack, and the parts of those
-    that match a pattern of `splits`. Raises ConfigError for widths that do not add up."""
+    """All matrices of these parameters: one each, one per expert of a stack and per group of a
+    grouped layer, and the parts of those that match a pattern of `splits`. Raises ConfigError for
+    widths that do not add up."""
     matrices = []
     for hidden in found:
         pattern = next((p for p in splits if fnmatchcase(hidden.name, p)), None)
         output_dim = hidden.output_dim - len(hidden.shape)
         width = hidden.shape[output_dim]
-        spans = [[(0, width)]]
+        group = width // hidden.num_groups
+        spans = [[(n * group, (n + 1) * group)] for n in range(hidden.num_groups)]
         if pattern is not None:
             spans = _spans(hidden.name, width, pattern, splits[pattern])
         for index in range(hidden.shape[0]) if len(hidden.shape) == 3 else (None,):

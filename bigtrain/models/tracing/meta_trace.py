@@ -8,6 +8,13 @@ A layer that is built as one before it, and is called with tensors of the same s
 again: its costs are those of the first, whose outputs it returns.
 Attention is replaced by one that saves what fused kernels save (queries, keys, values, output,
 log-sum-exp), since on the meta device sdpa takes the path that saves the scores.
+
+Runs equal layers once, where only the shapes of what they compute matter.
+
+A model of a hundred layers has one or two kinds of them. Two layers are equal here if their modules
+have the same classes and figures, and their parameters the same shapes, and if they are called with
+tensors of the same shapes: on the meta device, where there are no values, they then compute the
+same. `tests/unit/models/test_meta_trace.py` compares what is traced so with every layer run.
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -34,11 +41,11 @@ from transformers.initialization import no_init_weights
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES
-from bigtrain.models.layers.decoder_layers import listed_layers
 from bigtrain.models.layers.document_masks import documents_known
-from bigtrain.models.layers.repeated_layers import run_once
+from bigtrain.models.layers.parameter_roles import parameter_roles
+from bigtrain.models.layers.parameters import listed_layers
 from bigtrain.models.parallel.tensor import tensor_plan
-from bigtrain.models.torch_patches import OperatorMode, storage_of
+from bigtrain.models.torch_patches import OperatorMode, shadow, storage_of, unshadow
 from bigtrain.models.transformers_patches import modules_of_experts
 from bigtrain.planner.model_costs import Attention, LayerCosts, Matmul, ModelCosts
 
@@ -348,11 +355,13 @@ def _collected(
     except ModelError:
         plan = {}
     names = {module: name for name, module in model.named_modules()}
+    stacked = {name for name, entry in parameter_roles(model).items() if entry.is_stacked}
     kinds: list[LayerCosts] = []
     order: list[int] = []
     for index, layer in enumerate(layers):
         seen = tracer.layers.get(index, _Layer())
-        costs = replace(seen, parameters=_parameters(names[layer], layer, plan)).costs(tokens)
+        found = replace(seen, parameters=_parameters(names[layer], layer, plan, stacked))
+        costs = found.costs(tokens)
         if costs not in kinds:
             kinds.append(costs)
         order.append(kinds.index(costs))
@@ -377,15 +386,17 @@ def _collected(
     )
 
 
-def _parameters(prefix: str, layer: nn.Module, plan: dict[str, str]) -> tuple[int, int, int, int]:
-    """Elements that every tensor-parallel rank has, that ranks divide, and of experts; and the
-    number of tensors."""
+def _parameters(
+    prefix: str, layer: nn.Module, plan: dict[str, str], stacked: Container[str]
+) -> tuple[int, int, int, int]:
+    """Elements that every tensor-parallel rank has, that ranks divide, and of `stacked` experts;
+    and the number of tensors."""
     whole = cut = expert = count = 0
     for name, parameter in layer.named_parameters():
         count += 1
         full = f"{prefix}.{name}"
         style = plan.get(full) or plan.get(full.rpartition(".")[0], "")
-        if parameter.dim() >= 3 and "expert" in name:
+        if full in stacked:
             expert += parameter.numel()
         elif "colwise" in style or "rowwise" in style:
             cut += parameter.numel()
@@ -400,3 +411,75 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
+
+
+_OF_PLACE = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "idx"}
+"""Attributes by which modules know where in the model they are."""
+
+
+@contextmanager
+def run_once(layers: Sequence[nn.Module], same: Callable[[int, int], None]) -> Iterator[None]:
+    """Inside, a layer that equals one that has run returns that one's outputs; `same` is told its
+    index and the other's."""
+    outputs: dict[Hashable, tuple[int, Any]] = {}
+
+    def once(index: int, layer: nn.Module) -> Callable[..., Any]:
+        own, built = layer.forward, _built(layer)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            key = (built, _called(args), _called(kwargs))
+            if key in outputs:
+                first, found = outputs[key]
+                same(index, first)
+                return found
+            found = own(*args, **kwargs)
+            outputs[key] = (index, found)
+            return found
+
+        return forward
+
+    for index, layer in enumerate(layers):
+        shadow(layer, "forward", once(index, layer))
+    try:
+        yield
+    finally:
+        for layer in layers:
+            unshadow(layer, "forward")
+
+
+def _built(layer: nn.Module) -> Hashable:
+    """What a layer is made of: its modules' classes and figures, and its parameters' shapes."""
+    modules = tuple(
+        (
+            name,
+            type(module),
+            tuple(
+                (key, value)
+                for key, value in vars(module).items()
+                if key not in _OF_PLACE and _is_plain(value)
+            ),
+        )
+        for name, module in layer.named_modules()
+    )
+    shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in layer.named_parameters())
+    return modules, shapes
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _called(value: Any) -> Hashable:
+    """What a layer is called with: shapes of tensors, plain values, and types of all else."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype, value.requires_grad
+    if isinstance(value, tuple | list):
+        return tuple(_called(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _called(item)) for key, item in value.items())
+    if _is_plain(value):
+        plain: Hashable = value
+        return plain
+    return "of type", f"{type(value)}"

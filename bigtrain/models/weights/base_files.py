@@ -9,6 +9,15 @@ from typing import Any
 
 from bigtrain.models.configuration import GENERATION_CONFIG
 
+TOKEN_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json",
+    "sentencepiece.model", "sentencepiece.bpe.model",
+)  # fmt: skip
+"""Files of a model's directory that decide which tokens a text has."""
+TOKENIZER_FILES = (*TOKEN_FILES, "chat_template.jinja", "chat_template.json")
+"""Files of a model's directory that only its tokenizer reads."""
+
 ADAPTER_CONFIG = "adapter_config.json"
 
 

@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigtrain.errors import ModelError
+from bigtrain.models.weights.base_files import TOKEN_FILES
 from bigtrain.system.files import file_checksum, write_whole
 
 CHECKSUMS = "checksums.json"
-_DECIDING = (
-    "config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt",
-)  # fmt: skip
+_DECIDING = ("config.json", "model.safetensors.index.json", *TOKEN_FILES)
 BASE_MODEL = "base_model.json"
 
 

@@ -25,6 +25,7 @@ from bigtrain.models.transformers_patches import (
     dtype_plan,
     names_not_saved,
 )
+from bigtrain.models.weights.base_files import TOKENIZER_FILES
 from bigtrain.models.weights.lazy_tensors import LazyTensor, forget_computed
 from bigtrain.models.weights.older_readers import rewrite_tokenizer_config
 from bigtrain.system.text_record import RECORD_NAME
@@ -42,13 +43,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 TOKENIZER_REMEDY = (
     "train with the model's own tokenizer, or a model_type that takes any, such as llama or qwen3"
 )
-
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json",
-    "sentencepiece.model", "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
-"""Files of a model's directory that only its tokenizer reads."""
 
 # Tokenized before and after: upper case, digits, indentation, other scripts.
 _TEXT = "The w1 of 2024:\n    if x >= 10:\n\treturn 'café 東京'  # Don't"

@@ -11,7 +11,7 @@ import copy
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,11 +25,6 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
 from transformers.utils import (
     CONFIG_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-    cached_file,
 )
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
@@ -43,14 +38,11 @@ from bigtrain.models.weights.lazy_tensors import (
     forget_computed,
     narrowed,
 )
+from bigtrain.models.weights.weight_files import REWRITE, find_file, weight_files
 from bigtrain.system.storage.copies import at_hand
 
 _SHOWN = 5
 _UNKNOWN = ": the model has none"
-_REWRITE = (
-    'python -c "from transformers import AutoModelForCausalLM as M; '
-    "M.from_pretrained({source!r}, dtype='auto').save_pretrained('converted')\""
-)
 
 
 @dataclass(frozen=True)
@@ -125,8 +117,8 @@ def find_weights(source: str, hf_config: PreTrainedConfig, key: str = "model.pat
     if source.startswith((".", "/", "~")) and not Path(source).exists():
         raise ModelError(f"{setting}: no such directory -> restore it, or name where it is now")
     try:
-        files = tuple(_files(at_hand(source), hf_config))
-        found = {name: leaf for path in files for name, leaf in _leaves(path)}
+        files = tuple(weight_files(at_hand(source), hf_config))
+        found = _leaves_of(files)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"{setting}: {_sentence(error)}") from error
     with torch.device("meta"):
@@ -145,7 +137,7 @@ def find_weights(source: str, hf_config: PreTrainedConfig, key: str = "model.pat
         if all(text.endswith(_UNKNOWN) for text in problems):
             shown.append(
                 "-> if the model does not need them, write it again without them: "
-                f"{_REWRITE.format(source=source)}"
+                f"{REWRITE.format(source=source)}"
             )
         raise ModelError(
             f"{setting}: its weights are not those of a {hf_config.model_type} causal LM of this "
@@ -178,7 +170,7 @@ def stored_tensors(file: Path) -> dict[str, LazyTensor]:
 
 def _quantization(source: str) -> str | None:
     """The method by which the files in `source` are quantized, according to its config.json."""
-    path = _find(at_hand(source), CONFIG_NAME)
+    path = find_file(at_hand(source), CONFIG_NAME)
     with suppress(OSError, ValueError, LookupError, AttributeError):
         if path is not None:
             method = json.loads(path.read_text())["quantization_config"].get("quant_method")
@@ -219,7 +211,8 @@ def _load(model: Any, lazy: dict[str, LazyTensor], found: dict[str, _Leaf]) -> l
     drop_expected_keys(model, info)
     info.missing_keys |= absent
     wrong = {*info.conversion_errors, *(name for name, *_ in info.mismatched_keys)}
-    tied = {} if model.config.get_text_config().tie_word_embeddings else _heads(model)
+    text = model.config.get_text_config()  # some classes do not declare whether they tie
+    tied = {} if getattr(text, "tie_word_embeddings", False) else _heads(model)
     problems += [
         f"no tensor there is the model's {name} {shapes[name]}{tied.get(name, '')}"
         for name in sorted(info.missing_keys - wrong)
@@ -275,52 +268,19 @@ class _Unreadable(Exception):
     """A file that can be opened but not read."""
 
 
-def _files(source: str, hf_config: PreTrainedConfig) -> list[Path]:
-    """The files with weights, in the order transformers looks for them."""
-    named = getattr(hf_config, "transformers_weights", None)
-    names = (named,) if named else (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    path = next(filter(None, (_find(source, name) for name in names)), None)
-    if path is None:
-        refuse_pickles(source)
-        raise ValueError(f"holds none of {', '.join(names)}")
-    if not path.name.endswith(".index.json"):
-        _refuse_pickle(source, path)
-        return [path]
-    shards = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-    paths = []
-    for name in shards:
-        shard = _find(source, name)
-        if shard is None:
-            raise ValueError(f"{path}: names the file {name}, which is missing")
-        paths.append(shard)
-    for path in paths:
-        _refuse_pickle(source, path)
-    return paths
-
-
-def refuse_pickles(directory: str) -> None:
-    """Raises ValueError for a directory with weights that only a pickle gives."""
-    files = {path.name for path in Path(directory).glob("*")}
-    if not files & {SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME}:
-        for name in files & {WEIGHTS_NAME, WEIGHTS_INDEX_NAME}:
-            _refuse_pickle(directory, Path(directory, name))
-
-
-def _refuse_pickle(source: str, path: Path | None) -> None:
-    """Raises ValueError for weights that only a pickle gives, which may run code as it is read."""
-    if path is not None and path.suffix != ".safetensors":
-        raise ValueError(
-            f"{path} is a pickle, which can run code when it is read -> convert it, if you trust "
-            f"where it comes from: {_REWRITE.format(source=source)}"
-        )
-
-
-def _find(source: str, name: str) -> Path | None:
-    if Path(source).is_dir():
-        path = Path(source, name)
-        return path if path.is_file() else None
-    found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else Path(found)
+def _leaves_of(files: Sequence[Path]) -> dict[str, _Leaf]:
+    """All tensors of `files` by name. Raises ValueError for a name that two of them hold, with or
+    without an index: transformers would take the one it reads last."""
+    found: dict[str, _Leaf] = {}
+    for path in files:
+        for name, leaf in _leaves(path):
+            if name in found:
+                raise ValueError(
+                    f"two files hold the tensor {name}, {found[name].file.path} and {path} -> "
+                    "remove the file, or the tensor, that is not meant"
+                )
+            found[name] = leaf
+    return found
 
 
 def _leaves(path: Path) -> Iterator[tuple[str, _Leaf]]:

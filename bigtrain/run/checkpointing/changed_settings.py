@@ -1,6 +1,12 @@
 """Whether a run may resume from a checkpoint with the settings and the data that it has now.
 
 Only what is read: nothing here is collective, and torch is not imported.
+
+Fingerprint of the base model of an adapter checkpoint: checksums of the base's files.
+
+Such a checkpoint contains the trained parameters, without the base's weights. Its `state.json`
+lists the base's configuration and weight files under `base`; resume and export read the base
+again, and refuse a different one.
 """
 
 from __future__ import annotations
@@ -10,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from bigtrain.data.samples.identity import SourceIdentity
-from bigtrain.data.samples.phases import Phase, differences, first_phase, next_phase
+from bigtrain.data.samples.phases import Phase, SourceIdentity, differences, first_phase, next_phase
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
+from bigtrain.models.weights.checksums import FileSum, Sums, files_read_with, sum_of
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.run_config import RunConfig
@@ -132,7 +138,7 @@ def resumed_phases(
     parameters: Parameters | None = None,
 ) -> tuple[Phase, ...]:
     """The data phases with which a run resumes from a checkpoint; `document`: its ``state.json``.
-    `sources`, `data_hash`: of the data that the run has now (`bigtrain.data.samples.identity`).
+    `sources`, `data_hash`: of the data that the run has now (`bigtrain.data.samples.phases`).
     `parameters`: of the model that it has now.
 
     One more than in the checkpoint if the data has changed. Raises CheckpointError with every
@@ -296,3 +302,56 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
     if tokens is not None:
         flat["batch.global_batch_size"] = tokens // flat["batch.sequence_length"]
     return flat
+
+
+BASE = "base"
+_CONFIG = "config.json"
+
+
+def fingerprint(weights: Sums) -> dict[str, dict[str, object]]:
+    """Return the entry `base` of `state.json`. `weights`: checksums of the base's weight files by
+    absolute path.
+
+    Reads the `config.json` next to them. Raises ModelError if it cannot.
+    """
+    first = Path(next(iter(weights)))
+    entries = {Path(name).name: known for name, known in weights.items()}
+    entries[_CONFIG] = sum_of(first.with_name(_CONFIG))
+    return {n: {"bytes": s.num_bytes, "xxh3": s.xxh3} for n, s in sorted(entries.items())}
+
+
+def refuse_other_base(document: dict[str, Any], weights: Sums, directory: Path) -> None:
+    """Compare the base named in a checkpoint's `state.json` (`document`) with the one read now.
+
+    `weights`: as for `fingerprint`. `directory`: the checkpoint, for errors. Every rank may call
+    it. Raises CheckpointError with all files that differ.
+    """
+    listed, current = document.get(BASE, {}), fingerprint(weights)
+    different = [
+        f"  {name}: {_text(listed.get(name))} there, {_text(current.get(name))} now"
+        for name in sorted(listed.keys() | current.keys())
+        # Tokenizer files only if they were listed: older releases did not list them.
+        if (name in listed or name == _CONFIG or name.endswith(".safetensors"))
+        and listed.get(name) != current.get(name)
+    ]
+    if different:
+        raise CheckpointError(
+            f"{directory} has adapters of a base other than the current model.path -> restore its "
+            "files, or set model.path to the directory that has them:\n" + "\n".join(different)
+        )
+
+
+def _text(entry: dict[str, object] | None) -> str:
+    return "absent" if entry is None else f"{entry['bytes']} bytes, checksum {entry['xxh3']}"
+
+
+def base_sums(files: tuple[Path, ...]) -> Sums:
+    """Return checksums of the base's weight files, and of the files next to them that affect its
+    numbers, by absolute path; read all of them on this rank.
+
+    Raises ModelError if one cannot be read.
+    """
+    sums: dict[str, FileSum] = {
+        str(path.absolute()): sum_of(path) for path in files_read_with(files)
+    }
+    return sums

@@ -29,14 +29,13 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CheckpointError, LostRunTokenError
 from bigtrain.models.export.verified import Probe
 from bigtrain.run.checkpointing import checkpoints
-from bigtrain.run.checkpointing.base_fingerprint import BASE, fingerprint
+from bigtrain.run.checkpointing.changed_settings import BASE, fingerprint
 from bigtrain.run.checkpointing.retention import retain
 from bigtrain.run.run_directory import describe_environment
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
 from bigtrain.settings.run_config import RunConfig
-from bigtrain.system.cpu_share import local_world_size
-from bigtrain.system.machine import this_machine
+from bigtrain.system.machine import local_world_size, this_machine
 
 # Time that an error that ends the run waits for a save in progress. If another rank has died,
 # the save fails immediately.
@@ -248,7 +247,7 @@ class Saver:
         return None
 
     def _on_main(self, action: Callable[[], Result]) -> Result:
-        """`on_main_rank` in the group of saves; any error except a lost run token becomes a
+        """Call `on_main_rank` in the group of saves; any error except a lost run token becomes a
         CheckpointError."""
 
         def attempt() -> Result:

@@ -21,7 +21,7 @@ from statistics import median
 from bigtrain.engine.optimizers.skip_step import SkipPolicy, StepStats
 from bigtrain.run.session import Session
 from bigtrain.run.state import GuardState, TrainState
-from bigtrain.settings.sections.failures import GuardSection
+from bigtrain.settings.sections.running import GuardSection
 
 # Standard deviation over median absolute deviation of a normal distribution.
 _SIGMA_PER_MAD = 1.4826

@@ -26,10 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bigtrain.engine.startup.trees import gather_on_main
+from bigtrain.engine.startup.process_group import gather_on_main
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.models.layers.decoder_layers import decoder_layers
-from bigtrain.models.layers.parameters import local_shape
+from bigtrain.models.layers.parameters import decoder_layers, local_shape
 from bigtrain.models.parallel.experts import exchange_of
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState

@@ -1,19 +1,33 @@
-"""Evaluations of a run while it trains: held-out loss, samples from prompts, tasks of lm-eval."""
+"""Evaluations of a run while it trains: held-out loss, samples from prompts, tasks of lm-eval.
+
+Best evaluation so far, and early stopping.
+
+Pure: all ranks get the same result from the same metrics.
+
+Loss on the held-out documents, per source and for the mixture.
+
+Fixed prompts that the live model continues at each evaluation.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from bigtrain.data.loading.loader import HeldOutSource
+from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.run.evaluation.best import after_evaluation, has_stopped
-from bigtrain.run.evaluation.held_out import HeldOutResult, measure
-from bigtrain.run.evaluation.live_model import LiveModel
-from bigtrain.run.evaluation.prompts import Prompts
-from bigtrain.run.evaluation.tasks import TaskRunner
+from bigtrain.errors import ConfigError, Problem
+from bigtrain.models.configuration import text_config
+from bigtrain.models.generation import prompt_ids
+from bigtrain.models.lm_eval_tasks import Drawing
+from bigtrain.run.evaluation.tasks import LiveModel, TaskRunner
+from bigtrain.run.reporting.metrics import HeldOutLoss
+from bigtrain.run.run_directory import text_record
 from bigtrain.run.session import Session
-from bigtrain.run.state import TrainState
+from bigtrain.run.state import BestSoFar, TrainState
+from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.evaluation import TASKS
 
 
@@ -94,3 +108,154 @@ class Evaluator:
 
 def _due(state: TrainState, every: int | None) -> bool:
     return every is not None and state.step % every == 0
+
+
+def after_evaluation(
+    config: RunConfig, state: TrainState, figures: Mapping[str, float]
+) -> TrainState:
+    """Return `state` after an evaluation with these `figures`; unchanged if the best metric is not
+    among them."""
+    section, stopping = config.evaluation.best, config.evaluation.early_stopping
+    value = figures.get(section.metric)
+    if value is None:
+        return state
+    best = _comparable(config, state)
+    reference = best.value if best.reference is None else best.reference
+    by = 0.0 if stopping is None else stopping.min_delta
+    if reference is None or section.is_better(value, reference, by):
+        best = replace(best, num_since=0, reference=value)
+    else:
+        best = replace(best, num_since=best.num_since + 1, reference=reference)
+    # The best does not depend on `min_delta`, consistent with `export --best` and `keep_best`.
+    if best.value is None or section.is_better(value, best.value, 0.0):
+        best = replace(best, value=value, step=state.step)
+    return replace(state, best=best)
+
+
+def is_over(config: RunConfig, state: TrainState) -> bool:
+    """Return whether a run at `state` has ended: at its last step, or stopped early."""
+    return state.step >= config.train.steps or has_stopped(config, state)
+
+
+def has_stopped(config: RunConfig, state: TrainState) -> bool:
+    """Return whether the best metric has not improved for ``early_stopping.patience``
+    evaluations."""
+    stopping = config.evaluation.early_stopping
+    return stopping is not None and _comparable(config, state).num_since >= stopping.patience
+
+
+def _comparable(config: RunConfig, state: TrainState) -> BestSoFar:
+    """Return the best so far; empty if the run resumed with another metric."""
+    metric = config.evaluation.best.metric
+    return state.best if state.best.metric == metric else BestSoFar(metric)
+
+
+@dataclass(frozen=True)
+class HeldOutResult:
+    """Evaluation: the loss over all sets, and that of each by its name."""
+
+    whole: HeldOutLoss
+    sources: dict[str, HeldOutLoss]
+
+    def figures(self) -> dict[str, float]:
+        """Return metrics by the names of ``evaluation.best.metric``; those of single sets only if
+        there are several."""
+        metrics = _figures(self.whole, "")
+        if len(self.sources) > 1:
+            for name, one in self.sources.items():
+                metrics |= _figures(one, f"/{name}")
+        return metrics
+
+
+def _figures(one: HeldOutLoss, suffix: str) -> dict[str, float]:
+    metrics = {f"held_out_loss{suffix}": one.loss, f"held_out_perplexity{suffix}": one.perplexity}
+    if one.bits_per_byte is not None:
+        metrics[f"held_out_bits_per_byte{suffix}"] = one.bits_per_byte
+    return metrics
+
+
+def measure(engine: TrainEngine, held_out: Sequence[HeldOutSource]) -> HeldOutResult | None:
+    """Return the loss on the same held-out samples every time, in nats per token. Collective.
+
+    The loss of a mixture is the mean of its sources' losses, weighted by their training weights; a
+    source without held-out documents does not count, nor does a set of weight 0. None if there are
+    none, or if the loss is not finite.
+    """
+    if not held_out:
+        return None
+    sources = {}
+    for source in held_out:
+        loss, tokens = engine.evaluate(source.batches)
+        sources[source.name] = HeldOutLoss(loss, tokens, bits_per_byte(loss, source))
+    total = sum(source.weight for source in held_out)
+    shares = {source.name: source.weight / total for source in held_out if source.weight}
+    loss = sum(sources[name].loss * share for name, share in shares.items())
+    if not math.isfinite(loss):
+        return None
+    bits = [(sources[name].bits_per_byte, share) for name, share in shares.items()]
+    known = [bit * share for bit, share in bits if bit is not None]
+    whole = HeldOutLoss(
+        loss,
+        sum(sources[name].tokens for name in shares),
+        sum(known) if len(known) == len(shares) else None,
+    )
+    return HeldOutResult(whole, sources)
+
+
+def bits_per_byte(loss: float, source: HeldOutSource) -> float | None:
+    """Convert `loss` from nats per token to bits per byte of text."""
+    if source.tokens_per_byte is None:
+        return None
+    return loss / math.log(2) * source.tokens_per_byte
+
+
+class Prompts:
+    """Prompts of a run, as tokens on every rank and the tokenizer on the main rank."""
+
+    def __init__(self, session: Session, model: LiveModel) -> None:
+        """Tokenize the prompts. Collective; raises ConfigError on every rank for one that is empty
+        or leaves no positions for new tokens, DataError if there is no tokenizer."""
+        section = session.run.config.evaluation
+        self._session, self._model, self._texts = session, model, section.prompts
+        self._drawing = Drawing(section.max_new_tokens, section.temperature)
+        limit = getattr(text_config(session.inputs.hf_config), "max_position_embeddings", None)
+
+        def tokenize() -> list[list[int]]:
+            datasets = session.inputs.datasets
+            tokenizer = load_tokenizer(str(datasets[0].tokenizer_path))
+            self._tokenizer = tokenizer
+            record = text_record([dataset.table.tokenizer for dataset in datasets])
+            self._ends = {
+                tokenizer.end_of_document_id,
+                record.end_of_document_id,
+                *record.answer_end_ids,
+            }
+            ids_of_prompts: list[list[int]] = []
+            for number, text in enumerate(self._texts):
+                ids = prompt_ids(tokenizer.huggingface, text, record)
+                key = f"evaluation.prompts.{number}"
+                if not ids:
+                    raise ConfigError(Problem(key, text, "is empty", "write at least one token"))
+                total = len(ids) + section.max_new_tokens
+                if isinstance(limit, int) and total > limit:
+                    rule = f"its {len(ids)} tokens and evaluation.max_new_tokens are {total}, the "
+                    rule += f"model has {limit} positions"
+                    remedy = f"evaluation.max_new_tokens={max(1, limit - len(ids))} or less"
+                    raise ConfigError(Problem(key, text, rule, remedy))
+                ids_of_prompts.append(ids)
+            return ids_of_prompts
+
+        self._ids = session.long_work.on_main_rank(tokenize)
+
+    def log(self, step: int) -> None:
+        """Continue all prompts and write them to samples.jsonl. Collective."""
+        writer = self._session.metrics
+        ends = frozenset() if writer is None else self._ends
+
+        def is_finished(_number: int, new: object) -> bool:
+            return isinstance(new, list) and not ends.isdisjoint(new[-1:])
+
+        continuations = self._model.continue_texts(self._ids, self._drawing, is_finished)
+        if writer is not None:
+            texts = [self._tokenizer.decode(ids) for ids in continuations]
+            writer.log_samples(step, list(zip(self._texts, texts, strict=True)))

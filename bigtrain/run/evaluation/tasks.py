@@ -1,18 +1,28 @@
 """Tasks of lm-eval on the live model: the main rank runs them, and all ranks compute its requests.
 
 Meanwhile the others wait for its next request; the last one contains the result.
+
+Scoring and sampling of tokens with the engine's current model, on all ranks.
+
+Every method is collective, and all ranks call it with the same arguments. Requests are divided
+over the data ranks; the forward passes are those of training, so that they work at every topology.
+There is no KV cache: a new token costs a forward pass over all previous ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from bigtrain.data.loading.micro_batch import IGNORED_LABEL
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
+from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.lm_eval_tasks import Drawing, IsFinished, Tasks, Tokens
-from bigtrain.run.evaluation.live_model import LiveModel
 from bigtrain.run.session import Session
 from bigtrain.system.text_record import TextRecord
 
@@ -105,3 +115,161 @@ class _Lead:
         continuations = self._model.continue_texts(prompts, drawing, is_finished)
         self.is_computing = False
         return continuations
+
+
+_LOGITS_BYTES = 1 << 30
+"""Limit of the float32 logits of one forward pass of a rank, unless one text exceeds it."""
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Forward pass of every data rank. rows: indices of the requests of all of them; mine: those
+    of this rank. size: samples of each rank's pass."""
+
+    rows: list[int]
+    mine: list[int]
+    size: int
+
+
+@dataclass(frozen=True)
+class _Text:
+    """Prompt, the tokens added to it, and its sampling seed."""
+
+    prompt: Tokens
+    new: list[int]
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.new)
+
+
+class LiveModel:
+    """Model of `engine`, evaluated one micro-batch at a time."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self._engine = engine
+        self._most_rows = engine.plan.micro_batch_size
+        config: Any = engine.module.config
+        self._row_bytes = 4 * int(config.get_text_config().vocab_size)  # bytes of a token's logits
+        place = engine.mesh.coordinates
+        self._data_rank, self._data_size = place.data_rank, engine.mesh.topology.data_size
+        # One rank per data rank provides the result.
+        self._reports = not (place.tensor_rank or place.pipeline_rank or place.sequence_rank)
+
+    def score(self, requests: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
+        """Return, for each (context, continuation), the log-probability of the continuation in
+        nats, and whether every token of it is the most probable one.
+
+        A context has at least one token; context and continuation together at most one more than
+        the model's positions.
+        """
+        totals = torch.zeros((len(requests), 2), dtype=torch.float64)
+        lengths = [len(context) + len(continuation) - 1 for context, continuation in requests]
+        for part in self._rounds(lengths):
+            width = max(lengths[row] for row in part.rows)
+            ids = torch.zeros((part.size, width), dtype=torch.int64)
+            labels = torch.full((part.size, width), IGNORED_LABEL)
+            for number, row in enumerate(part.mine):
+                context, continuation = requests[row]
+                tokens = torch.tensor([*context, *continuation])
+                ids[number, : lengths[row]] = tokens[:-1]
+                labels[number, len(context) - 1 : lengths[row]] = tokens[len(context) :]
+            scores = self._engine.read_logits(ids, partial(_scores, labels=labels))
+            if self._reports:
+                totals[part.mine] = scores[: len(part.mine)]
+        totals = self._summed(totals)
+        return [(float(total), bool(wrong == 0)) for total, wrong in totals.tolist()]
+
+    def continue_texts(
+        self, prompts: Sequence[Tokens], drawing: Drawing, is_finished: IsFinished
+    ) -> list[list[int]]:
+        """Return the new tokens after each prompt, at most `drawing.max_new_tokens`.
+
+        `is_finished`: called on the main rank only.
+        """
+        texts = [_Text(prompt, [], drawing.seed + n) for n, prompt in enumerate(prompts)]
+        longest = [len(prompt) + drawing.max_new_tokens for prompt in prompts]
+        for part in self._rounds(longest):
+            self._continue(part, texts, drawing, is_finished)
+        return [text.new for text in texts]
+
+    def _continue(
+        self,
+        part: _Round,
+        texts: Sequence[_Text],
+        drawing: Drawing,
+        is_finished: IsFinished,
+    ) -> None:
+        """Continue the texts of one round, all of them a token at a time."""
+        generators = {row: torch.Generator().manual_seed(texts[row].seed) for row in part.mine}
+
+        def unfinished() -> list[bool]:
+            return [not is_finished(row, texts[row].new) for row in part.rows]
+
+        for _ in range(drawing.max_new_tokens):
+            active = self._from_main(unfinished, len(part.rows))
+            if not any(active):
+                return
+            width = max(len(texts[row]) for row in part.rows)
+            ids = torch.zeros((part.size, width), dtype=torch.int64)
+            last = torch.zeros(part.size, dtype=torch.int64)
+            for number, row in enumerate(part.mine):
+                last[number] = len(texts[row]) - 1
+                ids[number, : len(texts[row])] = torch.tensor([*texts[row].prompt, *texts[row].new])
+            logits = self._engine.read_logits(ids, partial(_rows_at, last=last))
+            chosen = torch.zeros(len(texts), dtype=torch.float64)
+            for number, row in enumerate(part.mine if self._reports else ()):
+                chosen[row] = _choose(logits[number], drawing.temperature, generators[row])
+            chosen = self._summed(chosen)
+            for row, goes_on in zip(part.rows, active, strict=True):
+                if goes_on:
+                    texts[row].new.append(int(chosen[row]))
+
+    def _rounds(self, lengths: Sequence[int]) -> Iterator[_Round]:
+        """Yield all requests, longest first, in rounds of a micro-batch of every data rank, or
+        less if its logits would be large."""
+        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+        while order:
+            fitting = _LOGITS_BYTES // (self._row_bytes * lengths[order[0]])
+            size = max(1, min(self._most_rows, fitting))
+            rows, order = order[: size * self._data_size], order[size * self._data_size :]
+            low = self._data_rank * size
+            yield _Round(rows, rows[low : low + size], size)
+
+    def _summed(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all ranks; for each value, all ranks but one have zero."""
+        total = values.to(self._engine.device)
+        dist.all_reduce(total)
+        return total.cpu()
+
+    def _from_main(self, decide: Callable[[], list[bool]], count: int) -> list[bool]:
+        flags = decide() if dist.get_rank() == 0 else [False] * count
+        held = torch.tensor(flags, dtype=torch.int64, device=self._engine.device)
+        dist.broadcast(held, src=0)
+        return [bool(flag) for flag in held.tolist()]
+
+
+def _scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return, per sample, the log-probability of its targets and the number of them that are not
+    the most probable token: float64 [samples, 2]."""
+    scores = torch.zeros((len(logits), 2), dtype=torch.float64, device=logits.device)
+    for number, (row, targets) in enumerate(zip(logits, labels.to(logits.device), strict=True)):
+        kept = targets != IGNORED_LABEL
+        row, targets = row[kept].float(), targets[kept]
+        picked = row.gather(1, targets[:, None])[:, 0]
+        scores[number, 0] = (picked - row.logsumexp(1)).double().sum()
+        scores[number, 1] = (row.argmax(1) != targets).sum()
+    return scores
+
+
+def _rows_at(logits: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Return the logits at one position of each sample: float32 [samples, vocabulary]."""
+    places = torch.arange(len(logits), device=logits.device)
+    return logits[places, last.to(logits.device)].float()
+
+
+def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    probabilities = torch.softmax(logits.double() / temperature, 0)
+    return int(torch.multinomial(probabilities, 1, generator=generator))

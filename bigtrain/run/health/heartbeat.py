@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigtrain.models.layers.decoder_layers import decoder_layers
+from bigtrain.models.layers.parameters import decoder_layers
 
 _COUNTERS = Path("/proc/self/io")
 _LEAST_TRANSFER_BYTES = 1 << 20

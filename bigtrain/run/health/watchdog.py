@@ -29,10 +29,16 @@ from typing import Self
 
 from bigtrain.errors import EXIT_HANG
 from bigtrain.models.torch_patches import flight_recorder_trace
-from bigtrain.run.health.hang_report import Diagnosis, Position, diagnose, diagnose_alone
 from bigtrain.run.health.heartbeat import Heartbeat, Transfers, current_collective
-from bigtrain.run.health.status_store import StatusStore, open_status_store
-from bigtrain.settings.sections.failures import WatchdogSection
+from bigtrain.run.health.status_store import (
+    Diagnosis,
+    Position,
+    StatusStore,
+    diagnose,
+    diagnose_alone,
+    open_status_store,
+)
+from bigtrain.settings.sections.running import WatchdogSection
 from bigtrain.system.stop_signals import ask_for_restart
 from bigtrain.system.world import World
 

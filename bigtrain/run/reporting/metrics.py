@@ -41,6 +41,8 @@ rejected a message (corrupted, forged, replayed). "who" is the site, or the host
 
 Unknown values (the utilization of a CPU) and non-finite ones (a loss that overflowed) are null.
 Every step appears once, also after a resume; events of samples that are not read again are kept.
+
+Loss on a held-out set, and derived metrics.
 """
 
 from __future__ import annotations
@@ -50,13 +52,13 @@ import math
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
 from bigtrain.errors import OutputError
 from bigtrain.report.step_metrics import StepMetrics
-from bigtrain.run.reporting.held_out_loss import HeldOutLoss
 from bigtrain.run.reporting.metrics_lines import cut_lines
 from bigtrain.run.reporting.progress import (
     OUTPUT_REMEDY,
@@ -309,3 +311,25 @@ def memory_gib(device_type: str) -> float:
     except (OSError, IndexError, ValueError):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / (GIB if sys.platform == "darwin" else 2**20)
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """Mean `loss` in nats over `tokens` held-out target tokens; `bits_per_byte` of their text,
+    if known."""
+
+    loss: float
+    tokens: int
+    bits_per_byte: float | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """Exponential of the loss; infinite if too large for a float."""
+        return math.exp(self.loss) if self.loss < math.log(sys.float_info.max) else math.inf
+
+    def figures(self) -> dict[str, float]:
+        """Return metrics by name, as in a line of metrics.jsonl."""
+        metrics = {"loss": self.loss, "perplexity": self.perplexity, "tokens": self.tokens}
+        if self.bits_per_byte is not None:
+            metrics["bits_per_byte"] = self.bits_per_byte
+        return metrics

@@ -15,10 +15,9 @@ from functools import partial
 from pathlib import Path
 
 from bigtrain.errors import DataError
-from bigtrain.system.storage.addresses import joined
 from bigtrain.system.storage.copies import copy_tree
-from bigtrain.system.storage.open_store import store_of
-from bigtrain.system.storage.retries import persistently
+from bigtrain.system.storage.remote_file import store_of
+from bigtrain.system.storage.stores import joined, persistently
 
 STOPPED_WAIT_SECONDS = 20.0
 """Limit for a copy in progress when a signal stops the run: a scheduler waits half a minute."""

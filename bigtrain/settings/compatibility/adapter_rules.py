@@ -1,8 +1,15 @@
-"""Rules about adapters: only combinations that have been compared with plain peft may run."""
+"""Rules about adapters: only combinations that have been compared with plain peft may run.
+
+Rules about the optimizers that bigtrain implements itself: all but AdamW with float32 states.
+
+Rules about a base in 4 bits beside adapters (QLoRA): one process holds all of it.
+"""
 
 from __future__ import annotations
 
-from bigtrain.settings.compatibility.facts import Facts, Rule, rules_of, unproven_engines
+from dataclasses import replace
+
+from bigtrain.settings.compatibility.facts import Facts, Rule, rule, rules_of, unproven_engines
 
 _UNPROVEN = "adapters have not been compared with plain peft's"
 
@@ -74,4 +81,110 @@ ADAPTER_RULES: tuple[Rule, ...] = (
         Facts(optimizer="lion"),
     ),
     *unproven_engines(_refused, "adapters", _UNPROVEN),
+)
+
+
+_OFFLOAD = "ds:zero_optimization.offload_optimizer"
+
+
+def _own(facts: Facts) -> str:
+    """The setting of the run that makes bigtrain, not DeepSpeed, provide the optimizer."""
+    if facts.optimizer == "adamw":
+        return f"optimizer.state_dtype = {facts.state_dtype}"
+    return f"optimizer.type = {facts.optimizer}"
+
+
+def _is_own(facts: Facts) -> bool:
+    return facts.optimizer != "adamw" or facts.state_dtype != "float32"
+
+
+_refused_with_optimizer = rules_of(lambda f: f.optimizer != "adamw", {"optimizer": "muon"})
+_OPTIMIZER_UNPROVEN = "optimizers other than AdamW have not been compared with torch's"
+
+
+OPTIMIZER_RULES: tuple[Rule, ...] = (
+    rule(
+        "DeepSpeed's Adam under another optimizer",
+        lambda f: _is_own(f) and not f.torch_adam,
+        ("ds:optimizer.params.torch_adam", lambda f: False),
+        lambda f: f"{_own(f)} is not an optimizer that DeepSpeed compiles",
+        "torch_adam true, or leave it out",
+        lambda f: replace(f, torch_adam=True, super_offload=False),
+        Facts(zero_stage=2, optimizer="muon", torch_adam=False),
+    ),
+    _refused_with_optimizer(
+        "another optimizer in float16",
+        lambda f: f.dtype == "float16",
+        ("precision.dtype", lambda f: f.dtype),
+        f"{_OPTIMIZER_UNPROVEN} with a loss scale",
+        "precision.dtype=bfloat16, or optimizer.type=adamw",
+        {"dtype": "bfloat16"},
+        Facts(dtype="float16"),
+    ),
+    _refused_with_optimizer(
+        "another optimizer with quantized weights",
+        lambda f: f.quantized_weights,
+        ("ds:zero_optimization.zero_quantized_weights", lambda f: f.quantized_weights),
+        f"{_OPTIMIZER_UNPROVEN} where weights are sent quantized (ZeRO++)",
+        "ds_configs/zero3.json, or optimizer.type=adamw",
+        {"quantized_weights": False},
+        Facts(zero_stage=3, quantized_weights=True),
+    ),
+    _refused_with_optimizer(
+        "another optimizer with quantized gradients",
+        lambda f: f.quantized_gradients,
+        ("ds:zero_optimization.zero_quantized_gradients", lambda f: f.quantized_gradients),
+        f"{_OPTIMIZER_UNPROVEN} where gradients are sent quantized (ZeRO++)",
+        "ds_configs/zero3.json, or optimizer.type=adamw",
+        {"quantized_gradients": False},
+        Facts(zero_stage=3, quantized_gradients=True),
+    ),
+    _refused_with_optimizer(
+        "another optimizer with a secondary partition",
+        lambda f: f.partition_size > 1,
+        ("ds:zero_optimization.zero_hpz_partition_size", lambda f: f.partition_size),
+        f"{_OPTIMIZER_UNPROVEN} with a secondary partition of weights (ZeRO++'s hpZ)",
+        "ds_configs/zero3.json, or optimizer.type=adamw",
+        {"partition_size": 1},
+        Facts(zero_stage=3, partition_size=2, world_size=4),
+    ),
+)
+
+
+_refused_with_quantization = rules_of(
+    lambda f: f.adapters is not None and f.quantization != "none",
+    {"adapters": "lora", "quantization": "nf4"},
+)
+
+QUANTIZATION_RULES: tuple[Rule, ...] = (
+    _refused_with_quantization(
+        "a base in 4 bits under ZeRO 3",
+        lambda f: f.zero_stage == 3,
+        ("adapters.quantization", lambda f: f.quantization),
+        "bitsandbytes keeps the scales of packed weights beside the parameter, so ZeRO 3 would "
+        "divide the one among the ranks and not the other",
+        "ds_configs/zero2.json, where each rank holds the base (about half a byte a weight)",
+        {"zero_stage": 2},
+        Facts(zero_stage=3),
+    ),
+    _refused_with_quantization(
+        "a base in 4 bits with tensor parallelism",
+        lambda f: f.tensor_size > 1,
+        ("adapters.quantization", lambda f: f.quantization),
+        "every 64 weights in a row have a scale: those of a part would be other blocks, of other "
+        "values than those of the whole weight",
+        "parallel.tensor=1",
+        {"tensor_size": 1},
+        Facts(tensor_size=2, world_size=2),
+    ),
+    _refused_with_quantization(
+        "a base in 4 bits with experts",
+        lambda f: bool(f.num_experts) or bool(f.adapted_stacks),
+        ("adapters.quantization", lambda f: f.quantization),
+        "the experts' weights are stacked, and bitsandbytes has linear layers in 4 bits alone: "
+        "most of the model would stay as it is",
+        "adapters.quantization=none",
+        {"quantization": "none"},
+        Facts(num_experts=8),
+    ),
 )

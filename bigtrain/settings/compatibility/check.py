@@ -9,17 +9,20 @@ writes the table to docs/compatibility.md, and the tests are generated from it.
 from __future__ import annotations
 
 from bigtrain.errors import Problem
-from bigtrain.settings.compatibility.adapter_rules import ADAPTER_RULES
+from bigtrain.settings.compatibility.adapter_rules import (
+    ADAPTER_RULES,
+    OPTIMIZER_RULES,
+    QUANTIZATION_RULES,
+)
 from bigtrain.settings.compatibility.deepspeed_rules import ENGINE_RULES
-from bigtrain.settings.compatibility.expert_rules import (
+from bigtrain.settings.compatibility.facts import Device, Facts, Rule
+from bigtrain.settings.compatibility.parallel_rules import (
     EXPERT_MODEL_RULES,
     EXPERT_RULES,
+    MODEL_RULES,
+    PARALLEL_RULES,
 )
-from bigtrain.settings.compatibility.facts import Device, Facts, Rule
-from bigtrain.settings.compatibility.optimizer_rules import OPTIMIZER_RULES
-from bigtrain.settings.compatibility.parallel_rules import MODEL_RULES, PARALLEL_RULES
 from bigtrain.settings.compatibility.performance_rules import SPEED_RULES, may_compile
-from bigtrain.settings.compatibility.quantization_rules import QUANTIZATION_RULES
 from bigtrain.settings.compatibility.site_rules import SITE_RULES
 
 __all__ = [

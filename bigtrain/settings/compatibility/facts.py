@@ -43,7 +43,6 @@ class Facts(ModelDegrees):
     dtype: str = "bfloat16"
     gradient_dtype: str | None = None
     offload_optimizer: str | None = None
-    offload_optimizer_nvme_path: str | None = None
     offload_optimizer_ratio: float = 1.0
     offload_param: str | None = None
     offload_param_nvme_path: str | None = None

@@ -48,15 +48,6 @@ SITE_RULES: tuple[Rule, ...] = (
         {"stops_early": False},
         Facts(stops_early=True),
     ),
-    _refused(
-        "sites with an optimizer on NVMe",
-        lambda f: f.offload_optimizer == "nvme",
-        ("ds:zero_optimization.offload_optimizer.device", lambda f: f.offload_optimizer),
-        "the fp32 masters lie in files, where the outer step cannot read them",
-        'device "cpu" (ds_configs/zero3_offload.json)',
-        {"offload_optimizer": "cpu"},
-        Facts(zero_stage=3, offload_optimizer="nvme", offload_optimizer_nvme_path="/local-disk"),
-    ),
     *unproven_engines(_refused, "sites", _UNPROVEN),
     _refused(
         "sites under accelerate's own settings",

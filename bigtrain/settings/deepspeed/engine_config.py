@@ -15,8 +15,9 @@ from typing import Any
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.batch_plan import BatchPlan
-from bigtrain.settings.deepspeed.accepted import check_values, not_tried
+from bigtrain.settings.deepspeed.accepted import ROWS, check_values, not_tried
 from bigtrain.settings.deepspeed.keys import AUTO, check_keys, with_integers
+from bigtrain.settings.deepspeed.nearest import suggestion
 from bigtrain.settings.deepspeed.ownership import (
     REFUSED_BLOCKS,
     Owned,
@@ -151,7 +152,11 @@ def _refuse_constant(name: str) -> None:
 def check_file_alone(raw: Mapping[str, Any], source: str) -> list[Problem]:
     """Problems of a DeepSpeed JSON that do not depend on the run: unknown keys, illegal values,
     blocks that bigtrain does not allow, values that nothing has been compared with."""
-    problems = [*check_keys(raw, source), *check_refused_blocks(raw, source)]
+    keys = frozenset(row.key for row in ROWS)
+    problems = [
+        *check_keys(raw, source, lambda path: suggestion(path, keys)),
+        *check_refused_blocks(raw, source, lambda path: suggestion(path, keys)),
+    ]
     named = {problem.key.removeprefix(f"{source}: ") for problem in problems}
     return [*problems, *check_values(raw, source, named)]
 

@@ -7,19 +7,16 @@ it needs neither torch nor deepspeed.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import Problem
 
 AUTO = "auto"
-
-_LISTED_KEYS = 16  # a longer list would bury the message
 
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
@@ -47,12 +44,15 @@ def key_table() -> Mapping[str, Any]:
     return table
 
 
-def check_keys(tree: Mapping[str, Any], source: str) -> list[Problem]:
-    """Every key of `tree` that DeepSpeed does not know, and every value it would not take.
+def check_keys(
+    tree: Mapping[str, Any], source: str, suggest: Callable[[str], str]
+) -> Iterator[Problem]:
+    """Yield a problem for every key of `tree` that DeepSpeed does not know, and every value it
+    would not take. suggest: how to write a dotted key that is unknown.
 
     ``"auto"`` passes everywhere: whether it can be resolved is not a question of the key.
     """
-    return list(_check_block(tree, key_table()["keys"], (), source))
+    yield from _check_block(tree, key_table()["keys"], (), source, suggest)
 
 
 def with_integers(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +84,11 @@ def _is_whole(value: object, node: Mapping[str, Any]) -> bool:
 
 
 def _check_block(
-    block: Mapping[str, Any], known: Mapping[str, Any], parents: tuple[str, ...], source: str
+    block: Mapping[str, Any],
+    known: Mapping[str, Any],
+    parents: tuple[str, ...],
+    source: str,
+    suggest: Callable[[str], str],
 ) -> Iterator[Problem]:
     for name, value in block.items():
         path = ".".join((*parents, name))
@@ -96,7 +100,9 @@ def _check_block(
                 key, None, f"was removed from DeepSpeed ({version}): {removed}", f"take {path} out"
             )
         elif name not in known:
-            yield _unknown(key, name, value, known, parents)
+            shown = None if isinstance(value, dict) else value
+            rule = "unknown key, which DeepSpeed would ignore or reject"
+            yield Problem(key, shown, rule, suggest(path))
         elif "deprecated" in known[name]:
             newer = known[name]["deprecated"]
             yield Problem(
@@ -108,7 +114,7 @@ def _check_block(
                 else f"take {path} out",
             )
         elif value != AUTO:
-            yield from _check_value(value, known[name], (*parents, name), source)
+            yield from _check_value(value, known[name], (*parents, name), source, suggest)
 
 
 def _example(node: Mapping[str, Any], value: object) -> str:
@@ -116,37 +122,17 @@ def _example(node: Mapping[str, Any], value: object) -> str:
     return ': {"device": "cpu"}' if value is True and "device" in node.get("keys", {}) else ""
 
 
-def _unknown(
-    key: str, name: str, value: object, known: Mapping[str, Any], parents: tuple[str, ...]
-) -> Problem:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    elsewhere = _home_of(name)
-    if close:
-        remedy = f"did you mean {'.'.join((*parents, close[0]))}?"
-    elif elsewhere:
-        remedy = f"it belongs to {elsewhere}: write {elsewhere}.{name}"
-    elif len(known) <= _LISTED_KEYS:
-        remedy = f"known in {'.'.join(parents)}: {', '.join(sorted(known))}"
-    else:
-        remedy = "take it out; bigtrain/settings/deepspeed/keys.json lists the known keys"
-    shown = None if isinstance(value, dict) else value
-    return Problem(key, shown, "unknown key, which DeepSpeed would ignore or reject", remedy)
-
-
-def _home_of(name: str) -> str | None:
-    """The block that `name` is a key of, where there is exactly one."""
-    blocks = key_table()["keys"].items()
-    homes = [block for block, node in blocks if name in node.get("keys", {})]
-    return homes[0] if len(homes) == 1 else None
-
-
 def _check_value(
-    value: Any, node: Mapping[str, Any], path: tuple[str, ...], source: str
+    value: Any,
+    node: Mapping[str, Any],
+    path: tuple[str, ...],
+    source: str,
+    suggest: Callable[[str], str],
 ) -> Iterator[Problem]:
     key = f"{source}: {'.'.join(path)}"
     if "keys" in node:
         if isinstance(value, dict):
-            yield from _check_block(value, node["keys"], path, source)
+            yield from _check_block(value, node["keys"], path, source, suggest)
         else:
             example = f'{{"{next(iter(node["keys"]))}": ...}}'
             yield Problem(key, value, "must be a block of settings", f"write {example}")

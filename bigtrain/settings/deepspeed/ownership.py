@@ -5,7 +5,7 @@ Pure. An owned key must be absent, ``"auto"`` or equal to the run's value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -280,8 +280,11 @@ def _owned_precision(config: RunConfig, stage: int) -> list[Owned]:
     return owned
 
 
-def check_refused_blocks(raw: Mapping[str, Any], source: str) -> list[Problem]:
-    """Blocks and optimizer parameters that a JSON for bigtrain may not hold."""
+def check_refused_blocks(
+    raw: Mapping[str, Any], source: str, suggest: Callable[[str], str]
+) -> list[Problem]:
+    """Blocks and optimizer parameters that a JSON for bigtrain may not hold. suggest: how to write
+    a dotted key that is unknown."""
     problems = [
         Problem(f"{source}: {path}", None, reason, remedy)
         for path, (reason, remedy) in REFUSED_BLOCKS.items()
@@ -294,11 +297,11 @@ def check_refused_blocks(raw: Mapping[str, Any], source: str) -> list[Problem]:
     params = Owned.lookup(raw, "optimizer.params", {})
     if not isinstance(params, Mapping):
         return problems
-    known = ", ".join(OPTIMIZER_PARAMETERS)
     for name, value in params.items():
         key = f"{source}: optimizer.params.{name}"
         if name not in OPTIMIZER_PARAMETERS:
-            problems.append(Problem(key, value, "unknown parameter of AdamW", f"known: {known}"))
+            remedy = suggest(f"optimizer.params.{name}")
+            problems.append(Problem(key, value, "unknown parameter of AdamW", remedy))
         elif name in _KERNELS and not isinstance(value, bool):
             problems.append(Problem(key, value, "must be true or false"))
     problems.extend(_optimizer_conflicts(raw, params, source))

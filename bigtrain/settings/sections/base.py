@@ -6,7 +6,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from bigtrain.system.storage.addresses import is_address, without_secrets
+from bigtrain.system.storage.stores import is_address, without_secrets
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]

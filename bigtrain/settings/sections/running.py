@@ -1,16 +1,27 @@
-"""Sections on the run itself: how it is divided, what it saves, measures and writes."""
+"""Sections on the run itself: how it is divided, what it saves, measures and writes.
+
+Sections on how a run handles failures: hangs, slow ranks, bad steps.
+
+Sections on the optimization: how long, at which rate.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from bigtrain.settings.degrees import MODEL_AXES, ModelDegrees
-from bigtrain.settings.sections.base import NonNegativeInt, PositiveInt, Section, refuse_secrets
-from bigtrain.system.storage.addresses import is_address, scheme_of
+from bigtrain.settings.sections.base import (
+    Fraction,
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+    refuse_secrets,
+)
+from bigtrain.system.storage.stores import is_address, scheme_of
 
 
 class ParallelSection(Section):
@@ -172,4 +183,95 @@ class EngineSection(Section):
         default=None,
         description="bind each rank to its share of the host's cores; default: where several ranks "
         "of a host have GPUs and keep their optimizer in host memory, and are not bound yet",
+    )
+
+
+Seconds = Annotated[float, Field(gt=0)]
+RENDEZVOUS_TIMEOUT_SECONDS = 600.0
+COLLECTIVE_TIMEOUT_SECONDS = 1800.0
+
+
+class WatchdogSection(Section):
+    """When a run without progress is ended, and which ranks are reported as slow."""
+
+    timeout_seconds: Seconds | None = Field(
+        default=600.0,
+        description="without progress of any rank, after which all ranks dump their stacks and "
+        "exit (exit code 76); null turns the watchdog off",
+    )
+    slow_timeout_seconds: Seconds = Field(
+        default=1800.0,
+        description="the same while the run starts, in its first step, while it waits for a save "
+        "to be written and while it exports, where one operation may take long",
+    )
+    rendezvous_timeout_seconds: Seconds = Field(
+        default=RENDEZVOUS_TIMEOUT_SECONDS,
+        description="for all ranks to join at the start, after which the missing ranks are named "
+        "and the others exit",
+    )
+    collective_timeout_seconds: Seconds = Field(
+        default=COLLECTIVE_TIMEOUT_SECONDS,
+        description="for one collective operation, after which it fails on the ranks that wait in "
+        "it; work that one rank does alone (exports, checks of data) is not waited for in a "
+        "collective",
+    )
+    straggler_factor: Annotated[float, Field(gt=1)] = Field(
+        default=1.5,
+        description="a rank whose own work takes more than this many times the median of its "
+        "peers is named in the log",
+    )
+    straggler_seconds: Seconds = Field(
+        default=60.0, description="shortest training time over which that work is averaged"
+    )
+
+
+class GuardSection(Section):
+    """Which updates are skipped, and when a run is rolled back."""
+
+    enabled: bool = Field(
+        default=True,
+        description="skip the update of a step whose loss or gradient norm is not finite",
+    )
+    spike_sigma: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="also skip the update of a step whose loss or gradient norm is more than this "
+        "many standard deviations (estimated by the median absolute deviation) above the median of "
+        "the recent steps; default: off",
+    )
+    window: Annotated[int, Field(ge=2)] = Field(
+        default=100,
+        description="recent steps that a spike is compared with; until there are as many, no step "
+        "is a spike",
+    )
+    max_consecutive: PositiveInt = Field(
+        default=10,
+        description="bad steps in a row after which the run is rolled back to the last checkpoint "
+        "before them, and continues with the samples after them",
+    )
+    max_rollbacks: NonNegativeInt = Field(
+        default=3, description="rollbacks to the same checkpoint after which the run fails"
+    )
+
+
+class TrainSection(Section):
+    """How long to train."""
+
+    steps: PositiveInt = Field(description="optimizer steps of the whole run")
+
+
+class ScheduleSection(Section):
+    """Learning rate over steps: linear warm-up, then `type`. See
+    `bigtrain.settings.lr_schedule`."""
+
+    type: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    warmup_steps: NonNegativeInt = Field(
+        default=0, description="optimizer steps from zero to the peak"
+    )
+    decay_steps: PositiveInt | None = Field(
+        default=None,
+        description="cosine and linear: steps after warm-up until the minimum (default: the rest "
+        "of the run); wsd: length of the final decay (default: a tenth of the run)",
+    )
+    min_lr_ratio: Fraction = Field(
+        default=0.1, description="final learning rate as a fraction of the peak"
     )

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from bigtrain.settings.sections.base import NonNegativeInt, PositiveInt, Section
-from bigtrain.settings.sections.failures import Seconds
+from bigtrain.settings.sections.running import Seconds
 
 _FEW_SITES = 4
 _LR_OF_FEW, _LR_OF_MANY = 0.6, 0.8

@@ -16,11 +16,16 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from pathlib import Path
 
-from bigtrain.system.storage.addresses import is_address, joined, without_secrets
-from bigtrain.system.storage.open_store import store_of
-from bigtrain.system.storage.remote_file import resumed
-from bigtrain.system.storage.retries import persistently
-from bigtrain.system.storage.stores import Gone, RemoteStat, StorageError
+from bigtrain.system.storage.remote_file import resumed, store_of
+from bigtrain.system.storage.stores import (
+    Gone,
+    RemoteStat,
+    StorageError,
+    is_address,
+    joined,
+    persistently,
+    without_secrets,
+)
 from bigtrain.system.user_cache import cache_directory
 
 MARK = "copying.json"

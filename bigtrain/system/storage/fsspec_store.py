@@ -8,7 +8,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from bigtrain.system.storage.addresses import joined, without_secrets
 from bigtrain.system.storage.stores import (
     Broken,
     Gone,
@@ -17,7 +16,9 @@ from bigtrain.system.storage.stores import (
     StorageError,
     Store,
     changed,
+    joined,
     unreadable,
+    without_secrets,
 )
 
 BLOCK_BYTES = 1 << 23

@@ -9,7 +9,6 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
-from bigtrain.system.storage.addresses import without_secrets
 from bigtrain.system.storage.stores import (
     Broken,
     Gone,
@@ -19,6 +18,7 @@ from bigtrain.system.storage.stores import (
     Store,
     changed,
     unreadable,
+    without_secrets,
 )
 
 TIMEOUT_S = (10.0, 60.0)

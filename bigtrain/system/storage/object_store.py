@@ -10,7 +10,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from bigtrain.system.storage.addresses import joined, scheme_of, without_secrets
 from bigtrain.system.storage.aws_files import read_profile, s3_options
 from bigtrain.system.storage.stores import (
     Broken,
@@ -19,7 +18,10 @@ from bigtrain.system.storage.stores import (
     RemoteStat,
     Store,
     changed,
+    joined,
+    scheme_of,
     unreadable,
+    without_secrets,
 )
 
 CHUNK_BYTES = 1 << 20

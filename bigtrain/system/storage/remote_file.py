@@ -1,4 +1,17 @@
-"""Remote file as an open file: seekable, with read-ahead, resumed after a lost connection."""
+"""Remote file as an open file: seekable, with read-ahead, resumed after a lost connection.
+
+One interface to all storage systems from which files are read, and to which they are copied.
+
+============== ================================================= ===================================
+scheme         by                                                credentials
+============== ================================================= ===================================
+http, https    requests                                          ~/.netrc, or in the address
+s3, gs, az     obstore                                           AWS_*, GOOGLE_*, AZURE_*, the
+                                                                 machine's role
+all others     the fsspec file system of that name (`hf` is      as that file system has them
+               huggingface_hub's)                                (HF_TOKEN)
+============== ================================================= ===================================
+"""
 
 from __future__ import annotations
 
@@ -9,10 +22,19 @@ from collections.abc import Iterator
 from threading import Condition, Thread
 from typing import Any
 
-from bigtrain.system.storage.addresses import without_secrets
-from bigtrain.system.storage.open_store import store_of
-from bigtrain.system.storage.retries import PATIENCE, Patience
-from bigtrain.system.storage.stores import Broken, RemoteStat, StorageError, Store
+from bigtrain.system.storage.fsspec_store import FsspecStore
+from bigtrain.system.storage.http_store import HttpStore
+from bigtrain.system.storage.object_store import ObjectStore
+from bigtrain.system.storage.stores import (
+    PATIENCE,
+    Broken,
+    Patience,
+    RemoteStat,
+    StorageError,
+    Store,
+    scheme_of,
+    without_secrets,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -207,3 +229,13 @@ class _Ahead(Iterator[bytes | memoryview]):
         with self._turn:
             self._error, self._ended = error, True
             self._turn.notify()
+
+
+def store_of(address: str) -> Store:
+    """Return the store for the scheme of `address`. Raise StorageError if the scheme is unknown."""
+    scheme = scheme_of(address)
+    if scheme in ("http", "https"):
+        return HttpStore()
+    if scheme in ("s3", "s3a", "gs", "az", "abfs", "abfss"):
+        return ObjectStore()
+    return FsspecStore(scheme)

@@ -1,14 +1,24 @@
-"""Interface and errors of every storage system; `open_store` selects the implementation."""
+"""Interface and errors of every storage system; `open_store` selects the implementation.
+
+Addresses: detection, parts, and a form without credentials. Pure.
+
+Number of retries after transient errors, and the delays between them.
+"""
 
 from __future__ import annotations
 
+import logging
+import random
+import re
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+from urllib.parse import unquote
 
 from bigtrain.errors import DataError
-from bigtrain.system.storage.addresses import without_secrets
 
 
 @dataclass(frozen=True)
@@ -97,3 +107,94 @@ def unreadable(address: str, why: object, remedy: str = "") -> StorageError:
     """Return the error for an unreadable `address`; its text contains no secret."""
     text = f"{address} cannot be read: {why}"
     return StorageError(without_secrets(text) + (f" -> {remedy}" if remedy else ""))
+
+
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*(::|://)", re.IGNORECASE)
+_USER = re.compile(r"(?<=://)[^/@\s'\"?#]*@")
+_SECRET_NAME = (
+    r"[^=&?#\s'\"]*(?:sig|token|secret|passw|credential|apikey|api_key|access_?key|auth)[^=&?#\s]*"
+    r"|x-(?:amz|goog|ms)-[^=&?#\s]*|expires|key|policy|se|sp|sv|sr|st|spr|ske|sks|skt|skv|skoid|sktid"
+)
+_SECRET = re.compile(rf"(?:{_SECRET_NAME})=.*", re.IGNORECASE)
+_PARAMETERS = re.compile(r"\?((?:[^=&?#\s'\"]+=[^&#\s'\"]*&?)+)")
+
+
+def is_address(name: str) -> bool:
+    """Return whether `name` has a scheme, such as ``s3://`` or fsspec's ``zip://a::s3://b``."""
+    return ADDRESS.match(name) is not None
+
+
+def scheme_of(address: str) -> str:
+    """Return the scheme in lower case; of a chain such as ``zip://a::s3://b`` the first one."""
+    return re.split(r"::|://", address, maxsplit=1)[0].lower()
+
+
+def without_secrets(text: str) -> str:
+    """Return `text` with credentials removed from every address in it.
+
+    User, password and the parameters that sign a request are removed: a newly signed URL still
+    means the same file.
+    """
+    text = _USER.sub("", text)
+    return _PARAMETERS.sub(_kept, text)
+
+
+def _kept(parameters: re.Match[str]) -> str:
+    kept = [pair for pair in parameters[1].split("&") if pair and not _SECRET.fullmatch(pair)]
+    return "?" + "&".join(kept) if kept else ""
+
+
+def name_of(address: str) -> str:
+    """Return the path of an address without parameters, like a file name: ``.../a.jsonl.gz``."""
+    if scheme_of(address) in ("http", "https"):
+        address = re.split(r"[?#]", address, maxsplit=1)[0]
+    return unquote(address.partition("::")[0] if "::" in address else address)
+
+
+def joined(address: str, relative: str) -> str:
+    """Return the address of the file `relative`, with slashes, below `address`."""
+    return f"{address.rstrip('/')}/{relative}"
+
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Retry policy: `tries` attempts in a row without a byte of progress are an error. `seconds`
+    gives the delay before each: doubling from half a second to at most half a minute, with
+    jitter."""
+
+    tries: int = 8
+    first_s: float = 0.5
+    longest_s: float = 30.0
+    sleep: Callable[[float], None] = time.sleep
+
+    def wait(self, failed: int) -> None:
+        """Sleep after `failed` attempts in a row."""
+        seconds = min(self.longest_s, self.first_s * 2 ** (failed - 1))
+        self.sleep(seconds * random.uniform(0.5, 1.0))
+
+
+PATIENCE = Patience()
+
+
+def persistently(
+    address: str, what: str, act: Callable[[], T], patience: Patience | None = None
+) -> T:
+    """Return `act()`, retried while it raises `Broken`. Raise StorageError after the last
+    attempt."""
+    patience = patience or PATIENCE
+    for failed in range(1, patience.tries + 1):
+        try:
+            return act()
+        except Broken as error:
+            why = without_secrets(str(error))
+            if failed == patience.tries:
+                raise StorageError(
+                    f"{without_secrets(address)} {what} after {failed} attempts: {why}"
+                ) from None
+            logger.warning("%s: %s; retrying", without_secrets(address), why)
+            patience.wait(failed)
+    raise AssertionError("there is at least one attempt")

@@ -9,7 +9,7 @@ import pytest
 from bigtrain.cli import main
 from bigtrain.commands.check import prediction
 from bigtrain.commands.plan import ranked_layouts
-from bigtrain.planner.run_layout import layout_of
+from bigtrain.planner.run_prediction import layout_of
 from bigtrain.python_api.planning import run_and_engine
 from bigtrain.settings.resolve import resolve_run_files
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from bigtrain.cli import main
 from bigtrain.errors import DataError
-from bigtrain.models.export.chat_ending import end_of_turn_ids, stop_at_end_of_turn
+from bigtrain.models.export.verified import end_of_turn_ids, stop_at_end_of_turn
 from bigtrain.system.text_record import RECORD_NAME, TextRecord, read_record
 from tests.support.chats import CHATML, LLAMA3, save_chat_tokenizer
 from tests.support.worlds import ROOT

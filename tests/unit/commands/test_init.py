@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from bigtrain.cli import main
-from bigtrain.settings.json_schema import SHIPPED
+from bigtrain.settings.commented_yaml import SHIPPED
 from bigtrain.settings.loading import load_run_config
 from bigtrain.settings.run_config import RunConfig
 
@@ -83,7 +83,7 @@ def test_a_file_that_exists_is_replaced_by_force_alone(
     [
         ([], "--model or --new-model and --data: is required when stdin is not a terminal"),
         (["--model", "m"], "--data: is required"),
-        (["--new-model", "quickstart", "--data", "d", "--adapters"], "--adapters: require trained weights"),
+        (["--new-model", "quickstart", "--data", "d", "--adapters"], "--adapters: require trained"),
         (
             ["--new-model", "quickstart", "--data", "d", "--devices", "2xAbacus"],
             "--devices = 'Abacus': no such device",
@@ -151,7 +151,7 @@ def test_a_person_is_asked_at_a_terminal(folder: Path) -> None:
             ("conversations", ""),
             ("Devices", ""),
             ("Optimizer steps", "many"),
-            ("whole number", "50"),
+            ("an integer", "50"),
             ("Tokens per sample", "256"),
             ("Samples per step", "8"),
         ):

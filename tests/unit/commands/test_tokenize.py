@@ -20,9 +20,8 @@ from bigtrain.cli import main
 from bigtrain.commands.arguments import size
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.manifest import Manifest
-from bigtrain.data.tokenize_job.work_division import Workers
-from bigtrain.data.tokenize_job.worker import is_held_out
-from bigtrain.data.tokenize_job.worker_pool import Round, Update, run_round
+from bigtrain.data.tokenize_job.request import Workers
+from bigtrain.data.tokenize_job.worker_pool import Round, Update, is_held_out, run_round
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.errors import DataError
 from bigtrain.system.machine import Machine
@@ -119,7 +118,7 @@ def test_workers_do_not_change_a_byte(
 def test_processes_are_started_where_there_is_enough_to_do(
     dataset: Path, corpus: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bigtrain.data.tokenize_job.work_division.BYTES_PER_PROCESS", 20000)
+    monkeypatch.setattr("bigtrain.data.tokenize_job.request.BYTES_PER_PROCESS", 20000)
     monkeypatch.setattr(
         "bigtrain.data.tokenize_job.job.this_machine", lambda _: Machine(2, 8 << 30)
     )
@@ -280,7 +279,7 @@ def test_fewer_tokens_than_asked_for_are_reported(
     (tmp_path / "in.txt").write_text("aa aa")
     command = ["tokenizer", "--input", tmp_path / "in.txt", "--vocab-size", 300]
     assert bigtrain(*command, "--output", tmp_path / "t") == 0
-    assert "the text gives 259 tokens, fewer than --vocab-size 300" in capsys.readouterr().err
+    assert "the text yields 259 tokens, fewer than --vocab-size 300" in capsys.readouterr().err
 
 
 def test_training_twice_gives_the_same_tokenizer(corpus: Path, tokenizer: Path) -> None:

@@ -31,6 +31,7 @@ from bigtrain.models.generation import Sampling, generate
 from bigtrain.models.layers.parameter_roles import split_by_decay
 from bigtrain.models.layers.parameters import check_frozen
 from bigtrain.settings.run_config import ModelSection
+from tools.tiny_models import tiny_config
 
 VOCAB_SIZE = 270
 COMMON = {
@@ -97,6 +98,26 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # -- initialization ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["minimax", "kimi_linear", "deepseek_v3"])
+def test_stored_buffers_keep_what_files_hold(model_type: str, tmp_path: Path) -> None:
+    """Also where the model is constructed in 16 bit, as ZeRO 3 does."""
+    torch.manual_seed(0)
+    plain: Any = AutoModelForCausalLM.from_config(tiny_config(model_type))
+    stored = {
+        name: buffer.add_(torch.rand_like(buffer))
+        for name, buffer in plain.named_buffers()
+        if name in plain.state_dict() and buffer.is_floating_point()
+    }
+    assert stored
+    plain.save_pretrained(tmp_path)
+    section = ModelSection(path=str(tmp_path))
+    model = build_model(section, load_hf_config(section), seed=0, dtype=torch.bfloat16)
+    buffers = dict(model.named_buffers())
+    for name, buffer in stored.items():
+        assert torch.equal(buffers[name], buffer), name
+        assert buffers[name].dtype == torch.float32, name
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma3TextConfig,
@@ -24,7 +26,9 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from bigtrain.errors import ModelError
-from bigtrain.models.layers.decoder_layers import decoder_layers
+from bigtrain.models.equivalence.pipeline_stages import stage_costs
+from bigtrain.models.layers.parameters import decoder_layers
+from bigtrain.models.parallel.stage_layout import find_layout
 from bigtrain.models.tracing import meta_trace
 from bigtrain.models.tracing.meta_trace import trace_model
 from bigtrain.planner.model_costs import DenseShape, ModelCosts, closed_form
@@ -45,6 +49,16 @@ CONFIGS: dict[str, PreTrainedConfig] = {
                                     moe_intermediate_size=32, q_lora_rank=32, kv_lora_rank=16,
                                     qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
                                     first_k_dense_replace=1),
+}  # fmt: skip
+MIXTURES: dict[str, PreTrainedConfig] = {
+    name: CONFIG_MAPPING[name](**SMALL, **values)
+    for name, values in {
+        "gpt_oss": {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2},
+        "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32,
+                         "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
+        "lfm2_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                     "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    }.items()
 }  # fmt: skip
 TOKENS = 64
 
@@ -144,6 +158,28 @@ def test_products_are_those_of_the_active_parameters(name: str) -> None:
     active = sum(costs.kinds[kind].num_active_parameters for kind in costs.layers)
     # Norms and biases are parameters and no products.
     assert products_of(costs) == pytest.approx(active, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "ernie4_5_moe", "lfm2_moe"])
+def test_experts_are_told_by_their_role(name: str) -> None:
+    """Biases of experts have two dimensions, and a convolution beside them has three."""
+    config = CONFIGS.get(name) or MIXTURES[name]
+    costs = trace_model(config, torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config)
+    stacked = {
+        n: p for n, p in model.named_parameters() if re.search(r"\.experts\.(gate_up|down)_proj", n)
+    }
+    assert stacked
+    found = sum(costs.kinds[kind].num_parameters_expert for kind in costs.layers)
+    assert found == sum(p.numel() for p in stacked.values())
+    layout = find_layout(model.eval(), torch.arange(8)[None])
+    times = stage_costs(config, layout).layer_time
+    share = {"mixtral": 2 / 4, "deepseek_v3": 2 / 4}.get(name, 2 / 8)
+    for number, time in enumerate(times):
+        inside = f"{layout.layers}.{number}."
+        own = {n: p for n, p in model.named_parameters() if n.startswith(inside)}
+        parts = [p.numel() * (share if n in stacked else 1.0) for n, p in own.items()]
+        assert time == pytest.approx(sum(parts))
 
 
 def test_closed_form_agrees_where_there_is_one() -> None:

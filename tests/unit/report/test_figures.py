@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bigtrain.report.figures import NOT_KNOWN, count, duration, headline, mean, number, percent
-from bigtrain.report.run import open_runs
+from bigtrain.report.run_files import open_runs
 from tests.support.run_directories import evaluation_line, make_run, step_line
 
 

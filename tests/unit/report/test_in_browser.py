@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image  # tensorboard brings it along
 
-from bigtrain.report.output import write_page
-from bigtrain.report.page import page_html
-from bigtrain.report.run import open_runs
+from bigtrain.report.page import page_html, write_page
+from bigtrain.report.run_files import open_runs
 from tests.support.browser import Browser, chromium, drawn
 from tests.support.run_directories import eventful_lines, eventful_run, make_run, step_line
 

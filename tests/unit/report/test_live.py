@@ -19,7 +19,7 @@ import pytest
 from bigtrain.errors import LaunchError
 from bigtrain.report import live
 from bigtrain.report.live import LivePage, open_server
-from bigtrain.report.run import open_runs
+from bigtrain.report.run_files import open_runs
 from tests.support.run_directories import evaluation_line, make_run, step_line
 from tests.support.worlds import ROOT
 from tests.unit.report.test_page import data_of, numbers

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from bigtrain.report import live
-from bigtrain.report import run as run_module
+from bigtrain.report import run_files as run_module
 from bigtrain.report.live import open_server
-from bigtrain.report.run import open_runs
+from bigtrain.report.run_files import open_runs
 from tests.support.browser import Browser, chromium, drawn
 from tests.support.run_directories import make_run, step_line
 from tests.support.worlds import free_port

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bigtrain.report.marks import KINDS, MEANINGS, Marks, marks_of
-from bigtrain.report.run import open_runs
+from bigtrain.report.run_files import open_runs
 from tests.support.run_directories import eventful_run, make_run, step_line
 
 

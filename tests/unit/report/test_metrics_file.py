@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bigtrain.errors import DataError
 from bigtrain.report import metrics_file
 from bigtrain.report.metrics_file import NON_FINITE, MetricsFile
-from bigtrain.run.reporting.held_out_loss import HeldOutLoss
+from bigtrain.run.reporting.metrics import HeldOutLoss
 from tests.support.run_directories import evaluation_line, eventful_lines, step_line, write_lines
 from tests.support.tiers import examples
 from tests.unit.run.reporting.test_metrics import FIELDS, step_metrics, writer

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 from bigtrain.report.charts import CHARTS, own_charts, page_data
 from bigtrain.report.marks import marks_of
-from bigtrain.report.output import write_page
-from bigtrain.report.page import MARKER, json_in_html, page_html
-from bigtrain.report.run import open_runs
+from bigtrain.report.page import MARKER, json_in_html, page_html, write_page
+from bigtrain.report.run_files import open_runs
 from bigtrain.report.step_metrics import StepMetrics, entries, number
 from tests.support.run_directories import (
     evaluation_line,

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from bigtrain.errors import DataError
-from bigtrain.report.run import open_runs
-from bigtrain.report.run_files import Prediction, read_run_files
+from bigtrain.report.run_files import Prediction, open_runs, read_run_files
 from bigtrain.run.health.fencing import acquire
-from bigtrain.run.reporting.starts import note_start
+from bigtrain.run.run_directory import note_start
 from tests.support.run_directories import eventful_run, make_run, step_line
 
 

@@ -152,8 +152,10 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     fp8 = {**ANSWERED, "ACCELERATE_MIXED_PRECISION": "fp8"}
     assert "mixed_precision = 'fp8'" in refused(run_config(), fp8)
     # accelerate forgets the path it asked for.
+    nvme = {**ANSWERED, f"{DEEPSPEED}OFFLOAD_PARAM_DEVICE": "nvme"}
+    assert "offload_param.nvme_path" in refused(run_config(), nvme)
     nvme = {**ANSWERED, f"{DEEPSPEED}OFFLOAD_OPTIMIZER_DEVICE": "nvme"}
-    assert "offload_optimizer.nvme_path" in refused(run_config(), nvme)
+    assert "offload_optimizer.device = 'nvme'" in refused(run_config(), nvme)
     with pytest.raises(ConfigError, match="GRADIENT_CLIPPING = 'much': is no number"):
         read_accelerate({**ANSWERED, "ACCELERATE_GRADIENT_CLIPPING": "much"})
 

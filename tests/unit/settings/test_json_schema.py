@@ -9,8 +9,13 @@ import jsonschema
 import pytest
 
 from bigtrain.cli import main
-from bigtrain.settings.commented_yaml import commented_yaml, setting_names
-from bigtrain.settings.json_schema import SHIPPED, run_schema, schema_text
+from bigtrain.settings.commented_yaml import (
+    SHIPPED,
+    commented_yaml,
+    run_schema,
+    schema_text,
+    setting_names,
+)
 from bigtrain.settings.loading import load_run_config, parse_yaml, recipe_names
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.shipped_files import recipes

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from bigtrain.system.cpu_share import CpuShare, cpu_share, local_world_size
+from bigtrain.system.machine import CpuShare, cpu_share, local_world_size
 
 HOST = range(16)
 TORCHRUN = {"LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}

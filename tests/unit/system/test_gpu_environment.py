@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bigtrain.system.gpu_environment import allocator_settings, nccl_defaults
+from bigtrain.system.machine import allocator_settings, nccl_defaults
 
 RUN = Path("/runs/one")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bigtrain.system.cpu_share import local_world_size
+from bigtrain.system.machine import local_world_size
 from bigtrain.system.world import (
     World,
     describe_foreign,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bigtrain.data.tokenize_job.work_division import divide
+from bigtrain.data.tokenize_job.request import divide
 from bigtrain.system.machine import Machine, this_machine
 
 GIB = 1 << 30

@@ -11,10 +11,9 @@ from typing import IO
 
 import pytest
 
-from bigtrain.system import made_once as module
+from bigtrain.system import user_cache as module
 from bigtrain.system.leases import Leases
-from bigtrain.system.made_once import made_once
-from bigtrain.system.user_cache import cached
+from bigtrain.system.user_cache import cached, made_once
 
 WANTED = b"wanted"
 
@@ -52,7 +51,7 @@ def test_threads_and_processes_make_it_once(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from bigtrain.system.made_once import made_once\n"
+        "from bigtrain.system.user_cache import made_once\n"
         "place, made = Path(sys.argv[1]), Path(sys.argv[2])\n"
         "def make(file):\n"
         "    with made.open('a') as log: log.write('made\\n')\n"

@@ -231,6 +231,7 @@ def test_nothing_is_lost_in_silence(name: str) -> None:
         num_encoded += 1
         lost = lost_parts(messages, tools, tokenizer.decode(allowed.tokens))
         counted = dict(allowed.unrendered)
+        counted.pop("message_keys", None)  # the name of a tool is in its call as well
         stripped = counted.pop("stripped_reasoning", 0)
         reasoning = counted.pop("reasoning", 0)
         assert lost.pop("any_reasoning", 0) == stripped + reasoning, title
@@ -334,13 +335,47 @@ def test_a_letter_that_is_dropped_inside_of_a_text_is_missed(dropped: str) -> No
     assert not encoder_of(escaped, True).encode([conversation_bytes(messages)]).unrendered
 
 
+@pytest.mark.parametrize(
+    ("change", "lost"),
+    [
+        ("", False),
+        ("| tojson", False),
+        ("| e", False),
+        ("| trim", False),
+        (r"| replace('\n', ' ')", True),
+        ("| replace('  ', ' ')", True),
+        ("| replace('.', '')", True),
+        ("| replace('()', '( )')", True),
+        ("| replace('\"', \"'\")", True),
+    ],
+)
+def test_spaces_and_punctuation_inside_a_text_are_part_of_it(change: str, lost: bool) -> None:
+    """Escapes of JSON and HTML are not: what is read back is the same."""
+    source = CHATML.replace("+ message['content'] +", f"+ (message['content'] {change}) +")
+    assert source != CHATML or not change
+    text = 'def f():\n    return "a.b" < 1  # é \U0001f600'
+    found = encoder_of(source, True).encode([conversation_bytes([said("user", text), ANSWERED])])
+    assert found.unrendered == ({"content": 1} if lost else {})
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_keys_of_a_message_that_the_template_ignores_are_counted(is_read: bool) -> None:
+    """They are said, and refuse nothing."""
+    messages = [said("user", "wem?", name="Zorblat", id=""), ANSWERED]
+    role = "message['role'] + (' ' + message['name'] if message['name'] else '')"
+    source = CHATML.replace("message['role'] + '\n'", f"{role} + '\n'") if is_read else CHATML
+    for allowed in (True, False):
+        found = encoder_of(source, allowed).encode([conversation_bytes(messages)])
+        assert found.unrendered == ({} if is_read else {"message_keys": 1})
+
+
 def test_an_answer_that_is_dropped_is_not_learned() -> None:
     """Llama 3's template writes nothing of a call: its end alone would be learned."""
     source = (TEMPLATES / "llama3.jinja").read_text()
     found = encode(source, "a call", True)
     learned = tokenizer_of(source).decode(found.tokens[found.mask])
     assert learned == "wim<|eot_id|>"
-    assert found.unrendered == {"tool_calls": 1, "tools": 1}
+    assert found.unrendered == {"tool_calls": 1, "tools": 1, "message_keys": 1}
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4moe"])

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from bigtrain.data.documents.arrow_text import text_column
 from bigtrain.data.documents.bad_documents import BadDocument, Rejects
 from bigtrain.data.documents.open_reader import DocumentReader
-from bigtrain.data.documents.parts import ReadOptions
+from bigtrain.data.documents.reader import ReadOptions
+from bigtrain.data.documents.table_rows import text_column
 from bigtrain.data.sources.discovery import Selection, find_sources
 from bigtrain.errors import DataError
 

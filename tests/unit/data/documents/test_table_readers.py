@@ -14,8 +14,7 @@ from pyarrow import parquet
 from bigtrain.data.documents import table_rows as tables
 from bigtrain.data.documents.bad_documents import BadDocument, Rejects
 from bigtrain.data.documents.open_reader import part_reader
-from bigtrain.data.documents.parts import ReadOptions, whole
-from bigtrain.data.documents.reader import PartReader
+from bigtrain.data.documents.reader import PartReader, ReadOptions, whole
 from bigtrain.data.sources.discovery import Selection, find_sources
 from bigtrain.errors import DataError
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from bigtrain.data.loading.collator import BatchOptions
 from bigtrain.data.loading.loader import TrainingBatches, open_held_out, open_training_data
-from bigtrain.data.samples.identity import data_hash
 from bigtrain.data.samples.mixture import (
     BLOCK_SAMPLES,
     MixedSamples,
@@ -22,6 +21,7 @@ from bigtrain.data.samples.mixture import (
     apportion,
     integer_weights,
 )
+from bigtrain.data.samples.phases import data_hash
 from bigtrain.data.samples.rows import TokenRows
 from bigtrain.data.samples.shuffle import SampleOrder
 from bigtrain.data.shards.dataset import open_sources

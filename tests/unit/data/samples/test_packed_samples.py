@@ -14,9 +14,14 @@ import torch
 from bigtrain.data.loading.dataset_checks import check_datasets
 from bigtrain.data.loading.loader import open_held_out, open_training_data
 from bigtrain.data.loading.micro_batch import MicroBatch
-from bigtrain.data.samples.identity import data_hash, identify_sources
-from bigtrain.data.samples.packed_samples import PackedDocuments, packed_documents, packing_reports
-from bigtrain.data.samples.packing_plan import PackingPlan, open_plan
+from bigtrain.data.samples.packing_plan import (
+    PackedDocuments,
+    PackingPlan,
+    open_plan,
+    packed_documents,
+    packing_reports,
+)
+from bigtrain.data.samples.phases import data_hash, identify_sources
 from bigtrain.data.shards.dataset import TokenDataset, open_dataset, open_sources
 from bigtrain.data.shards.manifest import MANIFEST_NAME
 from bigtrain.errors import DataError, Problem

@@ -11,8 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bigtrain.data.loading.collator import BatchOptions, BatchReader
-from bigtrain.data.samples.token_stream import READS_AFTER_COLD_MAP, TokenStream, split_stream
-from bigtrain.data.samples.windows import PackedWindows
+from bigtrain.data.samples.token_stream import (
+    READS_AFTER_COLD_MAP,
+    PackedWindows,
+    TokenStream,
+    split_stream,
+)
 from bigtrain.data.shards.dataset import ShardList, open_dataset
 from bigtrain.data.shards.format import HEADER, MAGIC, Shard
 from bigtrain.data.shards.writer import ShardWriter

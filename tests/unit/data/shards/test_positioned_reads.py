@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bigtrain.data.shards.dataset import open_dataset
-from bigtrain.data.shards.positioned_reads import MAX_OPEN_FILES, FileReader
+from bigtrain.data.shards.dataset import MAX_OPEN_FILES, FileReader, open_dataset
 from bigtrain.errors import DataError
 from tests.support.datasets import write_dataset
 from tests.support.worlds import ROOT

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bigtrain.data.samples.identity import data_hash
+from bigtrain.data.samples.phases import data_hash
 from bigtrain.data.shards import dataset as dataset_module
 from bigtrain.data.shards import shard_table
 from bigtrain.data.shards.dataset import ShardList, open_dataset

@@ -23,7 +23,7 @@ from pyarrow import parquet
 from bigtrain.cli import main
 from bigtrain.data.documents.bad_documents import Rejects
 from bigtrain.data.documents.open_reader import DocumentReader
-from bigtrain.data.documents.parts import ReadOptions
+from bigtrain.data.documents.reader import ReadOptions
 from bigtrain.data.sources.discovery import Selection, find_sources
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.errors import DataError

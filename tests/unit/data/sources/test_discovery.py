@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from bigtrain.data.documents.bad_documents import BadDocument, Rejects
 from bigtrain.data.documents.open_reader import DocumentReader, part_reader
-from bigtrain.data.documents.parts import Part, ReadOptions
+from bigtrain.data.documents.reader import Part, ReadOptions
 from bigtrain.data.sources.discovery import Selection, find_sources
 from bigtrain.errors import DataError
 

@@ -12,13 +12,13 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigtrain.data.sources import lines
-from bigtrain.data.sources.lines import count_lines_before, range_chunks, split_lines, stream_chunks
+from bigtrain.data.sources import files
+from bigtrain.data.sources.files import count_lines_before, range_chunks, split_lines, stream_chunks
 
 
 @pytest.fixture(autouse=True, params=[3, 1 << 20])
 def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "BLOCK_BYTES", request.param)
+    monkeypatch.setattr(files, "BLOCK_BYTES", request.param)
 
 
 def flat(chunks: Iterator[bytes], limit: int = 1 << 20) -> list[bytes | None]:
@@ -85,7 +85,7 @@ def test_each_byte_of_a_range_is_asked_for_once_before_it_is_read(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "posix_fadvise", advise)
-        patch.setattr(lines, "READ_AHEAD_BYTES", ahead)
+        patch.setattr(files, "READ_AHEAD_BYTES", ahead)
         list(range_chunks(File(content), begin, len(content), *hashes()))
     position = begin
     for offset, size in asked:
@@ -94,7 +94,7 @@ def test_each_byte_of_a_range_is_asked_for_once_before_it_is_read(
     assert position == (len(content) if begin < len(content) else begin)
     for at, so_far in read:
         if at < len(content):
-            assert begin + so_far >= min(len(content), at + min(lines.BLOCK_BYTES, ahead))
+            assert begin + so_far >= min(len(content), at + min(files.BLOCK_BYTES, ahead))
 
 
 def test_a_pipe_is_read_without_asking_ahead() -> None:
@@ -103,5 +103,5 @@ def test_a_pipe_is_read_without_asking_ahead() -> None:
         file.write(b"some\nlines\n")
     digest = xxhash.xxh3_64()
     with os.fdopen(reader, "rb", buffering=0) as raw:
-        assert lines.HashingReader(raw, digest).read() == b"some\nlines\n"
+        assert files.HashingReader(raw, digest).read() == b"some\nlines\n"
     assert digest.digest() == xxhash.xxh3_64_digest(b"some\nlines\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 from bigtrain.data.tokenize_job.progress import LINE_EVERY_S, Progress
-from bigtrain.data.tokenize_job.worker import Counts
+from bigtrain.data.tokenize_job.worker_pool import Counts
 
 
 class Terminal(io.StringIO):

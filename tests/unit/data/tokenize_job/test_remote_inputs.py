@@ -17,9 +17,9 @@ import zstandard
 from pyarrow import csv, parquet
 
 from bigtrain.cli import main
-from bigtrain.data.sources.remote_files import is_pattern
-from bigtrain.system.storage import remote_file, retries
-from bigtrain.system.storage.retries import Patience
+from bigtrain.data.sources.discovery import is_pattern
+from bigtrain.system.storage import remote_file, stores
+from bigtrain.system.storage.stores import Patience
 from tests.support.chats import save_chat_tokenizer
 from tests.support.remote_servers import S3_VARIABLES, BreakingLine, WebServer, s3_server
 
@@ -69,7 +69,7 @@ def stack() -> Iterator[ExitStack]:
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     soon = Patience(tries=4, sleep=lambda seconds: None)
     monkeypatch.setattr(remote_file, "PATIENCE", soon)
-    monkeypatch.setattr(retries, "PATIENCE", soon)
+    monkeypatch.setattr(stores, "PATIENCE", soon)
     for name, value in S3_VARIABLES.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")

@@ -21,7 +21,7 @@ from pyarrow import parquet
 
 from bigtrain.data.documents.bad_documents import Rejects
 from bigtrain.data.documents.open_reader import part_reader
-from bigtrain.data.documents.parts import ReadOptions
+from bigtrain.data.documents.reader import ReadOptions
 from bigtrain.data.shards.manifest import SourceRecord
 from bigtrain.data.sources.discovery import Selection, Source, find_sources
 from bigtrain.data.tokenize_job.units import Unit, plan_key, plan_units

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bigtrain.data.tokenize_job.work_division import WorkerRank, find_worker_rank
+from bigtrain.data.tokenize_job.request import WorkerRank, find_worker_rank
 from bigtrain.errors import LaunchError
 
 SLURM = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4"}

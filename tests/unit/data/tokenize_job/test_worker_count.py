@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bigtrain.data.tokenize_job.work_division import Workers, divide
+from bigtrain.data.tokenize_job.request import Workers, divide
 from bigtrain.system.machine import Machine
 
 MIB, GIB = 1 << 20, 1 << 30

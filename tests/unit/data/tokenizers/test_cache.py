@@ -16,9 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from bigtrain.data.tokenizers import encoders
 from bigtrain.data.tokenizers import equivalence as encoder_checks
 from bigtrain.data.tokenizers.cache import _changes, _normal, fingerprint, get_cached_tokenizer
-from bigtrain.data.tokenizers.edge_cases import SENTENCES
 from bigtrain.data.tokenizers.encoders import GigatokenEncoder
-from bigtrain.data.tokenizers.equivalence import prove
+from bigtrain.data.tokenizers.equivalence import SENTENCES, prove
 from bigtrain.data.tokenizers.selection import choose_encoder
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.data.tokenizers.training import train_tokenizer

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from bigtrain.cli import main
 from bigtrain.data.shards.manifest import read_manifest
-from bigtrain.data.tokenizers.edge_cases import SENTENCES, tokenizer_edge_cases
 from bigtrain.data.tokenizers.encoders import (
     FAST_ENCODERS,
     Encoded,
@@ -25,7 +24,12 @@ from bigtrain.data.tokenizers.encoders import (
     FastokensEncoder,
     GigatokenEncoder,
 )
-from bigtrain.data.tokenizers.equivalence import CheckSampler, require_equal
+from bigtrain.data.tokenizers.equivalence import (
+    SENTENCES,
+    CheckSampler,
+    require_equal,
+    tokenizer_edge_cases,
+)
 from bigtrain.data.tokenizers.selection import choose_encoder
 from bigtrain.data.tokenizers.tokenizer import Tokenizer
 from bigtrain.data.tokenizers.training import train_tokenizer

@@ -145,3 +145,48 @@ def test_check_refuses_what_the_run_refuses(
     assert "2 ids mean other tokens" in capsys.readouterr().err
     allowed = ["data.allow_other_tokenizer=true"]
     assert main([*check, f"data.path={tmp_path / 'shards2'}", *allowed]) == 0
+
+
+@pytest.mark.parametrize("is_added", [True, False])
+def test_a_beginning_that_only_the_base_adds_is_named(
+    is_added: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `check --inputs`, before hours of training without it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def begin(tree: Any) -> None:
+        (token, *_) = tree["added_tokens"]
+        piece = {"SpecialToken": {"id": token["content"], "type_id": 0}}
+        one = {"id": token["content"], "ids": [token["id"]], "tokens": [token["content"]]}
+        text = {"Sequence": {"id": "A", "type_id": 0}}
+        tree["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [piece, text],
+            "pair": [piece, text, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {token["content"]: one},
+        }
+
+    change: Change = begin if is_added else lambda tree: None
+    model, tokenizer = save(tmp_path / "model", change), save(tmp_path / "data")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    LlamaForCausalLM(LlamaConfig(vocab_size=412, **sizes, **heads)).save_pretrained(model)
+    source = tmp_path / "a.txt"
+    source.write_text("a text about b. " * 50)
+    for name, folder in (("plain", tokenizer), ("own", model)):
+        command = ["tokenize", "--input", source, "--tokenizer", folder]
+        assert main([*map(str, command), "--output", str(tmp_path / name)]) == 0
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        f"model: {{path: {model}}}\ndata: {{path: {tmp_path / 'plain'}}}\n"
+        "batch: {sequence_length: 8, global_batch_size: 1}\n"
+        "train: {steps: 1}\noptimizer: {lr: 1.0e-3}\n"
+        f"precision: {{dtype: float32}}\noutput: {{directory: {tmp_path / 'run'}}}\n"
+    )
+    check = ["check", "--config", str(run), "--inputs", "--world-size", "1"]
+    capsys.readouterr()
+    assert main(check) == 0
+    said = f"plain: texts begin with no token of their own; the tokenizer of model.path = {model}"
+    assert (said in capsys.readouterr().out) == is_added
+    assert main([*check, f"data.path={tmp_path / 'own'}"]) == 0
+    assert "texts begin with" not in capsys.readouterr().out

@@ -371,7 +371,6 @@ CONTRACTS = [
     sets(
         optimizers.is_zero3, lambda: DeepSpeedZeroOptimizer_Stage3, "fp32_partitioned_groups_flat"
     ),
-    sets(optimizers.offloads_to_nvme, lambda: DeepSpeedZeroOptimizer_Stage3, "swap_optimizer"),
     sets(optimizers.zero0_layout, lambda: FP16_Optimizer, "fp16_groups", "fp32_groups_flat"),
     sets(optimizers.zero0_layout, lambda: FP16_UnfusedOptimizer, "fp16_groups", "fp32_groups"),
     Contract(

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from bigtrain.engine.optimizers import matrix_exchange as module
 from bigtrain.engine.optimizers.masters import MasterPart
-from bigtrain.engine.optimizers.matrix_exchange import Holding, MatrixExchange
-from bigtrain.engine.optimizers.matrix_layout import pieces_of
+from bigtrain.engine.optimizers.matrix_exchange import Holding, MatrixExchange, pieces_of
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.models.parallel.hidden_matrices import HiddenMatrix, matrices_of
 from bigtrain.models.parallel.sharding import Shard

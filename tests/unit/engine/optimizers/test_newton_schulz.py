@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import _muon
 
-from bigtrain.engine.optimizers.newton_schulz import cost, orthogonalized
+from bigtrain.engine.optimizers.muon import cost, orthogonalized
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 

@@ -9,9 +9,8 @@ import torch
 
 from bigtrain.engine.optimizers.adamw import AdamW
 from bigtrain.engine.optimizers.lion import Lion
-from bigtrain.engine.optimizers.state_dtype import StateDtype, chunks, store
-from bigtrain.engine.optimizers.update_rule import Master, UpdateRule
-from bigtrain.settings.sections.optimizer_facts import OPTIMIZERS
+from bigtrain.engine.optimizers.update_rule import Master, StateDtype, UpdateRule, chunks, store
+from bigtrain.settings.sections.optimizer import OPTIMIZERS
 from tests.parity import plain_optimizers
 
 

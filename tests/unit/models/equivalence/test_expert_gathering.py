@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bigtrain.models.equivalence.expert_gathering import check_expert_gathering
+from bigtrain.models.equivalence.expert_parallel import check_expert_gathering
 from tools.tiny_models import tiny_config
 
 

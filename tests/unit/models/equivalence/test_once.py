@@ -9,9 +9,8 @@ import pytest
 from transformers import LlamaConfig, PreTrainedConfig
 
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.equivalence import once
-from bigtrain.models.equivalence.model_plan import choose
-from bigtrain.models.equivalence.once import choose_once, trial_key
+from bigtrain.models.equivalence import model_plan
+from bigtrain.models.equivalence.model_plan import choose, choose_once, trial_key
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.adapters import AdaptersSection
@@ -70,7 +69,7 @@ def test_what_is_kept_is_what_was_found(name: str, monkeypatch: pytest.MonkeyPat
     expected, problems = choose(*run)
     assert problems == []
     assert choose_once(*run) == (expected, [])
-    monkeypatch.setattr(once, "choose", None)  # is not called again
+    monkeypatch.setattr(model_plan, "choose", None)  # is not called again
     assert choose_once(*run) == (expected, [])
 
 
@@ -85,7 +84,7 @@ def test_a_refusal_is_not_kept(tmp_path: Path) -> None:
 
 def test_every_setting_is_another_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = []
-    monkeypatch.setattr(once, "cached", lambda _kind, key, find: keys.append(key) or find())
+    monkeypatch.setattr(model_plan, "cached", lambda _kind, key, find: keys.append(key) or find())
     sections: list[dict[str, Any]] = [
         {},
         {"data": {"document_boundaries": "isolate"}},
@@ -102,7 +101,7 @@ def test_every_setting_is_another_trial(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(set(keys)) == len(keys) == len(sections)
     choose_once(*run_of(LLAMA, 1, optimizer={"lr": 1e-4}))  # no trial depends on it
     assert keys[-1] == keys[0]
-    monkeypatch.setattr(once, "package_source", lambda: b"another bigtrain")
+    monkeypatch.setattr(model_plan, "package_source", lambda: b"another bigtrain")
     choose_once(*run_of(LLAMA, 1))
     assert keys[-1] not in keys[:-1]
 
@@ -120,7 +119,7 @@ def test_another_library_is_another_trial(library: str, monkeypatch: pytest.Monk
 
 def test_another_processor_is_another_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     before = trial_key(LlamaConfig(), "x")
-    monkeypatch.setattr(once, "processor", lambda: "flags: amx_bf16")
+    monkeypatch.setattr(model_plan, "processor", lambda: "flags: amx_bf16")
     assert trial_key(LlamaConfig(), "x") != before
 
 

@@ -10,8 +10,12 @@ from transformers import CONFIG_MAPPING
 from transformers.masking_utils import causal_mask_function
 
 from bigtrain.models.equivalence.document_isolation import find_isolation
-from bigtrain.models.equivalence.proxy_model import build_proxy_model, with_heads
-from bigtrain.models.equivalence.thresholds import cross_thresholds, document_positions
+from bigtrain.models.equivalence.proxy_model import (
+    build_proxy_model,
+    cross_thresholds,
+    document_positions,
+    with_heads,
+)
 from bigtrain.models.parallel.sequence import SequenceParallel
 from tests.support.longrope import longrope
 from tests.unit.models.equivalence.test_sequence_parallel import problems

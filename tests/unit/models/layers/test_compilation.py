@@ -11,8 +11,12 @@ from torch.profiler import profile
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from bigtrain.errors import ModelError
-from bigtrain.models.layers.activation_offload import offload_checkpoints
-from bigtrain.models.layers.compilation import compile_layers, is_compiled, uncompiled
+from bigtrain.models.layers.compilation import (
+    compile_layers,
+    is_compiled,
+    offload_checkpoints,
+    uncompiled,
+)
 from tests.unit.models.layers.test_chunked_loss import COMMON, gradients
 
 LAYERS = 4

@@ -8,9 +8,9 @@ import pytest
 
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.parallel.hidden_matrices import check_matrices, hidden_matrices
+from bigtrain.models.parallel.hidden_matrices import check_matrices, hidden_matrices, matrices_of
 from bigtrain.settings.run_config import ModelSection, OptimizerSection
-from bigtrain.settings.sections.optimizer import MuonSection
+from bigtrain.settings.sections.optimizer import MuonSection, SplitSection
 from tools.tiny_models import tiny_config
 
 SMALL = {
@@ -51,6 +51,21 @@ def test_experts_and_no_router(model_type: str, more: dict[str, Any]) -> None:
     assert found.keys() == ATTENTION | STACKS
     is_transposed = model_type == "gpt_oss"
     assert found["model.layers.0.mlp.experts.down_proj"].output_dim == (2 if is_transposed else 1)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_grouped_layer_is_a_matrix_for_each_group(groups: int) -> None:
+    config = tiny_config("deepseek_v4")
+    config.o_groups, config.o_lora_rank = groups, 8
+    name = "model.layers.0.self_attn.o_a_proj.weight"
+    hidden = hidden_matrices(empty_model(config))[name]
+    matrices = matrices_of([hidden], {})
+    width = config.num_attention_heads * config.head_dim // groups
+    assert [matrix.shape for matrix in matrices] == [(8, width)] * groups
+    starts = [matrix.boxes[0].offsets for matrix in matrices]
+    assert starts == [(8 * group, 0) for group in range(groups)]
+    (whole,) = matrices_of([hidden], {"*.o_a_proj.weight": SplitSection(parts=1)})
+    assert whole.shape == (8 * groups, width)
 
 
 @pytest.mark.parametrize("width", [8, 16, 32])

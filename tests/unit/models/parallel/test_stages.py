@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from bigtrain.engine.pipeline.stage_payload import P2PLayout, touch
+from bigtrain.engine.pipeline.stage_module import P2PLayout, touch
 from bigtrain.errors import ModelError
 from bigtrain.models.build import WHOLE, build_model
 from bigtrain.models.configuration import load_hf_config

@@ -191,6 +191,38 @@ def test_other_tensors_are_refused_by_name(change: str, tmp_path: Path) -> None:
     assert said in refusal(tmp_path)
 
 
+@pytest.mark.parametrize("is_indexed", [True, False])
+def test_a_tensor_in_two_shards_is_refused_with_both(tmp_path: Path, *, is_indexed: bool) -> None:
+    """Transformers takes the one that it reads last, whichever the index names."""
+    save("llama", tmp_path, max_shard_size="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    tree = json.loads(index.read_text())
+    name = "model.norm.weight"
+    right = tmp_path / tree["weight_map"][name]
+    wrong = next(path for path in sorted(tmp_path.glob("*.safetensors")) if path != right)
+    save_file(load_file(wrong) | {name: torch.zeros(32)}, wrong, metadata={"format": "pt"})
+    if not is_indexed:
+        tree["weight_map"][name] = wrong.name
+        index.write_text(json.dumps(tree))
+    text = refusal(tmp_path)
+    assert f"two files hold the tensor {name}, " in text
+    assert str(right) in text
+    assert str(wrong) in text
+
+
+def test_a_second_set_of_weights_is_refused(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    save("llama", tmp_path / "sharded", max_shard_size="20KB")
+    index = (tmp_path / "sharded" / "model.safetensors.index.json").read_text()
+    for path in (tmp_path / "sharded").glob("model*"):
+        shutil.copy(path, tmp_path)
+    assert "-> remove model.safetensors, or the index and its files" in refusal(tmp_path)
+    # An index that names that file only, as some libraries write it, says the same.
+    names = dict.fromkeys(json.loads(index)["weight_map"], "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert find_weights(str(tmp_path), load_hf_config(ModelSection(path=str(tmp_path)))).tensors
+
+
 def test_missing_and_corrupt_files_are_refused(tmp_path: Path) -> None:
     save("llama", tmp_path / "sharded", max_shard_size="20KB")
     index = json.loads((tmp_path / "sharded" / "model.safetensors.index.json").read_text())

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from bigtrain.data.samples.identity import SourceIdentity
-from bigtrain.data.samples.phases import Phase, first_phase
+from bigtrain.data.samples.phases import Phase, SourceIdentity, first_phase
 from bigtrain.errors import CheckpointError
 from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.equivalence.parameter_plan import ParameterPlan
+from bigtrain.models.layers.chunked_loss import LossPlan
 from bigtrain.models.layers.isolation import Isolation
-from bigtrain.models.layers.loss_plan import LossPlan
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.changed_settings import (
     changed_rate,

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from bigtrain.run.checkpointing.model_card import model_card
+from bigtrain.run.checkpointing.export import model_card
 from bigtrain.settings.run_config import RunConfig
 
 

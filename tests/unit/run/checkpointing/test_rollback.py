@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bigtrain.errors import TrainingError
-from bigtrain.run.checkpointing.rollback import roll_back
+from bigtrain.run.checkpointing.resume import roll_back
 from bigtrain.run.state import GuardState, TrainState
 from bigtrain.settings.run_config import GuardSection, SitesSection
 

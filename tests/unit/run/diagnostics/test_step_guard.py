@@ -11,7 +11,7 @@ import pytest
 from bigtrain.engine.optimizers.skip_step import StepStats
 from bigtrain.run.diagnostics.step_guard import center_and_spread, skip_reason, with_good_step
 from bigtrain.run.state import GuardState
-from bigtrain.settings.sections.failures import GuardSection
+from bigtrain.settings.sections.running import GuardSection
 
 STEADY = GuardState(losses=(2.0, 2.1, 1.9, 2.0, 2.05), norms=(1.0, 1.2, 0.9, 1.1, 1.0))
 

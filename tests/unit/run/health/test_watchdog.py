@@ -14,9 +14,15 @@ import torch.distributed as dist
 from torch import nn
 
 from bigtrain.run.diagnostics.stragglers import find_stragglers
-from bigtrain.run.health.hang_report import Diagnosis, Position, diagnose, diagnose_alone
 from bigtrain.run.health.heartbeat import Heartbeat, Transfers, current_collective
-from bigtrain.run.health.status_store import Place, StatusStore
+from bigtrain.run.health.status_store import (
+    Diagnosis,
+    Place,
+    Position,
+    StatusStore,
+    diagnose,
+    diagnose_alone,
+)
 from bigtrain.system.world import World
 from tests.support.worlds import free_port
 

@@ -6,7 +6,7 @@ import json
 from datetime import datetime
 from pathlib import Path
 
-from bigtrain.run.reporting.starts import FILE, note_start
+from bigtrain.run.run_directory import FILE, note_start
 
 
 def test_each_start_is_a_line(tmp_path: Path) -> None:

@@ -11,13 +11,16 @@ import pytest
 
 from bigtrain.errors import ConfigError
 from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.deepspeed.accepted import ROWS, known_leaves
 from bigtrain.settings.deepspeed.engine_config import (
+    check_file_alone,
     deepspeed_config_names,
     find_deepspeed_config,
     read_deepspeed_config,
     render,
 )
 from bigtrain.settings.deepspeed.keys import key_table
+from bigtrain.settings.deepspeed.nearest import suggestion
 from bigtrain.settings.deepspeed.ownership import REFUSED_BLOCKS
 from bigtrain.settings.resolve import resolve_run, resolve_run_files
 from bigtrain.settings.run_config import RunConfig
@@ -145,7 +148,7 @@ def test_what_is_not_a_json_object_is_refused(tmp_path: Path, text: str, message
         ),
         (
             {"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}},
-            "x.json: optimizer.params.amsgrad = True: unknown parameter of AdamW -> known: lr",
+            "x.json: optimizer.params.amsgrad = True: unknown parameter of AdamW -> known in",
         ),
         ({"communication_data_type": "int8"}, "must be one of fp32, bf16, fp16"),
     ],
@@ -535,6 +538,24 @@ def test_nvme_needs_libaio(tmp_path: Path, *, async_io: bool | None) -> None:
         resolve_run(make_config(), 1, path, async_io=async_io)
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_an_optimizer_on_nvme_is_refused(tmp_path: Path, stage: int) -> None:
+    """Its states could not be saved; parameters on NVMe are a matter of their own."""
+    offload = {"device": "nvme", "nvme_path": "/local-disk", "pipeline_read": True}
+    path = write_json(
+        tmp_path / "x.json", {"zero_optimization": {"stage": stage, "offload_optimizer": offload}}
+    )
+    expected = r"offload_optimizer\.device = 'nvme': .* no checkpoint can read -> cpu or none"
+    with pytest.raises(ConfigError, match=expected):
+        resolve_run(make_config(), 1, path)
+
+
+def test_weights_that_are_frozen_are_not_kept_on_nvme() -> None:
+    config = make_config(model={"frozen": ["*embed*"]})
+    with pytest.raises(ConfigError, match=r"offload_param\.device = 'nvme': .* not trained"):
+        resolve_run(config, 1, "zero3_nvme")
+
+
 def test_numbers_of_a_model_written_in_the_run_are_judged() -> None:
     model = {"model_type": "llama", "num_attention_heads": 6, "num_hidden_layers": 2}
     sections: dict[str, Any] = {
@@ -548,3 +569,39 @@ def test_numbers_of_a_model_written_in_the_run_are_judged() -> None:
     ):
         with pytest.raises(ConfigError, match=re.escape(expected)):
             resolve_run(make_config(**sections, parallel=parallel), 4, "zero1")
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("aio.thread_count", "write aio.intra_op_parallelism"),
+        ("aio.depth", "did you mean aio.queue_depth?"),
+        ("micro_batch_size", "did you mean train_micro_batch_size_per_gpu?"),
+        ("zero", "did you mean zero_optimization?"),
+        ("lr", "it belongs to optimizer.params: write optimizer.params.lr"),
+        ("optimizer.params.learning_rate", "known in optimizer.params: adam_w_mode"),
+        ("optimizer.params.beta", "did you mean optimizer.params.betas?"),
+        ("zero_optimization.zzz", "nearest known key is zero_optimization."),
+        ("activation_checkpoint", "take it out"),
+        ("flops_profiler.output", "did you mean flops_profiler.output_file?"),
+        ("comms_logger.verbosity", "did you mean comms_logger.verbose?"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_accepted_one(key: str, nearest: str) -> None:
+    tree: Any = 1
+    for name in reversed(key.split(".")):
+        tree = {name: tree}
+    (problem,) = check_file_alone(tree, "x.json")
+    assert nearest in (problem.remedy or "")
+
+
+@pytest.mark.parametrize("key", sorted(key for key in known_leaves() if "." in key))
+def test_a_letter_too_many_still_finds_an_accepted_key(key: str) -> None:
+    """No key is suggested that would be refused itself."""
+    accepted = {row.key for row in ROWS}
+    suggested = suggestion(f"{key}x", accepted)
+    named = re.search(r"did you mean (\S+)\?", suggested)
+    if key in accepted:
+        assert named is not None
+    if named is not None:
+        assert any(f"{one}.".startswith(f"{named[1]}.") for one in accepted)

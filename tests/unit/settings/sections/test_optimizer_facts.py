@@ -8,9 +8,9 @@ from bigtrain.engine.optimizers.build import rule_class
 from bigtrain.engine.optimizers.update_rule import UpdateRule
 from bigtrain.errors import ConfigError
 from bigtrain.parity.optimizers import PLAIN, PLAIN_OF_MATRICES, check_comparable
-from bigtrain.planner.run_layout import optimizer_costs
+from bigtrain.planner.run_prediction import optimizer_costs
 from bigtrain.settings.run_config import OptimizerSection
-from bigtrain.settings.sections.optimizer_facts import OPTIMIZERS
+from bigtrain.settings.sections.optimizer import OPTIMIZERS
 from tests.parity import one_file_optimizer as one_file
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bigtrain.system.storage.addresses import (
+from bigtrain.system.storage.stores import (
     is_address,
     joined,
     name_of,

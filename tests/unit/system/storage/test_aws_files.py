@@ -16,7 +16,7 @@ import pytest
 
 from bigtrain.system.storage.aws_files import ProfileCredentials, read_profile, s3_options
 from bigtrain.system.storage.object_store import bucket_client, kept_client
-from bigtrain.system.storage.open_store import store_of
+from bigtrain.system.storage.remote_file import store_of
 from bigtrain.system.storage.stores import Refused
 from tests.support.remote_servers import S3_VARIABLES, s3_server
 

@@ -12,7 +12,7 @@ import fsspec
 import pytest
 
 from bigtrain.cli import main
-from bigtrain.system.storage import copies, object_store, remote_file, retries
+from bigtrain.system.storage import copies, object_store, remote_file, stores
 from bigtrain.system.storage.copies import (
     MARK,
     copy_tree,
@@ -21,8 +21,7 @@ from bigtrain.system.storage.copies import (
     list_tree,
     local_copy,
 )
-from bigtrain.system.storage.retries import Patience
-from bigtrain.system.storage.stores import Gone, RemoteStat, StorageError
+from bigtrain.system.storage.stores import Gone, Patience, RemoteStat, StorageError
 from tests.support.remote_servers import S3_VARIABLES, BreakingLine, s3_server
 
 CONTENT = random.Random(2).randbytes(2_500_000)
@@ -32,7 +31,7 @@ CONTENT = random.Random(2).randbytes(2_500_000)
 def _quickly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     soon = Patience(tries=4, sleep=lambda seconds: None)
     monkeypatch.setattr(remote_file, "PATIENCE", soon)
-    monkeypatch.setattr(retries, "PATIENCE", soon)
+    monkeypatch.setattr(stores, "PATIENCE", soon)
     monkeypatch.setenv("BIGTRAIN_CACHE", str(tmp_path / "cache"))
     fetched_copy.cache_clear()
 

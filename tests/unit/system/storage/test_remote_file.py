@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from bigtrain.system.storage import remote_file
-from bigtrain.system.storage.open_store import store_of
-from bigtrain.system.storage.remote_file import RemoteFile
-from bigtrain.system.storage.retries import Patience
-from bigtrain.system.storage.stores import Changed, Gone, Refused, StorageError
+from bigtrain.system.storage.remote_file import RemoteFile, store_of
+from bigtrain.system.storage.stores import Changed, Gone, Patience, Refused, StorageError
 from tests.support.remote_servers import S3_VARIABLES, BreakingLine, WebServer, s3_server
 
 CONTENT = random.Random(7).randbytes(3_000_000)

@@ -1,0 +1,71 @@
+"""The check of ``output.directory``: a directory of the run's own, which files can be written to.
+
+A run writes names that other directories have too (``config.json``, ``tokenizer/``), and every
+later start reads what it finds there. Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from bigtrain.errors import Problem
+from bigtrain.system.files import why_not_creatable
+
+KEY = "output.directory"
+
+_MARKS = ("generations", "checkpoints", "metrics.jsonl", "hangs", "requeue", "requeued")
+"""Names that a launch, or the batch system that starts it, writes first: one marks a run."""
+
+_REPOSITORIES = (".git", ".hg", ".svn", ".jj")
+_NOTES = (".log", ".out", ".err", ".txt", ".md", ".yaml", ".yml", ".sh", ".sbatch")
+"""Endings of files that a user puts next to a run before it starts."""
+
+_SHOWN = 3
+
+
+def check_output(directory: Path, *, is_here: bool = True) -> Sequence[Problem]:
+    """Refuse a directory that belongs to something else than a run, and one that no file can be
+    written to. Leaves nothing behind.
+
+    is_here: whether the run starts on this host; elsewhere other directories may be writable.
+    """
+    rule, remedy = _owner(directory), f"a directory of its own, such as {directory / 'run'}"
+    if rule is None and is_here:
+        rule, remedy = why_not_creatable(directory), "choose another one"
+    return [] if rule is None else [Problem(KEY, str(directory), rule, remedy)]
+
+
+def _owner(directory: Path) -> str | None:
+    """Return why the directory cannot be a run's, or None if it can."""
+    resolved = directory.resolve()
+    if resolved == Path(resolved.anchor):
+        return "is the root of the file system"
+    if resolved == _home():
+        return "is a home directory"
+    if not directory.is_dir():
+        return None
+    with os.scandir(directory) as entries:
+        found = {entry.name: entry.is_file() for entry in entries}
+    repository = next((name for name in _REPOSITORIES if name in found), None)
+    if repository is not None:
+        return f"is a repository (it has a {repository})"
+    if any(name in found for name in _MARKS):
+        return None
+    others = sorted(
+        name
+        for name, is_file in found.items()
+        if not name.startswith(".") and not (is_file and name.endswith(_NOTES))
+    )
+    if not others:
+        return None
+    more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    return f"holds files of something else than a run: {', '.join(others[:_SHOWN])}{more}"
+
+
+def _home() -> Path | None:
+    try:
+        return Path.home().resolve()
+    except RuntimeError:  # no HOME, and no such user
+        return None

@@ -1,0 +1,41 @@
+"""Which parameters are in which group of an optimizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bigtrain.engine.optimizers.build import parameter_groups
+from bigtrain.models.build import build_model
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.equivalence.gradient_reach import parameters_without_gradient
+from bigtrain.settings.run_config import AdaptersSection, ModelSection, OptimizerSection
+from tests.parity.conftest import COMPOSITE
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "lion", "adafactor"])
+def test_adapters_without_a_gradient_never_decay(kind: str) -> None:
+    """DeepSpeed gives them gradients of zeros, by which only weight decay changes anything."""
+    section = ModelSection(config=COMPOSITE)
+    hf_config = load_hf_config(section)
+    adapters = AdaptersSection(rank=2, targets=["*_proj"])
+    model = build_model(section, hf_config, seed=0, adapters=adapters)
+    optimizer = OptimizerSection(type=kind, lr=1e-3, weight_decay=0.1)
+    untrained = parameters_without_gradient(hf_config) or ()
+    groups = parameter_groups(model, optimizer, 1, untrained)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decay: dict[bool, set[float]] = {False: set(), True: set()}
+    for group in groups:
+        for parameter in group["params"]:
+            decay["vision_tower" in names[id(parameter)]].add(group["weight_decay"])
+    assert decay == {False: {0.1}, True: {0.0}}
+    grouped = [parameter for group in groups for parameter in group["params"]]
+    assert len(grouped) == len({id(p) for p in grouped})
+    assert {id(p) for p in grouped} == {id(p) for p in model.parameters() if p.requires_grad}
+
+
+def test_torch_leaves_what_has_no_gradient_alone() -> None:
+    """The law that the groups keep."""
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5).step()
+    assert torch.equal(weight, torch.ones(2, 2))
