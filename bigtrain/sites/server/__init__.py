@@ -1,8 +1,8 @@
-"""The server of `bigtrain outer-server`: global weights and outer momentum for sites that can open
-connections only outwards.
+"""The server of `bigtrain outer-server`: membership of sites, and global weights for those that can
+open connections only outwards.
 
-Imports the codecs, messages and mathematics of `sites`; only the command imports it. Start
-with `ledger`, which decides who takes part in an outer step; `global_weights` makes it, `storage`
-keeps on disk what must not be lost, `app` is the HTTP side, on Starlette and uvicorn (the extra
-``bigtrain[sites]``).
+Only the command imports it. Start with `state`: `members` (sites, events, rounds) is shared by the
+two ways to exchange, `deliveries` (by way of the server, with `global_weights`) and `direct` (with
+the rules of `plan`). `store` is the database, `app` the HTTP side (the extra ``bigtrain[sites]``),
+with the limits of `connections`.
 """

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from bigtrain.sites.metrics import LEFT_OUT, RETURNED, OuterEvent
+from bigtrain.sites.metrics import LEFT_OUT
 from bigtrain.sites.protocol import (
     MOST_VALUE_BYTES,
     Header,
@@ -24,7 +24,7 @@ from bigtrain.sites.protocol import (
     digest_of,
 )
 from bigtrain.sites.server.members import UNUSABLE, EventKey, Members, events_of, named
-from bigtrain.sites.server.plan import Waiting, due, plan_round
+from bigtrain.sites.server.plan import Waiting, due, plan_round, round_events
 from bigtrain.sites.server.store import SiteRow
 
 _MOST_VALUES_BYTES = 64 << 20
@@ -47,6 +47,12 @@ class _OpenRound:
     votes: dict[int, bool] = field(default_factory=dict)
     blamed: set[int] = field(default_factory=set)
     first_vote: float | None = None
+
+    def vote(self, site: int, is_done: bool, now: float) -> None:
+        """Count the first vote of a member."""
+        if site in self.plan.members:
+            self.votes.setdefault(site, is_done)
+            self.first_vote = now if self.first_vote is None else self.first_vote
 
 
 class DirectExchange:
@@ -165,14 +171,11 @@ class DirectExchange:
         with self._members.changed:
             current, aborted = self._open, self._aborted
             if current is not None and current.plan.attempt == attempt:
-                if site in current.plan.members:
-                    current.votes.setdefault(site, is_done)
-                    if not is_done:
-                        self._end_generation()
-                    if current.first_vote is None:
-                        current.first_vote = self._members.clock()
-                    if unusable in current.plan.members:
-                        current.blamed.add(unusable)
+                current.vote(site, is_done, self._members.clock())
+                if not current.votes.get(site, True):
+                    self._end_generation()
+                if unusable in current.plan.members and site in current.plan.members:
+                    current.blamed.add(unusable)
             elif aborted is not None and aborted.attempt == attempt:
                 if unusable in aborted.members and site in aborted.members:
                     self._refuse({unusable})
@@ -250,8 +253,9 @@ class DirectExchange:
             plain=sorted(plain),
         )
         told = self._members.pending()
-        plan = replace(plan, events=tuple(self._events_of(plan, told)))
         last = self._store.record()
+        before = set(plan.members if last is None else last["members"])
+        plan = replace(plan, events=round_events(plan, events_of(told, plan.number), before))
         if last is not None and plan.number < int(last["number"]):
             self._members.log(
                 f"outer step {last['number']} is on none of the sites that are here: they continue "
@@ -345,23 +349,6 @@ class DirectExchange:
             self._members.note(LEFT_OUT, f"site {site}", UNUSABLE)
             self._members.log(f"site {site} is excluded: it {UNUSABLE}")
 
-    def _events_of(self, plan: RoundPlan, told: Counter[EventKey]) -> list[OuterEvent]:
-        """Return what happened to the sites since the last round, and the events `told`."""
-        number = plan.number
-        events = events_of(told, number)
-        named_, last = {event.who for event in events}, self._store.record()
-        before = set(last["members"]) if last is not None else set(plan.members)
-        for site in sorted(before - set(plan.members)):
-            if f"site {site}" not in named_:
-                events.append(OuterEvent(LEFT_OUT, f"site {site}", "missed the outer step", number))
-        for site in plan.members:
-            if site in plan.takers or site not in before:
-                does = "takes the global weights" if site in plan.takers else "takes part again"
-                who = f"site {site}"  # once, though it has joined as well
-                events = [one for one in events if (one.event, one.who) != (RETURNED, who)]
-                events.append(OuterEvent(RETURNED, who, does, number))
-        return events
-
     def _expected(self) -> dict[int, SiteRow]:
         """Return the sites that the next round waits for, and those that wait for it."""
         record = self._store.record()
@@ -392,10 +379,7 @@ class DirectExchange:
         self._plans.pop(site, None)
         if self._open is not None:
             self._open.absent.discard(site)
-        if self._open is not None and site in self._open.plan.members:
-            self._open.votes.setdefault(site, False)
-            if self._open.first_vote is None:
-                self._open.first_vote = self._members.clock()
+            self._open.vote(site, False, self._members.clock())
 
     def _end_generation(self) -> None:
         """Refuse `get` and `put` of a round that fails: other members may wait there for a site

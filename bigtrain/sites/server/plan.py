@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from bigtrain.sites.metrics import LEFT_OUT, RETURNED, OuterEvent
 from bigtrain.sites.protocol import RoundEntry, RoundPlan
 from bigtrain.sites.server.store import SiteRow
 
@@ -99,3 +100,24 @@ def plan_round(
         events=(),
         digests={site: one.digest for site, one in entries.items()} if differ else {},
     )
+
+
+def round_events(
+    plan: RoundPlan, noted: Sequence[OuterEvent], before: Set[int]
+) -> tuple[OuterEvent, ...]:
+    """Return what happened to the sites since the round of those `before`: `noted` events, and who
+    is missing or back."""
+    number, named_sites = plan.number, {event.who for event in noted}
+    events = [
+        OuterEvent(LEFT_OUT, f"site {site}", "missed the outer step", number)
+        for site in sorted(before - set(plan.members))
+        if f"site {site}" not in named_sites
+    ]
+    for site in plan.members:
+        if site in plan.takers or site not in before:
+            does = "takes the global weights" if site in plan.takers else "takes part again"
+            events.append(OuterEvent(RETURNED, f"site {site}", does, number))
+    back = {event.who for event in events if event.event == RETURNED}
+    # Once, though it has joined as well.
+    noted = [one for one in noted if one.event != RETURNED or one.who not in back]
+    return (*noted, *events)
