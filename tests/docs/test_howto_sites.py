@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bigtrain.settings.compatibility.site_rules import SITE_RULES
+from bigtrain.settings.compatibility.adapter_rules import SITE_RULES
 from bigtrain.settings.run_config import SitesSection
 from bigtrain.sites.codecs import sent_bytes
 from tests.support.worlds import ROOT

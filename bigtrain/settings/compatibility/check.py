@@ -13,6 +13,7 @@ from bigtrain.settings.compatibility.adapter_rules import (
     ADAPTER_RULES,
     OPTIMIZER_RULES,
     QUANTIZATION_RULES,
+    SITE_RULES,
 )
 from bigtrain.settings.compatibility.deepspeed_rules import ENGINE_RULES
 from bigtrain.settings.compatibility.facts import Device, Facts, Rule
@@ -23,7 +24,6 @@ from bigtrain.settings.compatibility.parallel_rules import (
     PARALLEL_RULES,
 )
 from bigtrain.settings.compatibility.performance_rules import SPEED_RULES, may_compile
-from bigtrain.settings.compatibility.site_rules import SITE_RULES
 
 __all__ = [
     "RULES",
