@@ -41,7 +41,7 @@ class Zero3:
 
     @property
     def topology(self) -> Topology:
-        return Topology(self.num_ranks, self.num_ranks)
+        return Topology(data_size=self.num_ranks)
 
     def fragments(self, rank: int) -> list[Fragment]:
         count = SIDE * SIDE
@@ -71,7 +71,9 @@ class Zero1Cut:
     @property
     def topology(self) -> Topology:
         degree = max(number for number in (1, 2, 4, 8) if number**3 <= self.num_ranks)
-        return Topology(self.num_ranks, self.num_ranks // degree**2, degree, degree)
+        return Topology(
+            data_size=self.num_ranks // degree**2, tensor_size=degree, pipeline_size=degree
+        )
 
     def fragments(self, rank: int) -> list[Fragment]:
         topology = self.topology
@@ -258,7 +260,7 @@ def _written(size: int, directory: Path) -> tuple[Cost, Cost]:
     """Of the second save of `Staging`, whose memory is there; the copy, which stops training, and
     what is done beside it."""
     with world(0, 1):
-        mesh = open_mesh(Topology(1, 1), 0)
+        mesh = open_mesh(Topology(), 0)
         tensors: Sequence[torch.Tensor] = [torch.rand(SIDE * SIDE // 4) for _ in range(size)]
         shard = Shard((SIDE // 2, SIDE // 2), primary=True)
         names = map(_name, range(size))

@@ -60,7 +60,9 @@ def measure_hosts(num_ranks: int, size: int, directory: Path) -> Cost:
 def measure_groups(num_ranks: int, size: int, directory: Path) -> Cost:
     tensor = min(8, num_ranks)
     pipeline = min(8, num_ranks // tensor)
-    topology = Topology(num_ranks, num_ranks // tensor // pipeline, tensor, pipeline)
+    topology = Topology(
+        data_size=num_ranks // tensor // pipeline, tensor_size=tensor, pipeline_size=pipeline
+    )
     with world(num_ranks // 2, num_ranks):
         meter = Meter()
         mesh: Mesh = open_mesh(topology, num_ranks // 2)

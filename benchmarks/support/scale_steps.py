@@ -84,7 +84,7 @@ def measure_watchdog(num_ranks: int, size: int, directory: Path) -> Cost:
 
 def measure_stragglers(num_ranks: int, size: int, directory: Path) -> Cost:
     stages = min(8, num_ranks)
-    topology = Topology(num_ranks, num_ranks // stages, 1, stages)
+    topology = Topology(data_size=num_ranks // stages, pipeline_size=stages)
     generator = random.Random(0)
     work = [generator.uniform(1.0, 1.1) for _ in range(num_ranks)]
     work[num_ranks // 2] = 3.0

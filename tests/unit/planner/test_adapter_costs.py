@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from bigtrain.models.build import build_model, empty_model
 from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.parallel.adapter_costs import adapter_costs
 from bigtrain.models.parallel.sharding import shard_of
 from bigtrain.models.parallel.tensor import shard_model, tensor_plan
 from bigtrain.models.tracing.meta_trace import trace_model
-from bigtrain.models.tracing.traced_costs import adapter_costs
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.memory import peak_memory
 from bigtrain.planner.model_costs import (

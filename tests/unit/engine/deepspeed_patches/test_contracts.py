@@ -683,5 +683,9 @@ def test_every_patch_has_a_contract() -> None:
         # only ours
         "HostTime",
         "MasterRange",
+        "SpeedPatch",
+        "has_own_hooks",
+        "keeps_accumulating_nodes",
         "replaced",
+        "speed_patches_in_place",
     }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from bigtrain.models.equivalence import expert_balance
+from bigtrain.models.equivalence import expert_parallel
 from bigtrain.models.equivalence.expert_parallel import check_expert_balance
 from bigtrain.settings.run_config import RunConfig
 
@@ -147,13 +147,13 @@ def test_another_formula_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_both_router_losses_are_tried_on_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    built, real = [], expert_balance.build_proxy_model
+    built, real = [], expert_parallel.build_proxy_model
 
     def build(*arguments: Any) -> Any:
         built.append(real(*arguments))
         return built[-1]
 
-    monkeypatch.setattr(expert_balance, "build_proxy_model", build)
+    monkeypatch.setattr(expert_parallel, "build_proxy_model", build)
     both = {"auxiliary_loss": "global_batch", "z_loss_coefficient": 1e-3}
     assert problems(both, MIXTRAL | ROUTED) == []
     assert len(built) == 1

@@ -16,9 +16,9 @@ from bigtrain.models.build import build_model, empty_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
 from bigtrain.models.layers.adapters import check_adapters, find_targets, quantized_layers
+from bigtrain.models.parallel.adapter_costs import adapter_costs
 from bigtrain.models.parallel.stages import Stage
 from bigtrain.models.tracing.meta_trace import trace_model
-from bigtrain.models.tracing.traced_costs import adapter_costs
 from bigtrain.models.weights.adapted import with_magnitudes
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.models.weights.quantized import (
