@@ -30,7 +30,7 @@ from bigtrain.errors import ModelError, Problem
 from bigtrain.models.equivalence.pipeline_stages import difference, plan_stages, run_in_turn
 from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan, check_tensor_size
-from bigtrain.models.experts.router_logits import auxiliary_loss
+from bigtrain.models.experts import auxiliary_loss
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.parallel.sequence import GroupExchange, SequenceParallel
 from bigtrain.models.parallel.sharding import cut_parameter, shard_of

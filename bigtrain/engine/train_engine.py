@@ -30,7 +30,7 @@ from bigtrain.engine.deepspeed_patches.step import (
     scaled_loss,
     speed_patches_in_place,
 )
-from bigtrain.engine.experts.load import BiasUpdate, ExpertLoad, RouterLosses
+from bigtrain.engine.experts import BiasUpdate, ExpertLoad, RouterLosses
 from bigtrain.engine.optimizers.build import set_learning_rate
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.optimizers.gradient_norm import clip_gradients, mark_gradients, total_norm

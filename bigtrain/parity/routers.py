@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from bigtrain.models.equivalence.gradient_reach import parameters_without_gradient
-from bigtrain.models.experts.router_logits import SelectionBias, selection_biases
+from bigtrain.models.experts import SelectionBias, selection_biases
 from bigtrain.settings.run_config import MoeSection
 
 AUXILIARY, Z_LOSS, BIAS_RATE = 0.5, 0.05, 0.02

@@ -7,7 +7,7 @@ from signal import Signals
 from typing import Protocol
 
 from bigtrain.data.loading.micro_batch import MicroBatch
-from bigtrain.engine.experts.load import LoadFigures
+from bigtrain.engine.experts import LoadFigures
 from bigtrain.engine.startup.process_group import cpu_group
 from bigtrain.engine.train_engine import LossWindow, TrainEngine
 from bigtrain.report.step_metrics import StepMetrics

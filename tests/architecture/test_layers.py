@@ -168,7 +168,7 @@ FOLDERS = sorted({path.parent for path in FILES})
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_folder_is_small_and_says_what_it_is(folder: Path) -> None:
+def test_a_folder_states_its_purpose(folder: Path) -> None:
     said = ast.get_docstring(parse(folder / "__init__.py")) or ""
     # What it is for, who may import it, where to start reading.
     assert len(said.split()) >= 20, f"{folder}/__init__.py says too little: {said!r}"

@@ -372,7 +372,7 @@ MUTATIONS_OF_RANKS: dict[str, tuple[dict[str, tuple[str, str]], dict[str, Any], 
     ),
     "counts for biases are of a rank": (
         {
-            "engine/experts/load.py": (
+            "engine/experts.py": (
                 "        dist.all_reduce(total, group=self._mesh.replicas)\n",
                 "",
             )
@@ -382,7 +382,7 @@ MUTATIONS_OF_RANKS: dict[str, tuple[dict[str, tuple[str, str]], dict[str, Any], 
     ),
     "counts of the global batch are of a rank": (
         {
-            "engine/experts/router_losses.py": (
+            "engine/experts.py": (
                 "        dist.all_reduce(everyone, group=self._replicas)\n",
                 "",
             )
@@ -391,7 +391,7 @@ MUTATIONS_OF_RANKS: dict[str, tuple[dict[str, tuple[str, str]], dict[str, Any], 
         "data 2",
     ),
     "the z-loss is a sum": (
-        {"models/experts/router_logits.py": (" / sum(layer.shape[0] for layer in logits)", "")},
+        {"models/experts.py": (" / sum(layer.shape[0] for layer in logits)", "")},
         {"model": MIXTRAL, "moe": {"z_loss_coefficient": 0.01}},
         "data 2",
     ),

@@ -50,7 +50,7 @@ from bigtrain.models.equivalence.proxy_model import (
 )
 from bigtrain.models.equivalence.rank_threads import RankThreads
 from bigtrain.models.equivalence.tensor_parallel import deterministic, randomize
-from bigtrain.models.experts.router_logits import (
+from bigtrain.models.experts import (
     Routing,
     ask_for_router_logits,
     auxiliary_loss,

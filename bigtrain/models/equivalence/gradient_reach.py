@@ -28,7 +28,7 @@ from bigtrain.models.equivalence.proxy_model import (
     fewer_experts,
     with_heads,
 )
-from bigtrain.models.experts.router_logits import auxiliary_loss
+from bigtrain.models.experts import auxiliary_loss
 from bigtrain.models.layers.document_masks import documents_known
 from bigtrain.models.torch_patches import OperatorMode
 

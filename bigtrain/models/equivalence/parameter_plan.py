@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.gradient_reach import GradientReach, find_gradient_reach
-from bigtrain.models.experts.router_logits import selection_biases
+from bigtrain.models.experts import selection_biases
 from bigtrain.models.layers.parameter_roles import collapsed, parameter_roles
 from bigtrain.models.layers.parameters import freeze, freeze_named
 from bigtrain.models.parallel.hidden_matrices import hidden_matrices

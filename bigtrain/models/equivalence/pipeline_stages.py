@@ -24,7 +24,7 @@ from bigtrain.models.equivalence.proxy_model import (
     set_heads,
     with_heads,
 )
-from bigtrain.models.experts.router_logits import (
+from bigtrain.models.experts import (
     ask_for_router_logits,
     auxiliary_loss,
     router_logits_of,

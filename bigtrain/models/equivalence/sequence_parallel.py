@@ -22,7 +22,7 @@ from bigtrain.models.equivalence.proxy_model import (
     with_heads,
 )
 from bigtrain.models.equivalence.rank_threads import RankThreads
-from bigtrain.models.experts.router_logits import auxiliary_loss
+from bigtrain.models.experts import auxiliary_loss
 from bigtrain.models.layers.rotary import choose_by_document
 from bigtrain.models.parallel.sequence import SequenceParallel
 from bigtrain.settings.compatibility.check import Facts, check_model

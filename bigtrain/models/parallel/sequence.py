@@ -30,7 +30,7 @@ from transformers.masking_utils import (
 )
 
 from bigtrain.errors import ModelError
-from bigtrain.models.experts import router_logits
+from bigtrain.models import experts
 from bigtrain.models.layers.document_attention import IMPLEMENTATIONS, attention_of
 from bigtrain.models.layers.document_masks import document_numbers
 from bigtrain.models.layers.rotary import choose_by_document, document_lengths
@@ -225,11 +225,11 @@ class SequenceParallel:
         The auxiliary loss averages over layers and tokens, so it is then that of whole samples, the
         same on every rank; its mask keeps the length of a part.
         """
-        own = getattr(outputs, router_logits.KEY, None)
+        own = getattr(outputs, experts.KEY, None)
         if self._exchanging and own:
             layers = torch.stack(own)
             everyone = _all_to_all(self.exchange, layers.expand(self.size, *layers.shape))
-            outputs[router_logits.KEY] = tuple(everyone.flatten(0, 1))
+            outputs[experts.KEY] = tuple(everyone.flatten(0, 1))
 
     def _to_heads(self, states: torch.Tensor) -> torch.Tensor:
         """All heads of my tokens [B, H, t, D] to my heads of all tokens [B, H / size, T, D]."""

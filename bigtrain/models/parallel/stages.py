@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from bigtrain.errors import ModelError
-from bigtrain.models.experts.router_logits import recorded
+from bigtrain.models.experts import recorded
 from bigtrain.models.layers.adapters import weight_of
 from bigtrain.models.layers.parameters import give_properties, names_of, parameter_of
 from bigtrain.models.parallel.stage_layout import Handover, StageLayout, map_tensors

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from bigtrain.models.experts.router_logits import ExpertCounts
+from bigtrain.models.experts import ExpertCounts
 
 NAME = "model.layers.0.mlp.experts"
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from torch import nn
 
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.startup.mesh import Mesh
-from bigtrain.models.experts.router_logits import (
+from bigtrain.models.experts import (
     ExpertCounts,
     Routing,
     ask_for_router_logits,
