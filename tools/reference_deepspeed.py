@@ -17,7 +17,7 @@ saves, resumes on another topology and exports, and is equal to plain PyTorch; t
 engines of that test, and the values that each is trained with (those of several keys at once in
 parentheses). With bfloat16, offloading, expert, pipeline and sequence parallelism it trains as many
 of them at once as the run accepts. **owned**: the run sets it, and another value is refused.
-**not tried**: no test has trained with it, and the run logs that once.
+**untested**: no test has trained with it, and the run logs that once.
 
 | key | values | proof | trained with | note |
 |---|---|---|---|---|

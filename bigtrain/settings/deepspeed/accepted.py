@@ -1,9 +1,9 @@
-"""Which values of each DeepSpeed key a run may have, and what proves each of them.
+"""Accepted values of each DeepSpeed key, and the test that covers each of them.
 
-One table: a key or a value without a row is refused. `Verdict` says how far a row is proven. A row
-that is ``trained`` is one or several cases of `TEST`, which are made of this table: training from
-`model.path`, a checkpoint, a resume on another topology and the exported weights, compared with
-plain PyTorch. Pure data; imports neither torch nor deepspeed.
+One table: a key or a value without a row is refused. `Verdict` is the test coverage of a row. A row
+that is ``trained`` is one or several cases of `TEST`, which are generated from this table: training
+from `model.path`, a checkpoint, a resume on another topology and the exported weights, compared
+with plain PyTorch. Pure data; imports neither torch nor deepspeed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from bigtrain.settings.deepspeed.keys import AUTO, key_table
 
 TEST = "tests/parity/test_deepspeed_keys.py"
 
-Verdict = Literal["trained", "owned", "not tried"]
+Verdict = Literal["trained", "owned", "untested"]
 """trained: by the cases of `TEST`. owned: the run sets it, and any other value is refused, so every
-test that trains has it. not tried: it needs hardware or a library that no test has."""
+test that trains has it. untested: it needs hardware or a library that no test has."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Row:
 
     values: in words. takes: whether a value belongs to the class. examples: the values that are
     trained one at a time; together: those that are trained at once with those of other rows.
-    engines: with which of the engines of `TEST` each is. beside: other keys that the examples need.
-    alone: whether they need a process of their own. note: what else there is to know.
+    engines: engines of `TEST` that each is trained with. beside: other keys that the examples need.
+    alone: True if they need a separate process. note: remarks.
     """
 
     key: str
@@ -50,36 +50,36 @@ _Class = tuple[str, Callable[[Any], bool]]
 
 
 def _exactly(*values: Any) -> _Class:
-    """One of `values`, where 1 is not true."""
+    """Return the class of `values`, where 1 is not true."""
     words = " or ".join(json.dumps(value).strip('"') for value in values)
-    return words, lambda found: any(type(found) is type(v) and found == v for v in values)
+    return words, lambda given: any(type(given) is type(v) and given == v for v in values)
 
 
 def _whole(least: int = 0, multiple_of: int = 1, most: int | None = None) -> _Class:
-    """Integers, or floats such as 5e7, from `least` to `most`."""
+    """Return the class of integers, or floats such as 5e7, from `least` to `most`."""
 
-    def takes(found: Any) -> bool:
-        if not _is_number(found) or not math.isfinite(found) or found != found // 1:
+    def takes(value: Any) -> bool:
+        if not _is_number(value) or not math.isfinite(value) or value != value // 1:
             return False
-        return found >= least and found % multiple_of == 0 and (most is None or found <= most)
+        return value >= least and value % multiple_of == 0 and (most is None or value <= most)
 
     kind = "integers" if multiple_of == 1 else f"multiples of {multiple_of}"
     return f"{kind} from {least}" + ("" if most is None else f" to {most}"), takes
 
 
-def _is_number(found: Any) -> bool:
-    return isinstance(found, (int, float)) and not isinstance(found, bool)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _texts(found: Any) -> bool:
-    return isinstance(found, list) and all(isinstance(text, str) and text for text in found)
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) and text for text in value)
 
 
 _BOOL = _exactly(False, True)
-_ONE: _Class = ("1", lambda found: _is_number(found) and found == 1)
+_ONE: _Class = ("1", lambda value: _is_number(value) and value == 1)
 _ANY: _Class = ("the run's", lambda _: True)
 _TEXTS: _Class = ("lists of texts", _texts)
-_TEXT: _Class = ("a text", lambda found: isinstance(found, str) and found != "")
+_TEXT: _Class = ("a text", lambda value: isinstance(value, str) and value != "")
 _RATIO: _Class = ("numbers from 0 to 1", lambda f: _is_number(f) and 0 <= f <= 1)
 
 _ZERO = "zero_optimization."
@@ -96,7 +96,8 @@ def _trained(
 
 
 def _switch(key: str, value: bool, engines: tuple[str, ...], **more: Any) -> Row:
-    """A switch: `value` is trained by itself, the other one, the default, with other defaults."""
+    """Return the row of a switch: `value` is trained by itself, the other one, the default, with
+    other defaults."""
     return _trained(key, _BOOL, (value,), engines, together=(not value,), **more)
 
 
@@ -105,7 +106,7 @@ def _together(key: str, of: _Class, values: tuple[Any, ...], engines: tuple[str,
 
 
 def _only(key: str, value: Any, engines: tuple[str, ...]) -> Row:
-    """A key that may have DeepSpeed's default only."""
+    """Return the row of a key that may have DeepSpeed's default only."""
     return _together(key, _exactly(value), (value,), engines)
 
 
@@ -114,7 +115,7 @@ def _owned(*keys: str) -> Iterator[Row]:
 
 
 def _untried(key: str, of: _Class, note: str) -> Row:
-    return Row(key, *of, "not tried", note=note)
+    return Row(key, *of, "untested", note=note)
 
 
 _CUDA = "needs a CUDA device"
@@ -156,7 +157,7 @@ _PRECISION = (
     _untried("fp16.hysteresis", _whole(1), _FLOAT16),
     _untried("fp16.loss_scale_window", _whole(1), _FLOAT16),
     _untried("fp16.min_loss_scale", _whole(1), _FLOAT16),
-    Row("fp16.auto_cast", *_exactly(False), "not tried", note=_FLOAT16),
+    Row("fp16.auto_cast", *_exactly(False), "untested", note=_FLOAT16),
 )
 
 _LOGGED = (
@@ -194,7 +195,7 @@ _REDUCED = (
         _exactly("bf16"),
         ("bf16",),
         _ALL,
-        note="compared with plain PyTorch that adds up the ranks' gradients in bfloat16",
+        note="compared with plain PyTorch that sums the ranks' gradients in bfloat16",
     ),
     _untried("communication_data_type", _exactly("fp16"), _FLOAT16),
     _trained("seq_parallel_communication_data_type", _exactly("fp32"), ("fp32",), ("sequence",)),
@@ -204,7 +205,7 @@ _REDUCED = (
         True,
         _ALL,
         beside={_ZERO + "reduce_scatter": False},
-        note="true with ZeRO 2 and 3: beside reduce_scatter false",
+        note="true with ZeRO 2 and 3: together with reduce_scatter false",
     ),
     _together("gradient_predivide_factor", _ONE, (1.0,), _ALL),
     _trained(_ZERO + "stage", _exactly(0, 1, 2, 3), (), _ALL, note="each engine of the test"),
@@ -254,9 +255,9 @@ _GATHERED = (
     _only(_ZERO + "leaf_module.names", [], _ZERO3),
     _only(_ZERO + "leaf_module.name_suffixes", [], _ZERO3),
     _trained(_ZERO + "zero_hpz_partition_size", _whole(1), (2,), _ZERO3, together=(1,), alone=True),
-    Row(_ZERO + "zero_quantized_weights", *_exactly(True), "not tried", note=_CUDA),
-    Row(_ZERO + "zero_quantized_gradients", *_exactly(True), "not tried", note=_CUDA),
-    Row(_ZERO + "zero_quantized_nontrainable_weights", *_exactly(True), "not tried", note=_CUDA),
+    Row(_ZERO + "zero_quantized_weights", *_exactly(True), "untested", note=_CUDA),
+    Row(_ZERO + "zero_quantized_gradients", *_exactly(True), "untested", note=_CUDA),
+    Row(_ZERO + "zero_quantized_nontrainable_weights", *_exactly(True), "untested", note=_CUDA),
     _only(_ZERO + "zero_quantized_weights", False, _ZERO3),
     _only(_ZERO + "zero_quantized_gradients", False, _ZERO3),
     _only(_ZERO + "zero_quantized_nontrainable_weights", False, _ZERO3),
@@ -302,7 +303,7 @@ _KERNELS = (
     _untried(
         "optimizer.params.torch_adam",
         _exactly(False),
-        "DeepSpeed's own Adam is compiled where it runs; `python tools/gpu_check.py` tries it",
+        "DeepSpeed's own Adam is compiled where it runs; `python tools/gpu_check.py` tests it",
     ),
     _switch("optimizer.params.fused", False, _ALL),
     _switch("optimizer.params.foreach", True, _ALL),
@@ -339,8 +340,7 @@ _REASONS: Mapping[str, str] = {
     _ZERO + "reduce_bucket_size": "DeepSpeed allocates so many elements",
     _ZERO + "allgather_partitions": "has no effect in DeepSpeed",
     _ZERO + "allgather_bucket_size": "DeepSpeed takes even numbers only",
-    _ZERO + "ignore_unused_parameters": "DeepSpeed ends the run at the first parameter without a "
-    "gradient",
+    _ZERO + "ignore_unused_parameters": "DeepSpeed fails at the first parameter without a gradient",
     _ZERO + "stage3_module_granularity_threshold": "the leaf modules it makes free parameters "
     "before their gradients exist where some weights are frozen",
     **dict.fromkeys(
@@ -353,24 +353,24 @@ _REASONS: Mapping[str, str] = {
     _ZERO + "save_muon_momentum_buffer_in_memory": "is for DeepSpeed's own Muon, which no run uses",
     "flops_profiler.output_file": "the profile is printed",
     "fp16.auto_cast": "a language model has no inputs that it would cast",
-    "seq_parallel_communication_data_type": "ranks that share samples add up in float32",
+    "seq_parallel_communication_data_type": "ranks that share samples sum in float32",
     "data_types.keep_in_fp32_modules": "buffers keep the dtype that the model gives them",
 }
 _UNPROVEN = "this value has not been compared with plain PyTorch"
 
 
 def rows_of(key: str) -> list[Row]:
-    """All classes of values of a dotted key."""
+    """Return all classes of values of a dotted key."""
     return [row for row in ROWS if row.key == key]
 
 
 def row_of(key: str, value: Any) -> Row | None:
-    """The class of a key that `value` belongs to."""
+    """Return the class of a key that `value` belongs to."""
     return next((row for row in rows_of(key) if row.takes(value)), None)
 
 
 def leaves(tree: Mapping[str, Any], parents: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Every dotted key below `tree` with its value, which is no block."""
+    """Yield every dotted key below `tree` that is not a block, with its value."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from leaves(value, (*parents, name))
@@ -379,7 +379,7 @@ def leaves(tree: Mapping[str, Any], parents: tuple[str, ...] = ()) -> Iterator[t
 
 
 def check_values(tree: Mapping[str, Any], source: str, skipped: set[str]) -> Iterator[Problem]:
-    """A problem for each key of `tree` that has a value without a row.
+    """Yield a problem for each key of `tree` that has a value without a row.
 
     skipped: keys, and blocks of keys, that have a problem of their own.
     """
@@ -388,26 +388,27 @@ def check_values(tree: Mapping[str, Any], source: str, skipped: set[str]) -> Ite
             continue
         if row_of(key, value) is None:
             allowed = " or ".join(row.values for row in rows_of(key))
-            remedy = f"{allowed}, or leave it out" if allowed else "take it out"
+            remedy = f"{allowed}, or omit it" if allowed else "remove it"
             yield Problem(f"{source}: {key}", value, _REASONS.get(key, _UNPROVEN), remedy)
 
 
 def not_tried(tree: Mapping[str, Any], dtype: str) -> list[str]:
-    """The keys of `tree` that a run in `dtype` uses with values no test has trained with."""
+    """Return the keys of `tree` that a run in `dtype` uses with values no test has trained with."""
     values = {key: value for key, value in leaves(tree) if value != AUTO}
     unused = {_FLOAT16: dtype != "float16", _NVME: values.get(_PARAM + "device") != "nvme"}
     unused[_OFFLOADED_ONLY] = values.get(_OPTIMIZER + "device", "none") == "none"
     unused[_SUPER] = values.get(_OPTIMIZER + "super_offload") is not True
-    found = ((key, row_of(key, value)) for key, value in values.items())
+    rows = ((key, row_of(key, value)) for key, value in values.items())
     return sorted(
         key
-        for key, row in found
-        if row is not None and row.verdict == "not tried" and not unused.get(row.note, False)
+        for key, row in rows
+        if row is not None and row.verdict == "untested" and not unused.get(row.note, False)
     )
 
 
 def known_leaves() -> Iterator[str]:
-    """Every key of a value that DeepSpeed knows, dotted; blocks without known keys count as one."""
+    """Yield every key of a value that DeepSpeed knows, dotted; blocks without known keys count as
+    one."""
 
     def below(keys: Mapping[str, Any], parents: tuple[str, ...]) -> Iterator[str]:
         for name, node in keys.items():

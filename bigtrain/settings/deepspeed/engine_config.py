@@ -1,7 +1,7 @@
-"""The DeepSpeed JSON: found, read, checked against the run, and rendered without any ``"auto"``.
+"""Reading, checking and rendering of the DeepSpeed JSON; the result has no ``"auto"``.
 
 Pure: imports neither torch nor deepspeed. The run YAML owns what changes the mathematics, the JSON
-owns how the engine computes it; where both set a value, they must agree.
+owns how the engine computes it; if both set a value, they must agree.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bigtrain.settings.deepspeed.ownership import (
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.shipped_files import ds_configs
 
-# DeepSpeed would print progress and throughput of its own beside bigtrain's.
+# DeepSpeed would print its own progress and throughput in addition to bigtrain's.
 _NEVER_PRINT_STEPS = 1_000_000_000
 
 # Elements. DeepSpeed's 5e8 would reserve 2 GB where gradients are reduced in float32.
@@ -62,11 +62,11 @@ DEEPSPEED_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What DeepSpeed is given, and the values in it that the rest of bigtrain needs.
+    """Configuration passed to DeepSpeed, and the values in it that the rest of bigtrain needs.
 
     ``deepspeed`` is the dictionary for ``deepspeed.initialize``; ``offload_*`` is "cpu", "nvme" or
-    None; ``source`` is the JSON it came from; ``not_tried`` are the keys in it whose values no test
-    has trained with.
+    None; ``source`` is the JSON it was read from; ``not_tried`` are the keys in it whose values no
+    test has trained with.
     """
 
     deepspeed: dict[str, Any]
@@ -78,14 +78,14 @@ class EngineConfig:
 
 
 def deepspeed_config_names() -> list[str]:
-    """Names that `--deepspeed_config` takes instead of a path."""
+    """Return names that `--deepspeed_config` takes instead of a path."""
     return sorted(path.stem for path in ds_configs().glob("*.json"))
 
 
 def find_deepspeed_config(name_or_path: str) -> Path:
-    """The file meant by `--deepspeed_config`: a path, or a name in ``ds_configs/``.
+    """Return the file meant by `--deepspeed_config`: a path, or a name in ``ds_configs/``.
 
-    Raises ConfigError listing the names where it is neither.
+    Raises ConfigError listing the names if it is neither.
     """
     path = Path(name_or_path)
     if path.is_file():
@@ -108,13 +108,15 @@ def find_deepspeed_config(name_or_path: str) -> Path:
 
 
 def label_of(path: Path) -> str:
-    """The file as problems name it: its name if it ships with bigtrain, else its path."""
+    """Return the name of the file in problems: its name if it ships with bigtrain, else its
+    path."""
     shipped = path.resolve().parent == ds_configs()
     return path.name if shipped else str(path)
 
 
 def read_deepspeed_config(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises ConfigError with line and column where it is none."""
+    """Return the JSON object in `path`. Raises ConfigError with line and column if it is
+    invalid."""
     label = label_of(path)
     try:
         tree = json.loads(
@@ -150,8 +152,8 @@ def _refuse_constant(name: str) -> None:
 
 
 def check_file_alone(raw: Mapping[str, Any], source: str) -> list[Problem]:
-    """Problems of a DeepSpeed JSON that do not depend on the run: unknown keys, illegal values,
-    blocks that bigtrain does not allow, values that nothing has been compared with."""
+    """Return problems of a DeepSpeed JSON that do not depend on the run: unknown keys, illegal
+    values, blocks that bigtrain does not allow, values that nothing has been compared with."""
     keys = frozenset(row.key for row in ROWS)
     problems = [
         *check_keys(raw, source, lambda path: suggestion(path, keys)),
@@ -164,7 +166,7 @@ def check_file_alone(raw: Mapping[str, Any], source: str) -> list[Problem]:
 def render(
     config: RunConfig, plan: BatchPlan | None, raw: Mapping[str, Any], source: str
 ) -> tuple[EngineConfig | None, list[Problem]]:
-    """The dictionary for ``deepspeed.initialize``, or every reason why there is none.
+    """Return the dictionary for ``deepspeed.initialize``, or every reason why there is none.
 
     Without a plan (the batch does not divide) everything else is still checked, and nothing is
     rendered. ``train_batch_size`` is omitted: DeepSpeed would check it against the world size
@@ -195,19 +197,20 @@ def render(
 
 
 def zero_stage_of(raw: Mapping[str, Any]) -> int:
-    """``zero_optimization.stage``; 0 where it is absent or not a stage."""
+    """Return ``zero_optimization.stage``; 0 where it is absent or not a stage."""
     stage = value_at(raw, "zero_optimization.stage")
     return stage if isinstance(stage, int) and stage in (0, 1, 2, 3) else 0
 
 
 def offload_device(raw: Mapping[str, Any], block: str) -> str | None:
-    """The device that `block` (``offload_optimizer`` or ``offload_param``) names; None for none."""
+    """Return the device that `block` (``offload_optimizer`` or ``offload_param``) names; None for
+    none."""
     device = value_at(raw, f"zero_optimization.{block}.device")
     return device if device in ("cpu", "nvme") else None
 
 
 def value_at(tree: Mapping[str, Any], path: str) -> Any:
-    """The value under a dotted path; None where a part of the path is absent or is no block."""
+    """Return the value under a dotted path; None if a part of the path is absent or not a block."""
     return Owned.lookup(tree, path)
 
 
@@ -221,14 +224,14 @@ def _autos(tree: Mapping[str, Any], parents: tuple[str, ...] = ()) -> Iterator[s
 
 def _unresolvable(tree: Mapping[str, Any], known: set[str], source: str) -> Iterator[Problem]:
     for path in _autos(tree):
-        # What must be taken out needs no value.
+        # A key that must be removed needs no value.
         is_refused = any(f"{path}.".startswith(f"{block}.") for block in REFUSED_BLOCKS)
         if path not in known and not is_refused:
             yield Problem(
                 f"{source}: {path}",
                 AUTO,
-                "cannot be resolved: the run owns no such value",
-                "give a value, or leave it out for DeepSpeed's default",
+                "cannot be resolved: the run has no such value",
+                "give a value, or omit it for DeepSpeed's default",
             )
 
 
@@ -248,14 +251,14 @@ def _resolve_sizes(tree: dict[str, Any]) -> None:
 def _assemble(
     config: RunConfig, plan: BatchPlan, tree: dict[str, Any], stage: int
 ) -> dict[str, Any]:
-    """The final dictionary from a checked `tree`; consumes `tree`."""
+    """Return the final dictionary from a checked `tree`; consumes `tree`."""
     tree.pop("train_batch_size", None)
     bf16, fp16 = tree.pop("bf16", {}), tree.pop("fp16", {})
     optimizer, data_types = tree.pop("optimizer", {}), tree.pop("data_types", {})
     zero = {**tree.pop("zero_optimization", {}), "stage": stage}
     if stage == 3:
         # DeepSpeed's default names the blocks of several mixtures of experts; the hook that ends a
-        # leaf's backward comes before its gradients where no input needs one (beside frozen
+        # leaf's backward runs before its gradients exist if no input needs one (with frozen
         # weights). Experts here are stacks, which every rank reads in the same order.
         zero["leaf_module"] = {"classes": [], **zero.get("leaf_module", {})}
     if config.parallel.pipeline > 1:
@@ -284,7 +287,7 @@ def _assemble(
     gradient_dtype = gradient_dtype_of(config, stage)
     if gradient_dtype is not None:
         data_types["grad_accum_dtype"] = gradient_dtype
-        # Where it is not said, DeepSpeed reduces in the dtype of the parameters.
+        # By default, DeepSpeed reduces in the dtype of the parameters.
         rendered.setdefault("communication_data_type", gradient_dtype)
     if data_types:
         rendered["data_types"] = {k: v for k, v in data_types.items() if v != AUTO}

@@ -1,6 +1,6 @@
-"""Which keys a DeepSpeed JSON may hold, and what their values may be.
+"""Known keys of a DeepSpeed JSON and the types and bounds of their values.
 
-DeepSpeed ignores misspelt top-level keys. The table beside this module names every key that the
+DeepSpeed ignores misspelt top-level keys. `keys.json` in this directory names every key that the
 pinned version reads; ``tools/deepspeed_keys.py`` writes it from DeepSpeed itself, so that reading
 it needs neither torch nor deepspeed.
 """
@@ -37,8 +37,8 @@ _BOUNDS = {
 
 @functools.cache
 def key_table() -> Mapping[str, Any]:
-    """The table: ``deepspeed_version``, ``keys`` (nested) and ``removed`` (key to DeepSpeed's
-    message)."""
+    """Return the table: ``deepspeed_version``, ``keys`` (nested) and ``removed`` (key to
+    DeepSpeed's message)."""
     path = Path(__file__).with_name("keys.json")
     table: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return table
@@ -50,14 +50,14 @@ def check_keys(
     """Yield a problem for every key of `tree` that DeepSpeed does not know, and every value it
     would not take. suggest: how to write a dotted key that is unknown.
 
-    ``"auto"`` passes everywhere: whether it can be resolved is not a question of the key.
+    ``"auto"`` passes everywhere: whether it can be resolved does not depend on the key.
     """
     yield from _check_block(tree, key_table()["keys"], (), source, suggest)
 
 
 def with_integers(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A deep copy of `tree` in which floats such as 5e7 are integers where DeepSpeed requires
-    them."""
+    """Return a deep copy of `tree` in which floats such as 5e7 are integers where DeepSpeed
+    requires them."""
     copied: dict[str, Any] = _copy(tree, {"keys": key_table()["keys"]})
     return copied
 
@@ -97,7 +97,7 @@ def _check_block(
         if removed is not None:
             version = key_table()["deepspeed_version"]
             yield Problem(
-                key, None, f"was removed from DeepSpeed ({version}): {removed}", f"take {path} out"
+                key, None, f"was removed from DeepSpeed ({version}): {removed}", f"remove {path}"
             )
         elif name not in known:
             shown = None if isinstance(value, dict) else value
@@ -111,14 +111,14 @@ def _check_block(
                 "is deprecated in DeepSpeed",
                 f"use {newer}{_example(known.get(newer, {}), value)}"
                 if newer
-                else f"take {path} out",
+                else f"remove {path}",
             )
         elif value != AUTO:
             yield from _check_value(value, known[name], (*parents, name), source, suggest)
 
 
 def _example(node: Mapping[str, Any], value: object) -> str:
-    """How the block that took the place of a switch says the same."""
+    """Return the block that replaces a deprecated switch, as text; empty if there is none."""
     return ': {"device": "cpu"}' if value is True and "device" in node.get("keys", {}) else ""
 
 

@@ -1,4 +1,4 @@
-"""The accepted DeepSpeed key that an unknown one most likely means. Pure."""
+"""Suggestions for unknown keys of a DeepSpeed JSON. Pure."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def suggestion(path: str, accepted: Collection[str]) -> str:
     if len(homes) == 1:
         return f"it belongs to {homes[0].rpartition('.')[0]}: write {homes[0]}"
     if not block or not siblings:
-        return "take it out; docs/reference/deepspeed_keys.md lists the accepted keys"
+        return "remove it; docs/reference/deepspeed_keys.md lists the accepted keys"
     if len(siblings) <= _LISTED_KEYS:
         return f"known in {block}: {', '.join(siblings)}"
     nearest = difflib.get_close_matches(name, siblings, n=1, cutoff=0.0)[0]
-    return f"the nearest known key is {_joined(block, nearest)}, or take it out"
+    return f"the nearest known key is {_joined(block, nearest)}, or remove it"
 
 
 def _below(block: str, accepted: Collection[str]) -> list[str]:
-    """Names of keys and blocks directly below `block`, sorted."""
+    """Return names of keys and blocks directly below `block`, sorted."""
     start = f"{block}." if block else ""
     names = {key.removeprefix(start).partition(".")[0] for key in accepted if key.startswith(start)}
     return sorted(names)
@@ -46,8 +46,8 @@ def _below(block: str, accepted: Collection[str]) -> list[str]:
 
 def _containing(name: str, siblings: Collection[str]) -> str | None:
     """Return the shortest of `siblings` that contains `name` as complete words."""
-    found = [sibling for sibling in siblings if f"_{name}_" in f"_{sibling}_"]
-    return min(found, key=len, default=None)
+    matches = [sibling for sibling in siblings if f"_{name}_" in f"_{sibling}_"]
+    return min(matches, key=len, default=None)
 
 
 def _joined(block: str, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Which keys of a DeepSpeed JSON the run YAML owns, and which blocks the JSON may not contain.
+"""Keys of a DeepSpeed JSON that the run YAML owns, and blocks that the JSON may not contain.
 
 Pure. An owned key must be absent, ``"auto"`` or equal to the run's value.
 """
@@ -26,70 +26,70 @@ _DTYPE_SPELLINGS = {
 REFUSED_BLOCKS: Mapping[str, tuple[str, str]] = {
     "scheduler": (
         "the run owns the learning rate over time",
-        "take it out and set schedule.* in the run",
+        "remove it and set schedule.* in the run YAML",
     ),
     "torch_autocast": (
         "the run owns number formats",
-        "take it out and set precision.dtype in the run",
+        "remove it and set precision.dtype in the run YAML",
     ),
     "bfloat16": ("is the old name of bf16", 'write "bf16"'),
     "activation_checkpointing": (
         "has no effect on Hugging Face models",
-        "take it out and set model.gradient_checkpointing in the run",
+        "remove it and set model.gradient_checkpointing in the run YAML",
     ),
-    "tensor_parallel": ("the run owns parallel degrees", "take it out; parallel.tensor says it"),
+    "tensor_parallel": ("the run owns parallel degrees", "remove it; parallel.tensor sets it"),
     "sequence_parallel_size": (
         "the run owns parallel degrees",
-        "take it out; parallel.sequence says it",
+        "remove it; parallel.sequence sets it",
     ),
-    "expert_parallel": ("the run owns parallel degrees", "take it out; parallel.expert says it"),
+    "expert_parallel": ("the run owns parallel degrees", "remove it; parallel.expert sets it"),
     "use_data_before_expert_parallelism": (
-        "ranks that divide the experts are neighbours, which parallel.expert asks for",
-        "take it out",
+        "ranks that share the experts are neighbours, as parallel.expert sets",
+        "remove it",
     ),
     "checkpoint": (
         "bigtrain writes its own checkpoints",
-        "take it out and set checkpoint.* in the run",
+        "remove it and set checkpoint.* in the run YAML",
     ),
     "datastates_ckpt": (
         "bigtrain writes its own checkpoints",
-        "take it out and set checkpoint.* in the run",
+        "remove it and set checkpoint.* in the run YAML",
     ),
     "data_types.buffer_dtype": (
         "would round buffers that must stay exact: rotary frequencies, biases of routers",
-        "take it out; buffers keep the dtype that the model gives them",
+        "remove it; buffers keep the dtype that the model gives them",
     ),
-    "data_efficiency": ("the run owns the data and its order", "take it out"),
-    "dataloader_drop_last": ("the run owns the data and its order", "take it out"),
+    "data_efficiency": ("the run owns the data and its order", "remove it"),
+    "dataloader_drop_last": ("the run owns the data and its order", "remove it"),
     "managed_gradient_accumulation": (
         "the run owns accumulation (batch.global_batch_size)",
-        "take it out",
+        "remove it",
     ),
-    "autotuning": ("bigtrain is not started by DeepSpeed's autotuner", "take it out"),
-    "compile": ("bigtrain does not compile models", "take it out"),
+    "autotuning": ("bigtrain is not started by DeepSpeed's autotuner", "remove it"),
+    "compile": ("bigtrain does not compile models", "remove it"),
     **dict.fromkeys(
         ("tensorboard", "wandb", "csv_monitor", "comet"),
         (
-            "is DeepSpeed's monitor, which writes beside the run directory",
-            "take it out and set logging.trackers in the run",
+            "is DeepSpeed's monitor, which writes outside the run directory",
+            "remove it and set logging.trackers in the run YAML",
         ),
     ),
-    "hybrid_engine": ("is an engine for reinforcement learning, not for this", "take it out"),
-    "weight_quantization": ("is for inference", "take it out"),
+    "hybrid_engine": ("is an engine for reinforcement learning, not for this", "remove it"),
+    "weight_quantization": ("is for inference", "remove it"),
     "zero_optimization.zenflow": (
         "delays the update of most gradients, so ZeRO stages would not compute the same run",
-        "take it out",
+        "remove it",
     ),
     "zero_optimization.elastic_checkpoint": (
         "bigtrain writes its own checkpoints, and ZeRO 3 does not support it",
-        "take it out; a run resumes from any checkpoint with any world size",
+        "remove it; a run resumes from any checkpoint with any world size",
     ),
     "zero_optimization.load_from_fp32_weights": (
         "bigtrain writes its own checkpoints",
-        "take it out; masters are always restored as they were",
+        "remove it; masters are always restored as they were",
     ),
-    "optimizer.legacy_fusion": ("is for LAMB, which no run uses", "take it out"),
-    "zero_optimization.legacy_stage1": ("is no longer supported by DeepSpeed", "take it out"),
+    "optimizer.legacy_fusion": ("is for LAMB, which no run uses", "remove it"),
+    "zero_optimization.legacy_stage1": ("was removed from DeepSpeed", "remove it"),
 }
 
 OPTIMIZER_PARAMETERS: Mapping[str, str] = {
@@ -113,7 +113,8 @@ class Owned:
     """One key of the JSON whose value the run YAML owns.
 
     ``run_value`` is the value of ``run_key``, as errors show it; ``value`` is what DeepSpeed must
-    be given; ``spelling`` is what the JSON may hold besides "auto", where that is not plain.
+    be given; ``spelling`` is what the JSON may contain instead of "auto", if it differs from
+    ``value``.
     """
 
     key: str
@@ -125,7 +126,7 @@ class Owned:
 
     @staticmethod
     def lookup(tree: Mapping[str, Any], path: str, default: Any = None) -> Any:
-        """The value under a dotted path, or `default`."""
+        """Return the value under a dotted path, or `default`."""
         node: Any = tree
         for name in path.split("."):
             if not isinstance(node, Mapping) or name not in node:
@@ -134,38 +135,38 @@ class Owned:
         return node
 
     def contradiction(self, raw: Mapping[str, Any], source: str) -> Problem | None:
-        """The problem, naming both keys, if `raw` has another value than the run."""
-        found = self.lookup(raw, self.key, _ABSENT)
-        if found is _ABSENT or found == AUTO or _same(found, self.value):
+        """Return the problem, naming both keys, if `raw` has another value than the run."""
+        given = self.lookup(raw, self.key, _ABSENT)
+        if given is _ABSENT or given == AUTO or _same(given, self.value):
             return None
         written = f'"{self.spelling}" or "auto"' if self.spelling else '"auto"'
-        remedy = f"leave it out of {source} or write {written}"
+        remedy = f"remove it from {source} or write {written}"
         if self.settable:
-            remedy += f", or change {self.run_key} in the run"
+            remedy += f", or change {self.run_key} in the run YAML"
         return Problem(
             f"{source}: {self.key}",
-            found,
+            given,
             f"contradicts {self.run_key} = {self.run_value} of the run, which owns it",
             remedy,
         )
 
 
-def _same(found: Any, value: Any) -> bool:
-    if isinstance(found, bool) or isinstance(value, bool):
-        return found is value
-    if isinstance(found, (int, float)) and isinstance(value, (int, float)):
-        return float(found) == float(value)
-    if isinstance(found, (list, tuple)) and isinstance(value, (list, tuple)):
-        return len(found) == len(value) and all(map(_same, found, value))
-    if isinstance(found, str) and isinstance(value, str):
-        return found.lower() in _DTYPE_SPELLINGS.get(value, (value.lower(),))
-    return bool(found == value)
+def _same(given: Any, value: Any) -> bool:
+    if isinstance(given, bool) or isinstance(value, bool):
+        return given is value
+    if isinstance(given, (int, float)) and isinstance(value, (int, float)):
+        return float(given) == float(value)
+    if isinstance(given, (list, tuple)) and isinstance(value, (list, tuple)):
+        return len(given) == len(value) and all(map(_same, given, value))
+    if isinstance(given, str) and isinstance(value, str):
+        return given.lower() in _DTYPE_SPELLINGS.get(value, (value.lower(),))
+    return bool(given == value)
 
 
 def owned_values(
     config: RunConfig, plan: BatchPlan | None, raw: Mapping[str, Any], stage: int
 ) -> list[Owned]:
-    """Every key of the JSON that the run owns, with the value it must have."""
+    """Return every key of the JSON that the run owns, with the value it must have."""
     return [
         *_owned_batch(config, plan),
         *_owned_optimizer(config, raw),
@@ -205,8 +206,8 @@ def _owned_batch(config: RunConfig, plan: BatchPlan | None) -> list[Owned]:
 
 
 def _is_placeholder(raw: Mapping[str, Any]) -> bool:
-    """Whether the JSON names AdamW without a value of its own, as ds_configs/ do for HF Trainer:
-    any optimizer of the run may replace that one."""
+    """Return whether the JSON names AdamW without a value of its own, as ds_configs/ do for HF
+    Trainer: any optimizer of the run may replace that one."""
     name, params = Owned.lookup(raw, "optimizer.type"), Owned.lookup(raw, "optimizer.params", {})
     if not isinstance(name, str) or not isinstance(params, Mapping):
         return False
@@ -283,8 +284,8 @@ def _owned_precision(config: RunConfig, stage: int) -> list[Owned]:
 def check_refused_blocks(
     raw: Mapping[str, Any], source: str, suggest: Callable[[str], str]
 ) -> list[Problem]:
-    """Blocks and optimizer parameters that a JSON for bigtrain may not hold. suggest: how to write
-    a dotted key that is unknown."""
+    """Return a problem for each block or optimizer parameter that is not allowed. suggest: how to
+    write a dotted key that is unknown."""
     problems = [
         Problem(f"{source}: {path}", None, reason, remedy)
         for path, (reason, remedy) in REFUSED_BLOCKS.items()
@@ -319,11 +320,11 @@ def _optimizer_conflicts(
         if name in params and not torch_adam:
             key = f"{source}: optimizer.params.{name}"
             rule = "is a parameter of torch's AdamW, and torch_adam is false"
-            problems.append(Problem(key, params[name], rule, "take it out"))
+            problems.append(Problem(key, params[name], rule, "remove it"))
     if params.get("fused") is True and params.get("foreach") is True:
         key = f"{source}: optimizer.params.foreach"
         problems.append(
-            Problem(key, True, "torch's AdamW is fused or foreach, not both", "take one out")
+            Problem(key, True, "torch's AdamW is fused or foreach, not both", "remove one")
         )
     if params.get("torch_adam") is True and raw.get("zero_force_ds_cpu_optimizer") is True:
         problems.append(
@@ -331,7 +332,7 @@ def _optimizer_conflicts(
                 f"{source}: zero_force_ds_cpu_optimizer",
                 True,
                 "contradicts optimizer.params.torch_adam = True",
-                "take one of them out",
+                "remove one of them",
             )
         )
     return problems
@@ -340,8 +341,8 @@ def _optimizer_conflicts(
 def optimizer_is_torch(
     optimizer: Mapping[str, Any], tree: Mapping[str, Any], zero: Mapping[str, Any]
 ) -> bool:
-    """Whether the run uses ``torch.optim.AdamW``: yes, unless the JSON sets ``torch_adam: false``,
-    or ``zero_force_ds_cpu_optimizer: true`` with an offloaded optimizer."""
+    """Return whether the run uses ``torch.optim.AdamW``: yes, unless the JSON sets ``torch_adam:
+    false``, or ``zero_force_ds_cpu_optimizer: true`` with an offloaded optimizer."""
     chosen = Owned.lookup(optimizer, "params.torch_adam")
     if isinstance(chosen, bool):
         return chosen

@@ -166,7 +166,7 @@ def test_removed_blocks_are_named_as_removed(path: str) -> None:
         raw = {name: raw}
     (text,) = problems_of(raw)
     assert text.startswith(f"x.json: {path}: was removed from DeepSpeed (0.19.8)")
-    assert text.endswith(f"-> take {path} out")
+    assert text.endswith(f"-> remove {path}")
 
 
 @pytest.mark.parametrize("path", sorted(REFUSED_BLOCKS))
@@ -273,8 +273,8 @@ def test_an_optimizer_of_the_json_is_the_run_s_or_a_placeholder(
     assert (engine is None) == contradicts
     assert [str(problem) for problem in problems] == contradicts * [
         f"x.json: optimizer.type = {block['type']!r}: contradicts optimizer.type = muon of the "
-        'run, which owns it -> leave it out of x.json or write "muon" or "auto", or change '
-        "optimizer.type in the run"
+        'run, which owns it -> remove it from x.json or write "muon" or "auto", or change '
+        "optimizer.type in the run YAML"
     ]
 
 
@@ -582,7 +582,7 @@ def test_numbers_of_a_model_written_in_the_run_are_judged() -> None:
         ("optimizer.params.learning_rate", "known in optimizer.params: adam_w_mode"),
         ("optimizer.params.beta", "did you mean optimizer.params.betas?"),
         ("zero_optimization.zzz", "nearest known key is zero_optimization."),
-        ("activation_checkpoint", "take it out"),
+        ("activation_checkpoint", "remove it"),
         ("flops_profiler.output", "did you mean flops_profiler.output_file?"),
         ("comms_logger.verbosity", "did you mean comms_logger.verbose?"),
     ],
