@@ -90,7 +90,7 @@ ENGINE: tuple[Trap, ...] = (
         "gradients in another 16-bit dtype, or narrower than parameters",
         "refused",
         (RULES,),
-        rules=("gradients in a foreign 16-bit dtype",),
+        rules=("gradients in another 16-bit dtype",),
     ),
     Trap(
         "precision",

@@ -1,10 +1,8 @@
-"""Rules about adapters: only combinations that have been compared with plain peft may run.
+"""Rules about adapters, about bigtrain's own optimizers, 4-bit bases (QLoRA) and sites.
 
-Rules about the optimizers that bigtrain implements itself: all but AdamW with float32 states.
-
-Rules about a base in 4 bits beside adapters (QLoRA): one process holds all of it.
-
-Rules about sites: only combinations that have been compared with a plain loop may run.
+Adapters run only in combinations that have been compared with plain peft. Optimizers of bigtrain
+are all but AdamW with float32 states. A 4-bit base must be complete on every rank. Sites
+run only in combinations that have been compared with a plain loop.
 """
 
 from __future__ import annotations
@@ -90,7 +88,7 @@ _OFFLOAD = "ds:zero_optimization.offload_optimizer"
 
 
 def _own(facts: Facts) -> str:
-    """The setting of the run that makes bigtrain, not DeepSpeed, provide the optimizer."""
+    """Return the setting of the run that makes bigtrain, not DeepSpeed, provide the optimizer."""
     if facts.optimizer == "adamw":
         return f"optimizer.state_dtype = {facts.state_dtype}"
     return f"optimizer.type = {facts.optimizer}"
@@ -110,7 +108,7 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
         lambda f: _is_own(f) and not f.torch_adam,
         ("ds:optimizer.params.torch_adam", lambda f: False),
         lambda f: f"{_own(f)} is not an optimizer that DeepSpeed compiles",
-        "torch_adam true, or leave it out",
+        "torch_adam true, or omit it",
         lambda f: replace(f, torch_adam=True, super_offload=False),
         Facts(zero_stage=2, optimizer="muon", torch_adam=False),
     ),
@@ -163,8 +161,8 @@ QUANTIZATION_RULES: tuple[Rule, ...] = (
         "a base in 4 bits under ZeRO 3",
         lambda f: f.zero_stage == 3,
         ("adapters.quantization", lambda f: f.quantization),
-        "bitsandbytes keeps the scales of packed weights beside the parameter, so ZeRO 3 would "
-        "divide the one among the ranks and not the other",
+        "bitsandbytes stores the scales of packed weights outside the parameter, so ZeRO 3 would "
+        "shard the weights and not their scales",
         "ds_configs/zero2.json, where each rank holds the base (about half a byte a weight)",
         {"zero_stage": 2},
         Facts(zero_stage=3),
@@ -173,8 +171,8 @@ QUANTIZATION_RULES: tuple[Rule, ...] = (
         "a base in 4 bits with tensor parallelism",
         lambda f: f.tensor_size > 1,
         ("adapters.quantization", lambda f: f.quantization),
-        "every 64 weights in a row have a scale: those of a part would be other blocks, of other "
-        "values than those of the whole weight",
+        "every 64 consecutive weights share a scale: the blocks of a shard would differ from those "
+        "of the full weight, and so would its values",
         "parallel.tensor=1",
         {"tensor_size": 1},
         Facts(tensor_size=2, world_size=2),
@@ -183,8 +181,8 @@ QUANTIZATION_RULES: tuple[Rule, ...] = (
         "a base in 4 bits with experts",
         lambda f: bool(f.num_experts) or bool(f.adapted_stacks),
         ("adapters.quantization", lambda f: f.quantization),
-        "the experts' weights are stacked, and bitsandbytes has linear layers in 4 bits alone: "
-        "most of the model would stay as it is",
+        "the experts' weights are stacked, and bitsandbytes quantizes only linear layers: "
+        "most of the model would stay in its dtype",
         "adapters.quantization=none",
         {"quantization": "none"},
         Facts(num_experts=8),

@@ -1,7 +1,7 @@
-"""Illegal combinations, each with the nearest legal one: a table of rules over the facts of a run.
+"""Table of illegal combinations, each with the nearest legal one, over the facts of a run.
 
-Pure. The rules hold for DeepSpeed 0.19.8; each names the place in its source, or the experiment,
-that it comes from. A combination that DeepSpeed would accept and silently ignore is refused like
+Pure. The rules hold for DeepSpeed 0.19.8; each names the line of its source, or the experiment,
+that it is based on. A combination that DeepSpeed would accept and silently ignore is refused like
 one that it would crash on: a setting without effect is a user's mistake. `tools/compatibility.py`
 writes the table to docs/compatibility.md, and the tests are generated from it.
 """
@@ -51,18 +51,17 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_compatibility(facts: Facts) -> list[Problem]:
-    """A problem for every rule that `facts` violate, in the order of the table."""
+    """Return a problem for every rule that `facts` violate, in the order of the table."""
     return [rule.problem(facts) for rule in RULES if rule.violated(facts)]
 
 
 def is_violated(facts: Facts) -> bool:
-    """Whether `facts` violate any rule; faster than asking which."""
+    """Return whether `facts` violate any rule; faster than listing them."""
     return any(rule.violated(facts) for rule in RULES)
 
 
 def check_model(facts: Facts) -> list[Problem]:
-    """As `check_compatibility`, but only the rules that relate the model to parallel degrees and
-    batch."""
+    """Check only the rules that relate the model to parallel degrees and batch."""
     return [
         rule.problem(facts) for rule in (*MODEL_RULES, *EXPERT_MODEL_RULES) if rule.violated(facts)
     ]

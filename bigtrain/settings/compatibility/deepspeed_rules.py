@@ -1,4 +1,4 @@
-"""Rules about what the DeepSpeed JSON says: offload, number formats, communication."""
+"""Rules about settings of the DeepSpeed JSON: offload, number formats, communication."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OFFLOAD_RULES = (
         lambda f: f.offload_param is not None and f.zero_stage < 3,
         (f"{_OFFLOAD_PARAM}.device", lambda f: f.offload_param),
         "only ZeRO 3 partitions parameters, so only ZeRO 3 can offload them",
-        "zero_optimization.stage 3 (ds_configs/zero3_offload.json), or leave offload_param out",
+        "zero_optimization.stage 3 (ds_configs/zero3_offload.json), or omit offload_param",
         lambda f: replace(f, zero_stage=3),
         Facts(zero_stage=2, offload_param="cpu"),
     ),
@@ -65,8 +65,8 @@ _OFFLOAD_RULES = (
         "partial optimizer offload",
         lambda f: f.offload_optimizer_ratio < 1,
         (f"{_OFFLOAD_OPTIMIZER}.ratio", lambda f: f.offload_optimizer_ratio),
-        "DeepSpeed would keep the part left on the device at the first learning rate, whatever "
-        "the schedule says",
+        "DeepSpeed would train the part left on the device with the first learning rate and ignore "
+        "the schedule",
         "1.0",
         lambda f: replace(f, offload_optimizer_ratio=1.0),
         Facts(zero_stage=3, offload_optimizer="cpu", offload_optimizer_ratio=0.5),
@@ -85,7 +85,7 @@ _OFFLOAD_RULES = (
         lambda f: f.super_offload and f.torch_adam,
         (f"{_OFFLOAD_OPTIMIZER}.super_offload", lambda f: f.super_offload),
         "SuperOffload runs DeepSpeed's own CPU Adam",
-        "optimizer.params.torch_adam false beside it",
+        "also set optimizer.params.torch_adam false",
         lambda f: replace(f, torch_adam=False),
         Facts(zero_stage=3, offload_optimizer="cpu", super_offload=True),
     ),
@@ -94,7 +94,7 @@ _OFFLOAD_RULES = (
         lambda f: f.super_offload and f.device == "cpu",
         (f"{_OFFLOAD_OPTIMIZER}.super_offload", lambda f: f.super_offload),
         "needs a CUDA device",
-        "leave it out",
+        "omit it",
         lambda f: replace(f, super_offload=False),
         Facts(
             zero_stage=3,
@@ -109,7 +109,7 @@ _OFFLOAD_RULES = (
         lambda f: f.use_gds and f.device == "cpu",
         ("ds:aio.use_gds", lambda f: f.use_gds),
         "needs a CUDA device",
-        "leave it out",
+        "omit it",
         lambda f: replace(f, use_gds=False),
         Facts(use_gds=True, device="cpu"),
     ),
@@ -128,12 +128,12 @@ _PRECISION_RULES = (
         Facts(gradient_dtype="float32"),
     ),
     rule(
-        "gradients in a foreign 16-bit dtype",
+        "gradients in another 16-bit dtype",
         lambda f: f.gradient_dtype in ("float16", "bfloat16") and f.gradient_dtype != f.dtype,
         ("precision.gradient_dtype", lambda f: f.gradient_dtype),
         "16-bit gradients must have the dtype of the parameters (float16 has loss scaling with "
-        "precision.dtype = float16 only, and narrower gradients than parameters lose what the "
-        "parameters pay for)",
+        "precision.dtype = float16 only, and gradients narrower than the parameters lose their "
+        "precision)",
         lambda f: f"precision.gradient_dtype={f.dtype} or float32",
         lambda f: replace(f, gradient_dtype=f.dtype),
         Facts(zero_stage=1, gradient_dtype="float16"),
@@ -154,8 +154,8 @@ _COMMUNICATION_RULES = (
         "quantized weights below ZeRO 3",
         lambda f: f.quantized_weights and f.zero_stage < 3,
         ("ds:zero_optimization.zero_quantized_weights", lambda f: True),
-        "only ZeRO 3 gathers weights, so only ZeRO 3 can quantize them on the way",
-        "zero_optimization.stage 3 (ds_configs/zeropp.json), or leave it out",
+        "only ZeRO 3 gathers weights, so only ZeRO 3 can quantize them in transit",
+        "zero_optimization.stage 3 (ds_configs/zeropp.json), or omit it",
         lambda f: replace(f, zero_stage=3),
         Facts(zero_stage=2, quantized_weights=True),
     ),
@@ -164,7 +164,7 @@ _COMMUNICATION_RULES = (
         lambda f: f.quantized_gradients and f.zero_stage < 3,
         ("ds:zero_optimization.zero_quantized_gradients", lambda f: True),
         "quantized gradient reduction is a part of ZeRO 3",
-        "zero_optimization.stage 3 (ds_configs/zeropp.json), or leave it out",
+        "zero_optimization.stage 3 (ds_configs/zeropp.json), or omit it",
         lambda f: replace(f, zero_stage=3),
         Facts(zero_stage=2, quantized_gradients=True),
     ),
@@ -222,7 +222,7 @@ _COMMUNICATION_RULES = (
         ("ds:communication_data_type", lambda f: f.communication_dtype),
         "gradients beyond float16's range would be lost: only precision.dtype = float16 scales "
         "them",
-        '"fp32", or leave it out',
+        '"fp32", or omit it',
         lambda f: replace(f, communication_dtype="fp32"),
         Facts(zero_stage=1, communication_dtype="fp16"),
     ),
@@ -230,8 +230,8 @@ _COMMUNICATION_RULES = (
         "another communication dtype with sequence parallelism",
         lambda f: f.communication_dtype not in (None, "fp32") and f.sequence_size > 1,
         ("ds:communication_data_type", lambda f: f.communication_dtype),
-        "DeepSpeed ignores it between ranks that share samples, and adds up in float32",
-        '"fp32", or leave it out',
+        "DeepSpeed ignores it between ranks that share samples, and sums in float32",
+        '"fp32", or omit it',
         lambda f: replace(f, communication_dtype="fp32"),
         Facts(zero_stage=1, world_size=2, sequence_size=2, communication_dtype="bf16"),
     ),
@@ -240,7 +240,7 @@ _COMMUNICATION_RULES = (
         lambda f: not f.compute_grad_norm,
         ("ds:zero_optimization.compute_grad_norm", lambda f: f.compute_grad_norm),
         "the run clips by the gradient norm and logs it",
-        "leave it out",
+        "omit it",
         lambda f: replace(f, compute_grad_norm=True),
         Facts(zero_stage=1, compute_grad_norm=False),
     ),

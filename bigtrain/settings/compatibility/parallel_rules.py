@@ -1,6 +1,6 @@
-"""Rules about parallel degrees: among themselves, with the engine, and with the model.
+"""Rules about parallel degrees, including expert parallelism.
 
-Rules about expert parallelism: with other degrees, with the engine, and with the model.
+They relate the degrees to each other, to the engine and to the model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _STAGE = "ds:zero_optimization.stage"
 _MOST_RANKS = 1024
 
 PARALLEL_RULES: tuple[Rule, ...] = (
-    rule(  # utils/groups.py, _create_zero_param_parallel_group: neighbours of the whole world
+    rule(  # utils/groups.py, _create_zero_param_parallel_group: neighbours in the full world
         "secondary partition with tensor parallelism",
         lambda f: f.tensor_size > 1 and f.partition_size > 1,
         ("ds:zero_optimization.zero_hpz_partition_size", lambda f: f.partition_size),
@@ -30,7 +30,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         ("ds:zero_optimization.zero_quantized_gradients", lambda f: True),
         "DeepSpeed reduces them over neighbouring ranks, which hold different shards with "
         "parallel.tensor above 1",
-        "leave it out, or parallel.tensor=1",
+        "omit it, or parallel.tensor=1",
         lambda f: replace(f, quantized_gradients=False),
         Facts(zero_stage=3, tensor_size=2, world_size=4, quantized_gradients=True),
     ),
@@ -46,7 +46,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         lambda f: replace(f, sequence_size=largest_divisor(f.sequence_length, f.sequence_size)),
         Facts(world_size=3, sequence_size=3, sequence_length=16),
     ),
-    rule(  # runtime/pipe/engine.py:76, which says so only after the whole model is built
+    rule(  # runtime/pipe/engine.py:76, which raises only after the full model is built
         "ZeRO 2 and 3 with pipeline",
         lambda f: f.pipeline_size > 1 and f.zero_stage >= 2,
         (_STAGE, lambda f: f.zero_stage),
@@ -60,7 +60,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "sequence parallelism with pipeline",
         lambda f: f.pipeline_size > 1 and f.sequence_size > 1,
         ("parallel.sequence", lambda f: f.sequence_size),
-        "pipeline stages exchange whole samples",
+        "pipeline stages exchange full samples",
         "parallel.sequence=1, or parallel.pipeline=1",
         lambda f: replace(f, sequence_size=1),
         Facts(world_size=4, zero_stage=1, pipeline_size=2, sequence_size=2),
@@ -69,8 +69,8 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "16-bit pipeline with ZeRO 0",
         lambda f: f.pipeline_size > 1 and f.zero_stage == 0 and f.dtype != "float32",
         (_STAGE, lambda f: f.zero_stage),
-        "DeepSpeed's ZeRO 0 adds up the micro-batches of a pipeline in 16 bits and takes the norm "
-        "of that (3% off where tried), in float16 of the first stage alone; ZeRO 1 does it in "
+        "DeepSpeed's ZeRO 0 sums the micro-batches of a pipeline in 16 bits and takes the norm of "
+        "that sum (off by 3% when measured), in float16 of the first stage only; ZeRO 1 does it in "
         "float32 and takes no more memory",
         "ds_configs/pipeline_zero1.json",
         lambda f: replace(f, zero_stage=1),
@@ -89,10 +89,10 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "pipeline block with settings",
         lambda f: bool(f.pipeline_settings),
         ("ds:pipeline", lambda f: ", ".join(f.pipeline_settings)),
-        "bigtrain divides the model itself, recomputes as model.gradient_checkpointing says, and "
-        "stages exchange whole tensors; the block may only hold pipe_partitioned and "
+        "bigtrain splits the model itself, recomputes as model.gradient_checkpointing sets, and "
+        "stages exchange full tensors; the block may only contain pipe_partitioned and "
         "grad_partitioned, both false",
-        "leave these keys out",
+        "omit these keys",
         lambda f: replace(f, pipeline_settings=()),
         Facts(
             world_size=2,
@@ -107,7 +107,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         lambda f: f.pipeline_block and f.pipeline_size == 1,
         ("ds:pipeline", lambda f: None),
         "the block does nothing: the run has parallel.pipeline = 1",
-        "ds_configs/zero1.json, or leave the block out",
+        "ds_configs/zero1.json, or omit the block",
         lambda f: replace(f, pipeline_block=False, pipeline_settings=()),
         Facts(pipeline_block=True),
     ),
@@ -116,7 +116,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         lambda f: f.pipeline_size > 1 and f.flops_profiler,
         ("ds:flops_profiler.enabled", lambda f: True),
         "DeepSpeed's pipeline engine never prints the profile",
-        "leave the block out; metrics.jsonl has model FLOPs utilization",
+        "omit the block; metrics.jsonl has model FLOPs utilization",
         lambda f: replace(f, flops_profiler=False),
         Facts(world_size=2, pipeline_size=2, zero_stage=1, flops_profiler=True),
     ),
@@ -124,14 +124,15 @@ PARALLEL_RULES: tuple[Rule, ...] = (
 
 
 def _divides_heads(size: int, heads: int, key_heads: int | None) -> bool:
-    """Whether each of `size` ranks gets whole heads; several may share a key-value head."""
+    """Return whether each of `size` ranks gets complete heads; several may share a key-value
+    head."""
     shared = key_heads is None or key_heads % size == 0 or size % key_heads == 0
     return heads % size == 0 and shared
 
 
 def _nearest_degrees(f: Facts) -> list[int]:
-    """The next tensor-parallel sizes below and above that divide the heads, and also the world size
-    where the current one divides it."""
+    """Return the next tensor-parallel sizes below and above that divide the heads, and also the
+    world size where the current one divides it."""
     assert f.cut_heads is not None
     legal = [n for n in range(1, _MOST_RANKS) if _divides_heads(n, f.cut_heads, f.cut_key_heads)]
     if f.world_size % f.tensor_size == 0:
@@ -159,7 +160,7 @@ MODEL_RULES: tuple[Rule, ...] = (
         lambda f: (
             f"does not divide the model's num_attention_heads = {f.cut_heads}"
             + ("" if f.cut_key_heads is None else f" and num_key_value_heads = {f.cut_key_heads}")
-            + " into whole heads"
+            + " into complete heads"
         ),
         lambda f: f"nearest: {' or '.join(map(str, _nearest_degrees(f)))}",
         lambda f: replace(f, tensor_size=_nearest_degrees(f)[0]),
@@ -210,7 +211,8 @@ _NO_EXPERT = "parallel.expert=1"
 
 
 def _num_replicas(f: Facts) -> int:
-    """Ranks of data x sequence; 0 where the degrees do not divide the world, which is refused."""
+    """Return the number of ranks of data x sequence; 0 where the degrees do not divide the world,
+    which is refused."""
     inner = f.tensor_size * f.pipeline_size * f.sequence_size
     return 0 if f.world_size % inner else f.world_size // inner * f.sequence_size
 
@@ -232,17 +234,17 @@ EXPERT_RULES: tuple[Rule, ...] = (
         lambda f: replace(f, expert_size=_fitting(_num_replicas(f), f)),
         Facts(world_size=6, zero_stage=1, expert_size=4),
     ),
-    rule(  # fp16/unfused_optimizer.py:211 leaves the gradients of experts out of the norm
+    rule(  # fp16/unfused_optimizer.py:211 omits the gradients of experts from the norm
         "16-bit experts with ZeRO 0",
         lambda f: f.expert_size > 1 and f.zero_stage == 0 and f.dtype != "float32",
         ("ds:zero_optimization.stage", lambda f: f.zero_stage),
-        "DeepSpeed's ZeRO 0 in 16 bit leaves experts out of the gradient norm; ZeRO 1 counts them, "
+        "DeepSpeed's ZeRO 0 in 16 bit omits experts from the gradient norm; ZeRO 1 counts them, "
         "and takes less memory",
         "ds_configs/zero1.json, or parallel.expert=1",
         lambda f: replace(f, zero_stage=1),
         Facts(world_size=2, expert_size=2),
     ),
-    rule(  # runtime/engine.py:2229: their groups know nothing of experts
+    rule(  # runtime/engine.py:2229: their groups ignore experts
         "secondary partition with experts",
         lambda f: f.expert_size > 1 and f.partition_size > 1,
         ("ds:zero_optimization.zero_hpz_partition_size", lambda f: f.partition_size),
@@ -256,7 +258,7 @@ EXPERT_RULES: tuple[Rule, ...] = (
         lambda f: f.expert_size > 1 and f.quantized_gradients,
         ("ds:zero_optimization.zero_quantized_gradients", lambda f: True),
         "DeepSpeed reduces them over neighbouring ranks, which hold different experts",
-        "leave it out, or parallel.expert=1",
+        "omit it, or parallel.expert=1",
         lambda f: replace(f, quantized_gradients=False),
         Facts(zero_stage=3, world_size=4, expert_size=2, quantized_gradients=True),
     ),
@@ -264,8 +266,8 @@ EXPERT_RULES: tuple[Rule, ...] = (
         "quantized weights with experts",
         lambda f: f.expert_size > 1 and f.quantized_weights,
         ("ds:zero_optimization.zero_quantized_weights", lambda f: True),
-        "gathers of quantized experts have not been compared with anything",
-        "leave it out, or parallel.expert=1",
+        "gathers of quantized experts have not been tested",
+        "omit it, or parallel.expert=1",
         lambda f: replace(f, quantized_weights=False),
         Facts(zero_stage=3, world_size=2, expert_size=2, quantized_weights=True),
     ),
@@ -277,9 +279,9 @@ EXPERT_RULES: tuple[Rule, ...] = (
             and not (f.reduce_scatter and f.contiguous_gradients)
         ),
         (_EXPERT, lambda f: f.expert_size),
-        "DeepSpeed's ZeRO 1 and 2 reduce experts with zero_optimization.reduce_scatter and "
-        "contiguous_gradients alone",
-        "leave both keys out, or parallel.expert=1",
+        "DeepSpeed's ZeRO 1 and 2 reduce experts only with zero_optimization.reduce_scatter and "
+        "contiguous_gradients",
+        "omit both keys, or parallel.expert=1",
         lambda f: replace(f, reduce_scatter=True, contiguous_gradients=True),
         Facts(zero_stage=2, world_size=2, expert_size=2, contiguous_gradients=False),
     ),
@@ -287,9 +289,9 @@ EXPERT_RULES: tuple[Rule, ...] = (
         "prescaled gradients with experts",
         lambda f: f.expert_size > 1 and f.prescale_gradients,
         (_EXPERT, lambda f: f.expert_size),
-        "prescale_gradients counts the ranks that share an expert instead of those that its tokens "
-        "come from",
-        "leave it out, or parallel.expert=1",
+        "prescale_gradients counts the ranks that share an expert instead of those that send it "
+        "tokens",
+        "omit it, or parallel.expert=1",
         lambda f: replace(f, prescale_gradients=False),
         Facts(world_size=2, dtype="float32", expert_size=2, prescale_gradients=True),
     ),
@@ -297,7 +299,7 @@ EXPERT_RULES: tuple[Rule, ...] = (
         "experts on NVMe",
         lambda f: f.expert_size > 1 and f.offload_param == "nvme",
         (_EXPERT, lambda f: f.expert_size),
-        "swapping of experts to NVMe has not been compared with anything",
+        "swapping of experts to NVMe has not been tested",
         "offload to the CPU, or parallel.expert=1",
         lambda f: replace(f, expert_size=1),
         Facts(
@@ -312,8 +314,8 @@ EXPERT_RULES: tuple[Rule, ...] = (
         "experts with SuperOffload",
         lambda f: f.expert_size > 1 and f.super_offload,
         ("ds:zero_optimization.offload_optimizer.super_offload", lambda f: True),
-        "it has an optimizer of its own, which knows one group of replicas",
-        "leave it out, or parallel.expert=1",
+        "its own optimizer supports only one group of replicas",
+        "omit it, or parallel.expert=1",
         lambda f: replace(f, super_offload=False),
         Facts(
             zero_stage=3,
@@ -340,7 +342,7 @@ EXPERT_MODEL_RULES: tuple[Rule, ...] = (
 
 
 def _nearest_divisors(f: Facts) -> str:
-    """The next expert-parallel sizes below and above that divide the experts."""
+    """Return the next expert-parallel sizes below and above that divide the experts."""
     assert f.num_experts is not None
     divisors = [n for n in range(1, f.num_experts + 1) if f.num_experts % n == 0]
     below = [n for n in divisors if n < f.expert_size][-1:]

@@ -1,4 +1,4 @@
-"""Rules about what makes a step faster or smaller: attention kernels, fused losses, compilation."""
+"""Rules about options that save time or memory: attention kernels, fused losses, compilation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _KERNELS = "model.kernels"
 
 
 def may_compile(facts: Facts) -> bool:
-    """Whether the decoder layers only compute: no gathers, collectives or copies inside them."""
+    """Return whether the decoder layers only compute: no gathers, collectives or copies inside
+    them."""
     return (
         facts.zero_stage < 3
         and facts.tensor_size == facts.sequence_size == facts.expert_size == 1
@@ -32,7 +33,7 @@ SPEED_RULES = (
         Facts(attention="flex_attention", device="cpu"),
     ),
     rule(  # later stages would need the document lengths, and parts of samples have other lengths
-        "flash attention with documents in parts",
+        "flash attention with split documents",
         lambda f: (
             f.attention.startswith("flash")
             and f.isolates
@@ -57,7 +58,7 @@ SPEED_RULES = (
         "Liger's loss with tensor parallelism",
         lambda f: f.loss == "liger" and f.tensor_size > 1,
         (_LOSS, lambda f: f.loss),
-        "its kernel needs the whole LM head, of which every rank has a part",
+        "its kernel needs the full LM head, of which every rank has a shard",
         "model.loss=chunked, or parallel.tensor=1",
         lambda f: replace(f, loss="chunked"),
         Facts(loss="liger", tensor_size=2),
@@ -75,7 +76,7 @@ SPEED_RULES = (
         "Liger's kernels in parts of a model",
         lambda f: f.kernels == "liger" and max(f.tensor_size, f.pipeline_size, f.expert_size) > 1,
         (_KERNELS, lambda f: f.kernels),
-        "Liger patches all layers of a model, each of them whole",
+        "Liger patches all layers of a model, and only unsharded ones",
         "model.kernels=none, or parallel.tensor = parallel.pipeline = parallel.expert = 1",
         lambda f: replace(f, kernels="none"),
         Facts(kernels="liger", zero_stage=1, pipeline_size=2),
@@ -84,7 +85,7 @@ SPEED_RULES = (
         "offloaded activations on CPU",
         lambda f: f.activation_offload and f.device == "cpu",
         ("model.activation_offload", lambda f: f.activation_offload),
-        "activations lie in host memory already",
+        "activations are in host memory already",
         "model.activation_offload=false",
         lambda f: replace(f, activation_offload=False),
         Facts(activation_offload=True, device="cpu"),
@@ -94,7 +95,7 @@ SPEED_RULES = (
         lambda f: f.compiles == "on" and not may_compile(f),
         ("model.compile", lambda f: f.compiles),
         "ZeRO 3, parallel.tensor, parallel.sequence, parallel.expert, moe.bias_update_rate and "
-        "model.activation_offload act inside the layers, where graphs would break",
+        "model.activation_offload run inside the layers and would break their graphs",
         "model.compile=off, or ZeRO 2 at most without them",
         lambda f: replace(f, compiles="off"),
         Facts(zero_stage=3, compiles="on"),
