@@ -1,4 +1,4 @@
-"""The section on adapters: what is trained instead of the model's own weights."""
+"""Section on adapters, which are trained instead of the model's own weights."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _ELSEWHERE = {
     "double_quant": "double_quantization",
     "bnb_4bit_compute_dtype": "compute_dtype",
 }
-"""Keys of other trainers that a user may try, and what they are here."""
+"""Keys of other trainers that a user may write, and their names here."""
 
 
 class AdaptersSection(Section):
-    """LoRA (Hu et al. 2021, arXiv 2106.09685) as peft has it: beside each chosen linear layer a
-    product of two low-rank matrices is trained, and the model's own weights (model.path) stay
+    """LoRA (Hu et al. 2021, arXiv 2106.09685) as in peft: a product of two low-rank matrices is
+    added to each chosen linear layer and trained; the model's own weights (model.path) stay
     frozen."""
 
     type: Literal["lora"] = "lora"
@@ -64,7 +64,7 @@ class AdaptersSection(Section):
     )
     modules_to_save: tuple[str, ...] = Field(
         default=(),
-        description="modules of which a full copy is trained beside the adapters and saved with "
+        description="modules of which a full copy is trained with the adapters and saved with "
         "them (peft's modules_to_save): shell patterns as in targets, such as [lm_head] or [norm]",
     )
 
@@ -79,13 +79,13 @@ class AdaptersSection(Section):
     )
     compute_dtype: Literal["float32", "bfloat16"] | None = Field(
         default=None,
-        description="of quantization: what the weights are turned into for each product, and what "
-        "that is computed in; absent: precision.dtype",
+        description="of quantization: the dtype to which weights are dequantized and in which "
+        "products are computed; absent: precision.dtype",
     )
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the base is kept in 4 bits."""
+        """True if the base is kept in 4 bits."""
         return self.quantization != "none"
 
     @property
@@ -113,7 +113,7 @@ class AdaptersSection(Section):
         if "load_in_8bit" in values:
             raise ValueError(
                 "adapters.load_in_8bit: a base in 8 bits (LLM.int8) is not implemented -> "
-                "quantization: nf4, or leave it out"
+                "quantization: nf4, or omit it"
             )
         if asked := _ELSEWHERE.keys() & values.keys():
             raise ValueError(
@@ -124,7 +124,7 @@ class AdaptersSection(Section):
     @model_validator(mode="after")
     def _has_targets(self) -> Self:
         if not self.targets and not self.target_parameters:
-            raise ValueError("adapters.targets names no layer -> all-linear, or leave adapters out")
+            raise ValueError("adapters.targets names no layer -> all-linear, or omit adapters")
         if self.target_parameters and (self.dora or self.dropout):
             name, off = ("dora", "false") if self.dora else ("dropout", "0")
             raise ValueError(
@@ -143,7 +143,7 @@ class AdaptersSection(Section):
         if not self.is_quantized and (self.compute_dtype or not self.double_quantization):
             name = "compute_dtype" if self.compute_dtype else "double_quantization"
             raise ValueError(
-                f"adapters.{name} has no meaning without adapters.quantization -> leave it out, or "
+                f"adapters.{name} has no meaning without adapters.quantization -> omit it, or "
                 "adapters.quantization=nf4"
             )
         return self

@@ -1,4 +1,4 @@
-"""What every section of the run YAML has in common."""
+"""Base class and checks of every section of the run YAML."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_not_one(cls, value: Any, info: ValidationInfo) -> Any:
-        # pydantic takes true for 1 and 1, "yes" and "on" for true.
+        # pydantic converts true to 1, and 1, "yes" and "on" to true.
         annotation = cls.model_fields[str(info.field_name)].annotation
         if annotation is bool:
             if not isinstance(value, bool):
@@ -39,9 +39,9 @@ def _takes_numbers(annotation: Any) -> bool:
 
 
 def refuse_secrets(address: str) -> None:
-    """Raises ValueError for an address with a password or a signature: settings are recorded."""
+    """Raise ValueError for an address with a password or a signature: settings are recorded."""
     if is_address(address) and without_secrets(address) != address:
         raise ValueError(
-            "holds a password or a signature, and settings are recorded and logged -> give "
+            "contains a password or a signature, and settings are recorded and logged -> pass "
             "credentials by the environment (AWS_ACCESS_KEY_ID, ~/.netrc, ...)"
         )

@@ -1,7 +1,4 @@
-"""Sections on the data: which shards, how documents become samples, how many to a step.
-
-The section on the tokenizer: tokens that were added to one before the data was tokenized.
-"""
+"""Sections on the data: shards, packing of documents into samples, batch size, added tokens."""
 
 from __future__ import annotations
 
@@ -29,13 +26,13 @@ class SourceSection(Section):
     )
     epochs: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="instead of weights: how often this source is read while every other one is "
-        "read as often as its own epochs say; the share is epochs times its number of samples",
+        description="instead of weights: times this source is read while every other one is "
+        "read as often as its own epochs set; the share is epochs times its number of samples",
     )
 
 
 class DataSection(Section):
-    """Which token shards, and how samples are cut from them."""
+    """Token shards, and how documents are packed into samples."""
 
     path: str | None = Field(
         default=None, description="directory written by `bigtrain tokenize`: the only dataset"
@@ -48,7 +45,7 @@ class DataSection(Section):
     tokenizer: str | None = Field(
         default=None,
         description="tokenizer the shards must have been made with (directory or hub name); "
-        "default: the one stored beside the shards",
+        "default: the one stored with the shards",
     )
     allow_other_tokenizer: bool = Field(
         default=False,
@@ -69,14 +66,14 @@ class DataSection(Section):
     )
     packing: Literal["concatenate", "best_fit"] = Field(
         default="concatenate",
-        description="how documents become samples; concatenate: one after another, cut where a "
-        "sample is full; best_fit: whole, several in a sample that has room for them "
+        description="how documents become samples; concatenate: one after another, split where a "
+        "sample is full; best_fit: undivided, several in a sample that has room for them "
         "(best-fit-decreasing), padded at the end, and always isolated",
     )
     long_documents: Literal["cut", "truncate"] = Field(
         default="cut",
-        description="best_fit, for documents longer than a sample; cut: into several samples, the "
-        "later ones without the context before; truncate: one sample, the rest is dropped",
+        description="best_fit, for documents longer than a sample; cut: several samples, "
+        "the later ones without the context before; truncate: one sample, the rest is dropped",
     )
     chunk_length: PositiveInt | None = Field(
         default=None,
@@ -106,7 +103,7 @@ class DataSection(Section):
         if kinds and kinds not in ({(True, False)}, {(False, True)}):
             raise ValueError(
                 "data.sources: every source must have a weight, or every one epochs, and none both "
-                "-> write weight: 1 (or epochs: 1) in each, and leave the other out"
+                "-> write weight: 1 (or epochs: 1) in each, and omit the other"
             )
         paths = [os.path.normpath(source.path) for source in self.sources]
         for second, path in enumerate(paths):
@@ -125,13 +122,13 @@ class DataSection(Section):
         if self.packing == "best_fit" and self.chunk_length is not None:
             raise ValueError(
                 f"data.chunk_length = {self.chunk_length}: packed documents (data.packing = "
-                "'best_fit') are packed anew for another sequence length; leave it out"
+                "'best_fit') are packed again for another sequence length; omit it"
             )
         return self
 
     @property
     def isolates(self) -> bool:
-        """Whether documents that share a sample are kept apart."""
+        """True if documents that share a sample are kept apart."""
         return self.packing == "best_fit" or self.document_boundaries == "isolate"
 
     @property
@@ -151,7 +148,7 @@ class DataSection(Section):
         )
 
     def key_of(self, source_index: int) -> str:
-        """The configuration key that names the path of a source."""
+        """Return the configuration key that names the path of a source."""
         return "data.path" if self.path is not None else f"data.sources.{source_index}.path"
 
 
@@ -215,10 +212,10 @@ class TokenizerSection(Section):
     add_special_tokens: tuple[str, ...] = Field(
         default=(),
         description="texts that become control tokens, such as <|im_start|>: the text of documents "
-        "never becomes them, and decoding can leave them out; their ids come first",
+        "never becomes them, and decoding can skip them; their ids come first",
     )
     add_tokens: tuple[str, ...] = Field(
-        default=(), description="texts that become one token each, wherever they stand"
+        default=(), description="texts that become one token each, wherever they occur"
     )
 
     @property
@@ -227,7 +224,7 @@ class TokenizerSection(Section):
         return (*self.add_special_tokens, *self.add_tokens)
 
     def key_of(self, text: str) -> str:
-        """The setting that names an added text."""
+        """Return the setting that names an added text."""
         name = "add_special_tokens" if text in self.add_special_tokens else "add_tokens"
         return f"tokenizer.{name}"
 
@@ -243,14 +240,14 @@ class TokenizerSection(Section):
         if not self.added:
             raise ValueError(
                 "tokenizer adds no tokens -> name them in tokenizer.add_special_tokens or "
-                "tokenizer.add_tokens; or leave tokenizer out (data.tokenizer names one that the "
+                "tokenizer.add_tokens; or omit tokenizer (data.tokenizer names one that the "
                 "data must have been tokenized with)"
             )
         for number, text in enumerate(self.added):
             if not text.strip():
                 raise ValueError(
-                    f"{self.key_of(text)}: {text!r} must have other characters than space -> "
-                    "leave it out"
+                    f"{self.key_of(text)}: {text!r} must have characters other than spaces -> "
+                    "omit it"
                 )
             if text in self.added[:number]:
                 raise ValueError(f"{self.key_of(text)}: {text} is to be added twice -> once")

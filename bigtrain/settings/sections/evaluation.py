@@ -1,4 +1,4 @@
-"""The section on evaluation: what is measured while a run trains, and what follows from it."""
+"""Section on evaluation: measurements during training, the best checkpoint, early stopping."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from bigtrain.settings.sections.base import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 
 TASKS = "tasks"
-"""How the names of metrics of lm-eval's tasks begin: ``tasks/TASK/METRIC``."""
+"""Prefix of the names of metrics of lm-eval's tasks: ``tasks/TASK/METRIC``."""
 _HELD_OUT = re.compile(r"held_out_(loss|perplexity|bits_per_byte)(/.+)?")
 _OF_TASKS = re.compile(rf"{TASKS}/[^/]+/.+")
 
@@ -18,7 +18,7 @@ _OF_TASKS = re.compile(rf"{TASKS}/[^/]+/.+")
 class HeldOutSetSection(Section):
     """One more set to measure the loss on."""
 
-    name: str = Field(min_length=1, description="name of its figures")
+    name: str = Field(min_length=1, description="name of its metrics")
     path: str = Field(
         description="directory written by `bigtrain tokenize`, with the tokenizer of the training "
         "data: its held-out documents or, where it has none, all of them"
@@ -26,12 +26,12 @@ class HeldOutSetSection(Section):
 
 
 class BestSection(Section):
-    """By which metric evaluations are compared."""
+    """Metric by which evaluations are compared."""
 
     metric: str = Field(
         default="held_out_loss",
-        description="held_out_loss, held_out_perplexity or held_out_bits_per_byte, of one set "
-        "alone with /NAME after it; or tasks/TASK/METRIC, such as tasks/arc_easy/acc",
+        description="held_out_loss, held_out_perplexity or held_out_bits_per_byte, with /NAME "
+        "appended of that set only; or tasks/TASK/METRIC, such as tasks/arc_easy/acc",
     )
     mode: Literal["min", "max"] = Field(
         default="min", description="whether lower (min) or higher (max) is better"
@@ -39,24 +39,24 @@ class BestSection(Section):
 
     @property
     def is_of_tasks(self) -> bool:
-        """Whether the metric is one of lm-eval's."""
+        """True if the metric is one of lm-eval's."""
         return self.metric.startswith(f"{TASKS}/")
 
     @property
     def set_name(self) -> str | None:
-        """The set that a held-out metric is of; None: of all."""
-        found = _HELD_OUT.fullmatch(self.metric)
-        return found[2].removeprefix("/") if found and found[2] else None
+        """Set that a held-out metric is measured on; None: all."""
+        match = _HELD_OUT.fullmatch(self.metric)
+        return match[2].removeprefix("/") if match and match[2] else None
 
     def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
-        """Whether `value` is better than another one by more than `by`."""
+        """Return whether `value` is better than another one by more than `by`."""
         return value < than - by if self.mode == "min" else value > than + by
 
     @model_validator(mode="after")
     def _metric_is_known(self) -> Self:
         if not (_HELD_OUT.fullmatch(self.metric) or _OF_TASKS.fullmatch(self.metric)):
             raise ValueError(
-                f"evaluation.best.metric = {self.metric!r} is none that a run measures -> "
+                f"evaluation.best.metric = {self.metric!r} is not measured by a run -> "
                 "held_out_loss, held_out_perplexity or held_out_bits_per_byte (of one set: "
                 "held_out_loss/NAME), or tasks/TASK/METRIC"
             )
@@ -68,7 +68,7 @@ class BestSection(Section):
 
 
 class EarlyStoppingSection(Section):
-    """When a run ends before train.steps: it is saved, exported and complete then."""
+    """End of a run before train.steps; the run is then saved, exported and complete."""
 
     patience: PositiveInt = Field(
         description="evaluations in a row without a better evaluation.best.metric after which the "
@@ -82,7 +82,7 @@ class EarlyStoppingSection(Section):
 
 
 class EvaluationSection(Section):
-    """What is measured while the run trains: loss on held-out documents, samples, tasks."""
+    """Measurements while the run trains: loss on held-out documents, samples, tasks."""
 
     every_steps: PositiveInt | None = Field(
         default=None,
@@ -94,7 +94,7 @@ class EvaluationSection(Section):
         description="held-out samples per evaluation, always the same ones; of each source",
     )
     held_out: tuple[HeldOutSetSection, ...] = Field(
-        default=(), description="sets to measure besides the held-out documents of the data"
+        default=(), description="sets to measure in addition to the held-out documents of the data"
     )
     prompts: tuple[str, ...] = Field(
         default=(),
@@ -135,7 +135,7 @@ class EvaluationSection(Section):
 
     @property
     def best_every_key(self) -> str:
-        """The setting that decides it."""
+        """Setting that decides `best_every_steps`."""
         name = "tasks_every_steps" if self.best.is_of_tasks else "every_steps"
         return f"evaluation.{name}"
 
@@ -149,7 +149,7 @@ class EvaluationSection(Section):
         if given and not self.tasks:
             raise ValueError(
                 f"evaluation.tasks_{given[0]} has no meaning without evaluation.tasks -> name "
-                "tasks, such as evaluation.tasks=[arc_easy], or leave it out"
+                "tasks, such as evaluation.tasks=[arc_easy], or omit it"
             )
         if self.best.is_of_tasks and not self.tasks:
             raise ValueError(
@@ -164,8 +164,8 @@ class EvaluationSection(Section):
     def _stops_by_what_is_measured(self) -> Self:
         if self.early_stopping is not None and self.best_every_steps is None:
             raise ValueError(
-                f"evaluation.early_stopping looks at {self.best.metric}, which is measured only at "
-                f"the end -> set {self.best_every_key}"
+                f"evaluation.early_stopping depends on {self.best.metric}, which is measured only "
+                f"at the end -> set {self.best_every_key}"
             )
         names = [one.name for one in self.held_out]
         if len(set(names)) != len(names):

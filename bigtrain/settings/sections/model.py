@@ -1,4 +1,4 @@
-"""Sections on the model: which one, how its layers run, in which dtypes."""
+"""Sections on the model: its source, how its layers run, and its dtypes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bigtrain.settings.sections.base import (
 
 
 class VocabularySection(Section):
-    """How the vocabulary of trained weights grows to that of the data's tokenizer. It never
+    """Growth of the vocabulary of trained weights to that of the data's tokenizer. It never
     shrinks."""
 
     new_rows: Literal["mean_covariance", "mean", "normal"] = Field(
@@ -31,14 +31,14 @@ class VocabularySection(Section):
     )
 
     def size(self, before: int, tokens: int) -> int:
-        """Rows of a vocabulary that has `before` and must hold `tokens`."""
+        """Return the number of rows of a vocabulary that has `before` and must hold `tokens`."""
         wanted = max(before, tokens)
         multiple = self.pad_to_multiple_of or 1
         return -(-wanted // multiple) * multiple
 
 
 class ModelSection(Section):
-    """Which Hugging Face causal LM, and how its layers run."""
+    """Hugging Face causal LM, and how its layers run."""
 
     path: str | None = Field(
         default=None,
@@ -75,7 +75,7 @@ class ModelSection(Section):
     frozen: tuple[str, ...] = Field(
         default=(),
         description="parameters that are not trained: shell patterns of their names, such as "
-        "model.embed_tokens.*; exported as the files of path hold them",
+        "model.embed_tokens.*; exported as stored in the files of path",
     )
 
     loss: Literal["auto", "plain", "chunked", "liger"] = Field(
@@ -133,7 +133,7 @@ class ModelSection(Section):
         if self.vocabulary is not None and self.path is None:
             raise ValueError(
                 "model.vocabulary gives trained weights (model.path) more rows, and model.config "
-                "has none -> leave it out, and set vocab_size in model.config (or overrides)"
+                "has none -> omit it, and set vocab_size in model.config (or overrides)"
             )
         if isinstance(self.config, dict) and "model_type" not in self.config:
             raise ValueError("model.config must name a model_type, for example model_type: llama")

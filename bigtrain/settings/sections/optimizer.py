@@ -1,10 +1,8 @@
-"""The section on the optimizer.
+"""Section on the optimizer, and the table of optimizers. Pure.
 
-The table of optimizers: what settings, planner and engine know of each. Pure.
-
-A row, and the module with the update rule that it names, are an optimizer: values of
-``optimizer.type``, refusals of settings that it does not read, names and bytes of its states and
-the planner's memory are all read here.
+A row of the table and the module with its update rule define an optimizer: settings, engine and
+planner read from it the values of ``optimizer.type``, the settings that it does not read, and the
+names and bytes of its states.
 """
 
 from __future__ import annotations
@@ -20,11 +18,11 @@ from bigtrain.settings.sections.base import PositiveInt, Section
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """What there is to know of an optimizer without torch.
+    """Facts about an optimizer, without torch.
 
     module: has its `RULE`, an `UpdateRule`. states: those shaped like the parameter, by the names
     that checkpoints give them; each is in ``optimizer.state_dtype``. beside: the optimizer of all
-    parameters that are not matrices of hidden layers, where this one is for those alone. settings:
+    parameters that are not matrices of hidden layers, if this one updates only those. settings:
     the field of the section that only this one reads. defaults: of the section's other fields,
     where it has other ones. unread: fields that it does not read, with the reason.
     """
@@ -37,8 +35,8 @@ class OptimizerFacts:
     unread: Mapping[str, str] = field(default_factory=dict)
 
     def states_per_element(self, matrix_share: float) -> float:
-        """Elements of states per parameter; `matrix_share`: the share of parameters that are in
-        matrices of hidden layers."""
+        """Return the elements of states per parameter; `matrix_share`: the share of parameters that
+        are in matrices of hidden layers."""
         if self.beside is None:
             return len(self.states)
         rest = facts_of_optimizer(self.beside).states_per_element(0.0)
@@ -67,17 +65,17 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
         },
     ),
 }
-"""By ``optimizer.type``, in the order in which they are listed to a user."""
+"""Optimizers by ``optimizer.type``, in the order in which they are listed to a user."""
 
 
 def facts_of_optimizer(name: str) -> OptimizerFacts:
-    """The row of ``optimizer.type`` = `name`, which the settings have accepted."""
+    """Return the row of ``optimizer.type`` = `name`, which the settings have accepted."""
     return OPTIMIZERS[name]
 
 
 def known_optimizer(name: str) -> str:
-    """`name` if it is in the table. Raises ValueError in pydantic's words for a value that is none
-    of several."""
+    """Return `name` if it is in the table. Raise ValueError in pydantic's words for a value that
+    is none of several."""
     if name not in OPTIMIZERS:
         quoted = [repr(known) for known in OPTIMIZERS]
         expected = f"{', '.join(quoted[:-1])} or {quoted[-1]}"
@@ -91,7 +89,7 @@ Decay = Annotated[float, Field(ge=0)]
 
 
 class SplitSection(Section):
-    """How a fused projection is split into its matrices for Muon."""
+    """Split of a fused projection into its matrices for Muon."""
 
     parts: tuple[PositiveInt, ...] | PositiveInt = Field(
         description="output features of each matrix, in their order; or the number of equally "
@@ -105,7 +103,7 @@ class SplitSection(Section):
 
 
 class MuonSection(Section):
-    """Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/) as `torch.optim.Muon` has it,
+    """Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/) as in `torch.optim.Muon`,
     for the matrices of hidden layers."""
 
     lr: Rate | None = Field(
@@ -142,8 +140,8 @@ class MuonSection(Section):
 
 
 class AdafactorSection(Section):
-    """Adafactor's (Shazeer and Stern 2018, arXiv 1804.04235) parameters besides learning rate and
-    decay, as in `torch.optim.Adafactor`."""
+    """Adafactor's (Shazeer and Stern 2018, arXiv 1804.04235) parameters other than learning rate
+    and decay, as in `torch.optim.Adafactor`."""
 
     beta2_decay: Annotated[float, Field(lt=0)] = Field(
         default=-0.8, description="the second moment's decay at step t is 1 - t ** beta2_decay"
@@ -170,9 +168,9 @@ class OptimizerSection(Section):
     lr: Rate = Field(description="peak learning rate")
     betas: tuple[Beta, Beta] = Field(
         default=(0.9, 0.95),
-        description="of adamw, also beside muon; of lion, whose default is [0.9, 0.99]",
+        description="of adamw, also together with muon; of lion, whose default is [0.9, 0.99]",
     )
-    eps: Rate = Field(default=1e-8, description="of adamw, also beside muon")
+    eps: Rate = Field(default=1e-8, description="of adamw, also together with muon")
     weight_decay: Decay = Field(default=0.1, description="decoupled decay of the decay group")
     decay_embeddings: bool = Field(
         default=True,
@@ -185,14 +183,14 @@ class OptimizerSection(Section):
     state_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
         description="of moments and momentum; bfloat16 halves their size, with stochastic "
-        "rounding; adafactor, which has none, takes float32 alone",
+        "rounding; adafactor, which has none, supports only float32",
     )
     muon: MuonSection = MuonSection()
     adafactor: AdafactorSection = AdafactorSection()
 
     @property
     def facts(self) -> OptimizerFacts:
-        """What is known of the optimizer without torch."""
+        """Facts about the optimizer, without torch."""
         return facts_of_optimizer(self.type)
 
     @property
@@ -202,7 +200,7 @@ class OptimizerSection(Section):
 
     @property
     def is_own(self) -> bool:
-        """Whether bigtrain provides the optimizer; else DeepSpeed does, as its JSON says."""
+        """True if bigtrain provides the optimizer; else DeepSpeed does, as its JSON sets."""
         return self.type != "adamw" or self.state_dtype != "float32"
 
     @model_validator(mode="before")
@@ -220,7 +218,7 @@ class OptimizerSection(Section):
             if getattr(self, name) != type(getattr(self, name))():
                 raise ValueError(
                     f"optimizer.{name} is set, and optimizer.type = {self.type} does not read it "
-                    f"-> type: {kind}, or take it out"
+                    f"-> type: {kind}, or remove it"
                 )
         for name, reason in self.facts.unread.items():
             # By value: the configuration that a checkpoint holds has every field set.
@@ -229,6 +227,6 @@ class OptimizerSection(Section):
                 shown = list(value) if isinstance(value, tuple) else value
                 raise ValueError(
                     f"optimizer.{name} = {shown}: optimizer.type = {self.type} does not read it: "
-                    f"{reason} -> take it out, or type: adamw"
+                    f"{reason} -> remove it, or type: adamw"
                 )
         return self

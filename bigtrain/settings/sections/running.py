@@ -1,9 +1,5 @@
-"""Sections on the run itself: how it is divided, what it saves, measures and writes.
-
-Sections on how a run handles failures: hangs, slow ranks, bad steps.
-
-Sections on the optimization: how long, at which rate.
-"""
+"""Sections on the run itself: parallelism, output, failures (hangs, slow ranks, bad steps), length
+and learning rate."""
 
 from __future__ import annotations
 
@@ -32,8 +28,8 @@ class ParallelSection(Section):
     sequence: PositiveInt = Field(default=1, description="sequence-parallel (Ulysses) size")
     expert: PositiveInt = Field(
         default=1,
-        description="expert-parallel size: ranks, neighbours within data x sequence, among which "
-        "the experts of each layer are divided; no factor of the world size",
+        description="expert-parallel size: ranks, neighbours within data x sequence, which "
+        "share the experts of each layer; not a factor of the world size",
     )
 
     @property
@@ -43,14 +39,14 @@ class ParallelSection(Section):
 
 
 class CheckpointSection(Section):
-    """When checkpoints are written and which are kept."""
+    """Writing and retention of checkpoints."""
 
     every_steps: PositiveInt | None = Field(
         default=None, description="optimizer steps between saves; default: only at the end"
     )
     keep_last: PositiveInt = Field(default=2, description="newest complete checkpoints kept")
     keep_every_steps: PositiveInt | None = Field(
-        default=None, description="checkpoints of multiples of this many steps are kept for good"
+        default=None, description="checkpoints of multiples of this many steps are kept permanently"
     )
     keep_best: NonNegativeInt = Field(
         default=0, description="checkpoints kept because they are the best by evaluation.best"
@@ -82,7 +78,7 @@ class CheckpointSection(Section):
 
 
 class LoggingSection(Section):
-    """What is logged while training."""
+    """Log and trackers of the training."""
 
     every_steps: PositiveInt = Field(
         default=10,
@@ -95,13 +91,13 @@ class LoggingSection(Section):
     project: str = Field(default="bigtrain", description="project name given to the trackers")
     deepspeed: Literal["file", "shown"] = Field(
         default="file",
-        description="DeepSpeed's own log lines; file: in log.txt alone, but for its errors; shown: "
-        "on standard output, too",
+        description="DeepSpeed's own log lines; file: only in log.txt, except errors; shown: "
+        "also on standard output",
     )
 
 
 class ProfileSection(Section):
-    """Which optimizer steps are recorded by the torch profiler, to RUN/profile/."""
+    """Optimizer steps recorded by the torch profiler, to RUN/profile/."""
 
     steps: tuple[PositiveInt, PositiveInt] | None = Field(
         default=None, description="first and last optimizer step, counted from 1; default: none"
@@ -112,13 +108,13 @@ class ProfileSection(Section):
     def _steps_ascend(self) -> Self:
         if self.steps is not None and self.steps[0] > self.steps[1]:
             raise ValueError(
-                f"profile.steps = {list(self.steps)}: the first step comes after the last"
+                f"profile.steps = {list(self.steps)}: the first step is after the last"
             )
         return self
 
 
 class OutputSection(Section):
-    """Where the run writes."""
+    """Output directory of the run, its export and copies."""
 
     directory: str = Field(description="run directory; everything a run writes is below it")
     export: bool = Field(
@@ -127,8 +123,8 @@ class OutputSection(Section):
     copy_to: str | None = Field(
         default=None,
         description="address, such as s3://bucket/runs/mine, to which checkpoints and the export "
-        "are copied once they are written, while the run goes on; `bigtrain fetch` brings them "
-        "back",
+        "are copied once they are written, while the run continues; `bigtrain fetch` "
+        "downloads them",
     )
     copy_wait_seconds: NonNegativeInt = Field(
         default=600, description="how long the end of a run waits for copies that are under way"
@@ -162,7 +158,7 @@ class OutputSection(Section):
 
 
 class EngineSection(Section):
-    """Which DeepSpeed JSON says how the engine works."""
+    """DeepSpeed JSON that configures the engine."""
 
     deepspeed_config: str = Field(
         default="zero1",
@@ -192,7 +188,7 @@ COLLECTIVE_TIMEOUT_SECONDS = 1800.0
 
 
 class WatchdogSection(Section):
-    """When a run without progress is ended, and which ranks are reported as slow."""
+    """Limits after which a run without progress ends and slow ranks are reported."""
 
     timeout_seconds: Seconds | None = Field(
         default=600.0,
@@ -212,7 +208,7 @@ class WatchdogSection(Section):
     collective_timeout_seconds: Seconds = Field(
         default=COLLECTIVE_TIMEOUT_SECONDS,
         description="for one collective operation, after which it fails on the ranks that wait in "
-        "it; work that one rank does alone (exports, checks of data) is not waited for in a "
+        "it; work that only one rank does (exports, checks of data) is not waited for in a "
         "collective",
     )
     straggler_factor: Annotated[float, Field(gt=1)] = Field(
@@ -226,7 +222,7 @@ class WatchdogSection(Section):
 
 
 class GuardSection(Section):
-    """Which updates are skipped, and when a run is rolled back."""
+    """Rules for skipping updates and rolling a run back."""
 
     enabled: bool = Field(
         default=True,
@@ -254,9 +250,9 @@ class GuardSection(Section):
 
 
 class TrainSection(Section):
-    """How long to train."""
+    """Length of the training."""
 
-    steps: PositiveInt = Field(description="optimizer steps of the whole run")
+    steps: PositiveInt = Field(description="optimizer steps of the run")
 
 
 class ScheduleSection(Section):

@@ -192,7 +192,7 @@ def test_unknown_section_names_the_nearest(tmp_path: Path) -> None:
         (
             ["optimizer.type=adafactor", "optimizer.state_dtype=bfloat16"],
             "optimizer.state_dtype = bfloat16: optimizer.type = adafactor does not read it: "
-            "Adafactor's states are a number for each row and column, in float32 -> take it out",
+            "Adafactor's states are a number for each row and column, in float32 -> remove it",
         ),
         (
             ["optimizer.type=adafactor", "optimizer.betas=[0.8, 0.9]"],
@@ -474,7 +474,7 @@ def test_the_best_checkpoints_have_a_held_out_loss(
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (["evaluation.best.metric=loss"], "is none that a run measures -> held_out_loss"),
+        (["evaluation.best.metric=loss"], "is not measured by a run -> held_out_loss"),
         (["evaluation.best.mode=max"], "a higher held_out_loss is worse -> min"),
         (["evaluation.best.metric=tasks/arc_easy/acc"], "evaluation.tasks names no task"),
         (["evaluation.tasks_limit=5"], "tasks_limit has no meaning without evaluation.tasks"),
@@ -487,7 +487,7 @@ def test_the_best_checkpoints_have_a_held_out_loss(
             ["evaluation.held_out=[{name: x, path: a}, {name: x, path: b}]"],
             "evaluation.held_out: two sets have the same name",
         ),
-        (["evaluation.best.metric=held_out_loss/law"], "there is no set law -> one of "),
+        (["evaluation.best.metric=held_out_loss/law"], "unknown held-out set 'law' -> one of "),
         (
             [
                 "evaluation.tasks=[a]",
@@ -496,7 +496,7 @@ def test_the_best_checkpoints_have_a_held_out_loss(
             ],
             "needs a tasks/a/acc at every checkpoint: evaluation.tasks_every_steps = None must",
         ),
-        (["model.vocabulary.new_rows=mean"], "model.config has none -> leave it out"),
+        (["model.vocabulary.new_rows=mean"], "model.config has none -> omit it"),
     ],
 )
 def test_evaluations_that_cannot_be(tmp_path: Path, overrides: list[str], text: str) -> None:

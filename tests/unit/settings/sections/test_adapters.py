@@ -36,9 +36,9 @@ QLORA = {"quantization": "nf4"}
 @pytest.mark.parametrize(
     ("engine", "tensor", "words"),
     [
-        ("zero3", 1, "bitsandbytes keeps the scales of packed weights beside the parameter"),
-        ("zero3_offload", 1, "bitsandbytes keeps the scales of packed weights beside"),
-        ("zero1", 2, "every 64 weights in a row have a scale"),
+        ("zero3", 1, "bitsandbytes stores the scales of packed weights outside the parameter"),
+        ("zero3_offload", 1, "bitsandbytes stores the scales of packed weights outside"),
+        ("zero1", 2, "every 64 consecutive weights share a scale"),
     ],
 )
 def test_one_process_holds_a_base_in_4_bits(engine: str, tensor: int, words: str) -> None:

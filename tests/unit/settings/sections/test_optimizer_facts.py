@@ -38,7 +38,7 @@ def test_one_in_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
     section = OptimizerSection(type="signum", lr=1e-3)
     assert section.betas == (0.9, 0.0)
     assert section.is_own
-    with pytest.raises(ValueError, match="a sign is divided by nothing -> take it out"):
+    with pytest.raises(ValueError, match="a sign is divided by nothing -> remove it"):
         OptimizerSection(type="signum", lr=1e-3, eps=1e-3)
     with pytest.raises(ValueError, match=r"optimizer.muon is set, and optimizer.type = signum"):
         OptimizerSection.model_validate({"type": "signum", "lr": 1e-3, "muon": {"momentum": 0.5}})

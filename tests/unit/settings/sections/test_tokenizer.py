@@ -50,10 +50,10 @@ def test_weights_grow_for_added_tokens() -> None:
             {"add_tokens": ["a"], "add_special_tokens": ["a"]},
             "tokenizer.add_special_tokens: a is to be added twice",
         ),
-        ([], {"add_special_tokens": [" "]}, "add_special_tokens: ' ' must have other characters"),
+        ([], {"add_special_tokens": [" "]}, "add_special_tokens: ' ' must have characters other"),
         ([], {"add_tokens": "a"}, r"write a list: tokenizer\.add_tokens=\[a, b\]"),
         ([], {"new_special_tokens": ["a"]}, "did you mean tokenizer.add_special_tokens"),
-        ([], {"add_tokens": ["a"], "base": "s3://me:pw@b/t"}, "holds a password"),
+        ([], {"add_tokens": ["a"], "base": "s3://me:pw@b/t"}, "contains a password"),
         (
             ["model={config: {model_type: llama}}"],
             {"add_tokens": ["a"]},
