@@ -1,9 +1,9 @@
-"""The answers of `accelerate config`, read from what `accelerate launch` puts in the environment.
+"""Settings of `accelerate config`, read from the environment variables of `accelerate launch`.
 
 accelerate 1.15 (utils/launch.py, prepare_deepspeed_cmd_env) passes the answers about DeepSpeed to
 the program as ``ACCELERATE_*``. Here they become the engine configuration, or are compared with the
-DeepSpeed JSON that was named. Where the run YAML does not set a value that it owns, the answer is
-used; where it does, the two must agree. Pure.
+DeepSpeed JSON that was named. If the run YAML does not set a value that it owns, the answer is
+used; if it does, the two must agree. Pure.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DYNAMO = {
 
 @dataclass(frozen=True)
 class AccelerateSettings:
-    """The answers.
+    """Answers to the questions of `accelerate config`.
 
     tree: the answers as a DeepSpeed JSON. config_file: the DeepSpeed JSON that was named instead;
     then the tree is empty. mixed_precision: None if it was not answered. compiles: whether torch
@@ -50,8 +50,8 @@ class AccelerateSettings:
     on_engine: bool = True
 
     def fill(self, config: RunConfig) -> RunConfig:
-        """`config` with precision, clipping and compilation as answered where it does not set
-        them."""
+        """Return `config` with precision, clipping and compilation as answered where it does not
+        set them."""
         update: dict[str, Any] = {}
         dtype = _DTYPES.get(self.mixed_precision or "")
         if dtype is not None and "dtype" not in config.precision.model_fields_set:
@@ -64,8 +64,8 @@ class AccelerateSettings:
         return config.model_copy(update=update)
 
     def fill_micro_batch(self, config: RunConfig, data_size: int) -> RunConfig:
-        """`config` with the micro-batch size that gives the answered accumulation, if it sets
-        none."""
+        """Return `config` with the micro-batch size that gives the answered accumulation, if it
+        sets none."""
         steps = self.tree.get("gradient_accumulation_steps")
         per_rank, rest = divmod(config.batch.samples_per_step, data_size)
         is_unset = "micro_batch_size" not in config.batch.model_fields_set
@@ -75,7 +75,8 @@ class AccelerateSettings:
         return config.model_copy(update={"batch": batch})
 
     def named_file(self, config: RunConfig, deepspeed_config: str | None) -> str | None:
-        """The DeepSpeed JSON to read; None where the answers themselves configure the engine.
+        """Return the DeepSpeed JSON to read; None where the answers themselves configure the
+        engine.
 
         `deepspeed_config`: of the command line. Raises ConfigError where two files are named.
         """
@@ -102,7 +103,7 @@ class AccelerateSettings:
     def contradictions(
         self, config: RunConfig, plan: BatchPlan | None, raw: Mapping[str, Any], source: str
     ) -> list[Problem]:
-        """Problems where the answers differ from the run or from the JSON `raw`."""
+        """Return problems where the answers differ from the run or from the JSON `raw`."""
         problems = []
         dtype = _DTYPES.get(self.mixed_precision or "")
         if self.mixed_precision is not None and dtype != config.precision.dtype:
@@ -129,16 +130,18 @@ class AccelerateSettings:
         for path in ("stage", "offload_optimizer.device", "offload_param.device"):
             key = f"zero_optimization.{path}"
             answer = value_at(self.tree, key)
-            found = value_at(raw, key) or (0 if path == "stage" else "none")
-            if answer is not None and answer != found:
-                rule = f"contradicts {key} = {found!r} of {source}, which the run is started with"
-                remedy = f"answer as {source} says, or name no DeepSpeed JSON beside the answers"
+            configured = value_at(raw, key) or (0 if path == "stage" else "none")
+            if answer is not None and answer != configured:
+                rule = (
+                    f"contradicts {key} = {configured!r} of {source}, which the run is started with"
+                )
+                remedy = f"answer as {source} sets it, or omit the DeepSpeed JSON"
                 problems.append(Problem(f"{SOURCE}: {key}", answer, rule, remedy))
         return problems
 
 
 def read_accelerate(environment: Mapping[str, str]) -> AccelerateSettings | None:
-    """The answers in `environment`; None where there is none that concerns bigtrain.
+    """Return the answers in `environment`; None if none of them concerns bigtrain.
 
     Raises LaunchError for an engine other than DeepSpeed, ConfigError for an answer that bigtrain
     does not support.
@@ -170,8 +173,8 @@ def read_accelerate(environment: Mapping[str, str]) -> AccelerateSettings | None
 
 
 def _compiles(environment: Mapping[str, str]) -> bool:
-    """Whether torch dynamo was chosen. Raises ConfigError for settings that `model.compile` does
-    not have.
+    """Return whether torch dynamo was chosen. Raises ConfigError for settings that `model.compile`
+    does not have.
 
     accelerate 1.15 itself ignores these answers where DeepSpeed was chosen as well.
     """
@@ -220,4 +223,4 @@ def _number(
     try:
         return kind(text)
     except ValueError:
-        raise ConfigError(Problem(f"{SOURCE}: {name}", text, "is no number")) from None
+        raise ConfigError(Problem(f"{SOURCE}: {name}", text, "is not a number")) from None

@@ -1,4 +1,4 @@
-"""How a global batch is cut into micro-batches: accumulation, micro-batch size, samples of a step.
+"""Split of a global batch into micro-batches: accumulation, micro-batch size, samples of a step.
 Pure."""
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _MOST_RANKS = 1 << 32  # of one site
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one optimizer step's samples are divided.
+    """Split of one optimizer step's samples over sites, ranks and micro-steps.
 
     Sample ``global_batch_size * step + site_begin + (micro_step * data_size + data_rank) *
-    micro_batch_size + j`` is row ``j`` of the micro-batch, so the samples of a step never depend on
-    the division: each site reads a block of them, however it divides it.
+    micro_batch_size + j`` is row ``j`` of the micro-batch, so the samples of a step do not depend
+    on the split: each site reads a contiguous block of them.
 
     `global_batch_size` is of all sites together; `data_size`, `accumulation`, `site_batch_size` and
     `site_begin` (the samples of a step that it reads, and the first of them) are this site's.
@@ -36,8 +36,8 @@ class BatchPlan:
     site_begin: int = 0
 
     def reader(self, data_rank: int) -> int:
-        """A number of this site's rank `data_rank` that no rank of another site has, however many
-        these have; for seeds. Without sites, `data_rank`."""
+        """Return a number of this site's rank `data_rank` that no rank of another site has, however
+        many these have; for seeds. Without sites, `data_rank`."""
         return self.site * _MOST_RANKS + data_rank
 
     @property
@@ -55,7 +55,7 @@ class BatchPlan:
         return self.global_batch_size * self.sequence_length
 
     def equation(self) -> str:
-        """The arithmetic as one human-readable line."""
+        """Return the arithmetic as one human-readable line."""
         sites = f" x {self.num_sites} sites" if self.num_sites > 1 else ""
         return (
             f"{self.global_batch_size} samples per step = {self.micro_batch_size} per micro-batch "
@@ -72,9 +72,10 @@ def plan_batch(
     site: int = 0,
     shares: Sequence[int] = (),
 ) -> tuple[BatchPlan | None, list[Problem]]:
-    """Derive accumulation from the global batch, or say which batch would divide.
+    """Derive accumulation from the global batch, or return a problem that names the nearest valid
+    batch.
 
-    shares: of the samples of a step, by site; equal ones if empty.
+    shares: relative numbers of samples of a step, by site; equal if empty.
     """
     if len(set(shares)) > 1:
         return _plan_shares(batch, data_size, site, shares)
@@ -121,7 +122,7 @@ def plan_batch(
 def _plan_shares(
     batch: BatchSection, data_size: int, site: int, shares: Sequence[int]
 ) -> tuple[BatchPlan | None, list[Problem]]:
-    """As `plan_batch`, of sites that read unequal numbers of samples."""
+    """Plan the batch of sites that read unequal numbers of samples."""
     samples, micro = batch.samples_per_step, batch.micro_batch_size
     per_share = lcm(*(micro * data_size // gcd(micro * data_size, n) for n in shares))
     unit = sum(shares) * per_share

@@ -1,8 +1,6 @@
-"""A run as YAML with comments, which are the settings' own descriptions. Pure.
+"""Run YAML with the settings' descriptions as comments, and its JSON schema for editors. Pure.
 
-The JSON schema of the run YAML, for editors that complete and check it. Pure.
-
-`run_schema.json` beside this file is `run_schema()` as text; a test keeps it so.
+`run_schema.json` in this directory is the text of `run_schema()`; a test compares them.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ _WIDTH = 100
 
 
 def commented_yaml(tree: Mapping[str, Any], head: Sequence[str] = ()) -> str:
-    """`tree`, sections of a run, as the text of a run YAML.
+    """Return `tree`, sections of a run, as the text of a run YAML.
 
     Every section and setting has its description as a comment, and a section that has others than
     those of `tree` their names. `head`: lines of the comment at the top.
@@ -43,13 +41,13 @@ def commented_yaml(tree: Mapping[str, Any], head: Sequence[str] = ()) -> str:
 
 
 def section_of(annotation: Any) -> type[Section] | None:
-    """The section that a field of `annotation` holds; None for any other field."""
+    """Return the section that a field of `annotation` holds; None for any other field."""
     candidates = (annotation, *get_args(annotation))
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
 
 
 def setting_names(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """The names of all settings as the command line takes them, ``section.key``; not those of
+    """Yield the names of all settings as the command line takes them, ``section.key``; not those of
     sections in a list."""
     for name, field in section.model_fields.items():
         nested = section_of(field.annotation)
@@ -84,12 +82,13 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def run_schema() -> dict[str, Any]:
-    """The schema that pydantic derives from the settings: their types, limits, choices, defaults
-    and descriptions. What a rule over several settings refuses, only `bigtrain check` knows."""
+    """Return the schema that pydantic derives from the settings: their types, limits, choices,
+    defaults and descriptions. What a rule over several settings refuses, only `bigtrain check`
+    knows."""
     schema = RunConfig.model_json_schema()
     described: dict[str, Any] = _without_titles(schema)
     for name, field in described["properties"].items():
-        # A reference stands beside its description from this dialect on.
+        # Since this dialect, a reference may have a description next to it.
         section = described["$defs"].get(str(field.get("$ref", "")).rpartition("/")[2])
         if section is not None:
             described["properties"][name] = {**field, "description": section["description"]}
@@ -103,24 +102,25 @@ def run_schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """`run_schema()` as the text of a file."""
+    """Return `run_schema()` as the text of a file."""
     return json.dumps(run_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 def _without_titles(tree: Any) -> Any:
-    """`tree` without the titles that pydantic makes of names, and with one-line descriptions."""
+    """Return `tree` without the titles that pydantic makes of names, and with one-line
+    descriptions."""
     if isinstance(tree, list):
         return [_without_titles(item) for item in tree]
     if not isinstance(tree, dict):
         return tree
-    found: dict[str, Any] = {}
+    cleaned: dict[str, Any] = {}
     for key, value in tree.items():
         if key == "title" and isinstance(value, str):
             continue
         if key == "description" and isinstance(value, str):
-            found[key] = " ".join(value.split())
+            cleaned[key] = " ".join(value.split())
         elif key in ("properties", "$defs"):  # names, not keywords
-            found[key] = {name: _without_titles(item) for name, item in value.items()}
+            cleaned[key] = {name: _without_titles(item) for name, item in value.items()}
         else:
-            found[key] = _without_titles(value)
-    return found
+            cleaned[key] = _without_titles(value)
+    return cleaned

@@ -1,4 +1,4 @@
-"""Parallel degrees and their products: the only place that lists them. Pure.
+"""Parallel degrees and their products, listed only here. Pure.
 
 A new degree is a field here and one of the same name in section ``parallel`` of the run YAML.
 """
@@ -13,8 +13,8 @@ from typing import Any, Self
 class ModelDegrees:
     """Numbers of ranks that share one replica of the model, by axis.
 
-    expert_size: ranks that share the experts, neighbors within data x sequence. It is no factor of
-    the world size, since these ranks also compute samples of their own.
+    expert_size: ranks that share the experts, neighbors within data x sequence. It is not a factor
+    of the world size, since these ranks also compute samples of their own.
     """
 
     tensor_size: int = 1
@@ -50,7 +50,7 @@ class Degrees(ModelDegrees):
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.data_size * self.replica_size
 
     @property

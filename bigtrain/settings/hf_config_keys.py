@@ -1,7 +1,7 @@
-"""Checks a Hugging Face model configuration, and reads the figures that rules need, without
+"""Checks of a Hugging Face model configuration, and the dimensions that rules need, without
 transformers.
 
-Pure: importing transformers takes seconds, `bigtrain check` a fraction of one. The table beside
+Pure: importing transformers takes seconds, `bigtrain check` a fraction of one. The table next to
 this module has the keys of every causal LM; ``tools/hf_config_keys.py`` writes it from
 transformers. Whatever is refused here, the model's configuration class would refuse too. With
 another release of transformers than the table's, unknown keys are left to that class.
@@ -55,7 +55,7 @@ _NAME_A_MODEL = "name a directory of a Hugging Face model, or a model of the hub
 
 @dataclass(frozen=True)
 class ModelFigures:
-    """What is known of a model before it is built; None where it is not.
+    """Dimensions of a model, known before it is built; None if unknown.
 
     cut_heads, cut_key_heads: query and key-value heads, where tensor-parallel ranks divide them.
     num_experts: routed experts of a layer.
@@ -71,16 +71,16 @@ class ModelFigures:
 
 @functools.cache
 def key_table() -> Mapping[str, Any]:
-    """The table: ``transformers_version`` and ``model_types``, each with its ``module``, ``keys``
-    (to JSON types), ``aliases``, ``defaults`` and ``cut``, the figures that tensor-parallel ranks
-    divide."""
+    """Return the table: ``transformers_version`` and ``model_types``, each with its ``module``,
+    ``keys`` (to JSON types), ``aliases``, ``defaults`` and ``cut``, the dimensions that
+    tensor-parallel ranks shard."""
     path = Path(__file__).with_name("hf_config_keys.json")
     table: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return table
 
 
 def inspect_configuration(section: ModelSection) -> tuple[ModelFigures, list[Problem]]:
-    """The figures of the run's model, and every problem of its model section.
+    """Return the dimensions of the run's model, and every problem of its model section.
 
     A hub name, which may have to be downloaded, is only known if its configuration ships with the
     recipes.
@@ -107,7 +107,8 @@ def inspect_configuration(section: ModelSection) -> tuple[ModelFigures, list[Pro
 
 
 def written_configuration(section: ModelSection) -> dict[str, Any]:
-    """The model's config.json with the run's overrides; empty for a hub name that no recipe has."""
+    """Return the model's config.json with the run's overrides; empty for a hub name that no recipe
+    has."""
     written = section.config if isinstance(section.config, dict) else _read(section)[1]
     return {**written, **section.overrides} if written else {}
 
@@ -125,21 +126,21 @@ def _read(section: ModelSection) -> tuple[str, Mapping[str, Any], list[Problem]]
         tree = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(tree, dict):
             return str(path), tree, []
-        reason = "it is no object"
+        reason = "it is not an object"
     except (OSError, ValueError) as error:
         reason = str(error)
-    rule = f"the directory holds no usable config.json ({reason})"
+    rule = f"the directory has no usable config.json ({reason})"
     return key, {}, [Problem(key, str(source), rule, _NAME_A_MODEL)]
 
 
 def missing_model(section: ModelSection) -> list[Problem]:
-    """The problem of a model that is named by a path which is not on this machine.
+    """Return the problem of a model that is named by a path which is not on this machine.
 
     Not for scripts that start a run elsewhere: in a pod, the path may exist.
     """
     key = "model.path" if section.path is not None else "model.config"
     source = section.path if section.path is not None else section.config
-    # What can only be a path: a hub name is NAME or OWNER/NAME.
+    # A hub name is NAME or OWNER/NAME.
     if (
         not isinstance(source, str)
         or is_address(source)
@@ -156,7 +157,7 @@ def _check_type(model_type: object) -> Iterator[Problem]:
         return
     close = difflib.get_close_matches(str(model_type), types, n=3)
     remedy = f"did you mean {' or '.join(close)}?" if close else ""
-    rule = "transformers knows no such type of causal LM"
+    rule = "unknown type of causal LM in transformers"
     yield Problem("model.config.model_type", model_type, rule, remedy)
 
 
@@ -168,7 +169,7 @@ def _check_causal(written: Mapping[str, Any], key: str, source: str) -> list[Pro
 
 
 def not_causal(written: Mapping[str, Any], key: str, source: str) -> Problem:
-    """The problem of a model whose type transformers builds no causal LM of. `written`: its
+    """Return the problem of a model whose type transformers builds no causal LM of. `written`: its
     config.json; `key` and `source`: the setting that names it, and its value."""
     model_type = written.get("model_type")
     if not isinstance(model_type, str):
@@ -188,12 +189,12 @@ def not_causal(written: Mapping[str, Any], key: str, source: str) -> Problem:
 def check_layer_drop(
     values: Mapping[str, Any], where: str, overrides: Mapping[str, Any] = _NO_OVERRIDES
 ) -> list[Problem]:
-    """Problems of a configuration by which layers are skipped at random.
+    """Return problems of a configuration that skips layers at random.
 
     Each rank draws for itself: a rank that skips a layer has no gradients of it, and does not join
-    the collectives of those that compute it. values: the configuration; where: how it is named;
-    overrides: the part of `values` that the run gives. Names: `layerdrop`, `decoder_layerdrop` and
-    their like, of the language model's part.
+    the collectives of those that compute it. values: the configuration; where: its name in
+    problems; overrides: the part of `values` that the run gives. Names: `layerdrop`,
+    `decoder_layerdrop` and their like, of the language model's part.
     """
     text = values.get("text_config")
     is_nested = isinstance(text, Mapping)
@@ -206,7 +207,7 @@ def check_layer_drop(
         remedy = "write 0.0 there" if is_nested else f"model.overrides.{name}=0.0"
         if name in overrides and not is_nested:
             key, remedy = f"model.overrides.{name}", "0.0"
-        rule = "each rank would skip other layers at random, and wait for the others' gradients"
+        rule = "each rank would skip different layers at random, and wait for the others' gradients"
         problems.append(Problem(key, value, rule, remedy))
     return problems
 
@@ -250,7 +251,7 @@ def _check_kind(key: str, value: object, kinds: str) -> Iterator[Problem]:
 
 
 def _source_reads(module: str, name: str) -> bool:
-    """Whether the installed source of the architecture mentions `name`.
+    """Return whether the installed source of the architecture mentions `name`.
 
     Some models read keys that published checkpoints have and their configuration class does not
     declare, such as Qwen3-MoE's head_dim. Another release may declare more than the table knows.
@@ -284,7 +285,7 @@ def _same_release() -> bool:
 def _figures(
     values: Mapping[str, Any], where: str, known: Mapping[str, Any] | None
 ) -> tuple[ModelFigures, list[Problem]]:
-    """Of the language model's part of a configuration (`get_text_config`)."""
+    """Return the dimensions of the language model in a configuration (`get_text_config`)."""
     text = values.get("text_config")
     of_text = known
     if isinstance(text, Mapping):
@@ -293,7 +294,7 @@ def _figures(
     aliases = of_text["aliases"] if of_text else {}
     defaults = known["defaults"] if known else {}
     problems: list[Problem] = []
-    found: dict[str, int | None] = {}
+    dimensions: dict[str, int | None] = {}
     for key in _AT_LEAST_ONE:
         name = next((n for n in (key, aliases.get(key)) if n in values), None)
         value = defaults.get(key) if name is None else values[name]
@@ -302,38 +303,38 @@ def _figures(
         if value < 1 and not (key == "intermediate_size" and _has_experts(values)):
             problems.append(Problem(f"{where}.{name}", value, "must be at least 1", "nearest: 1"))
         elif key in _FIGURES:
-            found[key] = value
-    problems += _check_key_heads(values, where, found.get("num_attention_heads"))
-    cut = of_text["cut"] if of_text else []
-    if "num_attention_heads" in cut:
-        found["cut_heads"] = found.get("num_attention_heads")
+            dimensions[key] = value
+    problems += _check_key_heads(values, where, dimensions.get("num_attention_heads"))
+    tp_dimensions = of_text["cut"] if of_text else []
+    if "num_attention_heads" in tp_dimensions:
+        dimensions["cut_heads"] = dimensions.get("num_attention_heads")
     # Not the default, which many classes derive from the number of heads.
     key_heads = values.get("num_key_value_heads")
-    if "num_key_value_heads" in cut and type(key_heads) is int and key_heads > 0:
-        found["cut_key_heads"] = key_heads
+    if "num_key_value_heads" in tp_dimensions and type(key_heads) is int and key_heads > 0:
+        dimensions["cut_key_heads"] = key_heads
     experts = [values[name] for name in EXPERTS if type(values.get(name)) is int]
     if experts and experts[0] > 0:
-        found["num_experts"] = experts[0]
-    return ModelFigures(**found), problems
+        dimensions["num_experts"] = experts[0]
+    return ModelFigures(**dimensions), problems
 
 
 def _has_experts(values: Mapping[str, Any]) -> bool:
-    """Whether all layers may be sparse, so that a dense layer's width has no meaning."""
+    """Return whether all layers may be sparse; then a dense layer's width has no meaning."""
     return any(type(values.get(name)) is int for name in EXPERTS)
 
 
 def _check_key_heads(values: Mapping[str, Any], where: str, heads: int | None) -> list[Problem]:
-    """The problem of query heads that key-value heads cannot be shared by evenly."""
-    found = values.get("num_key_value_heads")
-    if type(found) is not int or heads is None or (found > 0 and heads % found == 0):
+    """Return the problem if the query heads are not a multiple of the key-value heads."""
+    key_heads = values.get("num_key_value_heads")
+    if type(key_heads) is not int or heads is None or (key_heads > 0 and heads % key_heads == 0):
         return []
-    nearest = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(found, 1))
+    nearest = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(key_heads, 1))
     rule = f"num_attention_heads = {heads} must be a multiple of it"
-    return [Problem(f"{where}.num_key_value_heads", found, rule, f"nearest: {nearest}")]
+    return [Problem(f"{where}.num_key_value_heads", key_heads, rule, f"nearest: {nearest}")]
 
 
 def number_of(config: object, names: Iterable[str]) -> int | None:
-    """The first positive integer among the attributes `names` of a configuration."""
+    """Return the first positive integer among the attributes `names` of a configuration."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 

@@ -1,9 +1,7 @@
-"""Reading the run YAML: recipes by name, overrides, and every problem of a file at once.
+"""Reading of the run YAML: recipes by name, overrides, and every problem of a file at once.
 
-Pure: reads YAML, touches nothing else, imports no torch.
-
-Names that other programs (HF Trainer, Megatron, DeepSpeed, torchtitan, Lightning) use for the
-settings of the run YAML, for "did you mean". Pure.
+Reads only YAML files and imports no torch. A table of the names that other programs (HF Trainer,
+Megatron, DeepSpeed, torchtitan, Lightning) use for settings serves "did you mean".
 """
 
 from __future__ import annotations
@@ -72,12 +70,12 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 
 def recipe_names() -> list[str]:
-    """Names that `--config` takes instead of a path."""
+    """Return names that `--config` takes instead of a path."""
     return sorted(path.stem for path in recipes().glob("*.yaml"))
 
 
 def find_config(name_or_path: str) -> Path:
-    """The file a `--config` argument means: a path, or the name of a shipped recipe."""
+    """Return the file a `--config` argument means: a path, or the name of a shipped recipe."""
     path = Path(name_or_path)
     if path.is_file():
         return path
@@ -97,7 +95,7 @@ def find_config(name_or_path: str) -> Path:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """`text` as YAML 1.2 data. Raises ConfigError with file and line where it is not."""
+    """Return `text` as YAML 1.2 data. Raises ConfigError with file and line where it is not."""
     try:
         return yaml.load(text, Loader=_Loader)
     # ValueError: a date or an integer that Python does not have. TypeError: a list as a key.
@@ -110,13 +108,13 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def _yaml_fault(error: Exception, text: str) -> tuple[str, str]:
-    """Where a text is no YAML, as `` line 3, column 5``, and why, with the line."""
+    """Return the location of a YAML error, as `` line 3, column 5``, and the rule with the line."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     reason = getattr(error, "problem", None) or getattr(error, "reason", None)
     if mark is None or reason is None:
         return "", " ".join(str(error).split())
     lines = text.splitlines() or [""]
-    # What ends too early is reported behind the last line.
+    # An unexpected end is reported after the last line.
     number = min(mark.line, len(lines) - 1)
     context = getattr(error, "context", None)
     rule = f"{context}: {reason}" if context else str(reason)
@@ -155,9 +153,9 @@ def _assign(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
 
 
 def load_run_config(name_or_path: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run that a YAML file or recipe and its overrides describe.
+    """Return the run that a YAML file or recipe and its overrides describe.
 
-    Raises ConfigError with every problem found, never only the first.
+    Raises ConfigError with all problems, not only the first.
     """
     path = find_config(name_or_path)
     try:
@@ -175,9 +173,9 @@ def load_run_config(name_or_path: str, overrides: Sequence[str] = ()) -> RunConf
 def parse_run_config(
     sections: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "the run"
 ) -> RunConfig:
-    """The run of `sections`, as a run YAML holds them, and overrides.
+    """Return the run of `sections`, as a run YAML holds them, and overrides.
 
-    `source`: what they come from. Raises ConfigError with every problem found.
+    `source`: their origin, for problems. Raises ConfigError with all problems.
     """
     tree = copy.deepcopy(dict(sections))
     problems = apply_overrides(tree, overrides)
@@ -210,7 +208,7 @@ def _problem_of(detail: Any) -> Problem:
 
 
 def _what_to_write(detail: Any, key: str) -> str:
-    """The remedy for a value of a wrong kind or beyond a bound; empty for any other."""
+    """Return the fix for a value of a wrong type or out of bounds; empty for any other."""
     kind, bounds = detail["type"], detail.get("ctx", {})
     if kind == "model_type":
         fields = _section_fields(key)
@@ -226,7 +224,8 @@ def _what_to_write(detail: Any, key: str) -> str:
 
 
 def _section_fields(key: str) -> list[str]:
-    """The required settings of the section at `key`, or its first one where none is required."""
+    """Return the required settings of the section at `key`, or its first one where none is
+    required."""
     model: type[BaseModel] | None = RunConfig
     for name in key.split("."):
         field = model.model_fields.get(name) if model else None
@@ -245,8 +244,8 @@ def _meant_value(value: object, choices: Sequence[str]) -> str:
 
 
 def _suggestion(location: Sequence[str]) -> str:
-    """What the unknown key at `location` probably means: another program's name of a field, a field
-    of another section, or a misspelt one."""
+    """Return a suggestion for the unknown key at `location`: a field that another program calls so,
+    a field of another section, or a similar name."""
     name, parent = location[-1], location[:-1]
     if instead := why_no_field(name):
         return f"{instead}; "
@@ -262,14 +261,16 @@ def _suggestion(location: Sequence[str]) -> str:
 
 
 def _location(parts: Sequence[int | str]) -> list[str]:
-    """The YAML path of a pydantic location: union branches are not part of it."""
+    """Return the YAML path of a pydantic location: union branches are not part of it."""
     names: list[str] = []
     model: type[BaseModel] | None = RunConfig
     for part in parts:
         if model is None and isinstance(part, str):
             break
         names.append(str(part))
-        if model is not None and isinstance(part, str):  # a number is a place in a list of models
+        if model is not None and isinstance(
+            part, str
+        ):  # a number is an index into a list of models
             field = model.model_fields.get(str(part))
             model = _section_of(field.annotation) if field else None
     return names
@@ -357,28 +358,29 @@ _NO_FIELD = {
 
 
 def field_known_as(name: str) -> str | None:
-    """The field that other programs call `name`, as section.key; None where there is none."""
+    """Return the field that other programs call `name`, as section.key; None where there is
+    none."""
     return next((field for field, names in _ELSEWHERE.items() if name in names.split()), None)
 
 
 def why_no_field(name: str) -> str | None:
-    """What a run has instead of `name`, a setting of other programs; None if it is unknown."""
+    """Return what replaces `name`, a setting of other programs; None if it is unknown."""
     return next((text for names, text in _NO_FIELD.items() if name in names.split()), None)
 
 
 def with_setting_names(message: str) -> str:
-    """The message of argparse about arguments that it does not know, with how the settings are
-    written that they may stand for; other messages as they are."""
+    """Return the message of argparse about arguments that it does not know, with how the settings
+    are written that they may mean; other messages as they are."""
     kind, _, words = message.partition("unrecognized arguments: ")
     if kind or not words:
         return message
     names = [word.lstrip("-").split("=")[0] for word in words.split() if word.startswith("--")]
-    found = [_how_to_write(name.replace("-", "_")) for name in names]
-    return "; ".join([message, *found])
+    hints = [_how_to_write(name.replace("-", "_")) for name in names]
+    return "; ".join([message, *hints])
 
 
 def _how_to_write(name: str) -> str:
     field = field_known_as(name) or (name if "." in name else None)
     if field is None and (reason := why_no_field(name)):
-        return f"there is no {name}: {reason}"
+        return f"unknown setting {name}: {reason}"
     return f"a setting of the run is written {field or 'section.key'}=VALUE, without dashes"

@@ -8,7 +8,7 @@ from bigtrain.settings.run_config import ScheduleSection
 
 
 def learning_rate_at(step: int, peak: float, schedule: ScheduleSection, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (0-based: the rate the step itself uses).
+    """Return the learning rate of optimizer step `step` (0-based: the rate the step itself uses).
 
     Warm-up is linear, ``peak * (step + 1) / warmup_steps``, and reaches the peak at its last step.
     After it, with t the fraction of the decay that is over:

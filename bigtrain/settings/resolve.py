@@ -39,7 +39,7 @@ _UNKNOWN_MODEL = ModelFigures()
 class ResolvedRun:
     """A run that passed every check of the settings.
 
-    ``config.engine.deepspeed_config`` is the one in use, wherever it was named.
+    ``config.engine.deepspeed_config`` is the one in use, from whichever source named it.
     """
 
     config: RunConfig
@@ -104,7 +104,7 @@ def resolve_run_files(
     device: Device | None = None,
     accelerate: AccelerateSettings | None = None,
 ) -> ResolvedRun:
-    """As `resolve_run`, from the run YAML or recipe name.
+    """Resolve a run from the path of its YAML or a recipe name.
 
     If the YAML is wrong, the ConfigError also lists the problems of the DeepSpeed JSON on its own,
     so that both files can be corrected at once.
@@ -132,7 +132,7 @@ def facts_of(
     async_io: bool | None = None,
     model: ModelFigures = _UNKNOWN_MODEL,
 ) -> Facts:
-    """The facts for `bigtrain.settings.compatibility.check`; values of a wrong type count as
+    """Return the facts for `bigtrain.settings.compatibility.check`; values of a wrong type count as
     absent."""
     adapters = config.adapters
     return Facts(
@@ -174,7 +174,7 @@ def facts_of(
 
 
 def _json_facts(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What the DeepSpeed JSON alone says."""
+    """Return the facts that depend only on the DeepSpeed JSON."""
     zero, optimizer = _block(raw, "zero_optimization"), _block(raw, "optimizer")
     return {
         "zero_stage": zero_stage_of(raw),
@@ -207,7 +207,8 @@ def _block(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _check_profile(config: RunConfig, world_size: int) -> list[Problem]:
-    rule = f"the run has {world_size} rank{'s' if world_size != 1 else ''}, counted from 0"
+    valid = "rank is 0" if world_size == 1 else f"ranks are 0 to {world_size - 1}"
+    rule = f"the only valid {valid}" if world_size == 1 else f"valid {valid}"
     remedy = f"ranks from 0 to {world_size - 1}" if world_size > 1 else "profile.ranks=[0]"
     return [
         Problem("profile.ranks", rank, rule, remedy)
@@ -233,7 +234,8 @@ def _topology_of(config: RunConfig, world_size: int) -> tuple[Topology | None, l
 def _choose(
     config: RunConfig, deepspeed_config: str | None, accelerate: AccelerateSettings | None
 ) -> tuple[str, Mapping[str, Any] | None, str, list[Problem]]:
-    """The engine's configuration: its name, its keys, its label in problems, and problems."""
+    """Return the engine's configuration: its name, its keys, its label in problems, and
+    problems."""
     name: str | None = deepspeed_config or config.engine.deepspeed_config
     if accelerate is not None:
         try:

@@ -1,4 +1,4 @@
-"""The run YAML as frozen pydantic models: the one owner of everything that changes the mathematics.
+"""Run YAML as frozen pydantic models: the one owner of everything that changes the mathematics.
 
 Pure: no I/O here (`bigtrain.settings.loading` reads files), no torch. Unknown keys are errors at
 any depth. Every field states its unit. The DeepSpeed JSON (`ds_configs/`) owns how the engine uses
@@ -92,10 +92,11 @@ class RunConfig(Section):
         "the tokenizer of the data as it is",
     )
     adapters: AdaptersSection | None = Field(
-        default=None, description="train adapters, not the model's own weights; absent: all of it"
+        default=None,
+        description="train adapters, not the model's own weights; absent: train all weights",
     )
     sites: SitesSection | None = Field(
-        default=None, description="train with other sites; absent: this world is all there is"
+        default=None, description="train with other sites; absent: a single site"
     )
     parallel: ParallelSection = ParallelSection()
     moe: MoeSection = MoeSection()
@@ -113,8 +114,8 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _added_tokens_get_rows(cls, tree: Any) -> Any:
-        """Weights grow for the tokens of ``tokenizer`` where ``model.vocabulary`` does not say how
-        (or, by null, that they do not: some have rows to spare)."""
+        """Add ``model.vocabulary`` for the tokens of ``tokenizer`` if it is not set (null: the
+        weights do not grow, since some have spare rows)."""
         model = tree.get("model") if isinstance(tree, dict) else None
         if not isinstance(model, dict) or model.get("path") is None:
             return tree
@@ -128,9 +129,9 @@ class RunConfig(Section):
             return self
         if self.adapters is not None:
             raise ValueError(
-                "tokenizer adds tokens, for which the base of adapters must have rows before -> "
-                "leave it out, grow the base by `bigtrain grow`, and set model.path to what that "
-                "wrote"
+                "tokenizer adds tokens, for which the base of adapters must already have rows -> "
+                "omit it, grow the base by `bigtrain grow`, and set model.path to its "
+                "output"
             )
         if self.tokenizer.base is None and self.model.path is None:
             raise ValueError(
@@ -141,7 +142,7 @@ class RunConfig(Section):
 
     @property
     def base_tokenizer(self) -> str | None:
-        """Where the tokenizer is that ``tokenizer`` adds tokens to."""
+        """Location of the tokenizer that ``tokenizer`` adds tokens to."""
         base = None if self.tokenizer is None else self.tokenizer.base
         return base or self.model.path
 
@@ -152,7 +153,7 @@ class RunConfig(Section):
             raise ValueError(
                 f"checkpoint.initialize_from = {source!r} and model.path = {self.model.path!r} "
                 "both name the weights to start from; set model.config instead of model.path, or "
-                "leave out checkpoint.initialize_from"
+                "omit checkpoint.initialize_from"
             )
         return self
 
@@ -162,19 +163,19 @@ class RunConfig(Section):
             return self
         if self.model.path is None:
             raise ValueError(
-                "adapters are trained beside weights that exist, and model.path names none -> set "
-                "model.path instead of model.config, or leave out adapters"
+                "adapters are trained on existing weights, and model.path names none -> set "
+                "model.path instead of model.config, or omit adapters"
             )
         if self.model.frozen:
             raise ValueError(
-                f"model.frozen = {list(self.model.frozen)} has no meaning beside adapters, which "
-                "leave all weights of the model as they are -> leave it out"
+                f"model.frozen = {list(self.model.frozen)} has no meaning with adapters, which "
+                "freeze all weights of the model -> omit it"
             )
         if self.model.vocabulary is not None:
             raise ValueError(
-                "model.vocabulary has no meaning beside adapters: the export would name a base "
+                "model.vocabulary has no meaning with adapters: the export would name a base "
                 "without the new rows -> grow the base first, by `bigtrain grow`, set model.path "
-                "to what it wrote, and name embedding and head, if they are not tied, in "
+                "to its output, and name embedding and head, if they are not tied, in "
                 "adapters.modules_to_save"
             )
         return self
@@ -199,7 +200,7 @@ class RunConfig(Section):
         sets = [one.name for one in self.evaluation.held_out]
         if twice := sorted({*sets} & {*self.data.names}):
             raise ValueError(
-                f"evaluation.held_out: a source of the data is called {twice[0]} too -> another "
+                f"evaluation.held_out: a source of the data is also called {twice[0]} -> another "
                 "name"
             )
         asked, known = self.evaluation.best.set_name, [*self.data.names, *sets]
@@ -207,9 +208,9 @@ class RunConfig(Section):
             raise ValueError(
                 f"evaluation.best.metric = {self.evaluation.best.metric!r}: "
                 + (
-                    f"there is no set {asked} -> one of {', '.join(known)}"
+                    f"unknown held-out set {asked!r} -> one of {', '.join(known)}"
                     if asked not in known
-                    else f"{asked} is the only set -> leave /{asked} out"
+                    else f"{asked} is the only set -> omit /{asked}"
                 )
             )
         return self
@@ -231,8 +232,8 @@ class RunConfig(Section):
             fields = getattr(type(getattr(self, section, None)), "model_fields", {})
             if entry == "seed":
                 raise ValueError(
-                    "checkpoint.allow_changes: seed cannot change in a run: which samples it has "
-                    "read follows from it"
+                    "checkpoint.allow_changes: seed cannot change in a run: it determines the "
+                    "samples that were read"
                 )
             if section not in type(self).model_fields or (key and key not in fields):
                 names = [*type(self).model_fields]

@@ -32,17 +32,17 @@ class Topology(Degrees):
     """Degrees of parallelism, the coordinates of ranks, and their groups."""
 
     def size(self, axis: Axis) -> int:
-        """Ranks along `axis`."""
+        """Return the number of ranks along `axis`."""
         return int(getattr(self, f"{axis}_size"))
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The coordinates of `rank`: ``rank = ((data * pipeline_size + pipeline) * sequence_size +
-        sequence) * tensor_size + tensor``."""
+        """Return the coordinates of `rank`: ``rank = ((data * pipeline_size + pipeline) *
+        sequence_size + sequence) * tensor_size + tensor``."""
         assert 0 <= rank < self.world_size
-        found = {}
+        ranks = {}
         for axis in reversed(AXES):
-            rank, found[f"{axis}_rank"] = divmod(rank, self.size(axis))
-        return Coordinates(**found)
+            rank, ranks[f"{axis}_rank"] = divmod(rank, self.size(axis))
+        return Coordinates(**ranks)
 
     def describe(self) -> str:
         """Degrees and the order of ranks, as a human-readable line; empty for a single rank."""
@@ -50,17 +50,17 @@ class Topology(Degrees):
             return ""
         axes = [axis for axis in AXES if axis == "data" or self.size(axis) > 1]
         degrees = " x ".join(f"{self.size(axis)} {axis}" for axis in axes)
-        place: str = axes[0]
+        formula: str = axes[0]
         for axis in axes[1:]:
-            place = f"({place})" if place != axes[0] else place
-            place = f"{place} * {self.size(axis)} + {axis}"
+            formula = f"({formula})" if formula != axes[0] else formula
+            formula = f"{formula} * {self.size(axis)} + {axis}"
         experts = "" if self.expert_size == 1 else f"; {self.expert_size} divide the experts"
-        return f"{self.world_size} ranks = {degrees}-parallel{experts}; rank = {place}"
+        return f"{self.world_size} ranks = {degrees}-parallel{experts}; rank = {formula}"
 
     def crossings(self, hosts: Sequence[str]) -> list[str]:
-        """Human-readable lines on the groups that communicate in every layer and yet span several
-        hosts. `hosts`: the host of each rank."""
-        found = []
+        """Return human-readable lines on the groups that communicate in every layer and yet span
+        several hosts. `hosts`: the host of each rank."""
+        lines = []
         layerwise = {
             "tensor": self.groups("tensor"),
             "sequence": self.groups("sequence"),
@@ -70,17 +70,17 @@ class Topology(Degrees):
             over = [g for g in groups if len({hosts[rank] for rank in g}) > 1]
             if over:
                 ranks = ", ".join(map(str, over[0]))
-                found.append(
+                lines.append(
                     f"{len(over)} {axis}-parallel groups are on several hosts (ranks {ranks} on "
                     f"{', '.join(dict.fromkeys(hosts[rank] for rank in over[0]))}) and exchange in "
                     f"every layer -> set parallel.{axis} to a divisor of the number of ranks per "
                     "host"
                 )
-        return found
+        return lines
 
     def groups(self, *axes: Axis) -> list[list[int]]:
-        """The groups of ranks that differ along `axes` only, each in ascending order; every rank is
-        in one of them.
+        """Return the groups of ranks that differ along `axes` only, each in ascending order; every
+        rank is in one of them.
 
         ``groups("tensor")`` are the tensor-parallel groups, ``groups("data", "sequence")`` those
         that hold the same parameters.
@@ -88,12 +88,12 @@ class Topology(Degrees):
         fixed = [f"{axis}_rank" for axis in AXES if axis not in axes]
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            place = self.coordinates(rank)
-            groups.setdefault(tuple(getattr(place, name) for name in fixed), []).append(rank)
+            coordinates = self.coordinates(rank)
+            groups.setdefault(tuple(getattr(coordinates, name) for name in fixed), []).append(rank)
         return list(groups.values())
 
     def expert_groups(self) -> list[list[int]]:
-        """The groups of ranks that divide the experts: neighbours within data x sequence."""
+        """Return the groups of ranks that divide the experts: neighbours within data x sequence."""
         size = self.expert_size
         return [
             group[first : first + size]
@@ -102,18 +102,19 @@ class Topology(Degrees):
         ]
 
     def expert_replica_groups(self) -> list[list[int]]:
-        """The groups of ranks that hold the same experts."""
+        """Return the groups of ranks that hold the same experts."""
         size = self.expert_size
         return [
             group[place::size] for group in self.groups("data", "sequence") for place in range(size)
         ]
 
     def holder_groups(self) -> list[list[int]]:
-        """The groups of ranks that together hold one pipeline stage's parameters, experts aside."""
+        """Return the groups of ranks that together hold one pipeline stage's parameters, experts
+        aside."""
         return self.groups("data", "sequence", "tensor")
 
     def expert_holder_groups(self) -> list[list[int]]:
-        """The groups of ranks that together hold the same experts."""
+        """Return the groups of ranks that together hold the same experts."""
         places = {rank: group.index(rank) for group in self.expert_groups() for rank in group}
         return [
             [rank for rank in group if places[rank] == place]
@@ -125,7 +126,7 @@ class Topology(Degrees):
 def derive_topology(
     parallel: ParallelSection, world_size: int
 ) -> tuple[Topology | None, list[Problem]]:
-    """The topology of `world_size` ranks, or the reason why there is none."""
+    """Return the topology of `world_size` ranks, or the reason why there is none."""
     degrees = parallel.degrees
     inner = degrees.replica_size
     if world_size % inner:

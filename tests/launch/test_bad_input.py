@@ -206,7 +206,7 @@ def test_model_name_that_does_not_exist(
 
 def test_model_type_that_does_not_exist(refused: Refused) -> None:
     text = refused("model.config.model_type=lama")
-    assert "model.config.model_type = 'lama': transformers knows no such type" in text
+    assert "model.config.model_type = 'lama': unknown type of causal LM" in text
     assert "llama" in text
 
 

@@ -159,7 +159,7 @@ def test_a_grown_base_is_for_adapters(place: Path) -> None:
     torch.testing.assert_close(weight[VOCAB_SIZE:], mean.expand(3, -1), rtol=0, atol=1e-4)
     with pytest.raises(ConfigError, match="grow the base first, by `bigtrain grow`"):
         load_run_config(str(place / "here.yaml"), ["adapters.rank=4", "tokenizer=null"])
-    with pytest.raises(ConfigError, match="the base of adapters must have rows before"):
+    with pytest.raises(ConfigError, match="the base of adapters must already have rows"):
         load_run_config(str(place / "here.yaml"), ["adapters.rank=4", "model.vocabulary=null"])
 
 

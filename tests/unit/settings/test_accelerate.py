@@ -156,7 +156,7 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     assert "offload_param.nvme_path" in refused(run_config(), nvme)
     nvme = {**ANSWERED, f"{DEEPSPEED}OFFLOAD_OPTIMIZER_DEVICE": "nvme"}
     assert "offload_optimizer.device = 'nvme'" in refused(run_config(), nvme)
-    with pytest.raises(ConfigError, match="GRADIENT_CLIPPING = 'much': is no number"):
+    with pytest.raises(ConfigError, match="GRADIENT_CLIPPING = 'much': is not a number"):
         read_accelerate({**ANSWERED, "ACCELERATE_GRADIENT_CLIPPING": "much"})
 
 

@@ -35,7 +35,7 @@ def problems_of(**values: Any) -> list[str]:
 
 
 OPT = {"model_type": "opt", "hidden_size": 32, "num_hidden_layers": 2}
-DROPPED = "each rank would skip other layers at random, and wait for the others' gradients"
+DROPPED = "each rank would skip different layers at random, and wait for the others' gradients"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_what_transformers_writes_is_accepted(model_type: str) -> None:
         ({"num_attention_heads": True}, "= True: must be of JSON type integer"),
         ({"use_cache": 1}, "model.config.use_cache = 1: must be of JSON type boolean"),
         ({"rms_norm_eps": 1}, "must be of JSON type number -> write 1.0"),
-        ({"model_type": "lama"}, "model.config.model_type = 'lama': transformers knows no such"),
+        ({"model_type": "lama"}, "model.config.model_type = 'lama': unknown type of causal LM"),
         ({"model_type": "gpt2", "n_layers": 2}, "did you mean model.config.n_layer?"),
     ],
 )
@@ -198,7 +198,7 @@ def test_local_directory_without_a_configuration(tmp_path: Path, content: str | 
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     (problem,) = inspect_configuration(ModelSection(path=str(tmp_path)))[1]
-    assert "the directory holds no usable config.json" in str(problem)
+    assert "the directory has no usable config.json" in str(problem)
 
 
 @pytest.mark.parametrize("key", ["path", "config"])
