@@ -1,10 +1,10 @@
-"""The parts of full parameters and optimizer states that a rank owns.
+"""Parts of full parameters and optimizer states that a rank owns.
 
 DeepSpeed keeps fp32 masters and optimizer states in a different shape for every ZeRO stage. Here
 they all become `Fragment`s: live views into DeepSpeed's own storage, described in terms of the
 full Hugging Face parameter. Saving reads through the views, loading writes through them.
 
-A parameter is cut twice: tensor parallelism leaves this rank a shard of it
+A parameter is sharded twice: tensor parallelism leaves this rank a shard of it
 (`bigtrain.models.parallel.sharding`), ZeRO a flat range of that shard.
 """
 
@@ -48,7 +48,7 @@ class Fragment:
 
 
 def owned_fragments(engine: Any, model: nn.Module) -> list[Fragment]:
-    """All fragments that this rank has of `model`, which `engine` trains.
+    """Return all fragments that this rank has of `model`, which `engine` trains.
 
     Replicated parameters appear on every rank that holds them; `shard.primary` is true on the one
     that writes and counts them.
@@ -72,27 +72,28 @@ def owned_fragments(engine: Any, model: nn.Module) -> list[Fragment]:
 
 
 def small_state_fragments(engine: Any, model: nn.Module, tensor_rank: int) -> list[Fragment]:
-    """Optimizer states that are not shaped like masters, full on every rank (`RuleOptimizer`).
+    """Return optimizer states that are not shaped like masters, full on every rank
+    (`RuleOptimizer`).
 
     Among tensor-parallel ranks the first writes them.
     """
     optimizer = inner_optimizer(engine)
     if not isinstance(optimizer, RuleOptimizer):
         return []
-    found = []
+    fragments = []
     for name, kinds in optimizer.small_states():
         shard = shard_of(parameter_of(model, name))
         primary = tensor_rank == 0 and (shard is None or shard.primary)
         for kind, tensor in kinds.items():
-            whole = Shard(tuple(tensor.shape), primary)
+            full = Shard(tuple(tensor.shape), primary)
             flat = {kind: tensor.view(-1)}
-            found.append(Fragment(name, whole, 0, flat, is_replicated=True))
-    return found
+            fragments.append(Fragment(name, full, 0, flat, is_replicated=True))
+    return fragments
 
 
 @torch.no_grad()
 def ensure_optimizer_states(engine: Any) -> None:
-    """Make a fresh optimizer allocate its states, leaving masters as they are.
+    """Make a fresh optimizer allocate its states, without changing masters.
 
     It makes one update with zero gradients and zero learning rate, since optimizers allocate their
     states on the first update. That one is not counted.
@@ -139,7 +140,7 @@ def set_optimizer_step_count(engine: Any, count: int) -> None:
 
 
 def _ranges(part: MasterPart, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The part of a master and of every optimizer state that is shaped like it, by kind."""
+    """Return the part of a master and of every optimizer state that is shaped like it, by kind."""
     alike = {
         kind: value
         for kind, value in state.items()

@@ -1,4 +1,4 @@
-"""Frozen parameters in checkpoints: the bytes of the base's files, whatever the run computes in.
+"""Frozen parameters in checkpoints: the bytes of the base's files, independent of the run's dtype.
 
 DeepSpeed holds a frozen parameter in the run's dtype. Where a file holds it in another one, that is
 kept in host memory (`ExactParameters.frozen`), by one of the ranks that have the same range.
@@ -26,9 +26,9 @@ def to_fill(
     *,
     is_saved: bool = True,
 ) -> Fragment:
-    """`fragment`, of a frozen parameter, for what a file holds of it in `dtype`: with its own
-    tensor where that has the dtype, or else with one that `exact` keeps if modules read it or
-    checkpoints hold it (`is_saved`)."""
+    """Return `fragment`, of a frozen parameter, for reading a file that stores it in `dtype`: with
+    its own tensor if that has the dtype, else with one that `exact` keeps if modules read it or
+    checkpoints contain it (`is_saved`)."""
     master = fragment.tensors[MASTER]
     exact.frozen.pop(fragment.name, None)
     is_read = fragment.name in exact.values
@@ -41,25 +41,25 @@ def to_fill(
 
 
 def as_saved(exact: ExactParameters, fragments: Iterable[Fragment], mesh: Mesh) -> list[Fragment]:
-    """`fragments` as a checkpoint holds them: of frozen parameters what `exact` has, from one rank
-    where several have the same range."""
-    found = []
+    """Return `fragments` as a checkpoint stores them: frozen parameters from `exact`, by one of the
+    ranks that have the same range."""
+    saved = []
     for fragment in fragments:
         name = fragment.name
         if name in exact.owned and MASTER in fragment.tensors:
             flat, number = exact.values[name].view(-1), fragment.tensors[MASTER].numel()
             own = flat.narrow(0, fragment.start, number)
-            found.append(replace(fragment, tensors={MASTER: own}))
+            saved.append(replace(fragment, tensors={MASTER: own}))
         elif name not in exact.frozen:
-            found.append(fragment)
+            saved.append(fragment)
         elif not fragment.is_replicated or _keeps(fragment, mesh):
             values = exact.frozen[name]
             assert values is not None
-            found.append(replace(fragment, tensors={MASTER: values}, is_replicated=False))
-    return found
+            saved.append(replace(fragment, tensors={MASTER: values}, is_replicated=False))
+    return saved
 
 
 def _keeps(fragment: Fragment, mesh: Mesh) -> bool:
-    """Whether this rank, of those that have the same range, is the one that keeps it."""
+    """Return whether this rank, of those that have the same range, is the one that keeps it."""
     group = mesh.expert_replicas if fragment.shard.over == "expert" else mesh.replicas
     return crc32(fragment.name.encode()) % dist.get_world_size(group) == dist.get_rank(group)

@@ -1,13 +1,10 @@
-"""Fragments to and from the tensor files of a checkpoint
-(`bigtrain.engine.checkpoint.tensor_file`).
+"""Writing and reading of fragments in the tensor files of a checkpoint.
 
-Each rank writes its share of the parts to its own file, and reads what it owns from the files of
-all ranks. Keys are ``KIND/PARAMETER`` (`master/...`, `exp_avg/...`) and ``buffer/NAME``.
-
-What each rank writes of a checkpoint, so that every element is written once.
-
-Which rank holds what is a function of the topology: ZeRO gives each replica a range of its own, or
-all replicas hold the same. So each rank computes its share without communication.
+Each rank writes its share of the parts to its own file (`bigtrain.engine.checkpoint.tensor_file`),
+and reads the parts it owns from the files of all ranks. Every element is written once. The parts of
+a rank are a function of the topology (ZeRO gives each replica its own range, or all replicas hold
+the same), so each rank computes its share without communication. Keys are ``KIND/PARAMETER``
+(`master/...`, `exp_avg/...`) and ``buffer/NAME``.
 """
 
 from __future__ import annotations
@@ -67,15 +64,15 @@ class _Chunk:
 
 
 def _chunks(fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor]) -> list[_Chunk]:
-    found = []
+    chunks = []
     for fragment in fragments:
         for kind in fragment.tensors:
             key, shape = f"{kind}/{fragment.name}", fragment.shard.shape
-            found += [_Chunk(key, shape, offsets, view) for offsets, view in fragment.parts(kind)]
+            chunks += [_Chunk(key, shape, offsets, view) for offsets, view in fragment.parts(kind)]
     for name, buffer in buffers.items():
         view = buffer if buffer.ndim else buffer.view(1)
-        found.append(_Chunk(f"{BUFFER}/{name}", tuple(view.shape), (0,) * view.ndim, view))
-    return found
+        chunks.append(_Chunk(f"{BUFFER}/{name}", tuple(view.shape), (0,) * view.ndim, view))
+    return chunks
 
 
 class Staging:
@@ -95,14 +92,15 @@ class Staging:
     def division(
         self, fragments: Sequence[Fragment], buffers: Mapping[str, torch.Tensor], mesh: Mesh
     ) -> Division:
-        """What this rank writes; computed at the first call, which is collective."""
+        """Return the parts that this rank writes; computed at the first call, which is
+        collective."""
         if self._division is None:
             self._division = divide(fragments, buffers, mesh)
         return self._division
 
     def take(self, own: list[_Chunk]) -> tuple[list[_Chunk], memoryview | None]:
-        """Copies of what this rank writes, valid until the next call, and all their bytes as they
-        will be in the file; None where nothing was copied."""
+        """Return copies of the chunks that this rank writes, valid until the next call, and the
+        bytes of the file; None if nothing was copied."""
         if not self._copies:
             return own, None
         by_name = {chunk.part().name: chunk for chunk in own}
@@ -113,15 +111,15 @@ class Staging:
         copies, begin = [], 0
         for chunk in ordered:
             end = begin + chunk.view.numel() * chunk.view.itemsize
-            place = content[begin:end].view(chunk.view.dtype).view(chunk.view.shape)
-            copies.append(replace(chunk, view=place.copy_(chunk.view.detach(), non_blocking=True)))
+            target = content[begin:end].view(chunk.view.dtype).view(chunk.view.shape)
+            copies.append(replace(chunk, view=target.copy_(chunk.view.detach(), non_blocking=True)))
             begin = end
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return copies, memory_of(content)
 
     def _memory(self, num_bytes: int, on_gpu: bool) -> torch.Tensor:
-        """A buffer of `num_bytes`, aligned to `ALIGNMENT`; reused while the size stays."""
+        """Return a buffer of `num_bytes`, aligned to `ALIGNMENT`; reused while the size stays."""
         if self._arena.numel() != num_bytes + ALIGNMENT:
             self._arena = torch.empty(0, dtype=torch.uint8)  # before there is another
             room, limit = num_bytes + ALIGNMENT, self._pinned_limit_bytes
@@ -131,22 +129,22 @@ class Staging:
 
 
 def pinned_bytes(num_bytes: int) -> int:
-    """What torch allocates for `num_bytes` pinned bytes: the next power of two, in versions (2.11)
-    without a setting for it."""
+    """Return the bytes that torch allocates for `num_bytes` pinned bytes: the next power of two, in
+    versions (2.11) without a setting for it."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
 @dataclass(frozen=True)
 class Written:
-    """What all ranks wrote, on the main rank; empty on the others. files: bytes and checksum of the
-    header by name."""
+    """Files written by all ranks, on the main rank; empty on the others. files: bytes and checksum
+    of the header by name."""
 
     files: Mapping[str, tuple[int, str]]
     layout: Layout
 
 
 class TensorSnapshot:
-    """What this rank holds of a checkpoint, ready to be written."""
+    """This rank's parts of a checkpoint, ready to be written."""
 
     def __init__(
         self,
@@ -155,7 +153,7 @@ class TensorSnapshot:
         mesh: Mesh,
         staging: Staging | None = None,
     ) -> None:
-        """Of the live tensors, or of what `staging` takes of them. Collective."""
+        """Hold the live tensors, or the copies that `staging` makes. Collective."""
         staging = staging or Staging(copies=False)
         division = staging.division(fragments, buffers, mesh)
         own = [chunk for chunk in _chunks(fragments, buffers) if chunk.key in division.keys]
@@ -163,7 +161,7 @@ class TensorSnapshot:
         self._rows = division.rows
 
     def num_bytes(self, group: dist.ProcessGroup | None = None) -> int:
-        """Of all ranks' tensors together. Collective over the CPU group `group`."""
+        """Return the bytes of all ranks' tensors. Collective over the CPU group `group`."""
         own = sum(chunk.view.numel() * chunk.view.itemsize for chunk in self._chunks)
         total = torch.tensor(own, dtype=torch.int64)
         dist.all_reduce(total, group=group)
@@ -202,7 +200,7 @@ def read_tensors(
     buffers: Mapping[str, torch.Tensor],
     listing: Listing | None = None,
 ) -> None:
-    """Fill every rank's fragments and buffers in place, whatever topology wrote them.
+    """Fill every rank's fragments and buffers in place, from a checkpoint of any topology.
 
     Collective. `listing`: None takes the files that are there. Raises CheckpointError when a tensor
     is missing or has another shape, and CorruptCheckpointError when a file is not as it was
@@ -229,19 +227,20 @@ def _wanted(chunks: Iterable[_Chunk]) -> dict[str, Wanted]:
 def stored_dtypes(
     directory: Path, fragments: Iterable[Fragment], listing: Listing | None = None
 ) -> dict[str, torch.dtype]:
-    """The dtype of the master of each of `fragments` in a checkpoint, by name; reads headers.
+    """Return the dtype of the master of each of `fragments` in a checkpoint, by name; reads
+    headers.
 
     Collective. Raises as `read_tensors`.
     """
-    found: dict[str, torch.dtype] = {}
+    dtypes: dict[str, torch.dtype] = {}
 
     def read() -> None:
         masters = [replace(f, tensors={MASTER: f.tensors[MASTER]}) for f in fragments]
         stored = open_boxes(directory, _wanted(_chunks(masters, {})), listing)
-        found.update({key.partition("/")[2]: tensor.dtype for key, tensor in stored.items()})
+        dtypes.update({key.partition("/")[2]: tensor.dtype for key, tensor in stored.items()})
 
     _on_all_ranks(read, None)
-    return found
+    return dtypes
 
 
 def _on_all_ranks(action: Callable[[], None], group: dist.ProcessGroup | None) -> None:
@@ -269,7 +268,8 @@ def _joined(errors: Sequence[BaseException]) -> BaseException:
 
 
 def read_full_masters(directory: Path) -> dict[str, torch.Tensor]:
-    """All fp32 masters and buffers as full CPU tensors by Hugging Face name; see `read_full`."""
+    """Return all fp32 masters and buffers as full CPU tensors by Hugging Face name; see
+    `read_full`."""
     return {name: tensor.read() for name, tensor in open_weights(directory).items()}
 
 
@@ -299,7 +299,7 @@ def divide(
     that several tensor-parallel ranks or stages hold, the `primary` one writes.
     """
     groups = {"tensor": mesh.replicas, "expert": mesh.expert_replicas}
-    # Once, not for each parameter: rows that share them are told and kept with one list of ranks.
+    # Once, not for each parameter: rows of one group share the same list of ranks.
     members = {over: tuple(dist.get_process_group_ranks(group)) for over, group in groups.items()}
     rows: list[Row] = []
     keys: set[str] = set()

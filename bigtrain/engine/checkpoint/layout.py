@@ -1,10 +1,10 @@
-"""Which rank wrote which part of a checkpoint's tensors, in a few numbers per parameter.
+"""Writers of the parts of a checkpoint's tensors, in a few numbers per parameter.
 
-ZeRO-3 cuts every parameter into as many parts as there are replicas. A list of parts would have
-replicas x parameters entries; here one row per parameter and tensor-parallel rank says "equal
-ranges of so many elements". Parts that are not cut evenly have a row each; there are about as many
-as parameters plus ranks. With it a reader opens only the files that it needs. The layout is a hint:
-the files' headers verify what is read. Imports no torch.
+ZeRO-3 splits every parameter into as many parts as there are replicas. A list of parts would have
+replicas x parameters entries; here one row per parameter and tensor-parallel rank describes "equal
+ranges of so many elements". Parts that are not split evenly have a row each; there are about as
+many as parameters plus ranks. With it a reader opens only the files that it needs. The layout is a
+hint: the files' headers verify what is read. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """How a parameter is cut for tensor parallelism; as `bigtrain.models.parallel.sharding.Shard`.
+    """Tensor-parallel shard of a parameter, like `bigtrain.models.parallel.sharding.Shard`.
 
     shape: of the full parameter. ranges: [start, stop) along `dim`, in their order in the shard,
-    which holds `local_size` rows of it; `dim` is None for the whole parameter.
+    which holds `local_size` rows of it; `dim` is None for the full parameter.
     """
 
     shape: Numbers
@@ -57,7 +57,7 @@ def _ends(shape: Numbers, offsets: Numbers, sizes: Numbers) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Row:
-    """Who wrote a shard of the tensor `key`, or a flat range of one.
+    """Writers of a shard of the tensor `key`, or of a flat range of one.
 
     `ranks` hold equal ranges of `count` elements, one after the other from element `start` on, the
     last of them short.
@@ -70,28 +70,29 @@ class Row:
     count: int
 
     def writers(self, offsets: Numbers, sizes: Numbers) -> set[int]:
-        """The ranks that wrote a rectangle of the full tensor, and perhaps a few more."""
-        found: set[int] = set()
+        """Return the ranks that wrote a rectangle of the full tensor, and perhaps a few more."""
+        writers: set[int] = set()
         for first, last in self.cut.flat_ranges(offsets, sizes):
             low = max(0, (first - self.start) // self.count)
             high = min(len(self.ranks) - 1, (last - self.start) // self.count)
-            found.update(self.ranks[low : high + 1])
-        return found
+            writers.update(self.ranks[low : high + 1])
+        return writers
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The rows of a checkpoint by the key of their tensors."""
+    """Rows of a checkpoint by the key of their tensors."""
 
     rows: dict[str, list[Row]] = field(default_factory=dict)
 
     def writers(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> set[int]:
-        """The ranks that wrote some of a rectangle of tensor `key`, and perhaps a few more."""
-        place = tuple(offsets), tuple(sizes)
-        return {rank for row in self.rows.get(key, ()) for rank in row.writers(*place)}
+        """Return the ranks that wrote some of a rectangle of tensor `key`, and perhaps a few
+        more."""
+        box = tuple(offsets), tuple(sizes)
+        return {rank for row in self.rows.get(key, ()) for rank in row.writers(*box)}
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values; what many rows share is stored once."""
+        """Return the layout as JSON values; shared values are stored once."""
         groups: dict[Numbers, int] = {}
         cuts: dict[Cut, int] = {}
         tensors = {
@@ -106,20 +107,20 @@ class Layout:
             ]
             for key, rows in self.rows.items()
         }
-        places = [(cut.shape, cut.dim, cut.ranges, cut.local_size) for cut in cuts]
-        return {"format": FORMAT, "groups": list(groups), "cuts": places, "tensors": tensors}
+        shards = [(cut.shape, cut.dim, cut.ranges, cut.local_size) for cut in cuts]
+        return {"format": FORMAT, "groups": list(groups), "cuts": shards, "tensors": tensors}
 
 
 def merge(rows: Iterable[Row]) -> Layout:
-    """The layout of all ranks' rows together."""
-    found: dict[str, list[Row]] = {}
+    """Return the layout of all ranks' rows together."""
+    rows_by_key: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(row.key, []).append(row)
-    return Layout(dict(sorted(found.items())))
+        rows_by_key.setdefault(row.key, []).append(row)
+    return Layout(dict(sorted(rows_by_key.items())))
 
 
 def parse_layout(text: bytes) -> Layout:
-    """Of the JSON of `Layout.to_json`. Raises ValueError."""
+    """Parse the JSON of `Layout.to_json`. Raises ValueError."""
     try:
         document = json.loads(text)
         if document["format"] != FORMAT:

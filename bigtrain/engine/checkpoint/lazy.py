@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, read a rectangle at a time; used by resume, export and weights.
+"""Tensors of a checkpoint, read a rectangle at a time; used by resume, export and weights.
 
 The checksum of every block read is compared (`bigtrain.engine.checkpoint.tensor_file`).
 """
@@ -87,21 +87,21 @@ def open_boxes(
         return _opened(find_boxes(directory, wanted, listing))
 
 
-def _opened(found: Mapping[str, Sequence[Part]]) -> dict[str, LazyTensor]:
+def _opened(parts_by_key: Mapping[str, Sequence[Part]]) -> dict[str, LazyTensor]:
     return {
         key: LazyTensor(parts[0].shape, DTYPES[parts[0].dtype], _Stored(parts))
-        for key, parts in found.items()
+        for key, parts in parts_by_key.items()
     }
 
 
 def open_weights(directory: Path, listing: Listing | None = None) -> dict[str, LazyTensor]:
-    """Masters and buffers by Hugging Face name, as `open_tensors`."""
-    found = open_tensors(directory, listing, (MASTER, BUFFER))
-    return {key.partition("/")[2]: tensor for key, tensor in found.items()}
+    """Open masters and buffers by Hugging Face name, like `open_tensors`."""
+    tensors = open_tensors(directory, listing, (MASTER, BUFFER))
+    return {key.partition("/")[2]: tensor for key, tensor in tensors.items()}
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU."""
+    """Return the bytes of a contiguous tensor on the CPU."""
     array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
     return memoryview(array)
 

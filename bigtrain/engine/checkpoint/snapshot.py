@@ -1,6 +1,6 @@
 """Saving and restoring a training engine, in a form that does not depend on the topology.
 
-All functions are collective unless they say otherwise. Checkpoint directories and commits are
+All functions are collective unless stated otherwise. Checkpoint directories and commits are
 `bigtrain.run.checkpointing.checkpoints`.
 """
 
@@ -102,7 +102,8 @@ def refuse_not_finite(engine: TrainEngine, group: dist.ProcessGroup | None = Non
 
 
 def checkpoint_bytes(engine: TrainEngine) -> int:
-    """Bytes of a checkpoint's tensors for this rank's pipeline stage, all ranks together.
+    """Return the bytes of a checkpoint's tensors for this rank's pipeline stage, all ranks
+    together.
 
     Masters, optimizer states and added states in float32; frozen parameters and buffers in their
     own dtype; no frozen parameters in a run with adapters.
@@ -156,9 +157,10 @@ def restore_engine(
 
 
 def restore_weights(engine: TrainEngine, directory: Path, listing: Listing | None = None) -> None:
-    """Fill masters and buffers alone from `directory`; the optimizer stays as new. Collective.
+    """Fill only masters and buffers from `directory`; the optimizer keeps its new states.
+    Collective.
 
-    Raises as `restore_engine`.
+    Raises like `restore_engine`.
     """
     masters = [
         replace(fragment, tensors={MASTER: fragment.tensors[MASTER]})

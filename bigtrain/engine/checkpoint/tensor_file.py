@@ -1,4 +1,4 @@
-"""One tensor file of a checkpoint: safetensors with a checksum for every block.
+"""Tensor file of a checkpoint: safetensors with a checksum for every block.
 
 A file is in the safetensors layout (huggingface.co/docs/safetensors): 8 bytes with the length of
 the header (little-endian), the header in JSON, filled up with spaces so that the data begins at a
@@ -10,7 +10,7 @@ tensor's shape and the XXH3-64 of each `BLOCK_BYTES` of the part::
     "__metadata__": {"format", "run", "step", "attempt", "rank",
                      "exp_avg/model.norm.weight@0": "64 0011223344556677"}
 
-The checksum of the header stands for the whole file, so a manifest that lists it for every file
+The checksum of the header covers the complete file, so a manifest that lists it for every file
 covers every byte, and a reader verifies only the blocks that it reads. Headers are validated:
 inconsistent ones raise CorruptCheckpointError. Imports no torch.
 """
@@ -125,7 +125,7 @@ class Part:
 
 
 def file_name(rank: int) -> str:
-    """Of the file that `rank` writes."""
+    """Return the name of the file that `rank` writes."""
     return f"rank-{rank:05d}{SUFFIX}"
 
 
@@ -150,20 +150,21 @@ def write_parts(
         if content is not None:
             file.append(content)
         for part in ordered:
-            found, data = [], part.data()
+            block_digests, data = [], part.data()
             for begin in range(0, part.num_bytes, BLOCK_BYTES):
                 block = data[begin : begin + BLOCK_BYTES]
-                found.append(xxhash.xxh3_64_hexdigest(block))
+                block_digests.append(xxhash.xxh3_64_hexdigest(block))
                 if content is None:
                     file.write(block)
-            digests[part.name] = "".join(found)
+            digests[part.name] = "".join(block_digests)
         header = _header(ordered, identity, rank, digests)
         assert len(header) == length <= _MAX_HEADER_BYTES, (len(header), length)
         return file.finish(header), xxhash.xxh3_64_hexdigest(header)
 
 
 def in_file_order(parts: Iterable[NewPart]) -> list[NewPart]:
-    """Elements of every part begin at a multiple of their size, as safetensors' writer has it."""
+    """Return the parts in an order that aligns every part to its element size, as safetensors'
+    writer does."""
     return sorted(parts, key=lambda part: (-DTYPE_BYTES[part.dtype], part.name))
 
 
@@ -210,7 +211,7 @@ def verify_parts(parts: Sequence[Part]) -> None:
 
 
 def read_header(path: Path, digest: str) -> tuple[Identity, list[Part]]:
-    """What the header says of the file; `digest`: of the header, or empty where that is unknown."""
+    """Read the identity and parts from a header; `digest`: of the header, empty if unknown."""
     try:
         with path.open("rb", buffering=0) as file:
             num_bytes = os.fstat(file.fileno()).st_size
@@ -243,7 +244,7 @@ def _parse(
         shape, offsets, sizes = _numbers(shape_text), _numbers(corner), tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         if any(type(number) is not int or number < 0 for number in (*sizes, begin, end)):
-            raise ValueError(f"{name}: sizes and offsets that are no counts")
+            raise ValueError(f"{name}: sizes and offsets must be counts")
         part = Part(path, key, shape, offsets, sizes, entry["dtype"], data_begin + begin, digests)
         if not len(shape) == len(offsets) == len(sizes) or any(
             o + n > size for o, n, size in zip(offsets, sizes, shape, strict=True)
@@ -270,15 +271,15 @@ def _num_blocks(num_bytes: int) -> int:
 
 def _numbers(text: str) -> tuple[int, ...]:
     if _NUMBERS.fullmatch(text) is None:
-        raise ValueError(f"no numbers: {text[:80]!r}")
+        raise ValueError(f"not numbers: {text[:80]!r}")
     return tuple(map(int, text.split(",")))
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name that stands there twice")
-    return found
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("duplicate name")
+    return entries
 
 
 def _read_exactly(fd: int, where: int, out: memoryview) -> None:

@@ -1,8 +1,6 @@
-"""All tensor files of a checkpoint: which hold what a reader wants, and do they cover it?
+"""Search of all tensor files of a checkpoint for the parts that a reader needs.
 
-Nothing here is collective. Imports no torch.
-
-Whether rectangles cover a tensor, or a part of it, each element once. Imports no torch.
+The parts must cover each element exactly once. Nothing here is collective. Imports no torch.
 """
 
 from __future__ import annotations
@@ -42,10 +40,10 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Listing:
-    """What is known of tensor files before they are opened.
+    """Facts about tensor files, known before they are opened.
 
     headers: checksum of each file's header by file name, from the manifest. identity: the save that
-    wrote them all; layout: which of them hold what. None if not known.
+    wrote them all; layout: the writers of each part. None if unknown.
     """
 
     headers: Mapping[str, str]
@@ -54,7 +52,7 @@ class Listing:
 
 
 def files_there(directory: Path) -> Listing:
-    """A listing of the files in `directory`, without checksums or identity."""
+    """Return a listing of the files in `directory`, without checksums or identity."""
     names = sorted(path.name for path in directory.glob(f"*{SUFFIX}"))
     return Listing(dict.fromkeys(names, ""))
 
@@ -64,25 +62,25 @@ def find_parts(
     listing: Listing | None = None,
     kinds: Collection[str] | None = None,
 ) -> dict[str, list[Part]]:
-    """The parts of every tensor by its key, which cover it exactly. Reads all headers.
+    """Return the parts of every tensor by its key, which cover it exactly. Reads all headers.
 
-    listing: None takes the files that are there. kinds: of keys, the words before the first slash;
+    listing: None reads the files that exist. kinds: of keys, the words before the first slash;
     None for all.
 
-    Raises CorruptCheckpointError for a file that cannot be read, is not as it was written, or does
-    not fit the others.
+    Raises CorruptCheckpointError for a file that cannot be read, was changed after it was written,
+    or does not fit the others.
     """
-    found: dict[str, list[Part]] = {}
+    parts_by_key: dict[str, list[Part]] = {}
     covers: dict[str, Cover] = {}
     for part in itertools.chain.from_iterable(_read_headers(directory, listing)):
         if kinds is None or part.key.partition("/")[0] in kinds:
-            found.setdefault(part.key, []).append(part)
+            parts_by_key.setdefault(part.key, []).append(part)
             cover = covers.setdefault(part.key, Cover(part.shape))
             cover.add_part(part.shape, part.offsets, part.sizes, part.dtype)
     if not covers:
         raise CorruptCheckpointError(f"{directory}: holds no tensors")
     _require_covered(directory, covers)
-    return found
+    return parts_by_key
 
 
 def find_boxes(
@@ -91,42 +89,42 @@ def find_boxes(
     listing: Listing | None = None,
     ranks: Collection[int] | None = None,
 ) -> dict[str, list[Part]]:
-    """The parts that hold what is `wanted`, each element of it once, by key.
+    """Return the parts that hold what is `wanted`, each element of it once, by key.
 
     listing: as for `find_parts`. ranks: whose headers to read; None for all. Raises CheckpointError
-    for a tensor that is not there or of another shape, and CorruptCheckpointError as `find_parts`.
+    for a tensor that is missing or has another shape, and CorruptCheckpointError as `find_parts`.
     """
     listing = listing or files_there(directory)
     if ranks is not None:
         names = set(map(file_name, ranks))
         headers = {name: digest for name, digest in listing.headers.items() if name in names}
         listing = replace(listing, headers=headers)
-    found: dict[str, list[Part]] = {}
+    parts_by_key: dict[str, list[Part]] = {}
     for part in itertools.chain.from_iterable(_read_headers(directory, listing)):
         tensor = wanted.get(part.key)
         if tensor is None:
             continue
         refuse_other_shape(directory, part.key, part.shape, tensor)
-        parts = found.setdefault(part.key, [])
+        parts = parts_by_key.setdefault(part.key, [])
         if any(_common(box, part) for box in tensor.boxes):
             parts.append(part)
     for key, tensor in wanted.items():
-        if key not in found:
+        if key not in parts_by_key:
             kind = CheckpointError if ranks is None else MissingPartsError
             raise kind(f"{directory}: holds no tensor {key}")
         for offsets, sizes in tensor.boxes:
             cover = Cover(sizes)
-            for part in found[key]:
+            for part in parts_by_key[key]:
                 common = _common((offsets, sizes), part)
                 if common is not None:
                     low = tuple(a - b for a, b in zip(common[0], offsets, strict=True))
                     cover.add(low, common[1], part.dtype)
             _require_covered(directory, {key: cover})
-    return found
+    return parts_by_key
 
 
 def refuse_other_shape(directory: Path, key: str, shape: tuple[int, ...], wanted: Wanted) -> None:
-    """Raises CheckpointError where the tensor `key` has another shape than is `wanted`."""
+    """Raise CheckpointError if the tensor `key` does not have the `wanted` shape."""
     if shape != wanted.shape:
         raise CheckpointError(
             f"{directory}: {key} has shape {list(shape)} there and {list(wanted.shape)} in this "
@@ -138,8 +136,8 @@ def refuse_other_shape(directory: Path, key: str, shape: tuple[int, ...], wanted
 def verify_files(directory: Path, listing: Listing) -> None:
     """Read every byte of all files, which must cover their tensors exactly.
 
-    Holds one header in memory. Raises CorruptCheckpointError if a file is not as it was written,
-    belongs to another save than is listed, or does not fit the others.
+    Holds one header in memory. Raises CorruptCheckpointError if a file was changed after it was
+    written, belongs to another save than is listed, or does not fit the others.
     """
     covers: dict[str, Cover] = {}
     for parts in _read_headers(directory, listing):
@@ -151,7 +149,7 @@ def verify_files(directory: Path, listing: Listing) -> None:
 
 
 def _common(box: Box, part: Part) -> Box | None:
-    """The rectangle that `box` and `part` have in common."""
+    """Return the rectangle that `box` and `part` have in common."""
     ends = zip(*box, part.offsets, part.sizes, strict=True)
     edges = [(max(o, p), min(o + n, p + m)) for o, n, p, m in ends]
     if any(low >= high for low, high in edges):
@@ -160,7 +158,7 @@ def _common(box: Box, part: Part) -> Box | None:
 
 
 def _read_headers(directory: Path, listing: Listing | None) -> Iterator[list[Part]]:
-    """The parts of each file; all are of one save."""
+    """Yield the parts of each file; all are of one save."""
     listing = listing or files_there(directory)
     identity = listing.identity
     for name, digest in sorted(listing.headers.items()):
@@ -193,7 +191,7 @@ class Cover:
 
     Corners of rectangles cancel in pairs, but those of the sum of all rectangles modulo 2: if they
     are the box's own, every element is covered an odd number of times, and by the volume just once.
-    Corners that are left are told apart by the exclusive or of their 64-bit hashes.
+    Remaining corners are compared by the exclusive or of their 64-bit hashes.
     """
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
@@ -206,36 +204,36 @@ class Cover:
     def add_part(
         self, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: str
     ) -> None:
-        """A rectangle of a tensor of that `shape`, which must be the box's."""
+        """Add a rectangle of a tensor of that `shape`, which must be the box's."""
         self._is_odd |= shape != self._sizes
         self.add(offsets, sizes, dtype)
 
     def add(self, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: str) -> None:
-        """A rectangle within the box."""
+        """Add a rectangle within the box."""
         self._dtypes.add(dtype)
         self._volume += math.prod(sizes)
         if not self._is_odd:
             self._corners ^= self._hash(offsets, sizes)
 
     def problem(self) -> str | None:
-        """What is wrong with the parts; None if nothing."""
+        """Return the error in the parts; None if there is none."""
         if self._is_odd or len(self._dtypes) > 1:
             return "different shapes or dtypes"
         if self._volume != math.prod(self._sizes):
             return "parts are missing, or there are too many,"
-        whole = self._hash((0,) * len(self._sizes), self._sizes)
-        return None if self._corners == whole else "parts overlap, and others are missing,"
+        full = self._hash((0,) * len(self._sizes), self._sizes)
+        return None if self._corners == full else "parts overlap, and others are missing,"
 
     def _hash(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
         if 0 in sizes:
             return 0
         corners = [0]
-        for whole, low, size in zip(self._sizes, offsets, sizes, strict=True):
-            corners = [c * (whole + 1) + end for c in corners for end in (low, low + size)]
-        found = 0
+        for length, low, size in zip(self._sizes, offsets, sizes, strict=True):
+            corners = [c * (length + 1) + end for c in corners for end in (low, low + size)]
+        combined = 0
         for corner in corners:
-            found ^= _mixed(corner)
-        return found
+            combined ^= _mixed(corner)
+        return combined
 
 
 def _mixed(number: int) -> int:
