@@ -1,4 +1,4 @@
-"""What DeepSpeed has to know about bigtrain's expert parallelism: the experts and their groups.
+"""Registration of bigtrain's experts and their groups with DeepSpeed.
 
 DeepSpeed 0.19.8 supports expert parallelism for its own MoE layers only. These functions make it
 treat our experts in the same way: partitions and gradient sums over the ranks that hold the same
@@ -61,7 +61,7 @@ def mark_expert(parameter: nn.Parameter, name: str) -> None:
 
 
 def as_expert_group(group: dict[str, Any], name: str) -> dict[str, Any]:
-    """A parameter group of experts as DeepSpeed knows one (0.19.8, moe/utils.py:154)."""
+    """Return a parameter group of experts as DeepSpeed knows one (0.19.8, moe/utils.py:154)."""
     return {**group, "moe": True, "name": name}
 
 
@@ -86,7 +86,7 @@ def engine_with_experts() -> Iterator[None]:
 
 
 def count_absent_experts(optimizer: Any, name: str) -> None:
-    """Let a pipeline stage without experts take part in the norm of the other stages' experts.
+    """Make a pipeline stage without experts take part in the norm of the other stages' experts.
 
     BF16_Optimizer sums it over the stages for each name of experts with gradients (0.19.8,
     runtime/bf16_optimizer.py:580, runtime/utils.py:1130). Does nothing to other optimizers.
@@ -96,21 +96,23 @@ def count_absent_experts(optimizer: Any, name: str) -> None:
     find = optimizer.get_grads_for_norm
 
     def find_all(for_clipping: bool = False) -> Any:
-        found = find(for_clipping)
+        gradients = find(for_clipping)
         if not for_clipping:
-            found[1].setdefault(name, [torch.zeros(1, device=optimizer.bf16_groups[0][0].device)])
-        return found
+            gradients[1].setdefault(
+                name, [torch.zeros(1, device=optimizer.bf16_groups[0][0].device)]
+            )
+        return gradients
 
     optimizer.get_grads_for_norm = find_all
 
 
 def gather_in_one_order(optimizer: Any) -> None:
-    """Let ZeRO-3 gather parameters of several groups in the same order on every rank.
+    """Make ZeRO-3 gather parameters of several groups in the same order on every rank.
 
     DeepSpeed 0.19.8 takes them from a set (zero/partitioned_param_coordinator.py:569) and makes a
-    collective for each group in the order it comes upon one (zero/partition_parameters.py:1550):
-    on GPUs, collectives of two groups in another order on another rank wait for each other.
-    Does nothing to other optimizers.
+    collective for each group in the order of their first occurrence
+    (zero/partition_parameters.py:1550): on GPUs, collectives of two groups deadlock if ranks run
+    them in different orders. Does nothing to other optimizers.
     """
     offload = getattr(optimizer, "parameter_offload", None)
     if offload is None:

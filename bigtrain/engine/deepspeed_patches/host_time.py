@@ -29,7 +29,7 @@ class HostTime:
         self.waited += seconds
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` with its time counted as DeepSpeed's; nested calls count once."""
+        """Return `function` with its time counted as DeepSpeed's; nested calls count once."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside:

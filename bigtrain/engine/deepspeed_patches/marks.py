@@ -1,4 +1,4 @@
-"""The marks on parameters that DeepSpeed's gradient norms go by."""
+"""Marks on parameters that DeepSpeed's gradient norms read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def is_model_parallel(parameter: Any) -> bool:
-    """Whether every rank of a tensor-parallel group counts `parameter`, not the first alone.
+    """Return whether every rank of a tensor-parallel group counts `parameter`, not only the first.
 
     The mark is Megatron's, set by `bigtrain.models.parallel.sharding.tag_shard`. DeepSpeed 0.19.8
     reads it in runtime/utils.py:134 (`is_model_parallel_parameter`).
@@ -15,7 +15,7 @@ def is_model_parallel(parameter: Any) -> bool:
 
 
 def mark_model_parallel(gradient: Any) -> None:
-    """Mark a bare gradient as its parameter is marked, for norms that see gradients alone.
+    """Mark a bare gradient as its parameter is marked, for norms that read only gradients.
 
     DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py:214 (`step`).
     """
@@ -23,7 +23,7 @@ def mark_model_parallel(gradient: Any) -> None:
 
 
 def is_replicated(parameter: Any) -> bool:
-    """Whether another pipeline stage counts `parameter`.
+    """Return whether another pipeline stage counts `parameter`.
 
     DeepSpeed 0.19.8 reads the mark in runtime/utils.py:517 and in every optimizer
     (runtime/constants.py:408, `PIPE_REPLICATED`).

@@ -1,8 +1,8 @@
-"""What DeepSpeed wraps around the torch optimizer, and where each ZeRO stage keeps fp32 masters.
+"""DeepSpeed's wrappers of the torch optimizer, and the location of fp32 masters in each ZeRO stage.
 
 All of it is named as in deepspeed 0.19.8. DeepSpeed's public functions
-(`deepspeed.utils.safe_get_full_fp32_param` and its like) gather a whole parameter on every rank;
-checkpoints read and write the parts where they lie.
+(`deepspeed.utils.safe_get_full_fp32_param` and its like) gather a full parameter on every rank;
+checkpoints read and write the parts in their storage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis
 
 
 def inner_optimizer(engine: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside DeepSpeed's wrappers, each of which calls it `optimizer`."""
+    """Return the torch optimizer inside DeepSpeed's wrappers, each of which calls it
+    `optimizer`."""
     optimizer = engine.optimizer
     while not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer.optimizer
@@ -27,7 +28,7 @@ def inner_optimizer(engine: Any) -> torch.optim.Optimizer:
 
 
 def updating_optimizers(engine: Any) -> list[torch.optim.Optimizer]:
-    """All torch optimizers that update parameters of `engine`.
+    """Return all torch optimizers that update parameters of `engine`.
 
     ZeRO-3 keeps a second one for the part of the update that it does not offload (0.19.8,
     runtime/zero/stage3.py:317, `backup_optimizer`).
@@ -50,7 +51,8 @@ def undo_trial_update(engine: Any) -> None:
 
 
 def is_zero3(optimizer: Any) -> bool:
-    """Whether `optimizer` is ZeRO-3's, by its flat masters (0.19.8, runtime/zero/stage3.py:416)."""
+    """Return whether `optimizer` is ZeRO-3's, by its flat masters (0.19.8,
+    runtime/zero/stage3.py:416)."""
     return hasattr(optimizer, "fp32_partitioned_groups_flat")
 
 
@@ -63,7 +65,7 @@ def zero0_masters(optimizer: Any) -> list[tuple[nn.Parameter, torch.Tensor]]:
 
 
 def zero0_layout(optimizer: Any) -> list[tuple[nn.Parameter, Any, int]]:
-    """(parameter, tensor that holds its master, offset in it) of the same wrappers.
+    """Return (parameter, tensor that contains its master, offset in it) of the same wrappers.
 
     FP16_UnfusedOptimizer keeps a master per parameter (runtime/fp16/unfused_optimizer.py,
     `fp32_groups`), FP16_Optimizer one per group (runtime/fp16/fused_optimizer.py,
@@ -71,20 +73,21 @@ def zero0_layout(optimizer: Any) -> list[tuple[nn.Parameter, Any, int]]:
     """
     if not hasattr(optimizer, "fp16_groups") or is_zero3(optimizer):
         return []
-    found = []
+    layout = []
     for index, group in enumerate(optimizer.fp16_groups):
         offset = 0
         for number, parameter in enumerate(group):
             if hasattr(optimizer, "fp32_groups_flat"):
-                found.append((parameter, optimizer.fp32_groups_flat[index], offset))
+                layout.append((parameter, optimizer.fp32_groups_flat[index], offset))
                 offset += parameter.numel()
             else:
-                found.append((parameter, optimizer.fp32_groups[index][number], 0))
-    return found
+                layout.append((parameter, optimizer.fp32_groups[index][number], 0))
+    return layout
 
 
 def flat_partitions(optimizer: Any) -> list[torch.Tensor] | None:
-    """This rank's flat masters of ZeRO-1 and 2, or of BF16_Optimizer, one per parameter group.
+    """Return this rank's flat masters of ZeRO-1 and 2, or of BF16_Optimizer, one per parameter
+    group.
 
     None of other optimizers. They are named `single_partition_of_fp32_groups`
     (runtime/zero/stage_1_and_2.py) and `fp32_groups_flat_partition` (runtime/bf16_optimizer.py).
@@ -99,7 +102,7 @@ def flat_partitions(optimizer: Any) -> list[torch.Tensor] | None:
 
 
 def zero12_ranges(optimizer: Any, partitions: list[torch.Tensor]) -> dict[int, MasterRange]:
-    """Where this rank has its parts of parameters' masters in `flat_partitions`, by parameter's id.
+    """Return the ranges of this rank's masters in `flat_partitions`, by parameter's id.
 
     ZeRO 1 and 2 split the flat tensor of a group evenly over its ranks. Which parameter is where in
     it is `round_robin_bit16_groups` with `round_robin_bit16_offsets` (0.19.8,
@@ -141,7 +144,7 @@ def _mapped_ranges(optimizer: Any, partitions: list[torch.Tensor]) -> dict[int, 
 
 
 def masters_of_group(optimizer: Any, index: int, group: dict[str, Any]) -> list[Any]:
-    """What the torch optimizer updates in its group `index`.
+    """Return the masters that the torch optimizer updates in its group `index`.
 
     ZeRO-3 leaves the group empty between updates, and puts its sub-groups there one by one (0.19.8,
     runtime/zero/stage3.py, `_optimizer_step`).
@@ -159,11 +162,11 @@ def masters_of_group(optimizer: Any, index: int, group: dict[str, Any]) -> list[
 def refresh_parameters(engine: Any) -> None:
     """Make the parameters used in forward agree with the masters. Collective.
 
-    As DeepSpeed does it after loading a checkpoint: `update_lp_params` where there is one; ZeRO-3
-    by `_reassign_or_swap_out_partitioned_parameters` (0.19.8, runtime/zero/stage3.py:2854, called
-    so at :3565) and `persistent_parameters` (:296), which are never gathered again. Secondary
-    partitions (ZeRO++'s hpZ) are copies of the old weights, also those of frozen parameters, and
-    are made from the new ones when they are next needed, as after an update
+    This is DeepSpeed's way after loading a checkpoint: `update_lp_params` where there is one;
+    ZeRO-3 by `_reassign_or_swap_out_partitioned_parameters` (0.19.8, runtime/zero/stage3.py:2854,
+    called so at :3565) and `persistent_parameters` (:296), which are never gathered again.
+    Secondary partitions (ZeRO++'s hpZ) are copies of the old weights, also those of frozen
+    parameters, and are made from the new ones when they are next needed, as after an update
     (`invalidate_secondary_tensor`, :755).
     """
     optimizer = engine.optimizer
@@ -185,12 +188,12 @@ def refresh_parameters(engine: Any) -> None:
 
 
 def _refreshes_itself(optimizer: Any) -> bool:
-    """Whether `optimizer` is of ZeRO-1 or 2, or BF16_Optimizer."""
+    """Return whether `optimizer` is of ZeRO-1 or 2, or BF16_Optimizer."""
     return hasattr(optimizer, "update_lp_params")
 
 
 def scaler_state(optimizer: Any) -> dict[str, Any]:
-    """The state of float16's loss scaling; nothing where there is none.
+    """Return the state of float16's loss scaling; nothing where there is none.
 
     0.19.8, runtime/fp16/loss_scaler.py. DeepSpeed pickles the scaler itself.
     """
@@ -207,8 +210,9 @@ def restore_scaler(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def _scaler(optimizer: Any) -> Any:
-    """What holds the scale: `loss_scaler` of ZeRO 1 to 3, `loss_scale_config` of ZeRO 0's wrappers
-    (runtime/fp16/unfused_optimizer.py:60, fused_optimizer.py:73); None where nothing is scaled."""
+    """Return the holder of the scale: `loss_scaler` of ZeRO 1 to 3, `loss_scale_config` of ZeRO 0's
+    wrappers (runtime/fp16/unfused_optimizer.py:60, fused_optimizer.py:73); None if nothing is
+    scaled."""
     config = getattr(optimizer, "loss_scale_config", None)
     if config is not None:
         return config if config.use_grad_scaling else None
@@ -216,7 +220,7 @@ def _scaler(optimizer: Any) -> Any:
 
 
 def kept_gradients(optimizer: Any) -> Any:
-    """The gradients that ZeRO keeps until its step, in dicts and lists.
+    """Return the gradients that ZeRO keeps until its step, in dicts and lists.
 
     `averaged_gradients` (0.19.8, runtime/zero/stage_1_and_2.py and stage3.py:513).
     """

@@ -1,4 +1,4 @@
-"""ZeRO-3's partitioned parameters: what a rank keeps of them, and how full ones are partitioned."""
+"""ZeRO-3's partitioned parameters: a rank's part of them, and partitioning of full ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MasterRange:
 
 
 class PartitioningInit(deepspeed.zero.Init):  # type: ignore[misc]
-    """As DeepSpeed's, but without broadcasting the first rank's uninitialized parameters.
+    """DeepSpeed's `zero.Init`, but without broadcasting the first rank's uninitialized parameters.
 
     For that every full parameter would be in memory once, one after the other, and the partitions
     that are kept would fragment that memory, so that it is not freed. Replaces `_zero_init_param`
@@ -47,11 +47,11 @@ class PartitioningInit(deepspeed.zero.Init):  # type: ignore[misc]
 
 
 def partition_parameters(init: Any, parameters: list[nn.Parameter]) -> None:
-    """Partition whole `parameters` by `init`, a `deepspeed.zero.Init`, as constructors' ones are.
+    """Partition full `parameters` by `init`, a `deepspeed.zero.Init`, like those of constructors.
 
-    `Init(module=...)` takes a whole module (0.19.8, runtime/zero/partition_parameters.py:1181),
-    by `_convert_to_zero_parameters` (:1209); here one layer after the other is cut first. They get
-    the dtype of `init`, as constructors' ones do in `PartitioningInit`.
+    `Init(module=...)` takes a complete module (0.19.8, runtime/zero/partition_parameters.py:1181),
+    by `_convert_to_zero_parameters` (:1209); here one layer after the other is sharded first. They
+    get the dtype of `init`, as constructors' ones do in `PartitioningInit`.
     """
     for parameter in parameters:
         if parameter.is_floating_point() and parameter.dtype != init.dtype:
@@ -60,16 +60,16 @@ def partition_parameters(init: Any, parameters: list[nn.Parameter]) -> None:
 
 
 def partition_of(parameter: Any) -> torch.Tensor | None:
-    """What this rank keeps of a ZeRO-3 parameter between its uses; None of any other.
+    """Return this rank's part of a ZeRO-3 parameter between its uses; None for any other.
 
     `ds_tensor` of 0.19.8, runtime/zero/partition_parameters.py (`_partition_param`). DeepSpeed's
-    public functions gather the whole parameter instead.
+    public functions gather the full parameter instead.
     """
     return getattr(parameter, "ds_tensor", None)
 
 
 def frozen_range(parameter: Any) -> MasterRange:
-    """Where this rank has its part of a frozen parameter, which no optimizer knows."""
+    """Return the location of this rank's part of a frozen parameter, which no optimizer has."""
     if partition_of(parameter) is None:
         return MasterRange(parameter.data.view(-1), 0, parameter.numel(), 0)
     start, count = _partition_range(parameter, dist.get_rank(group=parameter.ds_process_group))
@@ -77,10 +77,10 @@ def frozen_range(parameter: Any) -> MasterRange:
 
 
 def zero3_range(parameter: Any, optimizer: Any) -> MasterRange:
-    """Where ZeRO-3 has this rank's part of a parameter's fp32 master.
+    """Return the location of this rank's part of a parameter's fp32 master.
 
-    `grad_position` (0.19.8, runtime/zero/stage3.py:1955) says in which flat master of a sub-group
-    and from where on; `_get_param_partition_rank` (:646) which part of the parameter it is.
+    `grad_position` (0.19.8, runtime/zero/stage3.py:1955) holds the flat master of a sub-group and
+    the offset in it; `_get_param_partition_rank` (:646) returns the part of the parameter.
     """
     group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start, count = _partition_range(parameter, optimizer._get_param_partition_rank(parameter))
@@ -89,7 +89,7 @@ def zero3_range(parameter: Any, optimizer: Any) -> MasterRange:
 
 
 def gather_persistent_at_once(optimizer: Any) -> None:
-    """Let ZeRO-3 gather the parameters that it keeps whole by one collective after each update.
+    """Make ZeRO-3 gather its persistent parameters by one collective after each update.
 
     DeepSpeed 0.19.8 has one for each (runtime/zero/partition_parameters.py,
     `_allgather_params_coalesced`, from stage3.py:2841 by `all_gather` of the first), all norms of

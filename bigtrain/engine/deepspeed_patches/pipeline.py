@@ -1,4 +1,4 @@
-"""The pipeline engine of DeepSpeed: which of its instructions bigtrain carries out itself."""
+"""DeepSpeed's pipeline engine: instructions that bigtrain executes itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 def replace_loss(engine: Any, loss: Callable[..., torch.Tensor]) -> None:
     """Let the last stage compute `loss` of its outputs and the labels.
 
-    DeepSpeed 0.19.8 takes a loss in `PipelineModule` alone, before there is an engine, and calls
+    DeepSpeed 0.19.8 takes a loss only in `PipelineModule`, before there is an engine, and calls
     the attribute at each forward pass (runtime/pipe/engine.py:755).
     """
     engine.module.loss_fn = loss
@@ -43,7 +43,7 @@ def run_optimizer_step(engine: Any) -> None:
 
 
 def accumulated_gradient(parameter: nn.Parameter, optimizer: Any) -> torch.Tensor | None:
-    """Where DeepSpeed accumulates a parameter's gradient before it is reduced.
+    """Return the tensor in which DeepSpeed accumulates a parameter's gradient before it is reduced.
 
     0.19.8: BF16_Optimizer in `_hp_grad` (runtime/bf16_optimizer.py:524), ZeRO-1 with float32
     gradients of 16-bit parameters in `grad_accum` (runtime/zero/stage_1_and_2.py:402). Its own sum

@@ -1,8 +1,8 @@
-"""What happens to a bucket of gradients under ZeRO 1 and 2, found once for a row of parameters.
+"""Reduction plan of a bucket of gradients under ZeRO 1 and 2, made once for a row of parameters.
 
-Numbers alone: which collectives DeepSpeed 0.19.8 makes of the bucket (runtime/zero/
-stage_1_and_2.py, `average_tensor` and `allreduce_and_scatter`), and which of its elements belong
-into which range of this rank's partitions.
+A plan has only numbers: the collectives that DeepSpeed 0.19.8 makes of the bucket (runtime/zero/
+stage_1_and_2.py, `average_tensor` and `allreduce_and_scatter`), and the range of this rank's
+partitions for each of its elements.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens to a bucket of `slots`: `reduced`, the elements of each collective, one after
-    the other; `pieces`, the elements of each piece that it is cut into."""
+    """Reduction of a bucket of `slots`: `reduced`, the elements of each collective, one after the
+    other; `pieces`, the elements of each piece that it is split into."""
 
     slots: list[Slot]
     reduced: list[int]
@@ -61,7 +61,7 @@ class Plan:
 
 
 def plan_of(slots: list[Slot], bucket_size: int) -> Plan:
-    """The plan of a bucket that holds the gradients of `slots`, one after the other.
+    """Return the plan of a bucket that holds the gradients of `slots`, one after the other.
 
     `bucket_size`: elements; only a single parameter may be larger.
     """
@@ -110,9 +110,10 @@ def _targets(runs: Iterable[Run]) -> list[Target]:
 
 
 def _collectives(shares: Sequence[int], bucket_size: int) -> list[int]:
-    """Elements of each collective of a bucket: parts are added until they exceed a bucket.
+    """Return the elements of each collective of a bucket: parts are added until they exceed a
+    bucket.
 
-    As `allreduce_and_scatter` does, which only a parameter larger than a bucket brings that far.
+    Same as `allreduce_and_scatter`, which only a parameter larger than a bucket reaches.
     """
     sizes = [0]
     for share in shares:

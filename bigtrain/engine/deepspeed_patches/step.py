@@ -45,7 +45,7 @@ def skip_redundant_work(engine: Any, replicas: dist.ProcessGroup, host_time: Hos
 class SpeedPatch:
     """A part of DeepSpeed that is replaced to save host time; no number changes.
 
-    saves: host time, in milliseconds per parameter tensor and optimizer step unless it says
+    saves: host time, in milliseconds per parameter tensor and optimizer step unless stated
     otherwise, with DeepSpeed 0.19.8 (docs/benchmarks.md: Llama of 434 tensors, one rank);
     `benchmarks/host_time.py --without NAME --versus 2` measures a function again. is_in_place:
     whether DeepSpeed's `engine` runs the replacement, read from the engine itself.
@@ -200,13 +200,13 @@ def replace_clipping(engine: Any, clip: Callable[[], None]) -> None:
     """Let `clip` clip the gradients of fp32 ZeRO 0, the only case in which the norm is not kept.
 
     DeepSpeed 0.19.8 (runtime/engine.py:3502, `clip_fp32_gradients`) discards the norm: computing it
-    again would be another pass over all gradients.
+    again would read all gradients once more.
     """
     engine.clip_fp32_gradients = clip
 
 
 def measured_norm(optimizer: Any) -> Any:
-    """The norm of the gradient when DeepSpeed has measured it and not yet used it.
+    """Return the norm of the gradient after DeepSpeed measured it and before it is used.
 
     The engine's public `get_global_grad_norm` takes it over after the update (0.19.8,
     runtime/engine.py:3519, from `_global_grad_norm` of every wrapper).
@@ -215,7 +215,7 @@ def measured_norm(optimizer: Any) -> Any:
 
 
 def scale_of_norm(optimizer: Any) -> float:
-    """The loss scale still in the next norm that `optimizer` measures; a host number.
+    """Return the loss scale still in the next norm that `optimizer` measures; a host number.
 
     ZeRO 0's wrapper for float16 returns the norm of the scaled gradient (0.19.8,
     runtime/fp16/unfused_optimizer.py:224), every other one divides it by its scale. Call before the
@@ -227,9 +227,10 @@ def scale_of_norm(optimizer: Any) -> float:
 
 
 def scaled_loss(loss: torch.Tensor, optimizer: Any) -> torch.Tensor:
-    """`loss` times the loss scale for the backward pass of float16 under ZeRO 0; else `loss`.
+    """Return `loss` times the loss scale for the backward pass of float16 under ZeRO 0; else
+    `loss`.
 
-    DeepSpeed 0.19.8 multiplies it by the loss scale for ZeRO's optimizers alone (runtime/engine.py,
+    DeepSpeed 0.19.8 multiplies it by the loss scale only for ZeRO's optimizers (runtime/engine.py,
     `backward`: ``isinstance(self.optimizer, ZeROOptimizer)``), and divides the gradients by it for
     ZeRO 0 all the same (runtime/fp16/unfused_optimizer.py and fused_optimizer.py): updates would be
     of gradients 65,536 times too small, and no overflow would ever be seen.
@@ -241,7 +242,7 @@ def scaled_loss(loss: torch.Tensor, optimizer: Any) -> torch.Tensor:
 
 
 def has_overflowed(optimizer: Any) -> bool:
-    """Whether DeepSpeed skipped the last update itself because the gradient was not finite.
+    """Return whether DeepSpeed skipped the last update itself because the gradient was not finite.
 
     `overflow` of its 16-bit wrappers (0.19.8, runtime/base_optimizer.py and runtime/fp16/).
     """

@@ -1,4 +1,4 @@
-"""What the optimizer of ZeRO 1 and 2 does for each parameter at every step, and need not."""
+"""Removes redundant per-parameter work from the ZeRO-1/2 optimizer step."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def _say_nothing(*_args: Any, **_kwargs: Any) -> None:
 def keep_views(optimizer: Any) -> None:
     """Do not make parameters views of their group's flat tensor that are so already.
 
-    DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, `_update_model_bit16_weights`) makes them anew
-    after every update. They are other ones only where somebody has moved the flat tensor or a
-    parameter, which shows in its address.
+    DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, `_update_model_bit16_weights`) makes them again
+    after every update. They differ only if the flat tensor or a parameter was moved, which changes
+    its address.
     """
     update = optimizer._update_model_bit16_weights
     known: dict[int, list[int]] = {}
@@ -91,10 +91,10 @@ def take_norms_at_once(optimizer: Any) -> None:
         gradients: Sequence[torch.Tensor], params: Sequence[nn.Parameter], norm_type: float = 2
     ) -> Any:
         if isinstance(gradients, FlatGradients):
-            found: Sequence[torch.Tensor] = gradients  # the parameters', then there is padding
+            unpadded: Sequence[torch.Tensor] = gradients  # the parameters', then there is padding
         else:
-            found = [g.detach() for g in gradients if not getattr(g, "_zero_padding", False)]
-        counted = list(compress(found, which_count(params)))
+            unpadded = [g.detach() for g in gradients if not getattr(g, "_zero_padding", False)]
+        counted = list(compress(unpadded, which_count(params)))
         if norm_type != 2 or not counted:
             return take(gradients, params, norm_type)
         norms = torch._foreach_norm(counted, 2.0, dtype=get_norm_dtype())
@@ -113,7 +113,7 @@ def copy_gradients_once(optimizer: Any) -> None:
 
     DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, `copy_grads_in_partition`) looks up for each
     whether it is compact, and makes three views of it. The first of a step is left to it, which
-    allocates the place, and so are those of offloaded and of compact partitions.
+    allocates the partition, and so are those of offloaded and of compact partitions.
     """
     copy = optimizer.copy_grads_in_partition
     is_compact = [optimizer._use_compact_grad_partition_buffer(i) for i in _groups(optimizer)]
@@ -148,12 +148,12 @@ def keep_accumulating_nodes() -> None:
 
 
 def keeps_accumulating_nodes() -> bool:
-    """Return whether `keep_accumulating_nodes` is in place."""
+    """Return whether `keep_accumulating_nodes` was applied."""
     return isinstance(stage_1_and_2.count_used_parameters_in_backward, _UsedParameters)
 
 
 class _UsedParameters:
-    """Stands for `count_used_parameters_in_backward`, given the same list at each call."""
+    """Replacement of `count_used_parameters_in_backward`, given the same list at each call."""
 
     def __init__(self) -> None:
         self._list: Sequence[nn.Parameter] = ()
@@ -163,10 +163,10 @@ class _UsedParameters:
     def __call__(self, parameters: Sequence[nn.Parameter]) -> int:
         kinds = [(p.dtype, p.device, p.requires_grad) for p in parameters]
         if parameters is not self._list or kinds != self._kinds:
-            found = [
+            nodes = [
                 torch.autograd.graph.get_gradient_edge(p).node
                 for p in parameters
                 if p.requires_grad
             ]
-            self._list, self._kinds, self._nodes = parameters, kinds, list(dict.fromkeys(found))
+            self._list, self._kinds, self._nodes = parameters, kinds, list(dict.fromkeys(nodes))
         return sum(map(torch._C._will_engine_execute_node, self._nodes))

@@ -1,7 +1,7 @@
-"""The gradient reduction of ZeRO 1 and 2: DeepSpeed's collectives and numbers in less host time.
+"""Gradient reduction of ZeRO 1 and 2: DeepSpeed's collectives and numbers in less host time.
 
 DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py) copies each gradient into a bucket in the hook of
-its parameter, finds out at every reduction which rank wants which part of the bucket, copies each
+its parameter, computes at every reduction the rank of each part of the bucket, copies each
 gradient out again, and copies all of them into the flat tensor that the optimizer reads. Here a
 bucket holds the gradients themselves until it is full. Then they are put together by one call,
 averaged and reduced as DeepSpeed does (the same buckets in the same order, by the same collectives
@@ -9,9 +9,9 @@ over the same ranges), and what this rank owns goes straight into the flat tenso
 made once for each sequence of parameters. So every number stays, to the last bit.
 `tests/unit/engine/deepspeed_patches/test_zero12.py` compares both.
 
-What a bucket holds is alive until it is put together, so that ZeRO 2 without ``overlap_comm`` needs
-one more bucket of memory at most; with it DeepSpeed has two buckets from the start, and ZeRO 1
-keeps every gradient until the end.
+The gradients of a bucket stay in memory until it is flattened, so ZeRO 2 without ``overlap_comm``
+needs one more bucket of memory at most; with it DeepSpeed has two buckets from the start, and ZeRO
+1 keeps every gradient until the end.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class FlatGradients(GradPartitionBufferGroup):  # type: ignore[misc]
 
 
 def _is_supported(optimizer: Any) -> bool:
-    """Whether the reduction has no other case than those of `_Reduction`."""
+    """Return whether `_Reduction` supports all cases of this reduction."""
     parameters = [p for group in optimizer.bit16_groups for p in group]
     num_hooked = sum(p.requires_grad for p in parameters)
     is_compact = [optimizer._use_compact_grad_partition_buffer(i) for i in _groups(optimizer)]
@@ -93,7 +93,7 @@ def _groups(optimizer: Any) -> range:
 
 
 class _Reduction:
-    """Takes the place of those methods of a `DeepSpeedZeroOptimizer` that `install` names."""
+    """Replacement of the methods of a `DeepSpeedZeroOptimizer` that `install` names."""
 
     def __init__(self, optimizer: Any, host_time: HostTime) -> None:
         self._optimizer = optimizer
@@ -166,7 +166,8 @@ class _Reduction:
                 yield parameter, slot
 
     def _sizes_of(self, group: int) -> list[int]:
-        """Elements of each of this rank's parts of `group`, and of the padding behind them."""
+        """Return the elements of each of this rank's parts of `group`, and of the padding behind
+        them."""
         own = [self._slots[p].count for p in self._optimizer.params_in_partition[group]]
         padding = int(self._optimizer.partition_size[group]) - sum(own)
         return [*own, padding] if padding else own
@@ -174,7 +175,7 @@ class _Reduction:
     # --- during the backward pass ---
 
     def _replace_hooks(self) -> None:
-        """Put ours in the place of DeepSpeed's, under the same handles, in the same order."""
+        """Replace DeepSpeed's hooks by ours, under the same handles, in the same order."""
         optimizer = self._optimizer
         hooked = [p for group in optimizer.bit16_groups for p in group if p.requires_grad]
         for parameter, handle in zip(hooked, optimizer._grad_acc_hooks, strict=True):
@@ -325,19 +326,20 @@ class _Reduction:
             self._store(chosen, place, adds=self._is_compact[target.group])
 
     @staticmethod
-    def _store(pieces: list[torch.Tensor], place: torch.Tensor, *, adds: bool) -> None:
-        """Put `pieces`, one after the other, into `place`, or add them to it."""
-        if len(pieces) > 1 and not adds and pieces[0].dtype == place.dtype:
-            torch.cat(pieces, out=place)
+    def _store(pieces: list[torch.Tensor], target: torch.Tensor, *, adds: bool) -> None:
+        """Copy `pieces`, one after the other, into `target`, or add them to it."""
+        if len(pieces) > 1 and not adds and pieces[0].dtype == target.dtype:
+            torch.cat(pieces, out=target)
             return
         source = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         if adds:
-            place.add_(source)
+            target.add_(source)
         else:
-            place.copy_(source)
+            target.copy_(source)
 
     def _partition(self, group: int) -> torch.Tensor:
-        """What this rank has of a group's gradient: of a step if it is compact, else of a pass."""
+        """Return this rank's part of a group's gradient: of a step if it is compact, else of a
+        pass."""
         if self._is_compact[group]:
             return self._compact(group).flat_partition  # type: ignore[no-any-return]
         if group not in self._partitions:
@@ -400,13 +402,14 @@ class _Reduction:
         optimizer.all_grad_tensors[group] = None
 
     def _finish_step(self) -> None:
-        """The step ends where no pass said so (`finalize_gradient_accumulation_boundary`)."""
+        """End a step whose last pass set no boundary
+        (`finalize_gradient_accumulation_boundary`)."""
         self._optimizer.set_gradient_accumulation_boundary(True)
         for group in _groups(self._optimizer):
             self._hand_over(group)
 
     def _has_overflow(self) -> torch.Tensor:
-        """Whether a gradient of this rank is not finite: [1], bool. One look at each group.
+        """Return whether a gradient of this rank is not finite: [1], bool. Reads each group once.
 
         DeepSpeed looks at each gradient (`has_overflow_partitioned_grads_serial`).
         """

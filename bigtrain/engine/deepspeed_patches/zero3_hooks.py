@@ -35,7 +35,7 @@ from torch import nn
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
 
 _AVAILABLE, _ABSENT = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
-# What Python makes of the coordinator's private attributes.
+# Prefix of the coordinator's private attributes (Python's name mangling).
 _PRIVATE = "_PartitionedParameterCoordinator__"
 _ACTIVE_BACKWARD = _PRIVATE + "active_backward_submodules"
 _FETCHED_FOR = _PRIVATE + "most_recent_step_id_param_fetched_for"
@@ -57,7 +57,7 @@ def replace_hooks(optimizer: Any, host_time: HostTime) -> bool:
 
     `host_time` counts their time.
 
-    Each takes the place of two of DeepSpeed's, under the handle of the first, so that
+    Each replaces two of DeepSpeed's, under the handle of the first, so that
     `DeepSpeedZeRoOffload.destroy` removes them and the order among other hooks stays.
     """
     offload = getattr(optimizer, "parameter_offload", None)
@@ -219,7 +219,7 @@ class _StackCut:
 
 
 def _holds_no_parameter(output: Any) -> bool:
-    """Whether this is a tensor or a tuple of tensors, none known to be a parameter's alias.
+    """Return whether this is a tensor or a tuple of tensors, none known to be a parameter's alias.
 
     DeepSpeed's own hook handles anything else, and lets the module above gather what it finds.
     """
@@ -291,7 +291,8 @@ class _Coordinator:
         self._limits_fetches = not self._accelerator.handles_memory_backpressure()
 
     def fetch(self, module: Any, ds_id: int, params: tuple[Any, ...], *, forward: bool) -> None:
-        """As `trace_prologue`, `record_module` and `fetch_sub_module`, in this order."""
+        """Do the work of `trace_prologue`, `record_module` and `fetch_sub_module`, in this
+        order."""
         state = self._state
         step: int = state[_STEP]
         order = state[_ORDER]
@@ -350,14 +351,14 @@ class _Coordinator:
         """Remove `params` from the prefetch queue."""
         fetched_for, queue = self._state[_FETCHED_FOR], self._state[_QUEUE]
         wanted = {param for param in params if fetched_for[param] < step}
-        found: set[Any] = set()
-        while queue and len(found) < len(wanted):
+        removed: set[Any] = set()
+        while queue and len(removed) < len(wanted):
             used = queue.popleft()
             fetched_for[used.param] = used.step_id_last_used_at
-            found.add(used.param)
-        if found != wanted:
+            removed.add(used.param)
+        if removed != wanted:
             raise RuntimeError(
-                f"ZeRO-3 expected parameters {[p.ds_summary() for p in found]} at step {step} of "
+                f"ZeRO-3 expected parameters {[p.ds_summary() for p in removed]} at step {step} of "
                 f"its trace, and not {[p.ds_summary() for p in wanted]}"
             )
 
@@ -378,7 +379,7 @@ class _Coordinator:
             self._gather(params, forward)
 
     def release(self, module: Any, ds_id: int, params: tuple[Any, ...], *, forward: bool) -> None:
-        """As `release_sub_module`."""
+        """Do the work of `release_sub_module`."""
         state = self._state
         if state[_MODE] is not ZeRoTraceMode.COMPLETE or module.ds_recompute_parameters:
             self._own.release_sub_module(module, forward=forward)
