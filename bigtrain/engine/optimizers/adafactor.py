@@ -1,5 +1,5 @@
 """Adafactor (Shazeer and Stern 2018, arXiv 1804.04235), as `torch.optim.Adafactor` (torch 2.13,
-torch/optim/_adafactor.py), for parameters cut by ZeRO and the parallel degrees.
+torch/optim/_adafactor.py), for parameters sharded by ZeRO and the parallel degrees.
 
 Its second moment is one number for each row and one for each column of a matrix, and its step size
 depends on the root mean square of full parameters. All of these are sums over elements: each rank
@@ -36,7 +36,7 @@ _SUMMED = {"row_var": -1, "col_var": -2, "variance": None}
 
 @dataclass(frozen=True)
 class _Rectangle:
-    """Of a parameter, with views into its master and its gradient."""
+    """Rectangle of a parameter, with views into its master and its gradient."""
 
     parameter: str
     offsets: tuple[int, ...]
@@ -147,15 +147,15 @@ class Adafactor(UpdateRule):
         begin = 0
         for name, state in fresh.items():
             for kind, total in state.items():
-                found = sums[begin : begin + total.numel()].view(total.shape)
+                summed = sums[begin : begin + total.numel()].view(total.shape)
                 begin += total.numel()
                 dim = _SUMMED[kind]
                 count = 1 if dim is None else self._shapes[name][dim]
-                self._states[name][kind].lerp_(found / (count * self._copies[name]), weight)
+                self._states[name][kind].lerp_(summed / (count * self._copies[name]), weight)
         return self._totals(names, lambda box: box.values.square().sum(), rectangles)
 
     def _direction(self, box: _Rectangle) -> torch.Tensor:
-        """Turn the gradient into the update, in place; returns a copy to compute with."""
+        """Convert the gradient in place to the update; return a copy to compute with."""
         state = self._states[box.parameter]
         if "variance" in state:
             estimate = state["variance"][_place(state["variance"], box)].to(box.gradient.device)
@@ -173,7 +173,7 @@ class Adafactor(UpdateRule):
         measure: Callable[[_Rectangle], torch.Tensor],
         rectangles: Sequence[_Rectangle],
     ) -> dict[str, float]:
-        """What `measure` gives, summed over each parameter."""
+        """Return the results of `measure`, summed over each parameter."""
         own = {name: torch.zeros((), dtype=torch.float64) for name in names}
         for box in rectangles:
             own[box.parameter] += measure(box).cpu()
@@ -194,7 +194,7 @@ RULE = Adafactor
 
 
 def _place(state: torch.Tensor, box: _Rectangle) -> tuple[slice, ...]:
-    """Where in a state the rectangle's rows, columns or elements are."""
+    """Return where in a state the rectangle's rows, columns or elements are."""
     return tuple(
         slice(0, 1) if size == 1 else slice(low, low + length)
         for size, low, length in zip(state.shape, box.offsets, box.gradient.shape, strict=True)

@@ -1,7 +1,4 @@
-"""The optimizer of a run: its update rules, attached to DeepSpeed's masters.
-
-The parameter groups of the optimizer.
-"""
+"""Optimizer of a run: its update rules, attached to DeepSpeed's masters, and parameter groups."""
 
 from __future__ import annotations
 
@@ -31,8 +28,8 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 def optimizer_maker(
     section: OptimizerSection, model: nn.Module, mesh: Mesh, device: torch.device
 ) -> MakeOptimizer | None:
-    """The function that makes the optimizer from `parameter_groups`; None if DeepSpeed makes it by
-    its JSON. Collective over all ranks. Raises ConfigError for settings that do not fit the
+    """Return the function that makes the optimizer from `parameter_groups`; None if DeepSpeed makes
+    it by its JSON. Collective over all ranks. Raises ConfigError for settings that do not fit the
     model."""
     if not section.is_own:
         return None
@@ -44,9 +41,9 @@ def optimizer_maker(
 
 
 def rule_class(name: str) -> type[UpdateRule]:
-    """The update rule of ``optimizer.type`` = `name`: of the module that the table names."""
-    found: type[UpdateRule] = import_module(facts_of_optimizer(name).module).RULE
-    return found
+    """Return the update rule of ``optimizer.type`` = `name`: of the module that the table names."""
+    rule: type[UpdateRule] = import_module(facts_of_optimizer(name).module).RULE
+    return rule
 
 
 def attach_optimizer(engine: Any, model: nn.Module) -> None:
@@ -63,27 +60,27 @@ def parameter_groups(
     expert_size: int,
     untrained: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """Groups with and without weight decay, in this order, and of hidden matrices where the
-    optimizer is for those alone; then the same groups of experts if `expert_size` ranks divide
+    """Return groups with and without weight decay, in this order, and of hidden matrices if the
+    optimizer updates only those; then the same groups of experts if `expert_size` ranks divide
     them. Any may be empty. `untrained`: as in `split_by_decay`.
     """
     split = split_by_decay(model, decay_embeddings=section.decay_embeddings, untrained=untrained)
-    found: list[dict[str, Any]] = [
+    groups: list[dict[str, Any]] = [
         {"params": split.decay, "weight_decay": section.weight_decay, "name": "decay"},
         {"params": split.no_decay, "weight_decay": 0.0, "name": "no_decay"},
     ]
-    for group in found if section.is_own else ():
+    for group in groups if section.is_own else ():
         group["rule"] = section.facts.beside or section.type
     if section.facts.beside is not None:
-        found.append(_take_matrices(model, section, found, untrained))
-    for group in found[:] if expert_size > 1 else ():
+        groups.append(_take_matrices(model, section, groups, untrained))
+    for group in groups[:] if expert_size > 1 else ():
         experts = [parameter for parameter in group["params"] if is_expert(parameter)]
         group["params"] = [p for p in group["params"] if not is_expert(p)]
-        found.append(as_expert_group({**group, "params": experts}, name_of_experts(expert_size)))
+        groups.append(as_expert_group({**group, "params": experts}, name_of_experts(expert_size)))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for group in found if section.is_own else ():
+    for group in groups if section.is_own else ():
         group["names"] = [names[id(parameter)] for parameter in group["params"]]
-    return found
+    return groups
 
 
 def _take_matrices(
@@ -92,8 +89,9 @@ def _take_matrices(
     groups: list[dict[str, Any]],
     untrained: Collection[str],
 ) -> dict[str, Any]:
-    """The group of hidden matrices; its parameters are removed from the other `groups`. Adapters of
-    weights that get no gradient stay in theirs, which does not decay: torch skips them."""
+    """Return the group of hidden matrices; its parameters are removed from the other `groups`.
+    Adapters of weights that get no gradient stay in theirs, which does not decay: torch skips them.
+    """
     names = [name for name in hidden_matrices(model) if adapted_weight(name) not in untrained]
     chosen = {id(parameter_of(model, name)) for name in names}
     matrices = [p for group in groups for p in group["params"] if id(p) in chosen]

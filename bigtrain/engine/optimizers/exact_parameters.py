@@ -103,5 +103,6 @@ class ExactParameters:
                 dist.all_reduce(flat, group=mesh.replicas)
 
     def itemsizes(self) -> dict[str, int]:
-        """Bytes per element of frozen parameters that are kept here in another dtype, by name."""
+        """Return bytes per element of frozen parameters that are kept here in another dtype, by
+        name."""
         return {name: t.element_size() for name, t in self.frozen.items() if t is not None}

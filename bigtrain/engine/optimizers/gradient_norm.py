@@ -1,4 +1,4 @@
-"""The gradient norm of a model whose parameters are sharded over ranks."""
+"""Gradient norm of a model whose parameters are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bigtrain.models.parallel.sharding import is_expert
 
 
 def is_counted(parameter: Any, mesh: Mesh) -> bool:
-    """Whether this rank's gradient of `parameter` enters the norm: every element does once.
+    """Return whether this rank's gradient of `parameter` enters the norm: every element does once.
 
     By the marks that DeepSpeed's own norms go by: shards count everywhere, replicated parameters
     on the first rank of a tensor-parallel group, tied ones on one pipeline stage.
@@ -30,22 +30,22 @@ def is_counted(parameter: Any, mesh: Mesh) -> bool:
 
 
 def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
-    """2-norm of the whole model's gradient, which is already averaged over replicas.
+    """Return the 2-norm of the full model's gradient, which is already averaged over replicas.
 
-    Collective over `mesh.model`, and where ranks divide the experts over `mesh.expert`.
+    Collective over `mesh.model`, and if ranks share the experts over `mesh.expert`.
     """
-    found = [p for p in parameters if p.grad is not None]
+    with_gradient = [p for p in parameters if p.grad is not None]
     own: dict[bool, list[torch.Tensor]] = {False: [], True: []}
-    for parameter in found:
+    for parameter in with_gradient:
         if parameter.grad is not None and is_counted(parameter, mesh):
             own[is_expert(parameter)].append(parameter.grad)
     norm: torch.Tensor = torch.nn.utils.get_total_norm(own[False])
     if mesh.topology.expert_size > 1:
-        squared = torch.nn.utils.get_total_norm(own[True]).to(found[0].device).square()
+        squared = torch.nn.utils.get_total_norm(own[True]).to(with_gradient[0].device).square()
         dist.all_reduce(squared, group=mesh.expert)
         norm = (norm.to(squared.device).square() + squared).sqrt()
     if dist.get_world_size(mesh.model) > 1:
-        squared = norm.to(found[0].device if found else "cpu").square()
+        squared = norm.to(with_gradient[0].device if with_gradient else "cpu").square()
         dist.all_reduce(squared, group=mesh.model)
         norm = squared.sqrt()
     return norm
@@ -53,9 +53,9 @@ def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> torch.Tensor:
     """Scale the gradients down to `max_norm`; returns their `total_norm` before. Collective."""
-    found = [p for p in parameters if p.grad is not None]
-    norm = total_norm(found, mesh)
-    torch.nn.utils.clip_grads_with_norm_(found, max_norm, norm)
+    with_gradient = [p for p in parameters if p.grad is not None]
+    norm = total_norm(with_gradient, mesh)
+    torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, norm)
     return norm
 
 

@@ -1,8 +1,8 @@
-"""Where this rank keeps its parts of the fp32 masters, whatever the ZeRO stage.
+"""Parts of the fp32 masters on this rank, for every ZeRO stage.
 
-A parameter is cut twice: tensor or expert parallelism leaves this rank a shard of it
-(`bigtrain.models.parallel.sharding`), ZeRO a flat range of that shard. DeepSpeed keeps the ranges
-in another place for every stage; here they all are `MasterPart`s.
+A parameter is sharded twice: tensor or expert parallelism leaves this rank a shard of it
+(`bigtrain.models.parallel.sharding`), ZeRO a flat range of that shard. DeepSpeed stores the
+ranges differently in every stage; here they all are `MasterPart`s.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bigtrain.models.weights.quantized import is_packed
 
 @dataclass(frozen=True)
 class MasterPart:
-    """A flat range of one rank's shard of a parameter, and where its master lies.
+    """A flat range of one rank's shard of a parameter, and the location of its master.
 
     name: the parameter's Hugging Face name. shard: of the full parameter. start: of the range, in
     elements of the shard. master: the tensor that the optimizer updates, of which `count` elements
@@ -48,14 +48,14 @@ class MasterPart:
     is_replicated: bool = False
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The range of a tensor that is shaped like the master, 1-D."""
+        """Return the range of a tensor that is shaped like the master, 1-D."""
         return tensor.view(-1).narrow(0, self.offset, self.count)
 
 
 def master_parts(engine: Any, model: nn.Module) -> Iterator[MasterPart]:
-    """All parts that this rank has of the parameters of `model`, which `engine` trains.
+    """Yield all parts that this rank has of the parameters of `model`, which `engine` trains.
 
-    Frozen parameters, which no optimizer knows, are their own masters; weights in 4 bits have none.
+    Frozen parameters, which no optimizer has, are their own masters; weights in 4 bits have none.
     Parameters that are replicated appear on every rank that holds them; `shard.primary` is true on
     the one that writes and counts them. Not collective. Raises CheckpointError if the masters
     cannot be reached.
@@ -64,20 +64,20 @@ def master_parts(engine: Any, model: nn.Module) -> Iterator[MasterPart]:
     for name, parameter in model.named_parameters():
         if is_packed(parameter):
             continue
-        found = find(parameter) if parameter.requires_grad else frozen_range(parameter)
-        if found is None:
+        location = find(parameter) if parameter.requires_grad else frozen_range(parameter)
+        if location is None:
             continue
-        whole = isinstance(found, _Whole) or (
-            not parameter.requires_grad and found.capacity is None
+        whole = isinstance(location, _Whole) or (
+            not parameter.requires_grad and location.capacity is None
         )
         yield MasterPart(
             name,
             _shard(parameter),
-            found.start,
-            found.flat,
-            found.offset,
-            found.count,
-            found.capacity,
+            location.start,
+            location.flat,
+            location.offset,
+            location.count,
+            location.capacity,
             whole,
         )
 
@@ -123,14 +123,14 @@ class Rectangle:
 
 
 def rectangles(shape: tuple[int, ...], start: int, count: int) -> list[Rectangle]:
-    """Cut the flat range [start, start + count) of a row-major tensor into rectangles.
+    """Split the flat range [start, start + count) of a row-major tensor into rectangles.
 
-    At most 2 * ndim - 1 of them: a partial first row, whole rows, a partial last row, and so on
+    At most 2 * ndim - 1 of them: a partial first row, full rows, a partial last row, and so on
     inside the partial ones. In order of the flat range.
     """
-    found: list[Rectangle] = []
-    _cut(shape, (), start, start + count, 0, found)
-    return found
+    result: list[Rectangle] = []
+    _cut(shape, (), start, start + count, 0, result)
+    return result
 
 
 def _cut(
@@ -139,9 +139,9 @@ def _cut(
     begin: int,
     end: int,
     filled: int,
-    found: list[Rectangle],
+    result: list[Rectangle],
 ) -> int:
-    """Cut [begin, end) of the sub-tensor at index `prefix`; returns elements filled so far."""
+    """Split [begin, end) of the sub-tensor at index `prefix`; returns elements filled so far."""
     if begin >= end:
         return filled
     row = math.prod(shape[1:])
@@ -149,7 +149,7 @@ def _cut(
         rows = (begin // row, end // row)
         ones = (1,) * len(prefix)
         size = end - begin
-        found.append(
+        result.append(
             Rectangle(
                 (*prefix, rows[0], *(0 for _ in shape[1:])),
                 (*ones, rows[1] - rows[0], *shape[1:]),
@@ -161,16 +161,16 @@ def _cut(
     first, last = begin // row, (end - 1) // row
     if first == last:
         base = first * row
-        return _cut(shape[1:], (*prefix, first), begin - base, end - base, filled, found)
+        return _cut(shape[1:], (*prefix, first), begin - base, end - base, filled, result)
     whole_from = first
     if begin % row:
         base = first * row
-        filled = _cut(shape[1:], (*prefix, first), begin - base, row, filled, found)
+        filled = _cut(shape[1:], (*prefix, first), begin - base, row, filled, result)
         whole_from = first + 1
     whole_to = end // row
-    filled = _cut(shape, prefix, whole_from * row, whole_to * row, filled, found)
+    filled = _cut(shape, prefix, whole_from * row, whole_to * row, filled, result)
     base = whole_to * row
-    return _cut(shape[1:], (*prefix, whole_to), 0, end - base, filled, found)
+    return _cut(shape[1:], (*prefix, whole_to), 0, end - base, filled, result)
 
 
 def cut_parts(

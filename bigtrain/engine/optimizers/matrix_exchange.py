@@ -1,11 +1,10 @@
-"""Full matrices for an optimizer whose masters are cut by ZeRO and tensor parallelism.
+"""Full matrices for an optimizer whose masters are sharded by ZeRO and tensor parallelism.
 
 Each matrix has one owner among the ranks that hold it, chosen to balance the computation. Its parts
 are sent to the owner, which computes once and sends parts of the result back: two all-to-alls, in
 rounds that bound the memory. Each rank sends and receives its parts of the matrices: if ZeRO
-divides them, 2 x elements / ranks x bytes each way.
-
-The parts of a stage's matrices that a rank holds, and where in its masters they are.
+divides them, 2 x elements / ranks x bytes each way. `pieces_of` yields the parts of a
+stage's matrices that a rank holds, with their position in its masters.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ class Piece:
         return self.shape[0] * self.shape[1]
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The view [rows, columns] of a tensor that is shaped like the master."""
+        """Return the view [rows, columns] of a tensor that is shaped like the master."""
         return flat.view(-1)[self.begin : self.end].view(self.sizes)[self.where].view(self.shape)
 
 
 def pieces_of(
     part: MasterPart, master: int, matrices: Mapping[str, Sequence[tuple[int, Matrix]]]
 ) -> Iterator[Piece]:
-    """The pieces of its parameter's numbered `matrices` that `part`, stored in master number
+    """Yield the pieces of its parameter's numbered `matrices` that `part`, stored in master number
     `master`, holds."""
     candidates = matrices.get(part.name, ())
     for cut in rectangles(part.shard.local_shape, part.start, part.count) if candidates else ():
@@ -83,7 +82,7 @@ def pieces_of(
 def _common(
     offsets: tuple[int, ...], sizes: tuple[int, ...], box: Box
 ) -> tuple[list[int], list[int]] | None:
-    """[low, high) along each dimension of what a rectangle and a box share; None for nothing."""
+    """Return [low, high) of the intersection of a rectangle and a box; None if it is empty."""
     lows = [max(a, b) for a, b in zip(offsets, box.offsets, strict=True)]
     highs = [
         min(a + m, b + n) for a, m, b, n in zip(offsets, sizes, box.offsets, box.sizes, strict=True)
@@ -92,7 +91,8 @@ def _common(
 
 
 ROUND_ELEMENTS = 1 << 25
-"""Of matrices that an owner has in memory at a time; a larger matrix is alone in its round."""
+"""Elements of matrices that an owner has in memory at a time; a larger matrix gets its own
+round."""
 
 
 _Item = TypeVar("_Item", Piece, "_Place")
@@ -109,7 +109,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a rectangle that comes from another rank lies in a matrix of this one."""
+    """Position of a rectangle received from another rank in a matrix of this one."""
 
     matrix: int
     row: int
@@ -260,17 +260,21 @@ class MatrixExchange:
         return [places[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
     def _check_covered(self) -> None:
-        found: dict[int, int] = defaultdict(int)
+        covered: dict[int, int] = defaultdict(int)
         for plan in self._rounds:
             for place in chain.from_iterable(plan.received):
-                found[place.matrix] += place.shape[0] * place.shape[1]
+                covered[place.matrix] += place.shape[0] * place.shape[1]
         for number in chain.from_iterable(self._owned):
             rows, columns = self._shapes[number]
-            assert found[number] == rows * columns, (number, self._shapes[number], found[number])
+            assert covered[number] == rows * columns, (
+                number,
+                self._shapes[number],
+                covered[number],
+            )
 
 
 def assign(costs: Mapping[int, int], num_owners: int) -> dict[int, int]:
-    """The owner of each matrix: the most expensive first, to the rank with the least work so
+    """Return the owner of each matrix: the most expensive first, to the rank with the least work so
     far."""
     loads = [(0, owner) for owner in range(num_owners)]
     owners = {}
@@ -284,7 +288,7 @@ def assign(costs: Mapping[int, int], num_owners: int) -> dict[int, int]:
 def _rounds(
     shapes: Mapping[int, tuple[int, int]], owners: Mapping[int, int], num_owners: int
 ) -> dict[int, int]:
-    """The round of each matrix."""
+    """Return the round of each matrix."""
     rounds, filled = [0] * num_owners, [0] * num_owners
     numbers = {}
     for number, (rows, columns) in shapes.items():
@@ -304,7 +308,8 @@ def _numel(items: Sequence[Piece | _Place]) -> int:
 def _parts(
     buffer: torch.Tensor, lists: Sequence[Sequence[_Item]]
 ) -> list[tuple[_Item, torch.Tensor]]:
-    """Each item with its part [rows, columns] of a buffer that has them one after the other."""
+    """Return each item with its part [rows, columns] of a buffer that has them one after the
+    other."""
     items = list(chain.from_iterable(lists))
     sizes = [item.shape[0] * item.shape[1] for item in items]
     return [

@@ -2,9 +2,8 @@
 
 The mathematics of `torch.optim.Muon` (torch 2.13, torch/optim/_muon.py). Momentum is updated
 elementwise where the masters are; the owner of a matrix orthogonalizes its update, by default in
-bfloat16, in which it is also sent there and back: 2 x 2 bytes per element and step.
-
-Orthogonalizing a matrix by Newton-Schulz iterations.
+bfloat16, in which it is also sent there and back: 2 x 2 bytes per element and step. Matrices are
+orthogonalized by Newton-Schulz iterations.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ class Muon(UpdateRule):
         Raises ConfigError for a `split` that does not fit the model."""
         self._section, self._state_dtype, self._device = section, state_dtype, device
         self.sent_bytes = 0
-        found = hidden_matrices(model)
-        self.parameters = {name: parameter_of(model, name) for name in found}
+        hidden_by_name = hidden_matrices(model)
+        self.parameters = {name: parameter_of(model, name) for name in hidden_by_name}
         self._matrices: dict[bool, list[Matrix]] = {False: [], True: []}
-        for name, hidden in found.items():
+        for name, hidden in hidden_by_name.items():
             parameter = self.parameters[name]
             matrices = matrices_of([hidden], section.split)
             self._matrices[is_expert(parameter)] += _of_this_rank(matrices, parameter)
@@ -103,7 +102,8 @@ class Muon(UpdateRule):
         return gradient.lerp(buffer, self._section.momentum)
 
     def _orthogonalized(self, matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """On a GPU, matrices of one shape in a batch, since small ones leave it idle."""
+        """Orthogonalize `matrices`; on a GPU those of one shape in a batch, since small ones leave
+        it idle."""
         section = self._section
         options = (section.ns_coefficients, section.ns_steps, section.eps)
         if self._device.type != "cuda":
@@ -111,12 +111,12 @@ class Muon(UpdateRule):
         alike: dict[torch.Size, list[int]] = {}
         for number, matrix in enumerate(matrices):
             alike.setdefault(matrix.shape, []).append(number)
-        found = list(matrices)
+        outputs = list(matrices)
         for numbers in alike.values():
             results = orthogonalized(torch.stack([matrices[n] for n in numbers]), *options)
             for number, result in zip(numbers, results, strict=True):
-                found[number] = result
-        return found
+                outputs[number] = result
+        return outputs
 
     def _apply(
         self, master: torch.Tensor, piece: Piece, update: torch.Tensor, group: Mapping[str, Any]
@@ -129,7 +129,7 @@ class Muon(UpdateRule):
         )
 
     def _exchange(self, masters: Sequence[Master], group: Mapping[str, Any]) -> MatrixExchange:
-        """The exchange for these masters. Collective when it is first made."""
+        """Return the exchange for these masters. Collective when it is first made."""
         places = {id(master.values): number for number, master in enumerate(masters)}
         key = tuple(places)
         if key not in self._exchanges:
@@ -164,8 +164,8 @@ class Muon(UpdateRule):
         )
 
     def _sends(self, part: MasterPart, ranks: Sequence[int], owner: int) -> bool:
-        """Whether this rank sends `part` to the owner: of replicas that hold the same, the one in
-        the owner's tensor-parallel group does."""
+        """Return whether this rank sends `part` to the owner: of replicas that hold the same, the
+        one in the owner's tensor-parallel group does."""
         return part.shard.primary and (not part.is_replicated or ranks[owner] in self._tensor_ranks)
 
 
@@ -173,7 +173,7 @@ RULE = Muon
 
 
 def _of_this_rank(matrices: Sequence[Matrix], parameter: nn.Parameter) -> list[Matrix]:
-    """The matrices without those of experts on other ranks."""
+    """Return the matrices without those of experts on other ranks."""
     shard = shard_of(parameter)
     if shard is None or shard.over != "expert":
         return list(matrices)
@@ -185,7 +185,7 @@ def _of_this_rank(matrices: Sequence[Matrix], parameter: nn.Parameter) -> list[M
 
 
 def update_scale(shape: tuple[int, int], adjust_lr: str) -> float:
-    """What the learning rate is multiplied by for a matrix [rows, columns]."""
+    """Return the factor of the learning rate for a matrix [rows, columns]."""
     rows, columns = shape
     if adjust_lr == "original":
         return math.sqrt(max(1.0, rows / columns))

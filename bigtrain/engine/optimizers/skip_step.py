@@ -32,10 +32,10 @@ class StepStats:
 
 
 def mean_loss(loss_share: torch.Tensor, num_targets: torch.Tensor) -> torch.Tensor:
-    """What this rank adds to the mean loss of the global batch: summed over all ranks it is
+    """Return this rank's term of the mean loss of the global batch: summed over all ranks it is
     that mean, in nats per token. Float64, on the device.
 
-    `loss_share`: this rank's part of the summed loss; `num_targets`, of the whole batch.
+    `loss_share`: this rank's part of the summed loss; `num_targets`, of the full batch.
     """
     return loss_share.detach().double() / num_targets.clamp(min=1)
 
@@ -53,7 +53,7 @@ class SkipStepHook:
         self._norm = norm
         self._skip_policy: SkipPolicy | None = None
         self._makes_update: bool | None = None
-        self._found: StepStats | None = None
+        self._stats: StepStats | None = None
         self._optimizers = updating_optimizers(engine)
         for optimizer in self._optimizers:
             shadow(optimizer, "step", self._guarded(optimizer.step))
@@ -75,22 +75,22 @@ class SkipStepHook:
         self._loss_share, self._num_targets = loss_share, num_targets
 
     def close(self) -> StepStats | None:
-        """After the update: its stats; None without a `skip_policy`.
+        """Return the stats after the update; None without a `skip_policy`.
 
         Collective if DeepSpeed skipped the update itself.
         """
-        skip_policy, makes_update, found = self._skip_policy, self._makes_update, self._found
-        self._skip_policy = self._makes_update = self._found = None
+        skip_policy, makes_update, stats = self._skip_policy, self._makes_update, self._stats
+        self._skip_policy = self._makes_update = self._stats = None
         if makes_update is not None:
             for optimizer in () if makes_update else self._optimizers:
                 # Empty states that DeepSpeed creates by reading them after a skipped first update.
                 for key in [key for key, value in optimizer.state.items() if not value]:
                     del optimizer.state[key]
-            return found
+            return stats
         if skip_policy is None or not has_overflowed(self._engine.optimizer):
             return None
         figures = self._figures(math.inf)
-        # Dynamic loss scaling of float16 overflows as a matter of course, and tries again.
+        # Overflows are normal in dynamic loss scaling of float16, which repeats the step.
         scaled = self._engine.fp16_enabled() and self._engine.dynamic_loss_scale()
         if not (scaled and math.isfinite(figures.loss)):
             skip_policy(figures)
@@ -100,14 +100,15 @@ class SkipStepHook:
         def step(*args: Any, **kwargs: Any) -> Any:
             if self._skip_policy is not None and self._makes_update is None:
                 # ZeRO 1 to 3 call this once for each parameter group; one decision holds for all.
-                self._found = self._figures(self._norm())
-                self._makes_update = self._skip_policy(self._found)
+                self._stats = self._figures(self._norm())
+                self._makes_update = self._skip_policy(self._stats)
             return update(*args, **kwargs) if self._makes_update in (None, True) else None
 
         return step
 
     def _figures(self, norm: Any) -> StepStats:
-        """The stats, the same on every rank, by one small all-reduce; waits for the device."""
+        """Return the stats, the same on every rank, by one small all-reduce; waits for the
+        device."""
         size = dist.get_world_size()
         share = mean_loss(self._loss_share, self._num_targets)
         own = torch.as_tensor(norm, device=share.device).detach().double().reshape(()) / size
@@ -115,5 +116,5 @@ class SkipStepHook:
         if size > 1:
             dist.all_reduce(figures)
         loss, norm_mean = figures.tolist()
-        # In places DeepSpeed returns a negative norm for one that is not finite.
+        # DeepSpeed sometimes returns a negative norm for one that is not finite.
         return StepStats(loss, norm_mean if norm_mean >= 0 else math.nan)

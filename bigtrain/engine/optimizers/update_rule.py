@@ -1,16 +1,14 @@
-"""The interface of bigtrain's own optimizers: one update rule per file, on masters in place.
+"""Interface of bigtrain's own optimizers: one update rule per file, updating masters in-place.
 
 DeepSpeed gives the inner torch optimizer full parameters (ZeRO 0) or flat ranges of many (ZeRO 1 to
 3), group by group. A rule sees them as `Master`s. An elementwise rule needs no more; one that needs
-full matrices, or sums over full parameters, learns from `UpdateRule.attach` what the masters hold.
-What can be said of a rule without torch is its row in `settings/sections/optimizer.py`, which
-names the module; the module's `RULE` is the class.
+full matrices, or sums over full parameters, gets their contents from `UpdateRule.attach`.
+The facts about a rule without torch are its row in `settings/sections/optimizer.py`, which names
+the module; the module's `RULE` is the class.
 
-The dtype of optimizer states, and stochastic rounding to bfloat16.
-
-With round-to-nearest, a moment whose change is below bfloat16's resolution would never change. So
-rounding is stochastic, with the right mean. The randomness is a hash of the element's gradient and
-value, so a resumed run rounds in the same way.
+Optimizer states may be bfloat16. With round-to-nearest, a moment whose change is below bfloat16's
+resolution would never change. So rounding is stochastic, with the right mean. The randomness is a
+hash of the element's gradient and value, so a resumed run rounds in the same way.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _CHUNK = 1 << 24
 
 
 class StateDtype(Enum):
-    """Of moments and momentum."""
+    """Dtype of moments and momentum."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -60,7 +58,8 @@ def store(moment: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor) -> 
 
 
 def _rounded(value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """`value` with the last 16 bits of its fraction rounded away, up as often as they are large."""
+    """Return `value` with the last 16 bits of its fraction rounded away, up as often as they are
+    large."""
     bits = value.contiguous().view(torch.int32)
     noise = _hash(gradient.contiguous().view(torch.int32) * 3 ^ bits) & 0xFFFF
     return ((bits + noise) & ~0xFFFF).view(torch.float32)
@@ -75,7 +74,7 @@ def _hash(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Master:
-    """A tensor that the optimizer updates in place, its gradient and its states, all fp32 but for
+    """Tensor that the optimizer updates, its gradient and its states, all fp32 but for
     states of another `StateDtype`."""
 
     values: torch.Tensor
@@ -83,7 +82,7 @@ class Master:
     state: dict[str, Any]
 
     def moment(self, name: str, dtype: StateDtype) -> torch.Tensor:
-        """The state `name`, shaped like the values; zeros at first."""
+        """Return the state `name`, shaped like the values; zeros at first."""
         if name not in self.state:
             self.state[name] = torch.zeros_like(
                 self.values, dtype=dtype.torch_dtype, memory_format=torch.preserve_format
@@ -102,8 +101,8 @@ class Master:
 def names_in_update(
     parts: Sequence[MasterPart], masters: Sequence[Master], group: Mapping[str, Any]
 ) -> list[str]:
-    """Names of the parameters that an update of `masters` covers, the same on all ranks that hold
-    the same stage.
+    """Return the names of the parameters that an update of `masters` covers, the same on all ranks
+    that hold the same stage.
 
     ZeRO 1 and 2 update a group's parameters together, and give a rank no part of some; ZeRO 3
     gives every rank a part of all, and updates a few at a time.
@@ -115,7 +114,7 @@ def names_in_update(
 
 @dataclass(frozen=True)
 class RuleInputs:
-    """What a rule is made of: the run's section and state dtype, this rank's stage of the model,
+    """Inputs of a rule: the run's section and state dtype, this rank's stage of the model,
     its mesh, and a device that the backend of its groups takes."""
 
     section: OptimizerSection
@@ -126,7 +125,7 @@ class RuleInputs:
 
 
 class UpdateRule(ABC):
-    """How the masters of a group are updated.
+    """Update of the masters of a group.
 
     Checkpoints save, load and reshard states that are shaped like their master without further
     code; `step` counts updates. sent_bytes: what this rank has sent to others since it was set to
@@ -138,8 +137,8 @@ class UpdateRule(ABC):
     @classmethod
     @abstractmethod
     def of(cls, inputs: RuleInputs) -> Self:
-        """The rule of a run. Collective over all ranks. Raises ConfigError for settings that do not
-        fit the model."""
+        """Return the rule of a run. Collective over all ranks. Raises ConfigError for settings that
+        do not fit the model."""
 
     def attach(self, parts: Sequence[MasterPart]) -> None:  # noqa: B027
         """Learn which parameters the masters hold, once DeepSpeed has made them. Collective over
@@ -152,7 +151,7 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def update(self, masters: Sequence[Master], group: Mapping[str, Any]) -> None:
-        """One update. Collective as the rule says.
+        """Do one update. Collective if the rule is.
 
         Parameters: `group`, the torch parameter group, with `lr`, `weight_decay` and the `names`
         of its parameters.
@@ -181,7 +180,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def small_states(self) -> list[tuple[str, dict[str, torch.Tensor]]]:
         """See `UpdateRule.small_states`."""
-        return [found for rule in self.rules.values() for found in rule.small_states()]
+        return [item for rule in self.rules.values() for item in rule.small_states()]
 
     def begin_count(self) -> None:
         """Begin to count what the rules send."""
@@ -190,14 +189,14 @@ class RuleOptimizer(torch.optim.Optimizer):
                 rule.sent_bytes = 0
 
     def sent_bytes(self) -> int | None:
-        """Bytes that this rank has sent to others since `begin_count`; None if no rule counts
-        any, which is the same on all ranks."""
+        """Return the bytes that this rank has sent to others since `begin_count`; None if no rule
+        counts any, which is the same on all ranks."""
         counts = [rule.sent_bytes for rule in self.rules.values() if rule.sent_bytes is not None]
         return sum(counts) if counts else None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update every group by its rule. Collective as the rules say."""
+        """Update every group by its rule. Collective if a rule is."""
         assert closure is None
         for group in self.param_groups:
             masters = [
@@ -209,8 +208,8 @@ class RuleOptimizer(torch.optim.Optimizer):
 
 
 def state_bytes_by_name(optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes of optimizer states per element, by name of parameters that a `RuleOptimizer`
-    updates."""
+    """Return the bytes of optimizer states per element, by name of parameters that a
+    `RuleOptimizer` updates."""
     if not isinstance(optimizer, RuleOptimizer):
         return {}
     size = optimizer.state_dtype.torch_dtype.itemsize
