@@ -1,8 +1,8 @@
-"""A DeepSpeed engine over a Hugging Face model, and the optimizer step as bigtrain defines it.
+"""DeepSpeed engine of a Hugging Face model, and the optimizer step as bigtrain defines it.
 
 The loss of a step is the mean over all target tokens of the *global* batch: every micro-batch
 contributes its summed cross-entropy divided by that one number. So gradients do not depend on how
-the batch is cut into micro-batches and ranks, also if labels are masked unevenly.
+the batch is split into micro-batches and over ranks, even if labels are masked unevenly.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def build_engine(
 ) -> TrainEngine:
     """Build the run's model and hand it to DeepSpeed. Collective over all ranks.
 
-    ZeRO-3 models are partitioned while they are built: no rank ever holds the whole model.
-    `model_plan`: what `inspect_inputs` found; made here if not given. Pretrained weights
+    ZeRO-3 models are partitioned while they are built: no rank ever holds the full model.
+    `model_plan`: the result of `inspect_inputs`; made here if not given. Pretrained weights
     (``model.path``) are for the caller to read (`engine.checkpoint.read_weights`) or to restore
     from a checkpoint; until then parameters are uninitialized. Raises ModelError for a model whose
     tensor-parallel plan cannot be carried out.

@@ -1,10 +1,8 @@
-"""Which experts the tokens of a step go to, and what it costs to bring them there.
+"""Expert load of a step, router losses of a micro-batch, and selection biases.
 
-The router losses added to the loss of a micro-batch: auxiliary loss and z-loss.
-
-Balance without a loss: a bias of each expert, by which tokens choose and are not weighted.
-
-Wang et al. 2024, arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
+The router losses are auxiliary loss and z-loss. Selection biases balance the load without a loss:
+a bias of each expert affects the choice of tokens, not their weights (Wang et al. 2024,
+arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
 """
 
 from __future__ import annotations
@@ -74,15 +72,17 @@ class ExpertLoad:
             traffic.begin(measuring=measuring)
 
     def of_replicas(self, name: str) -> torch.Tensor:
-        """Tokens of the global batch so far that chose each expert of this stage's module `name`,
-        int64 [experts]. Collective over the mesh's replicas; does not wait for the device."""
+        """Return the tokens of the global batch so far that chose each expert of this stage's
+        module `name`, int64 [experts]. Collective over the mesh's replicas; does not wait for the
+        device.
+        """
         total = self.counts.of(name, self._device).clone()
         dist.all_reduce(total, group=self._mesh.replicas)
         return total
 
     def read(self) -> LoadFigures | None:
-        """The load of the counted step; None without experts. Collective over all ranks; waits for
-        the device."""
+        """Return the load of the counted step; None without experts. Collective over all ranks;
+        waits for the device."""
         if not self._num_experts:
             return None
         sizes = list(self._num_experts.values())
@@ -94,14 +94,14 @@ class ExpertLoad:
         totals[-2] = sum(traffic.sent_bytes for traffic in self._traffic)
         totals[-1] = sum(traffic.seconds() for traffic in self._traffic)
         dist.all_reduce(totals)
-        found = totals.cpu()
+        host_totals = totals.cpu()
         imbalance = {
             name: float(part.max() / part.mean().clamp(min=1e-300))
-            for name, part in zip(self._num_experts, found[:-2].split(sizes), strict=True)
+            for name, part in zip(self._num_experts, host_totals[:-2].split(sizes), strict=True)
         }
         if self._mesh.topology.expert_size == 1:
             return LoadFigures(imbalance)
-        sent_bytes, seconds = (found[-2:] / dist.get_world_size()).tolist()
+        sent_bytes, seconds = (host_totals[-2:] / dist.get_world_size()).tolist()
         return LoadFigures(imbalance, sent_bytes, seconds)
 
 
@@ -131,7 +131,8 @@ class RouterLosses:
         self._chosen = None
 
     def of(self, outputs: Any) -> torch.Tensor | None:
-        """The router loss from a model's outputs for a micro-batch; None if nothing is added.
+        """Return the router loss from a model's outputs for a micro-batch; None if nothing is
+        added.
 
         Collective over the replicas with ``auxiliary_loss: global_batch``.
         """

@@ -19,8 +19,9 @@ def speed_up(
     """Apply the run's kernels, activation offload and compilation to `model`; returns whether its
     layers are compiled.
 
-    `model`, a transformers model, must be complete: cut into its stage, filled, its loss installed.
-    Raises ModelError if decoder layers of transformers' kind are needed and there are none.
+    `model`, a transformers model, must be complete: split into its stage, filled, its loss
+    installed. Raises ModelError if decoder layers of transformers' kind are needed and there are
+    none.
     """
     section = config.model
     if section.kernels == "liger":

@@ -1,4 +1,4 @@
-"""How parameters are cut and partitioned while a model is built for `deepspeed.initialize`."""
+"""Sharding and partitioning of parameters while a model is built for `deepspeed.initialize`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from bigtrain.settings.run_config import RunConfig
 
 
 def build_dtype(config: RunConfig, engine_config: EngineConfig) -> torch.dtype:
-    """The dtype in which parameters are constructed."""
+    """Return the dtype in which parameters are constructed."""
     # ZeRO-3 partitions parameters as they are built, so they are built in their final dtype. The
     # other stages cast the full model in `initialize` and make the fp32 masters from that, so all
     # of them start from the same rounded weights.
@@ -37,7 +37,7 @@ def build_dtype(config: RunConfig, engine_config: EngineConfig) -> torch.dtype:
 
 
 def run_dtype(config: RunConfig) -> torch.dtype:
-    """The dtype that the run computes in."""
+    """Return the dtype that the run computes in."""
     return _DTYPES[config.precision.dtype]
 
 
@@ -49,7 +49,7 @@ _DTYPES = {
 
 
 def partitioning_of(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
-    """How parameters are cut and partitioned while the model is constructed."""
+    """Return the sharding and partitioning applied while the model is constructed."""
     if is_cut(mesh):
         zero3 = copy_of(engine_config.deepspeed) if engine_config.zero_stage == 3 else None
         return cutting(mesh, zero3)
@@ -73,19 +73,19 @@ def partitioning_of(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
 
 
 def copy_of(value: Any) -> Any:
-    """A deep copy of JSON values; `deepspeed.initialize` writes into what it is given."""
+    """Return a deep copy of JSON values; `deepspeed.initialize` writes into what it is given."""
     if isinstance(value, dict):
         return {key: copy_of(item) for key, item in value.items()}
     return [copy_of(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def is_cut(mesh: Mesh) -> bool:
-    """Whether ranks hold parts of parameters, before ZeRO partitions them."""
+    """Return whether ranks hold parts of parameters, before ZeRO partitions them."""
     return mesh.topology.tensor_size > 1 or mesh.topology.expert_size > 1
 
 
 def cutting(mesh: Mesh, zero3: dict[str, Any] | None) -> Partitioning:
-    """Builds a model whose parameters are cut over `mesh.tensor`, or its experts over
+    """Build a model whose parameters are sharded over `mesh.tensor`, or its experts over
     `mesh.expert`.
 
     The constructor's full parameters take no memory until they are filled, one layer at a time;
@@ -122,10 +122,10 @@ def _divide_experts(model: Any, mesh: Mesh, plan: Plan | None) -> None:
 
 
 def lend_parameters(model: nn.Module) -> None:
-    """Let ZeRO 3 gather what layers of peft's read of other modules for those layers as well.
+    """Make ZeRO 3 gather parameters of other modules that peft's layers read.
 
-    DeepSpeed gathers parameters for the module that holds them alone, but for the external ones of
-    a module that it was told of.
+    DeepSpeed gathers parameters only for the module that owns them, and for modules for which they
+    are registered as external.
     """
     for layer, parameters in borrowed_parameters(model):
         for parameter in parameters:
@@ -133,7 +133,8 @@ def lend_parameters(model: nn.Module) -> None:
 
 
 def _partitioner(mesh: Mesh, zero3: dict[str, Any]) -> Any:
-    """What partitions whole parameters over the replicas, as `zero.Init` does in constructors."""
+    """Return the object that partitions full parameters over the replicas, as `zero.Init` does in
+    constructors."""
     return deepspeed.zero.Init(
         module=nn.Module(),
         data_parallel_group=mesh.replicas,

@@ -1,8 +1,7 @@
-"""One optimizer step of one rank on a DeepSpeed engine, without pipeline stages.
+"""Optimizer step of one rank on a DeepSpeed engine, without pipeline stages.
 
-The mean loss over several optimizer steps, without waiting for the device at each.
-
-Copying micro-batches to the device while the previous one is computed.
+It includes the mean loss over several steps, without waiting for the device at each, and the copy
+of micro-batches to the device while the previous one is computed.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from bigtrain.models.parallel.sequence import SequenceParallel
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import MoeSection
 
-# What `TrainEngine.mark` is called with.
+# Arguments of `TrainEngine.mark`.
 COUNTING_TARGETS = "counting target tokens"
 FORWARD_PASS = "forward pass"
 BACKWARD_PASS = "backward pass"
@@ -53,11 +52,11 @@ OPTIMIZER_UPDATE = "optimizer update"
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; tensors stay on the device so that nothing waits for it.
+    """Result of one optimizer step; tensors stay on the device so that nothing waits for it.
 
     loss_sum: this rank's share of the summed cross-entropy, in nats.
-    num_targets: target tokens of the whole global batch.
-    figures: the stats that the skip policy saw; None without one.
+    num_targets: target tokens of the global batch.
+    figures: the stats passed to the skip policy; None without one.
     """
 
     loss_sum: torch.Tensor
@@ -69,7 +68,7 @@ class TrainEngine:
     """Trains one model by optimizer steps. Every method is collective over all ranks.
 
     isolation: how the model keeps documents apart. mark: called with a name for what the engine
-    does next; for watchdog and clocks. added_states: what checkpoints hold beside masters and
+    does next; for watchdog and clocks. added_states: checkpoint contents other than masters and
     optimizer states, by parameter and kind: 1-D, for the elements of this rank's part of its
     master. is_compiled: whether its layers are. host_time: time in DeepSpeed's hooks during the
     passes. expert_load: of the steps for which `train_step` is called with `observe`. exact: the
@@ -179,7 +178,7 @@ class TrainEngine:
         self.expert_load.begin_step(counting=counting, measuring=observe)
 
     def _noting(self, skip_policy: SkipPolicy | None) -> SkipPolicy | None:
-        """`skip_policy`, with its answer kept for the end of the step."""
+        """Return `skip_policy`, with its answer kept for the end of the step."""
         self._is_updated = True
         if skip_policy is None:
             return None
@@ -191,8 +190,8 @@ class TrainEngine:
         return decide
 
     def _end_step(self) -> StepStats | None:
-        """The stats of the step; updates exact values, and the experts' biases if parameters were
-        updated."""
+        """Return the stats of the step; updates exact values, and the experts' biases if parameters
+        were updated."""
         figures = self._skip_hook.close()
         self.exact.refresh(self.engine, self.module, self.mesh, trained_only=True)
         if self._bias.rate and self._is_updated and not has_overflowed(self.engine.optimizer):
@@ -200,16 +199,16 @@ class TrainEngine:
         return figures
 
     def _own_share(self, loss_sum: torch.Tensor) -> torch.Tensor:
-        """What this rank adds to a sum over all ranks: each loss counts once."""
+        """Return this rank's term of a sum over all ranks, in which each loss counts once."""
         return loss_sum if self._reports_loss else torch.zeros_like(loss_sum)
 
     @property
     def _reports_loss(self) -> bool:
-        """Whether this rank reports the loss of its samples; one rank of each model copy does."""
+        """True if this rank reports the loss of its samples; one rank of each model copy does."""
         return self.mesh.coordinates.tensor_rank == 0
 
     def _norm_before_update(self) -> Any:
-        """The norm of the gradient when DeepSpeed has measured it, and not yet used it."""
+        """Return the norm of the gradient after DeepSpeed measured it and before it is used."""
         norm = self._norm
         if norm is not None:
             return norm
@@ -230,7 +229,7 @@ class TrainEngine:
         self.engine.backward(scaled_loss(loss, self.engine.optimizer), scale_wrt_gas=False)
 
     def _clip_gradients(self) -> None:
-        # As the DeepSpeed method that this replaces.
+        # Same interface as the DeepSpeed method that this replaces.
         limit = self.engine.gradient_clipping()
         self._norm = clip_gradients(self.module.parameters(), limit, self.mesh)
 
@@ -245,15 +244,15 @@ class TrainEngine:
         return total_norm(self.module.parameters(), self.mesh)
 
     def gradient_norm(self) -> float:
-        """Norm of the whole last gradient before clipping. Waits for the device."""
+        """Return the norm of the last full gradient before clipping. Waits for the device."""
         if self._norm is not None:
             return float(self._norm)
         norm = self.engine.get_global_grad_norm()
         return float(norm) / self._scale_of_norm if norm is not None else float("nan")
 
     def optimizer_sent_bytes(self) -> float | None:
-        """Bytes that a rank sent to others in the update of the last step, the mean over all ranks;
-        None with an optimizer that sends none."""
+        """Return the bytes that a rank sent to others in the update of the last step, the mean over
+        all ranks; None with an optimizer that sends none."""
         optimizer = inner_optimizer(self.engine)
         own = optimizer.sent_bytes() if isinstance(optimizer, RuleOptimizer) else None
         if own is None:
@@ -297,7 +296,7 @@ class TrainEngine:
     def read_logits(
         self, input_ids: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """What `read` makes of the logits [samples, tokens, vocabulary] of `input_ids` in
+        """Return the result of `read` on the logits [samples, tokens, vocabulary] of `input_ids` in
         evaluation mode, on the CPU.
 
         Ranks with the same data rank bring the same input; others may bring another of that shape.
@@ -318,13 +317,13 @@ class TrainEngine:
             self.sequence.close()
 
     def _labels(self, batch: MicroBatch) -> torch.Tensor:
-        """The labels of the tokens that this rank computes, where `batch` is."""
+        """Return the labels of the tokens that this rank computes, where `batch` is."""
         return self.sequence.part(batch.labels) if self.sequence else batch.labels
 
     def _cross_entropy(
         self, batch: MicroBatch, moved: MicroBatch, factor: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Any]:
-        """The summed loss of this rank's tokens, and all else that the model returned.
+        """Return the summed loss of this rank's tokens, and all else that the model returned.
 
         `moved` is `batch` on the device; `factor` what the loss is going to be multiplied by.
         """
@@ -347,7 +346,7 @@ class TrainEngine:
         inputs: dict[str, Any] = {"input_ids": moved.input_ids.contiguous()}
         if moved.position_ids is not None:
             # Without an attention mask and a cache, transformers separates documents where
-            # positions restart; `models.equivalence` has tried it for this model.
+            # positions restart; `models.equivalence` has verified it for this model.
             inputs["position_ids"] = moved.position_ids
         for name, value in self.isolation.arguments(batch.position_ids).items():
             inputs[name] = self._to_device(value) if torch.is_tensor(value) else value
@@ -382,7 +381,7 @@ class LossWindow:
     """Mean loss in nats per target token over the steps since it was last read or emptied.
 
     Sums stay on the device; a step costs two additions. Steps with a skipped update count only if
-    there is no other step.
+    all steps were skipped.
     """
 
     def __init__(self, engine: TrainEngine) -> None:

@@ -75,7 +75,7 @@ def test_openmpi_with_three_hosts(lab: Lab, alone: dict[int, float]) -> None:
     command += ["--launcher_args", "-x MASTER_ADDR=n2 -x MASTER_PORT=29512", TRAIN, *ARGUMENTS]
     code, output = lab.run("n1", *command, **as_root)
     assert code == 2, output
-    assert "MASTER_ADDR = n2, at which the ranks meet, is not n1, where mpirun" in output
+    assert "MASTER_ADDR = n2, the rendezvous address, is not n1, where mpirun" in output
     assert not (lab.folder / "run").exists()
     command[command.index(TRAIN) - 1] = "-x MASTER_ADDR=n1 -x MASTER_PORT=29512"
     code, output = lab.run("n1", *command, **as_root)
@@ -158,7 +158,7 @@ def test_a_host_with_another_torch_is_named_before_training(lab: Lab) -> None:
     ]
     code, output = finish(started[1], timeout=250)
     assert code != 0, output
-    assert "train.py: hosts have other versions than the rest" in output
+    assert "train.py: hosts have different versions" in output
     assert f"n2: torch 2.99.0 (others: {version('torch')})" in output
     assert not (lab.folder / "run").exists()
 

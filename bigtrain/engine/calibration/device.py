@@ -1,4 +1,4 @@
-"""The speed of this machine's device, measured in about a minute for the planner.
+"""Speed of this machine's device, measured in about a minute for the planner.
 
 Matrix products of several sizes, copies in memory, fused attention, AdamW in main memory, copies to
 the host, and all-reduce over two ranks (each with a device of its own, or on CPUs). They become a
@@ -27,7 +27,7 @@ from bigtrain.launchers.local_world import run_local_world
 from bigtrain.planner.tables.hardware import Device, Reach
 from bigtrain.system.world import read_world
 
-_SECONDS = 0.4  # spent on each figure, at least one round
+_SECONDS = 0.4  # per measurement, at least one round
 _LARGE = {"cuda": 8192, "cpu": 1024}
 _MIB = 2**20
 
@@ -136,7 +136,7 @@ def _kernel(device: torch.device) -> float:
 
 
 def _adam() -> float:
-    """Bytes a second of an AdamW step in main memory: 28 a parameter."""
+    """Return the bytes per second of an AdamW step in main memory: 28 bytes per parameter."""
     weight = torch.nn.Parameter(torch.zeros(4 * _MIB))
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight], fused=True)
@@ -160,8 +160,8 @@ def _main_memory() -> int:
 
 
 def _link(device: torch.device) -> tuple[float, float]:
-    """Latency (seconds) and bandwidth (bytes per second) of all-reduce over two ranks; on a single
-    GPU, its copy bandwidth instead."""
+    """Return latency (seconds) and bandwidth (bytes per second) of all-reduce over two ranks; on a
+    single GPU, its copy bandwidth instead."""
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         return 1e-5, _copy(device) / 2
     with tempfile.TemporaryDirectory() as name:
@@ -170,8 +170,8 @@ def _link(device: torch.device) -> tuple[float, float]:
             run_local_world(2, ["-m", "bigtrain.engine.calibration.device", str(output)], {})
         except LaunchError as error:
             raise LaunchError(f"two ranks cannot reach each other: {error}") from error
-        found: dict[str, Any] = json.loads(output.read_text())
-    return found["start"], found["bandwidth"]
+        link: dict[str, Any] = json.loads(output.read_text())
+    return link["start"], link["bandwidth"]
 
 
 def _exchange(output: Path) -> None:
@@ -190,7 +190,7 @@ def _exchange(output: Path) -> None:
             _wait(joined.device)
             seconds.append((time.perf_counter() - begun) / rounds)
         if world.is_main:
-            # With two ranks, a ring moves the whole size once through each link.
+            # With two ranks, a ring moves the full size once through each link.
             bandwidth = 16 * _MIB / max(seconds[1] - seconds[0], 1e-9)
             output.write_text(json.dumps({"start": seconds[0], "bandwidth": bandwidth}))
 

@@ -1,4 +1,4 @@
-"""The overhead of DeepSpeed on this machine's CPUs: real engines of two small models, timed.
+"""Overhead of DeepSpeed on this machine's CPUs: real engines of two small models, timed.
 
 A GPU's host runs ahead of it, and communication overlaps with computation; on CPUs all of it adds
 up, and decides between layouts. Two models, on one rank and on two: a wide one, which spends almost
@@ -48,8 +48,8 @@ _DEEP = {**_SHAPE, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layer
 
 
 def measure_engine() -> MeasuredEngine:
-    """Seconds of the engine by parameter byte, operation and parameter tensor. Not collective.
-    Raises LaunchError."""
+    """Return the seconds of the engine by parameter byte, operation and parameter tensor. Not
+    collective. Raises LaunchError."""
     alone, pair = _seconds(1), _seconds(2)
     deep, wide = _costs(_DEEP), _costs(_WIDE)
     kernel = alone["deep 0 1"] / (3 * _num_kernels(deep))
@@ -59,7 +59,7 @@ def measure_engine() -> MeasuredEngine:
     costs = {}
     for zero in range(4):
         (one, one_step), (two, two_step) = (
-            _by_batch_and_step(found, zero, launched) for found in (alone, pair)
+            _by_batch_and_step(seconds, zero, launched) for seconds in (alone, pair)
         )
         own, own_step = min(one, two), min(one_step, two_step)
         costs[zero] = ZeroCosts(
@@ -68,10 +68,13 @@ def measure_engine() -> MeasuredEngine:
     return MeasuredEngine(kernel, hooks, costs)
 
 
-def _by_batch_and_step(found: dict[str, float], zero: int, launched: float) -> tuple[float, float]:
-    """Seconds of the wide model's micro-batch, without its operations, and of its step."""
+def _by_batch_and_step(
+    seconds: dict[str, float], zero: int, launched: float
+) -> tuple[float, float]:
+    """Return the seconds of the wide model's micro-batch, without its operations, and of its
+    step."""
     few, many = _ACCUMULATIONS
-    short, long = found[f"wide {zero} {few}"], found[f"wide {zero} {many}"]
+    short, long = seconds[f"wide {zero} {few}"], seconds[f"wide {zero} {many}"]
     batch = max(0.0, long - short) / (many - few)
     return max(0.0, batch - launched), max(0.0, short - few * batch)
 
@@ -106,30 +109,30 @@ def _config(values: dict[str, Any], zero: int, accumulation: int, world_size: in
 
 
 def _seconds(world_size: int) -> dict[str, float]:
-    """Seconds of a step by ``model zero accumulation``, of a world that is started for it."""
+    """Return the seconds of a step by ``model zero accumulation``, in a newly started world."""
     with tempfile.TemporaryDirectory() as name:
         output = Path(name) / "seconds.json"
         try:
             run_local_world(world_size, ["-m", __name__, str(output)], {})
         except LaunchError as error:
             raise LaunchError(f"an engine of {world_size} ranks failed: {error}") from error
-        found: dict[str, float] = json.loads(output.read_text())
-    return found
+        seconds: dict[str, float] = json.loads(output.read_text())
+    return seconds
 
 
 def _measure(output: Path) -> None:
-    """What each rank of the world runs. Collective."""
+    """Measure all cases on this rank. Collective."""
     world = read_world(os.environ)
     torch.set_num_threads(1)
     cases = [("wide", _WIDE, zero, n) for zero in range(4) for n in _ACCUMULATIONS]
     cases += [("deep", _DEEP, zero, 1) for zero in (0, 3)]
-    found = {}
+    seconds = {}
     with process_group(world):
         for name, values, zero, accumulation in cases:
-            found[f"{name} {zero} {accumulation}"] = _step(values, zero, accumulation, world)
+            seconds[f"{name} {zero} {accumulation}"] = _step(values, zero, accumulation, world)
             gc.collect()
         if world.is_main:
-            output.write_text(json.dumps(found))
+            output.write_text(json.dumps(seconds))
 
 
 def _step(values: dict[str, Any], zero: int, accumulation: int, world: World) -> float:

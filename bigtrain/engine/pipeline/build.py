@@ -1,4 +1,4 @@
-"""Building DeepSpeed's pipeline engine for a model cut into stages."""
+"""Construction of DeepSpeed's pipeline engine for a model split into stages."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _build_stage(config: RunConfig, hf_config: Any, mesh: Mesh, model_plan: Mode
 
 
 def _stages_module(module: StageModule, mesh: Mesh) -> StagesModule:
-    """What DeepSpeed's pipeline engine takes for a whole model."""
+    """Return the module that DeepSpeed's pipeline engine treats as the full model."""
     topology = mesh.topology
     axes = {
         "data": topology.data_size,
@@ -165,7 +165,7 @@ def _fill_groups(
 
 
 def _replica_groups(stage: Stage, mesh: Mesh) -> dict[str, dist.ProcessGroup]:
-    """For each parameter that this and other stages hold, the group of ranks to sum over."""
+    """Return the group of ranks to sum over for each parameter that several stages hold."""
     pipelines = mesh.topology.groups("pipeline")
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for holders in dict.fromkeys(stage.replicas.values()):

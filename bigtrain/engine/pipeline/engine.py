@@ -98,9 +98,9 @@ class PipelineTrainEngine(TrainEngine):
         *,
         observe: bool = False,
     ) -> StepResult:
-        """As `TrainEngine.train_step`; the micro-batches are in the pipeline together.
+        """Train one step like `TrainEngine.train_step`, with all micro-batches in the pipeline.
 
-        All stages of a pipeline bring the same `micro_batches`.
+        All stages of a pipeline pass the same `micro_batches`.
         """
         assert len(micro_batches) == self.plan.accumulation
         set_learning_rate(self.engine.optimizer, lr)
@@ -111,7 +111,7 @@ class PipelineTrainEngine(TrainEngine):
         factor = self.plan.data_size * self.plan.accumulation
         self._scale = factor / num_targets.clamp(min=1)
         self._loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
-        # Of which DeepSpeed takes the mean over micro-batches.
+        # DeepSpeed takes the mean of it over micro-batches.
         factor_of_loss = self._scale / self.plan.accumulation
         self._stage.feed(micro_batches, factor_of_loss, self._router_losses.of)
         self._skip_policy, self._num_targets = self._noting(skip_policy), num_targets
@@ -121,7 +121,7 @@ class PipelineTrainEngine(TrainEngine):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
-        """As `TrainEngine.evaluate`; all stages of a pipeline bring the same batches."""
+        """Evaluate like `TrainEngine.evaluate`; all stages of a pipeline pass the same batches."""
         held = list(batches)
         totals = torch.zeros(2, device=self.device, dtype=torch.float64)
         totals[1] = sum(int((b.labels != IGNORED_LABEL).sum()) for b in held)
@@ -147,11 +147,11 @@ class PipelineTrainEngine(TrainEngine):
     def read_logits(
         self, input_ids: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """As `TrainEngine.read_logits`; stages compute one after the other."""
+        """Read logits like `TrainEngine.read_logits`; stages compute one after the other."""
         self.engine.eval()
-        found: torch.Tensor = self._in_turn(input_ids, read)[0][0]
+        result: torch.Tensor = self._in_turn(input_ids, read)[0][0]
         self.engine.train()
-        return found
+        return result
 
     def _in_turn(
         self,
@@ -202,7 +202,7 @@ class PipelineTrainEngine(TrainEngine):
 
     @property
     def _reports_loss(self) -> bool:
-        """Whether this rank has the loss of its samples; one of each pipeline does."""
+        """True if this rank has the loss of its samples; one of each pipeline does."""
         return self._stage.stage.is_last and self.mesh.coordinates.tensor_rank == 0
 
     @torch.no_grad()

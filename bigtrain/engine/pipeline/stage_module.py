@@ -1,10 +1,9 @@
-"""The stage of one rank, as the module that the schedule of DeepSpeed drives.
+"""Pipeline stage of one rank, as the module that DeepSpeed's schedule drives.
 
-What one pipeline stage sends the next, as the flat tuple of tensors that DeepSpeed transfers.
-
-DeepSpeed sends a gradient back for every floating tensor, into buffers it numbers by position
-whatever their dtype (0.19.8, runtime/pipe/engine.py): so differentiable tensors come first, and
-other floating ones travel as integers of the same bits.
+Stages exchange payloads as the flat tuples of tensors that DeepSpeed transfers. DeepSpeed sends a
+gradient back for every floating tensor, into buffers it numbers by position whatever their dtype
+(0.19.8, runtime/pipe/engine.py): so differentiable tensors come first, and other floating ones
+travel as integers of the same bits.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ class StageModule(nn.Module):
         self._added = added or _nothing
 
     def forward(self, received: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
-        """The last stage returns logits or the summed loss, and the router loss if there is one;
-        other stages return the tensors to send."""
+        """Return logits or the summed loss, and the router loss if there is one, on the last stage;
+        on other stages the tensors to send."""
         batch = next(self._batches)
         if self.incoming is None:
             assert torch.is_tensor(received)
@@ -87,8 +86,8 @@ class StageModule(nn.Module):
         positions: torch.Tensor | None,
         **loss: torch.Tensor,
     ) -> Any:
-        """A Payload, or the last stage's logits (with arguments for a `ChunkedLoss`, its summed
-        loss) and the router loss. `positions` are on the host."""
+        """Return a Payload, or the last stage's logits (with arguments for a `ChunkedLoss`, its
+        summed loss) and the router loss. `positions` are on the host."""
         if self.stage.needs_tokens:
             input_ids = input_ids.to(self._device, non_blocking=True).contiguous()
         moved = None if positions is None else positions.to(self._device, non_blocking=True)
@@ -116,8 +115,8 @@ def _nothing(_outputs: Any) -> None:
 
 
 def _with_gradient(payload: Payload) -> Payload:
-    """`payload` with at least one tensor that requires a gradient, which DeepSpeed always sends
-    back.
+    """Return `payload` with at least one tensor that requires a gradient, which DeepSpeed always
+    sends back.
 
     If all parameters up to here are frozen, no tensor requires one by itself.
     """
@@ -149,9 +148,9 @@ class _Slot:
 
 @dataclass(frozen=True)
 class P2PLayout:
-    """How the payloads between two stages are laid out; the same for all micro-batches.
+    """Layout of the payloads between two stages, equal for all micro-batches.
 
-    form: a payload with slots in place of tensors.
+    form: a payload with slots instead of tensors.
     """
 
     form: Payload
@@ -159,7 +158,7 @@ class P2PLayout:
 
     @staticmethod
     def of(payload: Payload) -> P2PLayout:
-        """The layout of payloads like this one, computed with gradients enabled."""
+        """Return the layout of payloads like this one, computed with gradients enabled."""
         counts = {True: 0, False: 0}
 
         def slot(tensor: torch.Tensor) -> _Slot:
@@ -185,7 +184,7 @@ class P2PLayout:
         return (*differentiable, *others)
 
     def unpack(self, tensors: tuple[torch.Tensor, ...]) -> Payload:
-        """The payload that `pack` made `tensors` from."""
+        """Return the payload that `pack` made `tensors` from."""
 
         def fill(value: Any) -> Any:
             if isinstance(value, _Slot):
@@ -233,6 +232,7 @@ class _Touch(torch.autograd.Function):
 
 
 def touch(first: torch.Tensor, others: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """`first`, made to depend on `others` without a value, so that all of them get a gradient."""
+    """Return `first`, made to depend on `others` without a value, so that all of them get a
+    gradient."""
     result: torch.Tensor = _Touch.apply(first, *others)  # type: ignore[no-untyped-call]
     return result

@@ -15,7 +15,7 @@ from bigtrain.settings.run_config import RunConfig
 
 
 def device_kind() -> Literal["cpu", "cuda"]:
-    """The kind of device that every rank of this machine uses."""
+    """Return the kind of device that every rank of this machine uses."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

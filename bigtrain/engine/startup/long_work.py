@@ -1,9 +1,9 @@
 """Work whose errors reach every rank, and work for which ranks wait however long it takes.
 
 A collective ends every rank that waits longer in it than the process group's timeout. In
-`LongWork` they look at the launcher's store until the work is done, and meet in a collective only
-then. Whoever works may die: the launcher ends the others, or the store is gone with the main rank,
-or the watchdog sees that nothing moves.
+`LongWork` they poll the launcher's store until the work is done, and meet in a collective only
+then. If the working rank dies, the launcher ends the others, the store disappears with the main
+rank, or the watchdog detects a hang.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class LongWork:
                 here = store.add(key, 0)
         except dist.DistError as error:
             raise LaunchError(
-                f"the main rank ended while rank {self._world.rank} waited for it: see what it "
-                f"says ({error})"
+                f"the main rank ended while rank {self._world.rank} waited for it: see its "
+                f"output ({error})"
             ) from error
 
 
 def _pauses(num_ranks: int) -> Iterator[float]:
-    """Seconds between the looks of one of `num_ranks`, not the same as another rank's."""
+    """Yield seconds between the looks of one of `num_ranks`, not the same as another rank's."""
     pause = max(_FIRST_PAUSE_SECONDS, num_ranks / _FIRST_LOOKS_PER_SECOND)
     longest = max(_LONGEST_PAUSE_SECONDS, num_ranks / _LOOKS_PER_SECOND)
     jitter = random.Random()  # the run's own generators are not touched
@@ -102,7 +102,8 @@ def on_all_ranks(
     group: dist.ProcessGroup | None = None,
     joined: Callable[[Sequence[BaseException]], BaseException] = lambda errors: errors[0],
 ) -> Result:
-    """What `work` returned on this rank; every rank raises what `joined` makes of all errors.
+    """Return the result of `work` on this rank; every rank raises the error that `joined` makes of
+    all.
 
     Collective over `group`. `joined` gets the errors in the order of the ranks, at least one.
     """
@@ -112,7 +113,7 @@ def on_all_ranks(
         everyone = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, _picklable_error(error), group=group)
         everyone[dist.get_rank(group)] = error
-    if errors := [found for found in everyone if found is not None]:
+    if errors := [failure for failure in everyone if failure is not None]:
         raise joined(errors)
     return cast(Result, result)
 
@@ -120,9 +121,9 @@ def on_all_ranks(
 def _broadcast(outcome: _Outcome | None, group: dist.ProcessGroup | None) -> Any:
     box = [_picklable(outcome)]
     dist.broadcast_object_list(box, src=0, group=group)
-    found = box[0] if outcome is None else outcome
-    assert found is not None
-    return _unwrap([found])[0]
+    shared = box[0] if outcome is None else outcome
+    assert shared is not None
+    return _unwrap([shared])[0]
 
 
 _Outcome = tuple[Any, BaseException | None]
@@ -140,7 +141,8 @@ def _picklable(outcome: _Outcome | None) -> _Outcome | None:
 
 
 def _picklable_error(error: BaseException | None) -> BaseException | None:
-    """What other ranks get: of errors that are bugs the text, for they may hold anything."""
+    """Return the error for other ranks; unexpected exceptions as text, since they may not
+    pickle."""
     if error is None or isinstance(error, BigtrainError):
         return error
     return LaunchError(f"another rank failed: {error!r}")

@@ -1,4 +1,4 @@
-"""The process groups of a topology, and the view of them that DeepSpeed asks for (`mpu`)."""
+"""Process groups of a topology, and DeepSpeed's view of them (`mpu`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bigtrain.settings.topology import Coordinates, Topology
 
 
 def groups_of(topology: Topology) -> dict[str, list[list[int]]]:
-    """All groups by name, in the order in which every rank creates them.
+    """Return all groups by name, in the order in which every rank creates them.
 
     "replicas" hold the same parameters, except for experts: ZeRO partitions and gradients are
     averaged over them.
@@ -34,10 +34,10 @@ def groups_of(topology: Topology) -> dict[str, list[list[int]]]:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A rank's place in a topology and the groups it belongs to.
+    """Rank's position in a topology and the groups it belongs to.
 
-    Every group is a real one, also where it has this rank alone: to torch and DeepSpeed None
-    means the whole world. replicas: the ranks with the same parameters. model: the ranks that hold
+    Every group is a real one, even if this is its only rank: to torch and DeepSpeed None means the
+    full world. replicas: the ranks with the same parameters. model: the ranks that hold
     one copy of the model together (a gradient norm is summed over them). expert: the replicas that
     divide the experts and exchange tokens. expert_replicas: the replicas that hold the same
     experts.
@@ -64,7 +64,7 @@ def open_mesh(
     rank: int,
     collective_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
 ) -> Mesh:
-    """Create the groups of `topology` for rank `rank`. Collective over the whole world.
+    """Create the groups of `topology` for rank `rank`. Collective over all ranks.
 
     An axis of size 1 costs nothing, and equal groups are made once. They live as long as the
     default process group.
@@ -74,18 +74,18 @@ def open_mesh(
     # Not torch's default, which for NCCL groups is 10 minutes whatever the world's timeout is.
     timeout = timedelta(seconds=collective_timeout_seconds)
     made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
-    found = {}
+    named = {}
     for name, groups in groups_of(topology).items():
         key = tuple(map(tuple, groups))
         if key not in made:
             made[key] = _new_group(groups, rank, timeout)
-        found[name] = made[key]
-    return Mesh(topology, rank, **found)
+        named[name] = made[key]
+    return Mesh(topology, rank, **named)
 
 
 def open_holders(mesh: Mesh) -> dict[bool, dist.ProcessGroup]:
-    """The groups of all ranks that hold parts of the same parameters (False) and of the same
-    experts (True). Collective over the whole world; not in every mesh, since few runs need them."""
+    """Return the groups of all ranks that hold parts of the same parameters (False) and of the same
+    experts (True). Collective over all ranks; not in every mesh, since few runs need them."""
     topology = mesh.topology
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
     dense = _new_group(topology.holder_groups(), mesh.rank, timeout)
@@ -95,10 +95,10 @@ def open_holders(mesh: Mesh) -> dict[bool, dist.ProcessGroup]:
 
 
 def warm_up(mesh: Mesh, device: torch.device) -> None:
-    """Use every group of `mesh` that has several ranks once. Collective over the whole world.
+    """Use every group of `mesh` that has several ranks once. Collective over all ranks.
 
     NCCL opens a group's connections at its first collective, which takes seconds at scale. Here a
-    broken card or cable is an error that names the group, instead of one in the first step.
+    broken device or cable is an error that names the group, instead of one in the first step.
     """
     seen: set[int] = set()
     for name in groups_of(mesh.topology):
@@ -112,7 +112,7 @@ def warm_up(mesh: Mesh, device: torch.device) -> None:
         if int(total) != size:  # waits for the device, so that an error belongs to this group
             raise LaunchError(
                 f"the {name} group of {size} ranks adds up to {int(total)} -> bigtrain doctor "
-                "tries every pair of hosts"
+                "tests every pair of hosts"
             )
 
 
@@ -129,7 +129,7 @@ def _new_group(groups: list[list[int]], rank: int, timeout: timedelta) -> dist.P
 
 
 class ModelParallelUnit:
-    """What DeepSpeed calls `mpu`: the groups under the names it asks for (0.19.8).
+    """DeepSpeed's `mpu`: the groups under the names that it requests (0.19.8).
 
     ``runtime/zero`` and ``runtime/utils.py`` ask for ``model_parallel`` (norms, overflow),
     ``utils/bwc.py`` for ``tensor_model_parallel`` and ``pipeline_model_parallel``,

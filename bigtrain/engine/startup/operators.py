@@ -2,10 +2,10 @@
 
 torch 2.13 takes a lock file at every load of an operator, even when nothing has to be compiled. The
 file outlives a process that is killed, and then every later load on the same home directory waits
-for ever (utils/file_baton.py). So its lock is never shared here. An operator is compiled in a
-private folder and its library renamed into place, from where it is loaded without a lock. The name
-is a hash of what the library is built from (sources, flags, versions, CPU), so that two paths to
-one environment share it, and two environments do not overwrite each other's.
+forever (utils/file_baton.py). So its lock is never shared here. An operator is compiled in a
+private folder and its library renamed to its final path, from which it is loaded without a lock.
+The name is a hash of what the library is built from (sources, flags, versions, CPU), so that two
+paths to one environment share it, and two environments do not overwrite each other's.
 
 This is correct without any lock. flock only keeps processes from compiling the same operator at
 once, and the kernel releases it with its holder. NFS supports it since Linux 2.6.12; on a file
@@ -49,9 +49,9 @@ def operators_without_locks() -> AbstractContextManager[None]:
 def load_operator(
     load: Callable[..., ModuleType], name: str, sources: Sequence[str], **build: Any
 ) -> ModuleType:
-    """What `load` (`torch.utils.cpp_extension.load`) returns for the other arguments.
+    """Return the result of `load` (`torch.utils.cpp_extension.load`) for the other arguments.
 
-    Compiled where nobody has done so. Raises what `load` raises where it cannot be compiled.
+    Compiles the operator if it is not cached. Raises the errors of `load`.
     """
     folder = operators_folder() / f"{name}-{_identity(name, sources, build)}"
     library = folder / f"{name}.so"
@@ -69,7 +69,7 @@ def load_operator(
 
 
 def operators_folder() -> Path:
-    """A folder of ours beside those that torch makes for whoever else compiles."""
+    """Return our own subfolder of TORCH_EXTENSIONS_DIR."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     if root is None:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -78,8 +78,8 @@ def operators_folder() -> Path:
 
 
 def _identity(name: str, sources: Sequence[str], build: dict[str, Any]) -> str:
-    """A hash of everything that a library depends on, except the compiler, whose output stays
-    valid."""
+    """Return a hash of everything that a library depends on, except the compiler, whose output
+    stays valid."""
     include = [Path(path).resolve() for path in build.get("extra_include_paths") or ()]
     ours = [path for path in include if path.is_relative_to(_PACKAGE)]
     headers = sorted(file for path in ours for file in path.rglob("*.h*") if file.is_file())
@@ -95,7 +95,8 @@ def _identity(name: str, sources: Sequence[str], build: dict[str, Any]) -> str:
 
 
 def _cpu_features() -> str:
-    """What ``-march=native`` goes by; hosts with one home directory may have different CPUs."""
+    """Return the CPU features that ``-march=native`` uses; hosts with one home directory may have
+    different CPUs."""
     with suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:
             if line.startswith(("flags", "Features")):

@@ -1,10 +1,8 @@
-"""The process group: opened once, closed in the order that lets every rank exit cleanly.
+"""Process group: opened once, closed in the order that lets every rank exit cleanly.
 
-What goes up and down a binomial tree of all ranks: as many messages one after the other as the
-logarithm of their number.
-
-gloo's own `all_reduce` and `all_gather` pass values on from rank to rank in a ring, however small
-they are: of 4,096 ranks 8,190 and 4,095 messages, each of which waits for the one before.
+Small values go up and down a binomial tree of all ranks: log(ranks) messages in sequence. gloo's
+own `all_reduce` and `all_gather` pass values on from rank to rank in a ring, however small they
+are: of 4,096 ranks 8,190 and 4,095 messages, each of which waits for the one before.
 """
 
 from __future__ import annotations
@@ -109,7 +107,7 @@ def _opened_group(
 def cpu_group(
     collective_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
 ) -> dist.ProcessGroup:
-    """A group of all ranks on the CPU, apart from the one that trains. Collective.
+    """Return a group of all ranks on the CPU, apart from the one that trains. Collective.
 
     Gone with the process group.
     """
@@ -120,7 +118,7 @@ def cpu_group(
 
 
 def _gather_hosts(world: World) -> tuple[tuple[str, ...], str]:
-    """The host of every rank, and a token for this launch. Collective.
+    """Return the host of every rank, and a token for this launch. Collective.
 
     Raises LaunchError on all ranks if a host has other versions than the rest.
     """
@@ -132,7 +130,7 @@ def _gather_hosts(world: World) -> tuple[tuple[str, ...], str]:
     different = [finding for finding in check_versions(by_host) if finding.failed]
     if different:
         lines = [f"  {finding.host}: {finding.text}" for finding in different]
-        rule = f"hosts have other versions than the rest -> {different[0].remedy}"
+        rule = f"hosts have different versions -> {different[0].remedy}"
         raise LaunchError("\n".join([rule, *lines]))
     return tuple(host for host, _, _ in facts), facts[0][2]
 
@@ -141,7 +139,7 @@ def _complete_environment(world: World) -> list[str]:
     """Set the variables that torch needs and the launcher did not set (mpirun, or no launcher).
 
     Returns the variables that were added. Raises LaunchError, on the main rank, if the rendezvous
-    port is taken (torch would only say so in a traceback), or if mpirun was given another host's
+    port is taken (torch would report it only in a traceback), or if mpirun was given another host's
     address than the main rank's (the others would wait there for long).
     """
     values = {
@@ -180,25 +178,25 @@ def _complete_environment(world: World) -> list[str]:
 
 
 def _refuse_other_host(address: str) -> None:
-    """Raises LaunchError if `address` is not one of this host's."""
+    """Raise LaunchError if `address` is not one of this host's."""
     try:
-        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except OSError:
-        found = []
-    for family, _, _, _, place in found:
+        addresses = []
+    for family, _, _, _, socket_address in addresses:
         with socket.socket(family) as probe, suppress(OSError):
-            probe.bind(place)
+            probe.bind(socket_address)
             return
     host = socket.gethostname()
     raise LaunchError(
-        f"MASTER_ADDR = {address}, at which the ranks meet, is not {host}, where mpirun "
+        f"MASTER_ADDR = {address}, the rendezvous address, is not {host}, where mpirun "
         "started the first of them: that is mpirun's own host where the hostfile has it, else the "
         f"file's first -> -x MASTER_ADDR={host}"
     )
 
 
 def _free_port(port: int) -> int:
-    """`port` of this machine, or any for 0. Raises OSError where it is taken."""
+    """Return `port` of this machine, or any for 0. Raises OSError where it is taken."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's server does
         probe.bind(("", port))
@@ -206,7 +204,7 @@ def _free_port(port: int) -> int:
 
 
 def gather_on_main(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """All ranks' values in rank order on rank 0, an empty list on the others.
+    """Return all ranks' values in rank order on rank 0, an empty list on the others.
 
     Collective over `group`, of all ranks. Uses a binomial tree, so that every rank connects to
     O(log(ranks)) others. `torch.distributed.gather_object` connects rank 0 to all and pads each
@@ -214,20 +212,20 @@ def gather_on_main(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     one of which sends 1 MB, that is 4 GB.
     """
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    found = [value]  # of this rank and those after it
+    collected = [value]  # of this rank and those after it
     distance = 1
     while distance < num_ranks:
         if rank % (2 * distance):
-            _send(found, rank - distance, group)
+            _send(collected, rank - distance, group)
             return []
         if rank + distance < num_ranks:
-            found += _receive(rank + distance, group)
+            collected += _receive(rank + distance, group)
         distance *= 2
-    return found
+    return collected
 
 
 def maximum_of_all(values: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Put the largest of each element of all ranks' `values` in its place, on every rank.
+    """Replace each element of `values` by its maximum over all ranks, on every rank.
 
     Collective over `group`, a CPU group of all ranks. `values`: of one dtype and shape everywhere.
     """

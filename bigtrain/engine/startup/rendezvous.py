@@ -34,7 +34,7 @@ def all_ranks_joined(world: World, timeout_seconds: float) -> Iterator[None]:
 
     torch's own wait only counts ranks. Inside the context the main rank keeps the server over which
     torch then makes the process group, at the same port. If MASTER_ADDR is an IP address, it
-    listens at that address alone.
+    listens only at that address.
 
     Raises LaunchError on every rank that joined if some did not within `timeout_seconds`, with the
     missing ranks and the hosts of the others; and if the main rank cannot be reached.
@@ -76,13 +76,13 @@ def _join(world: World, end: float) -> dist.TCPStore:
             if world.is_main or time.monotonic() > end:
                 raise LaunchError(
                     f"the main rank, {address}:{port} (MASTER_ADDR, MASTER_PORT), cannot be "
-                    f"reached from {socket.gethostname()}: {error} -> see what that host's process "
-                    "says; bigtrain doctor tries every pair of hosts"
+                    f"reached from {socket.gethostname()}: {error} -> see the output of that "
+                    "host's process; bigtrain doctor tests every pair of hosts"
                 ) from error
 
 
 def _looks() -> Iterator[float]:
-    """The time of each poll. The store's own wait would print a warning each time."""
+    """Yield the time of each poll. The store's own wait would print a warning each time."""
     pause = 0.01
     while True:
         yield time.monotonic()
@@ -101,8 +101,8 @@ def _wait_for_all(store: dist.TCPStore, world: World, end: float) -> str:
         if now > end:
             failure = (
                 f"{_who_is_missing(store, world, missing)} -> see what the launcher printed for "
-                "them; bigtrain doctor tries every host; "
-                "watchdog.rendezvous_timeout_seconds is how long they are waited for"
+                "them; bigtrain doctor tests every host; "
+                "watchdog.rendezvous_timeout_seconds sets the timeout"
             )
             break
         if now - said > _SAY_AFTER_SECONDS:
@@ -118,14 +118,16 @@ def _wait_for_all(store: dist.TCPStore, world: World, end: float) -> str:
 
 
 def _wait_for_main(store: dist.TCPStore, timeout_seconds: float) -> str:
-    # Longer than the main rank's, which gives up first and says why.
+    # Longer than the main rank's timeout, so that it reports the reason first.
     limit = timedelta(seconds=timeout_seconds + 2 * _ACKNOWLEDGE_SECONDS)
     try:
         store.wait([_OUTCOME], limit)
         failure = store.get(_OUTCOME).decode()
         store.add(_NUM_ACKNOWLEDGED, 1)
     except dist.DistError:
-        return "the main rank ended, or fell silent, before all ranks connected: see what it says"
+        return (
+            "the main rank exited or stopped responding before all ranks connected: see its output"
+        )
     return failure
 
 
@@ -154,9 +156,9 @@ def _by_host(ranks: dict[str, list[int]]) -> str:
 
 
 def _hosts_of_deepspeeds_launcher() -> list[str]:
-    """The host that the hostfile gives each rank; empty where another launcher started this.
+    """Return the host that the hostfile gives each rank; empty where another launcher started this.
 
-    DeepSpeed's launcher on each host has the whole file in its command line (0.19.8,
+    DeepSpeed's launcher on each host has the complete file in its command line (0.19.8,
     launcher/launch.py, --world_info: base64 of JSON, host name to local ranks).
     """
     try:

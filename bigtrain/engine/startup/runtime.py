@@ -88,7 +88,7 @@ def _cpu_share(run: ResolvedRun, world: World, environment: MutableMapping[str, 
         own = max(1, torch.get_num_threads() // local_world_size(environment))
         unsaid = "OMP_NUM_THREADS" not in environment
         return CpuShare(engine.cpu_threads or (own if unsaid else None))
-    # For the whole host: with an environment it would be divided by LOCAL_WORLD_SIZE.
+    # For the full host: with an environment it would be divided by LOCAL_WORLD_SIZE.
     num_cores = this_machine({}).num_cores
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(num_cores)
     return cpu_share(
