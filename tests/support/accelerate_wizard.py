@@ -35,9 +35,9 @@ ANSWERS: Mapping[str, str | int] = {
 
 
 def answer(config_file: Path, answers: Mapping[str, str | int]) -> Path:
-    """Write `config_file` by the wizard, with `answers` in place of or beside `ANSWERS`.
+    """Write `config_file` by the wizard, with `answers` replacing or extending `ANSWERS`.
 
-    Fails with what stands on the screen where a question has no answer, or an answer no question.
+    Fails with the contents of the screen if a question has no answer, or an answer no question.
     """
     child = pexpect.spawn(
         str(ACCELERATE),
@@ -50,12 +50,12 @@ def answer(config_file: Path, answers: Mapping[str, str | int]) -> Path:
     child.delaybeforesend = 0.2  # a menu reads its keys only once it is drawn
     left = {**ANSWERS, **answers}
     while True:
-        # A menu draws its question anew at each key, so a question is looked for once.
+        # A menu draws its question again at each key, so a question is looked for once.
         questions = [*left, pexpect.EOF]
-        found = questions[child.expect_exact(questions)]
-        if found is pexpect.EOF:
+        question = questions[child.expect_exact(questions)]
+        if question is pexpect.EOF:
             break
-        reply = left.pop(found)
+        reply = left.pop(question)
         if isinstance(reply, int):
             child.expect_exact("with enter")
             child.send(str(reply))

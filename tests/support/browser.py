@@ -26,7 +26,7 @@ _SECONDS = 120.0
 
 def chromium() -> str | None:
     """Its program, or None where there is none."""
-    return next((found for name in _NAMES if (found := shutil.which(name))), None)
+    return next((path for name in _NAMES if (path := shutil.which(name))), None)
 
 
 class Browser:
@@ -80,7 +80,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command; what it returns. Events that come meanwhile are kept in `events`."""
+        """Return one command; what it returns. Events that come meanwhile are kept in `events`."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
@@ -114,7 +114,7 @@ class Browser:
         dark: bool = False,
         touch: bool = False,
     ) -> None:
-        """Load a page in a window of this size and wait until it stands."""
+        """Load a page in a window of this size and wait until it is rendered."""
         self.resize(width, height)
         self.media(dark=dark)
         self.events.clear()
@@ -124,7 +124,7 @@ class Browser:
             self.events.append(self._receive(until))
 
     def resize(self, width: int, height: int = 900) -> None:
-        """Of the window, in CSS pixels."""
+        """Size of the window, in CSS pixels."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -134,7 +134,7 @@ class Browser:
         )
 
     def media(self, dark: bool = False, paper: bool = False) -> None:
-        """What the reader prefers, and whether the page is printed."""
+        """Set the reader's preferences, and whether the page is printed."""
         self.call(
             "Emulation.setEmulatedMedia",
             media="print" if paper else "",
@@ -142,7 +142,7 @@ class Browser:
         )
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression; of a promise what it brings."""
+        """Return the value of a JavaScript expression; of a promise what it brings."""
         answer = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -163,7 +163,7 @@ class Browser:
             self.evaluate("new Promise(done => setTimeout(done, 50))")
 
     def screenshot(self, path: Path) -> None:
-        """The whole page, as high as it is."""
+        """Take a screenshot of the full page."""
         self.settle()
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         answer = self.call(
@@ -185,18 +185,18 @@ class Browser:
 
     def problems(self) -> list[str]:
         """Errors that the page's programs raised, and what the browser refused or complained of."""
-        found = []
+        texts = []
         for event in self.events:
             if event.get("method") == "Runtime.exceptionThrown":
-                found.append(str(event["params"]["exceptionDetails"]))
+                texts.append(str(event["params"]["exceptionDetails"]))
             if event.get("method") == "Log.entryAdded":
                 entry = event["params"]["entry"]
                 if entry["level"] in ("error", "warning"):
-                    found.append(f"{entry['source']}: {entry['text']}")
-        return found
+                    texts.append(f"{entry['source']}: {entry['text']}")
+        return texts
 
     def requests(self) -> list[str]:
-        """Every address that the page asked for."""
+        """Return every address that the page asked for."""
         return [
             event["params"]["request"]["url"]
             for event in self.events
@@ -222,9 +222,9 @@ class Browser:
 
 
 def drawn(browser: Browser, chart: str, plot: int = 0) -> dict[str, Any]:
-    """What uPlot was given of a chart of `bigtrain report`: points of each series by its label,
-    None for a gap, and the ranges of its axes."""
-    found: dict[str, Any] = browser.evaluate(
+    """Return the data given to uPlot for a chart of `bigtrain report`: points of each series by its
+    label, None for a gap, and the ranges of its axes."""
+    given: dict[str, Any] = browser.evaluate(
         f"""(() => {{
             const {{ plot }} = bigtrainReport.drawn.get({json.dumps(chart)})[{plot}];
             const lines = plot.series.map((s, i) => [i ? s.label : "x", [...plot.data[i]]]);
@@ -232,4 +232,4 @@ def drawn(browser: Browser, chart: str, plot: int = 0) -> dict[str, Any]:
                       y: [plot.scales.y.min, plot.scales.y.max] }};
         }})()"""
     )
-    return found
+    return given

@@ -88,12 +88,12 @@ TEXT = [
 
 
 def unmarked(template: str) -> str:
-    """The template as most are shipped: without marks of what the assistant wrote."""
+    """Return the template as most are shipped: without marks of what the assistant wrote."""
     return re.sub(r"\{% (end)?generation %\}", "", template)
 
 
 def chat_tokenizer(template: str | dict[str, str] | None, normalizer: str | None = None) -> Any:
-    """A small byte-level tokenizer of transformers with the tokens of all templates here."""
+    """Return a small byte-level tokenizer of transformers with the tokens of all templates here."""
     wrapped = train_tokenizer([TEXT], 400).huggingface
     wrapped.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     wrapped.add_tokens(
@@ -107,13 +107,13 @@ def chat_tokenizer(template: str | dict[str, str] | None, normalizer: str | None
 
 
 def save_chat_tokenizer(directory: Path, template: str | None = CHATML) -> Path:
-    """The directory of such a tokenizer."""
+    """Return the directory of such a tokenizer."""
     chat_tokenizer(template).save_pretrained(str(directory))
     return directory
 
 
 def turns(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
-    """A conversation whose user begins."""
+    """Return a conversation whose user begins."""
     first = [] if system is None else [{"role": "system", "content": system}]
     roles = ("user", "assistant")
     return first + [

@@ -2,7 +2,7 @@
 
 A server process imports the libraries once and forks a child for every command, before any of them
 has started a thread. A child leads a process group of its own, so that SIGKILL can be sent to it
-and all its workers; it can also be told to kill itself just before its n-th change of a directory
+and all its workers; it can also kill itself just before its n-th change of a directory
 or sync of a file.
 """
 
@@ -25,7 +25,7 @@ STEPS = ("link", "mkdir", "rename", "rmdir", "unlink", "fsync")
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: exit code (negative: signal), output, peak memory in bytes.
+    """Result of a command: exit code (negative: signal), output, peak memory in bytes.
 
     `steps`: the file-system steps it took, where they were counted.
     """
@@ -71,7 +71,7 @@ class Commands:
         environment: Mapping[str, str] | None = None,
         kill_before_step: int | None = None,
     ) -> Running:
-        """`bigtrain WORDS`, in a process group of its own."""
+        """Return `bigtrain WORDS`, in a process group of its own."""
         self._number += 1
         log = self.directory / f"command-{self._number}"
         pid = self._ask(
@@ -83,7 +83,7 @@ class Commands:
         return Running(self, pid, log)
 
     def run(self, *words: object, **how: Any) -> Ended:
-        """As `start`, and wait for its end."""
+        """Start a command like `start`, and wait for its end."""
         return self.start(*words, **how).wait()
 
     def _ask(self, **request: Any) -> Any:
@@ -119,7 +119,7 @@ class Running:
         return self.wait()
 
     def has_ended(self) -> bool:
-        """Whether it is a zombie that nobody waited for yet."""
+        """Return whether it is a zombie that nobody waited for yet."""
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 

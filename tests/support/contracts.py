@@ -1,4 +1,4 @@
-"""What patch modules rely on in libraries, each as one sentence that an upgrade may make false."""
+"""Library behaviour that patch modules rely on, each as one sentence that an upgrade may break."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Relies = Callable[..., Any] | str
 
 @dataclass(frozen=True)
 class Contract:
-    """relies: on what is asked for. says: what no longer holds where `holds` is false or fails."""
+    """Contract of a patch. relies: on the given check. says: the sentence that is false where
+    `holds` is false or fails."""
 
     relies: Relies
     says: str
@@ -38,44 +39,45 @@ class Contract:
 
 
 def title(contract: Contract) -> str:
-    """For the names of tests."""
+    """Return the name of a test."""
     return f"{contract.name}-{contract.says}"
 
 
 def has(relies: Relies, owner: Callable[[], Any], name: str) -> Contract:
-    """`owner()` has an attribute `name`."""
+    """Return `owner()` has an attribute `name`."""
     where = _said(owner)
     return Contract(relies, f"{where} has no {name} any more", lambda: hasattr(owner(), name))
 
 
 def takes(relies: Relies, function: Callable[[], Any], *names: str) -> Contract:
-    """`function()` has the parameters `names`, in this order and no others."""
+    """Return `function()` has the parameters `names`, in this order and no others."""
     said = f"{_said(function)} does not take ({', '.join(names)}) any more"
     return Contract(relies, said, lambda: tuple(inspect.signature(function()).parameters) == names)
 
 
 def reads(relies: Relies, owner: Callable[[], Any], *code: str) -> Contract:
-    """The source of `owner()` contains each of `code`."""
-    said = f"{_said(owner)} does not say `{'` and `'.join(code)}` any more"
+    """Return the source of `owner()` contains each of `code`."""
+    said = f"{_said(owner)} does not contain `{'` and `'.join(code)}` any more"
     return Contract(relies, said, lambda: all(c in _source(owner()) for c in code))
 
 
 def is_as_read(relies: Relies, owner: Callable[[], Any], digest: str) -> Contract:
-    """The source of `owner()` has this digest: for what a patch does in its place, line by line.
+    """Check that the source of `owner()` has this digest: for code that a patch replaces, line by
+    line.
 
     After an upgrade: read both versions, carry over what has changed, and write the new digest.
     """
-    said = f"{_said(owner)} is not the one whose place was taken"
+    said = f"{_said(owner)} is not the replaced one"
     return Contract(relies, said, lambda: source_digest(owner()) == digest)
 
 
 def source_digest(owner: Any) -> str:
-    """The first 12 digits of the SHA-256 of an object's source."""
+    """Return the first 12 digits of the SHA-256 of an object's source."""
     return hashlib.sha256(_source(owner).encode()).hexdigest()[:12]
 
 
 def sets(relies: Relies, owner: Callable[[], Any], *names: str) -> Contract:
-    """The source of `owner()` assigns attributes of these names."""
+    """Return the source of `owner()` assigns attributes of these names."""
     said = f"{_said(owner)} does not set {', '.join(names)} any more"
     return Contract(
         relies,
@@ -90,20 +92,20 @@ def _source(owner: Any) -> str:
 
 
 def _said(owner: Callable[[], Any]) -> str:
-    """What a lambda gives, as it is written there or by the name it has."""
+    """Return the result of a lambda, as source text or by its name."""
     try:
-        found = owner()
+        owned = owner()
     except (AttributeError, ImportError):
         written = inspect.getsource(owner)
         named = re.search(r"lambda: ([\w.()]+)", written)
         return named[1] if named else written.strip()
     # Not its repr: an address in the name of a test differs between the workers that collect it.
-    name = getattr(found, "__qualname__", None) or getattr(found, "__name__", None)
-    return str(name or type(found).__name__)
+    name = getattr(owned, "__qualname__", None) or getattr(owned, "__name__", None)
+    return str(name or type(owned).__name__)
 
 
 def public_functions(module: ModuleType) -> set[str]:
-    """Names of the functions and classes that `module` itself defines for others."""
+    """Return names of the functions and classes that `module` itself defines for others."""
     return {
         name
         for name, value in vars(module).items()

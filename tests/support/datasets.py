@@ -24,7 +24,7 @@ END_OF_DOCUMENT = 0
 
 
 def open_verified(path: Path) -> TokenDataset:
-    """The dataset in directory `path`, whose files all have the manifest's checksums."""
+    """Return the dataset in directory `path`, whose files all have the manifest's checksums."""
     assert corrupt_files(path) == []
     return open_dataset(path)
 
@@ -41,7 +41,7 @@ def write_dataset(
     """Random documents of 5 to 60 tokens with a learnable pattern, each closed by token 0.
 
     A tenth of them are held out, and the others are in `num_shards`. `masked`: about two in
-    five tokens are targets. There is no tokenizer beside them: nothing here reads text.
+    five tokens are targets. There is no tokenizer with them: nothing here reads text.
     """
     directory.mkdir(parents=True)
     generator = np.random.default_rng(seed)

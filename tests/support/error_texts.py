@@ -30,8 +30,9 @@ Strings = dict[str, list[ast.expr]]
 
 
 def _returned(trees: Collection[ast.Module]) -> Strings:
-    """What functions return or yield, by their names, where only one of the package has it."""
-    found: Strings = {}
+    """Collect the values that functions return or yield, by names that are unique in the
+    package."""
+    nodes: Strings = {}
     names = Counter(
         node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
     )
@@ -40,13 +41,14 @@ def _returned(trees: Collection[ast.Module]) -> Strings:
             if isinstance(function, ast.FunctionDef) and names[function.name] == 1:
                 for node in ast.walk(function):
                     if isinstance(node, ast.Return | ast.Yield) and node.value is not None:
-                        found.setdefault(function.name, []).append(node.value)
-    return found
+                        nodes.setdefault(function.name, []).append(node.value)
+    return nodes
 
 
 def _assigned(tree: ast.Module) -> Strings:
-    """What names are given anywhere in a module: by assignment, loops, `append` and arguments."""
-    found: Strings = {}
+    """Collect the values of names anywhere in a module: by assignment, loops, `append` and
+    arguments."""
+    nodes: Strings = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
@@ -55,22 +57,22 @@ def _assigned(tree: ast.Module) -> Strings:
                 if isinstance(node.value, ast.Tuple) and len(node.value.elts) == len(names):
                     values = node.value.elts
                 for name, value in zip(names, values, strict=True):
-                    found.setdefault(ast.unparse(name), []).append(value)
+                    nodes.setdefault(ast.unparse(name), []).append(value)
         elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.NamedExpr) and node.value:
-            found.setdefault(ast.unparse(node.target), []).append(node.value)
+            nodes.setdefault(ast.unparse(node.target), []).append(node.value)
         elif isinstance(node, ast.For | ast.comprehension):
             for name in ast.walk(node.target):
                 if isinstance(name, ast.Name):
-                    found.setdefault(name.id, []).append(node.iter)
+                    nodes.setdefault(name.id, []).append(node.iter)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr in ("append", "extend", "add") and node.args:
-                found.setdefault(ast.unparse(node.func.value), []).append(node.args[0])
-    return found | _arguments(tree)
+                nodes.setdefault(ast.unparse(node.func.value), []).append(node.args[0])
+    return nodes | _arguments(tree)
 
 
 def _arguments(tree: ast.Module) -> Strings:
-    """What the functions of a module are called with in it, by the names of their parameters."""
-    found: Strings = {}
+    """Collect the arguments of calls within a module, by the names of parameters."""
+    nodes: Strings = {}
     names = {
         node.name: [argument.arg for argument in node.args.args if argument.arg != "self"]
         for node in ast.walk(tree)
@@ -86,12 +88,13 @@ def _arguments(tree: ast.Module) -> Strings:
                 if word.arg in names.get(called, [])
             ]
             for name, value in given:
-                found.setdefault(name, []).append(value)
-    return found
+                nodes.setdefault(name, []).append(value)
+    return nodes
 
 
 def _texts_of(tree: ast.Module, returned: Strings) -> Iterator[tuple[str, str]]:
-    """The name of the error and its text, for every error of bigtrain, and what is put into it."""
+    """Yield the name of the error and its text, for every error of bigtrain, and what is put into
+    it."""
     assigned = _assigned(tree)
     raised = {id(node.exc) for node in ast.walk(tree) if isinstance(node, ast.Raise)}
     for node in ast.walk(tree):
@@ -117,11 +120,12 @@ def _texts_of(tree: ast.Module, returned: Strings) -> Iterator[tuple[str, str]]:
 
 
 def _parts(node: ast.AST, assigned: Strings, returned: Strings, seen: set[str]) -> set[str]:
-    """The strings that an expression may hold, through names and functions of this package."""
-    found: set[str] = set()
+    """Return the strings that an expression may hold, through names and functions of this
+    package."""
+    texts: set[str] = set()
     children: Iterable[ast.AST] = ast.iter_child_nodes(node)
     if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp):
-        found.add(_text(node))
+        texts.add(_text(node))
     if isinstance(node, ast.JoinedStr):
         children = [part for part in node.values if isinstance(part, ast.FormattedValue)]
     name, table = "", assigned
@@ -133,17 +137,17 @@ def _parts(node: ast.AST, assigned: Strings, returned: Strings, seen: set[str]) 
         seen.add(name)
         children = [*children, *table.get(name, ())]
     for child in children:
-        found |= _parts(child, assigned, returned, seen)
-    return {text for text in found if re.search(r"\w \w.* \w", text) and "(?P<" not in text}
+        texts |= _parts(child, assigned, returned, seen)
+    return {text for text in texts if re.search(r"\w \w.* \w", text) and "(?P<" not in text}
 
 
 def _is_error(name: str) -> bool:
-    found = vars(errors).get(name)
-    return isinstance(found, type) and issubclass(found, errors.BigtrainError)
+    error_class = vars(errors).get(name)
+    return isinstance(error_class, type) and issubclass(error_class, errors.BigtrainError)
 
 
 def _text(node: ast.expr) -> str:
-    """A string as it stands in the code, with … for what is put in."""
+    """Return a string as in the code, with … for inserted values."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):

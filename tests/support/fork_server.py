@@ -6,13 +6,13 @@ takes the others with it. A request may hold
 
 script: the path of a Python script and its arguments, which is run instead of train.py; a module
     after "-m", as for Python.
-environment: variables beside those of the server.
+environment: variables in addition to those of the server.
 die: [rank, n]: that process SIGKILLs itself at its n-th operation on files of checkpoints, by an
     audit hook of the interpreter, from whatever thread.
 send: {"log", "after_bytes", "delay_seconds", "ranks", "signal", "times"}: so long after that file
     has grown, by more than some bytes, those processes get that signal, so many times.
 overtaken: {"request", "during"}: after its first line of the log, all processes are stopped
-    (SIGSTOP), and the world of another request is started. They go on once that has ended, its
+    (SIGSTOP), and the world of another request is started. They continue once that has ended, its
     codes were answered and a line was read, or, `during` it, after its first line of the log.
 hang: {"rank", "layer", "call", "how"}: that process never returns from the attention of that
     layer, the so many-th time: it sleeps, or holds the interpreter from C.
@@ -49,7 +49,7 @@ from typing import Any
 
 _WORDS = ("step-", "checkpoints", "rank-", "state.json", "manifest.json", "tensors")
 _EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.listdir", "os.scandir"}
-# What survivors of a kill are given to do harm in; they notice within a second or hang.
+# Time in which survivors of a kill may do harm; they notice within a second or hang.
 _GRACE_SECONDS = 1.0
 _WAITED_FOR = {signal.SIGCHLD, signal.SIGUSR1}
 _ANSWERS = 100  # a file descriptor that nobody has
@@ -277,7 +277,7 @@ def serve(request: dict[str, Any]) -> list[int]:
 
 
 def start(request: dict[str, Any]) -> dict[int, int]:
-    """The processes of a world: rank by process id."""
+    """Return the processes of a world: rank by process id."""
     processes = {}
     for rank in range(request["world_size"]):
         pid = os.fork()
@@ -322,7 +322,7 @@ def main() -> None:
     os.dup2(1, _ANSWERS)
     os.dup2(2, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
-    faulthandler.enable(2)  # whoever waits too long sends SIGABRT
+    faulthandler.enable(2)  # a process that waits too long sends SIGABRT
     # Seconds more, which DeepSpeed takes when it makes its first optimizer: torch.compile's.
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
@@ -333,7 +333,7 @@ def main() -> None:
     import bigtrain.run.training  # noqa: F401
 
     get_checkpoint_conversion_mapping("llama")
-    gc.freeze()  # what is imported is no worlds' garbage, and not to be copied for its sake
+    gc.freeze()  # imported objects are never garbage, so keep collections from copying their pages
     for line in sys.stdin:
         answer(serve(json.loads(line)))
 

@@ -34,7 +34,7 @@ class Server:
     """
 
     def __init__(self, directory: Path, environment: Mapping[str, str] | None = None) -> None:
-        """`directory`: for what the worlds print. `environment`: beside this process's."""
+        """`directory`: for the output of the worlds. `environment`: added to this process's."""
         self.directory = directory
         self.num_lives = 0
         self._environment = {**_environment(), **(environment or {})}
@@ -69,7 +69,7 @@ class Server:
     ) -> tuple[list[int], str]:
         """Start train.py on so many processes; exit codes by rank, and what they printed.
 
-        What may happen to them on the way is described in `fork_server.py`.
+        Possible events are described in `fork_server.py`.
         """
         request = self._request(arguments) | {"die": die, "send": send, "full_disk": full_disk}
         request |= {"world_size": world_size, **more}
@@ -83,9 +83,10 @@ class Server:
         during: bool,
         before_it_goes_on: Callable[[], None],
     ) -> tuple[list[int], str, list[int], str]:
-        """A world that is stopped when it has begun to write, so that a second one takes its run.
+        """Return a world that is stopped when it has begun to write, so that a second one takes its
+        run.
 
-        It goes on after the second has ended and `before_it_goes_on` was called, or `during` it.
+        It continues after the second has ended and `before_it_goes_on` was called, or `during` it.
         Codes and text of the second one, then of the first.
         """
         older, newer = self._request(arguments), self._request(arguments)
@@ -149,7 +150,8 @@ class Server:
 
 @cache
 def shared_server() -> Server:
-    """The server of this test process: started when first asked for, ended with the process."""
+    """Return the server of this test process: started when first asked for, ended with the
+    process."""
     directory = Path(tempfile.mkdtemp(prefix="bigtrain-lives-"))
     # Of Hugging Face nothing that this machine's user has.
     server = Server(directory, {"HF_HOME": str(directory / "home")})
@@ -171,9 +173,9 @@ def run_forked_world(
     environment: Mapping[str, str],
     timeout_seconds: float = 900,
 ) -> str:
-    """As `bigtrain.launchers.local_world.run_local_world`, without the seconds of imports.
+    """Run a world like `bigtrain.launchers.local_world.run_local_world`, without import time.
 
-    What needs processes as a launcher starts them (their memory, their imports) is for that one.
+    Tests that need processes as a launcher starts them (memory, imports) use that one.
     """
     codes, output = shared_server().live(
         [],
@@ -188,7 +190,7 @@ def run_forked_world(
 
 
 def _shown(output: str) -> str:
-    """The first error, which may have ended the other ranks, and the end."""
+    """Return the first error, which may have ended the other ranks, and the end."""
     first = output.find("Traceback (most recent call last)")
     if first < 0 or len(output) - first <= 2 * SHOWN_CHARACTERS:
         return output[-2 * SHOWN_CHARACTERS :]

@@ -6,8 +6,8 @@ from typing import Any
 
 
 def longrope(frequencies: int, original: int, **more: Any) -> dict[str, Any]:
-    """Keys of a model whose heads have twice as many elements as `frequencies`; texts of more than
-    `original` tokens are long."""
+    """Return keys of a model whose heads have twice as many elements as `frequencies`; texts of
+    more than `original` tokens are long."""
     return {
         "original_max_position_embeddings": original,
         "rope_parameters": {

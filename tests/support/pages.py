@@ -1,4 +1,4 @@
-"""What a page of the docs tells its reader to type, and to write into files."""
+"""Commands and files that a page of the docs tells its reader to type."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from tests.support.worlds import ROOT
 
 
 def page_text(name: str) -> str:
-    """`name`: such as ``docs/howto/chat.md``."""
+    """Return `name`: such as ``docs/howto/chat.md``."""
     return (ROOT / name).read_text(encoding="utf-8")
 
 
 def page_files(text: str) -> dict[str, str]:
-    """The contents of the files that the page shows: of blocks below a line that names one."""
-    found = re.findall(r"`([\w-]+\.(?:yaml|jinja))`:\n\n```\w+\n(.*?)^```", text, flags=re.M | re.S)
-    return dict(found)
+    """Return the contents of the files that the page shows: of blocks below a line that names
+    one."""
+    files = re.findall(r"`([\w-]+\.(?:yaml|jinja))`:\n\n```\w+\n(.*?)^```", text, flags=re.M | re.S)
+    return dict(files)
 
 
 def page_blocks(text: str, language: str = "") -> list[str]:
-    """The contents of its code blocks of a language; the empty one is of command lines."""
+    """Return the contents of its code blocks of a language; the empty one is of command lines."""
     return re.findall(rf"^```{language}\n(.*?)^```", _without_others(text, language), re.M | re.S)
 
 

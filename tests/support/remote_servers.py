@@ -107,7 +107,7 @@ class WebServer:
                 request.send_header("Last-Modified", formatdate(status.st_mtime, usegmt=True))
             request.end_headers()
             request.wfile.flush()
-            with suppress(OSError):  # whoever asked has enough
+            with suppress(OSError):  # the client has closed the connection
                 while begin < end:
                     sent = os.sendfile(
                         request.connection.fileno(),
@@ -183,7 +183,7 @@ class BreakingLine:
                     threading.Thread(target=self._pass, args=[*pair, counted], daemon=True).start()
 
     def _pass(self, source: socket.socket, target: socket.socket, counted: bool) -> None:
-        """Through a pipe, so that nothing is copied: also for figures of throughput."""
+        """Send through a pipe, so that nothing is copied: also for measuring throughput."""
         reader, writer = os.pipe()
         with suppress(OSError):
             fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 1 << 20)
@@ -214,7 +214,7 @@ class BreakingLine:
                 target.close()
 
     def _room(self) -> int:
-        """Bytes until the next break; 0 where it is now, for one connection."""
+        """Return bytes until the next break; 0 where it is now, for one connection."""
         with self._lock:
             if self.broken == len(self.breaks):
                 return 1 << 20

@@ -1,4 +1,4 @@
-"""Run directories with figures made up, for `bigtrain report`: as runs write them, in a moment."""
+"""Run directories with invented metrics, for `bigtrain report`: as runs write them, in a moment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def step_line(step: int, **figures: Any) -> dict[str, Any]:
-    """A logged step as `bigtrain.run.reporting.metrics` writes it."""
+    """Return a logged step as `bigtrain.run.reporting.metrics` writes it."""
     return {
         "step": step,
         "loss": 2.0 + 6.0 * math.exp(-step / 200),
@@ -28,7 +28,7 @@ def step_line(step: int, **figures: Any) -> dict[str, Any]:
 
 
 def evaluation_line(step: int, loss: float, **sources: float) -> dict[str, Any]:
-    """An evaluation; `sources`: of a mixture."""
+    """Return an evaluation; `sources`: of a mixture."""
     line: dict[str, Any] = {
         "step": step,
         "held_out_loss": loss,
@@ -44,7 +44,7 @@ def evaluation_line(step: int, loss: float, **sources: float) -> dict[str, Any]:
 
 
 def outer_line(step: int, number: int, sites: list[int], **figures: Any) -> dict[str, Any]:
-    """An outer step of a run with several sites."""
+    """Return an outer step of a run with several sites."""
     return {
         "step": step,
         "outer_step": number,
@@ -66,7 +66,7 @@ def write_lines(path: Path, lines: Iterable[dict[str, Any] | str]) -> None:
 
 
 def make_run(directory: Path, lines: Iterable[dict[str, Any] | str], **files: Any) -> Path:
-    """A run directory; `files`: objects of its JSON files by name without ``.json``."""
+    """Return a run directory; `files`: objects of its JSON files by name without ``.json``."""
     directory.mkdir(parents=True)
     write_lines(directory / "metrics.jsonl", lines)
     defaults = {
@@ -174,7 +174,8 @@ def eventful_lines(num_steps: int = 600, seed: int = 1) -> list[dict[str, Any]]:
 
 
 def eventful_run(directory: Path, num_steps: int = 600, seed: int = 1, **files: Any) -> Path:
-    """A run to which everything has happened: 16 ranks, two restarts, a hang, a prediction."""
+    """Return a run to which everything has happened: 16 ranks, two restarts, a hang, a
+    prediction."""
     prediction = {
         "step_seconds": 0.49,
         "tokens_per_second": 66900.0,

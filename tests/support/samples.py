@@ -1,4 +1,4 @@
-"""Samples that say who they are."""
+"""Samples that contain their own number."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ RUN_ID = "0123456789abcdef"
 
 
 def write_small_checkpoint(run: Path, step: int, config: dict[str, Any]) -> Path:
-    """Of that step, committed, in the directory of a run; as from before there were phases."""
+    """Write a checkpoint of that step, committed, in the directory of a run; as from before there
+    were phases."""
     partial = checkpoints.partial_path(run, step, "0123abcd")
     checkpoints.prepare(partial)
     settings = RunConfig.model_validate(config).model_dump(mode="json")

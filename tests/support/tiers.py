@@ -1,4 +1,4 @@
-"""How much of what only repeats is done: all of it by `make test-full`, which sets TEST_TIER."""
+"""Amount of repetition in tests: all by `make test-full`, which sets TEST_TIER."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ STEPS = 20 if FULL else 8
 
 
 def examples(number: int) -> int:
-    """Of hypothesis: all of them, or a quarter."""
+    """Return the number of hypothesis examples: all of them, or a quarter."""
     return number if FULL else max(10, number // 4)

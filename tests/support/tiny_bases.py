@@ -54,7 +54,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(name: str) -> PreTrainedConfig:
-    """The configuration of one of `BASES`."""
+    """Return the configuration of one of `BASES`."""
     model_type, values = _FAMILIES[name]
     if model_type == "gemma3":
         text = AutoConfig.for_model("gemma3_text", **{**_SIZES, **values})
@@ -123,10 +123,10 @@ def exported_again(
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for file in directory.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
+        tensors |= load_file(file)
+    return tensors
 
 
 def files_of(directory: Path) -> dict[str, bytes]:

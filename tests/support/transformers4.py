@@ -1,4 +1,4 @@
-"""What transformers 4.57 does with model directories, run by an environment of its own.
+"""Runs of transformers 4.57 on model directories, in an environment of its own.
 
     python transformers4.py make OUT            tiny models of many families, one folder each
     python transformers4.py logits DIR...       writes logits.json into each, of its own loading
@@ -109,8 +109,8 @@ def make(out: Path) -> None:
 def logits(directory: Path) -> None:
     """Write what the model in `directory` computes in float32 for IDS."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    found = model.eval()(input_ids=torch.tensor(IDS), use_cache=False).logits
-    torch.save(found, directory / "logits.pt")
+    result = model.eval()(input_ids=torch.tensor(IDS), use_cache=False).logits
+    torch.save(result, directory / "logits.pt")
 
 
 @torch.no_grad()

@@ -53,7 +53,7 @@ Host *
 
 
 def why_not(*, slurm: bool) -> str | None:
-    """What stands against a cluster here; None where nothing does."""
+    """Return why a cluster cannot run here; None if it can."""
     if os.geteuid() != 0:
         return "needs root"
     for program in PROGRAMS + (SLURM_PROGRAMS if slurm else ()):
@@ -98,17 +98,17 @@ class Cluster:
         subprocess.run(command, check=True, env=dict(self.environment))
 
     def processes(self, host: str, word: str) -> list[psutil.Process]:
-        """Processes of `host`, whoever started them, with `word` in their command line."""
+        """Return processes of `host`, of any parent, with `word` in their command line."""
         namespace = os.readlink(f"/proc/{self._pid(host)}/ns/pid")
-        found = []
+        matches = []
         for process in psutil.process_iter():
             try:
                 if os.readlink(f"/proc/{process.pid}/ns/pid") == namespace:
                     if word in " ".join(process.cmdline()):
-                        found.append(process)
+                        matches.append(process)
             except (OSError, psutil.Error):  # it has ended meanwhile
                 continue
-        return found
+        return matches
 
     def tidy(self) -> None:
         """End what `start` started, and plug every cable in."""

@@ -1,4 +1,4 @@
-"""Network namespaces on one switch, with links that can be cut and slowed down.
+"""Network namespaces on one switch, with links that can be disconnected and slowed down.
 
 Needs root and iproute2, and changes nothing of the machine: switch and hosts are namespaces of
 processes that end with the test. Addresses are 10.78.0.N; there is no route out.
@@ -23,7 +23,7 @@ PROGRAMS = ("ip", "tc", "nsenter", "unshare")
 
 
 def why_no_network() -> str | None:
-    """What stands against namespaces here; None where nothing does."""
+    """Return why namespaces cannot be used here; None if they can."""
     if os.geteuid() != 0:
         return "needs root"
     for program in PROGRAMS:
@@ -71,7 +71,7 @@ class Network:
         _run(*_enter(self.hosts[host]), "tc", "qdisc", "add", "dev", "eth0", "root", *bucket)
 
     def sent_bytes(self, host: str) -> int:
-        """Bytes that the link of `host` has carried from it, with all headers."""
+        """Return bytes that the link of `host` has carried from it, with all headers."""
         path = "/sys/class/net/eth0/statistics/tx_bytes"
         command = [*_enter(self.hosts[host]), "unshare", "--mount", "sh", "-c"]
         script = f"mount -t sysfs none /sys && cat {path}"
@@ -82,30 +82,31 @@ class Network:
 def network(names: Sequence[str]) -> Iterator[Network]:
     """A switch and hosts with these names; all that was started there ends with it."""
     holders = [_hold() for _ in range(1 + len(names))]
-    found = Network(holders[0], dict(zip(names, holders[1:], strict=True)))
+    net = Network(holders[0], dict(zip(names, holders[1:], strict=True)))
     try:
         own = os.readlink("/proc/self/ns/net")
         for holder in holders:
             wait_until("a namespace", lambda pid=holder.pid: _net(pid) not in ("", own))
-        _run(*_enter(found.switch), "ip", "link", "add", "br0", "type", "bridge")
-        _run(*_enter(found.switch), "ip", "link", "set", "br0", "up")
-        for name, host in found.hosts.items():
+        _run(*_enter(net.switch), "ip", "link", "add", "br0", "type", "bridge")
+        _run(*_enter(net.switch), "ip", "link", "set", "br0", "up")
+        for name, host in net.hosts.items():
             pair = ("type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
-            _run(*_enter(found.switch), "ip", "link", "add", f"v-{name}", *pair)
-            _run(*_enter(found.switch), "ip", "link", "set", f"v-{name}", "master", "br0", "up")
+            _run(*_enter(net.switch), "ip", "link", "add", f"v-{name}", *pair)
+            _run(*_enter(net.switch), "ip", "link", "set", f"v-{name}", "master", "br0", "up")
             _run(*_enter(host), "ip", "link", "set", "lo", "up")
-            _run(*_enter(host), "ip", "addr", "add", f"{found.address(name)}/24", "dev", "eth0")
+            _run(*_enter(host), "ip", "addr", "add", f"{net.address(name)}/24", "dev", "eth0")
             _run(*_enter(host), "ip", "link", "set", "eth0", "up")
-        yield found
+        yield net
     finally:
-        for process in [*found.started, *holders]:
+        for process in [*net.started, *holders]:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
             process.wait()
 
 
 def _hold() -> subprocess.Popen[bytes]:
-    """A process that does nothing in a network namespace of its own, and ends with this one."""
+    """Return a process that does nothing in a network namespace of its own, and ends with this
+    one."""
     limit = "3600"
     return subprocess.Popen(
         ["unshare", "--net", "sleep", limit], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
