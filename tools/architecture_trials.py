@@ -64,7 +64,7 @@ Outcome = tuple[str, str]
 
 
 class _Refused(Exception):
-    """What a run of bigtrain would say before it begins."""
+    """Refusal that a run of bigtrain would report before it begins."""
 
 
 class _Wrong(Exception):
@@ -90,7 +90,8 @@ class _Objective:
     def __call__(
         self, outputs: Any, labels: torch.Tensor | None = None, num_parts: int = 1
     ) -> torch.Tensor:
-        """The share of one of `num_parts`, whose `labels` fit the logits; their sum is the loss."""
+        """Return the share of one of `num_parts`, whose `labels` fit the logits; their sum is the
+        loss."""
         labels = self.labels if labels is None else labels
         logits = outputs.logits.flatten(0, 1)
         loss = F.cross_entropy(logits, labels.flatten(), reduction="sum") / self._num_targets
@@ -99,7 +100,7 @@ class _Objective:
 
 
 class Trial:
-    """One architecture. Every method is collective unless it says otherwise."""
+    """One architecture. Every method is collective unless stated otherwise."""
 
     def __init__(self, model_type: str, group: Any) -> None:
         self.pristine = tiny_model(model_type)
@@ -116,12 +117,12 @@ class Trial:
     def run(
         self, columns: Sequence[str], begin: Callable[[Sequence[str]], None]
     ) -> dict[str, Outcome]:
-        """Outcomes of `columns`; `begin` is told which are tried next."""
-        found: dict[str, Outcome] = {}
+        """Outcomes of `columns`; `begin` is called with those that are tested next."""
+        outcomes: dict[str, Outcome] = {}
         local = {PP_2, PP_4, SP_2} & {*columns, *_needed(columns)}
         if local:
             begin(sorted(local & set(columns)) or columns)
-            found |= self._alone(local)
+            outcomes |= self._alone(local)
         for column, attempt in (
             (TP_2, self._tensor),
             (TP_2_PP_2, self._tensor_and_stages),
@@ -129,11 +130,11 @@ class Trial:
             (EP_2, self._experts),
             (EP_2_PP_2, self._experts_and_stages),
         ):
-            refused = found.get(column, ("exact",))[0] != "exact"
+            refused = outcomes.get(column, ("exact",))[0] != "exact"
             if column in {*columns, *_needed(columns)} and not refused:
                 begin([column])
-                found[column] = self._worst(_outcome(attempt))
-        return {column: found[column] for column in columns}
+                outcomes[column] = self._worst(_outcome(attempt))
+        return {column: outcomes[column] for column in columns}
 
     def _worst(self, own: Outcome) -> Outcome:
         everyone: list[Any] = [None] * PROCESSES
@@ -142,7 +143,7 @@ class Trial:
         return worst
 
     def _alone(self, columns: set[str]) -> dict[str, Outcome]:
-        """What one process does, divided among them."""
+        """Run the trials of one process, divided among them."""
         first, rank = dist.get_process_group_ranks(self.group)[0], dist.get_rank(self.group)
         own: dict[str, Outcome] = {}
         if rank == first and PP_2 in columns:
@@ -157,7 +158,8 @@ class Trial:
         return {column: outcome for outcomes, _ in everyone for column, outcome in outcomes.items()}
 
     def _stages(self, num_stages: int) -> None:
-        """In stages and whole, logits to the last bit and every gradient. Not collective."""
+        """Compare stages with the full model: logits exactly, and every gradient. Not
+        collective."""
         plan, problems = plan_stages(
             self.config, self.attention, num_stages, self.objective.ids.shape[1]
         )
@@ -168,11 +170,11 @@ class Trial:
         model = copy.deepcopy(self.pristine)
         if model.supports_gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
-        found = difference(model, plan.layout, plan.cuts, self.objective.ids)
-        if found.logits > 0 or not max(found.gradients, found.auxiliary) <= _GRADIENT:
+        gap = difference(model, plan.layout, plan.cuts, self.objective.ids)
+        if gap.logits > 0 or not max(gap.gradients, gap.auxiliary) <= _GRADIENT:
             raise _Wrong(
-                f"logits differ by {found.logits:.1e}, gradients by {found.gradients:.1e}, most at "
-                f"{found.parameter}, the router's loss by {found.auxiliary:.1e}"
+                f"logits differ by {gap.logits:.1e}, gradients by {gap.gradients:.1e}, most at "
+                f"{gap.parameter}, the router's loss by {gap.auxiliary:.1e}"
             )
 
     @cached_property
@@ -307,20 +309,20 @@ class Trial:
                 raise _Wrong(f"loss of step {step}: {other:.6f} instead of {loss:.6f}")
         before = dict(self.pristine.named_parameters())
         change = max(float((reference.weights[n] - p).abs().max()) for n, p in before.items())
-        found: set[str] = set()
+        compared: set[str] = set()
         for name, parameter in (item for model in models for item in model.named_parameters()):
             shard, wanted = shard_of(parameter), reference.weights[name]
             wanted = wanted if shard is None else shard.take(wanted)
             error = float((parameter.detach() - wanted).abs().max()) if wanted.numel() else 0.0
             if not error <= _WEIGHT * change:
                 raise _Wrong(f"final {name}: off by {error / change:.1e} of the largest change")
-            found.add(name)
-        if found != before.keys():
-            raise _Wrong(f"no process has {sorted(before.keys() - found)[:3]}")
+            compared.add(name)
+        if compared != before.keys():
+            raise _Wrong(f"no process has {sorted(before.keys() - compared)[:3]}")
 
 
 def _needed(columns: Sequence[str]) -> set[str]:
-    """The columns whose findings `columns` rest on."""
+    """Return the columns whose findings `columns` rest on."""
     tensor = {PP_2, TP_2} if TP_2_PP_2 in columns else set()
     return tensor | ({PP_2, EP_2} if EP_2_PP_2 in columns else set())
 
@@ -344,9 +346,10 @@ def _refuse(problems: Sequence[Problem]) -> None:
 
 @torch.no_grad()
 def _repeats(model: Any, ids: torch.Tensor) -> bool:
-    """Whether `model` gives the same numbers twice.
+    """Return whether `model` gives the same numbers twice.
 
-    Some have dropout that is no module of its own and that no configuration here has switched off.
+    Some have dropout that is not a module of its own and that no configuration here has switched
+    off.
     """
     first, second = (model(input_ids=ids, use_cache=False).logits for _ in range(2))
     return torch.equal(first, second)
@@ -358,7 +361,7 @@ def keep(key: str, outcomes: Mapping[str, Outcome]) -> None:
 
 
 def work(tasks: Sequence[Mapping[str, Any]], progress: Path) -> None:
-    """One process: try what `tasks` say; the first process keeps the outcomes.
+    """Run `tasks` in one process; the first process keeps the outcomes.
 
     A task has a model_type, its columns, and the key of its outcomes in the cache.
     """
@@ -376,7 +379,7 @@ def work(tasks: Sequence[Mapping[str, Any]], progress: Path) -> None:
         begin(columns)
         try:
             trial = Trial(model_type, dist.group.WORLD)
-        except Exception as error:  # whatever single architectures say to odd sizes
+        except Exception as error:  # any error of an architecture with odd sizes
             reason = f"not built: {' '.join(str(error).split())[:120]}"
             outcomes = dict.fromkeys(columns, ("left out", reason))
         else:

@@ -6,13 +6,13 @@
 *exact*: tiny models compute what the plain model of transformers does in one process. In 2 and in 4
 stages (PP), recomputing layers: the same logits to the last bit and every gradient. Cut over 2
 processes (TP), over 2 processes and into 2 stages (TP x PP), with samples split over 2 processes
-(SP), or with experts divided over 2 processes that have a sample each (EP), alone and in 2 stages:
-the same losses of three AdamW steps and all weights after them. *refused*: what `bigtrain`
-says before a run, with the reason. *wrong*: the numbers differ, or a process ends or hangs, and
-nothing said so before; there must be none, and the exit code is 1 if there is one.
+(SP), or with experts divided over 2 processes that have a sample each (EP), without and in 2
+stages: the same losses of three AdamW steps and all weights after them. *refused*: `bigtrain`
+refuses the run, with the reason. *wrong*: the numbers differ, or a process ends or hangs, without a
+refusal; there must be none, and the exit code is 1 if there is one.
 
 Outcomes are kept in the cache (`bigtrain.system.user_cache`) until a tiny configuration,
-transformers, torch or the code that is tried changes; so a sweep that was interrupted goes on.
+transformers, torch or the tested code changes; so an interrupted sweep continues.
 """
 
 from __future__ import annotations
@@ -54,24 +54,26 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="Markdown page (default: not written)")
     args = parser.parse_args()
     if args.output and (args.only or args.column):
-        parser.error("--output takes the whole table: leave out --only and --column")
+        parser.error("--output writes the full table: omit --only and --column")
     # Ended from outside, it takes its processes along.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     columns = (args.column,) if args.column else COLUMNS
     outcomes = sweep(args.only.split(",") if args.only else [], columns)
-    for model_type, found in sorted(outcomes.items()):
-        for column, (result, reason) in found.items():
+    for model_type, by_column in sorted(outcomes.items()):
+        for column, (result, reason) in by_column.items():
             print(f"{model_type:28} {column:12} {result:8} {reason}")
     for column in columns:
         print(f"{column:12} {_counts(outcomes, column)}")
     if args.output is not None:
         args.output.write_text(page(outcomes), encoding="utf-8")
-    wrong = any(result == "wrong" for found in outcomes.values() for result, _ in found.values())
+    wrong = any(
+        result == "wrong" for by_column in outcomes.values() for result, _ in by_column.values()
+    )
     return 1 if wrong else 0
 
 
 def sweep(model_types: Sequence[str], columns: Sequence[str] = COLUMNS) -> Outcomes:
-    """The outcomes of architectures (none: all that there are)."""
+    """Return the outcomes of architectures (none: all that there are)."""
     from tools.tiny_models import model_types as every
 
     keys = {name: _key(name) for name in model_types or every()}
@@ -91,7 +93,7 @@ def sweep(model_types: Sequence[str], columns: Sequence[str] = COLUMNS) -> Outco
 
 
 def _key(model_type: str) -> str:
-    """Of an architecture's outcomes: all that they depend on."""
+    """Return the cache key of an architecture's outcomes: all that they depend on."""
     from tools.tiny_models import describe
 
     tried = sorted((ROOT / "bigtrain" / "models").rglob("*.py"))
@@ -107,7 +109,7 @@ def _is_known(task: Mapping[str, Any]) -> bool:
 def _run_world(tasks: Sequence[Mapping[str, Any]]) -> None:
     """Try `tasks` in two processes until all are done or one of them takes the processes down.
 
-    What was tried then is wrong, and the tasks that are left need another world.
+    The trial that ran then is wrong, and the remaining tasks need another world.
     """
     from tools.architecture_trials import PROCESSES, keep
 
@@ -156,7 +158,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], progress: Path) -> str:
 
 
 def page(outcomes: Outcomes) -> str:
-    """The outcomes as a Markdown page."""
+    """Return the outcomes as a Markdown page."""
     import torch
     import transformers
 
@@ -172,8 +174,8 @@ def page(outcomes: Outcomes) -> str:
 
     left_out = {n: f for n, f in outcomes.items() if all(r == "left out" for r, _ in f.values())}
     rows = [
-        f"| `{name}` | " + " | ".join(cell(found[column]) for column in COLUMNS) + " |"
-        for name, found in sorted(outcomes.items())
+        f"| `{name}` | " + " | ".join(cell(by_column[column]) for column in COLUMNS) + " |"
+        for name, by_column in sorted(outcomes.items())
         if name not in left_out
     ]
     legend = " ".join((__doc__ or "").split("\n\n")[2].split())
@@ -182,7 +184,7 @@ def page(outcomes: Outcomes) -> str:
         "",
         "Written by `python tools/architectures.py --output docs/architectures.md` with",
         f"transformers {transformers.__version__} and torch {torch.__version__.split('+')[0]}:",
-        f"{len(rows)} of the {len(outcomes)} model types of causal LMs; the end says why",
+        f"{len(rows)} of the {len(outcomes)} model types of causal LMs; the reasons are at the end",
         f"{len(left_out)} are left out.",
         "",
         legend,
@@ -204,7 +206,10 @@ def page(outcomes: Outcomes) -> str:
         "",
         "Left out:",
         "",
-        *(f"- `{name}`: {short(found['PP 2'][1])}" for name, found in sorted(left_out.items())),
+        *(
+            f"- `{name}`: {short(by_column['PP 2'][1])}"
+            for name, by_column in sorted(left_out.items())
+        ),
         "",
         *section(),
     ]
@@ -212,20 +217,20 @@ def page(outcomes: Outcomes) -> str:
 
 
 def statuses(text: str) -> dict[str, dict[str, str]]:
-    """What a page that `page` wrote says: exact, refused or wrong, by model type and column."""
-    found, columns = {}, COLUMNS
+    """Parse a page that `page` wrote: exact, refused or wrong, by model type and column."""
+    results_of, columns = {}, COLUMNS
     for line in text.partition("\n## ")[0].splitlines():
         if line.startswith("| model type"):
             columns = tuple(cell.strip() for cell in line.strip("|").split("|"))[1:]
         if line.startswith("| `"):
             name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
             results = (cell.split(" ")[0] for cell in cells)
-            found[name.strip("`")] = dict(zip(columns, results, strict=True))
-    return found
+            results_of[name.strip("`")] = dict(zip(columns, results, strict=True))
+    return results_of
 
 
 def short(reason: str) -> str:
-    """Without what every refusal says, and what to do instead."""
+    """Return a reason without the text of every refusal, and without the fix."""
     for prefix in (" is wrong: ", " cannot be carried out: ", "is not supported for model_type "):
         reason = reason.split(prefix)[-1]
     reason = reason.split(" -> ")[0].split(" for model_type ")[0]
@@ -233,7 +238,7 @@ def short(reason: str) -> str:
 
 
 def _counts(outcomes: Outcomes, column: str) -> Counter[str]:
-    return Counter(found[column][0] for found in outcomes.values())
+    return Counter(by_column[column][0] for by_column in outcomes.values())
 
 
 if __name__ == "__main__":

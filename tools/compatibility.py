@@ -41,7 +41,7 @@ _FOUND = """
 
 Found on proxy models of the run's own model before there is a process group, and refused with the
 same kind of error: an architecture without a tensor-parallel plan or with a wrong one
-(`models/equivalence/tensor_parallel.py`), one that cannot be cut into stages
+(`models/equivalence/tensor_parallel.py`), one that cannot be split into stages
 (`models/equivalence/pipeline_stages.py`; [architectures.md](architectures.md) for both), one that
 mixes tokens outside attention or whose attention does not divide
 (`models/equivalence/sequence_parallel.py`), one that does not keep documents apart
@@ -49,7 +49,8 @@ mixes tokens outside attention or whose attention does not divide
 
 ## Known traps of DeepSpeed 0.19.8
 
-What it does not support, hangs on or computes wrongly without a word, and what becomes of it here.
+Features that it does not support, hangs on or computes wrongly without an error, and their
+handling here.
 
 | | what DeepSpeed does | what bigtrain does | where | test |
 |---|---|---|---|---|
@@ -57,7 +58,7 @@ What it does not support, hangs on or computes wrongly without a word, and what 
 
 
 def page() -> str:
-    """The text of docs/compatibility.md."""
+    """Return the text of docs/compatibility.md."""
     rules = "\n".join(_row(rule) for rule in RULES)
     traps = "\n".join(_trap(trap) for trap in TRAPS)
     return f"{_HEAD}{rules}\n{_FOUND}{traps}\n"

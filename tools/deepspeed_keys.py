@@ -62,7 +62,7 @@ class NotingDict(dict[str, Any]):
 
 
 def build_table() -> dict[str, Any]:
-    """The key table of the installed DeepSpeed, ready for JSON."""
+    """Return the key table of the installed DeepSpeed, ready for JSON."""
     import deepspeed
     from deepspeed.runtime import config as ds
     from deepspeed.utils.config import TIMERS, TIMERS_THROUGHPUT, DeepSpeedThroughputTimerConfig

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def problems_of(trial: Trial) -> list[Problem]:
-    """What a run would say of `parallel.expert`. Not collective."""
+    """Return the problems that a run would report for `parallel.expert`. Not collective."""
     length = trial.objective.ids.shape[1]
     return check_expert_parallel(trial.config, trial.attention, 2, sequence_length=length)
 
@@ -50,7 +50,7 @@ def losses_whole(trial: Trial) -> tuple[list[float], list[nn.Module]]:
 
 
 def losses_in_stages(trial: Trial, plan: StagePlan) -> tuple[list[float], list[nn.Module]]:
-    """As `losses_whole`, in two stages, both of which each process runs, one after the other."""
+    """Compute `losses_whole` in two stages, which each process runs one after the other."""
     stages = [Stage(_divided(trial), plan.layout, plan.cuts, index) for index in range(2)]
     held = [dict(stage.model.named_parameters()) for stage in stages]
     rank = dist.get_rank(trial.group)
@@ -77,7 +77,8 @@ def _divided(trial: Trial) -> PreTrainedModel:
 
 
 def _sum(trial: Trial, loss: torch.Tensor, parameters: Sequence[nn.Parameter]) -> float:
-    """The loss of both samples; gradients of what both processes have are summed, once each."""
+    """Return the loss of both samples; gradients of what both processes have are summed, once
+    each."""
     for parameter in parameters:
         if not is_expert(parameter):
             if parameter.grad is None:

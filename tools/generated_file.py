@@ -1,4 +1,4 @@
-"""What the tools that write a file of the package have in common."""
+"""Common functions of the tools that write a file of the package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def write_or_compare(target: Path, make_text: Callable[[], str], description: str) -> int:
-    """Write `target`, or with --check say whether it differs; returns the exit code."""
+    """Write `target`, or with --check report whether it differs; return the exit code."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare only; exit 1 on a difference")
     args = parser.parse_args()

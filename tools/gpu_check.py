@@ -24,7 +24,7 @@ WHEELS = ROOT / ".gpu-wheels"
 
 
 def install(wheels: Sequence[Path], parent: Path) -> Path:
-    """A folder below `parent` that holds exactly `wheels`; made once for the same ones."""
+    """Return a folder below `parent` that holds exactly `wheels`; made once for the same ones."""
     digest = hashlib.sha256("\n".join(wheel.name for wheel in wheels).encode()).hexdigest()[:12]
     target = parent / f"gpu-check-packages-{digest}"
     done = target / ".complete"
@@ -37,7 +37,8 @@ def install(wheels: Sequence[Path], parent: Path) -> Path:
 
 
 def environment_for(packages: Path | None) -> dict[str, str]:
-    """That of the check: the checkout and `packages` come first, and this Python's programs."""
+    """Return the environment of the check: the checkout and `packages` come first, and this
+    Python's programs."""
     given = os.environ.get("PYTHONPATH", "")
     places = [str(ROOT), *([str(packages)] if packages else []), *([given] if given else [])]
     programs = str(Path(sys.executable).parent)  # DeepSpeed looks for ninja on PATH
@@ -48,7 +49,7 @@ def environment_for(packages: Path | None) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # What the model's libraries find out about this checkout is no user's.
+        # Cached facts about this checkout must not reach a user's cache.
         "BIGTRAIN_CACHE": os.environ.get("BIGTRAIN_CACHE", tempfile.mkdtemp(prefix="gpu-check-")),
     }
 

@@ -5,7 +5,7 @@
 torch and most else are the machine's own; these are what it lacks or has too old (``CARRIED``),
 for its Python, in the versions of constraints.txt. DeepSpeed is a source distribution: its wheel is
 built here without operators, which are compiled where they are used, and so is for any machine.
-Exit code 1 where a wheel is for this machine alone, or checkout and wheels are larger than 64 MB.
+Exit code 1 if a wheel is only for this machine, or checkout and wheels are larger than 64 MB.
 """
 
 from __future__ import annotations
@@ -69,22 +69,23 @@ _PLATFORMS = [
 
 
 def version_of(name: str, constraints: Path = ROOT / "constraints.txt") -> str:
-    """The version of constraints.txt. Raises SystemExit where it has none."""
+    """Return the version of constraints.txt. Raises SystemExit where it has none."""
     wanted = name.replace("-", "_").lower()
     for line in constraints.read_text().splitlines():
-        found = re.fullmatch(r"([\w.-]+)==(\S+)", line.strip())
-        if found and found[1].replace("-", "_").lower() == wanted:
-            return found[2]
+        match = re.fullmatch(r"([\w.-]+)==(\S+)", line.strip())
+        if match and match[1].replace("-", "_").lower() == wanted:
+            return match[2]
     raise SystemExit(f"{constraints}: no version of {name}")
 
 
 def is_neutral(wheel: str) -> bool:
-    """Whether a wheel is for any Python 3 on any machine, by its name (PEP 427)."""
+    """Return whether a wheel is for any Python 3 on any machine, by its name (PEP 427)."""
     return wheel.endswith(("-py3-none-any.whl", "-py2.py3-none-any.whl"))
 
 
 def tree_bytes() -> int:
-    """Of what git would carry: tracked files, and untracked ones that it does not ignore."""
+    """Return the bytes that git would carry: tracked files, and untracked ones that it does not
+    ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -117,7 +118,7 @@ def fetch(folder: Path, python_version: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fill the folder and say what is in it; returns the exit code."""
+    """Fill the folder and list its contents; return the exit code."""
     parser = argparse.ArgumentParser(description="Wheels for make gpu-check without a network.")
     parser.add_argument("--output", type=Path, default=FOLDER)
     parser.add_argument("--python-version", default="3.12", help="of the GPU machine")
@@ -130,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tree = tree_bytes()
     print(f"{size / 1e6:8.2f} MB  wheels, and {tree / 1e6:.2f} MB of checkout")
     problems = [
-        f"{wheel.name} was built for this machine alone"
+        f"{wheel.name} was built only for this machine"
         for wheel in wheels
         if wheel.name.split("-")[0] in _BUILT_HERE and not is_neutral(wheel.name)
     ]

@@ -35,7 +35,7 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
 
 
 def build_table() -> dict[str, Any]:
-    """The table of the installed transformers, ready for JSON."""
+    """Return the table of the installed transformers, ready for JSON."""
     import transformers
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -57,7 +57,7 @@ def build_table() -> dict[str, Any]:
 
 
 def as_text(table: dict[str, Any]) -> str:
-    """The table as JSON, a line for each model type."""
+    """Return the table as JSON, a line for each model type."""
     types = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in table["model_types"].items())
     version = json.dumps(table["transformers_version"])
     return f'{{"transformers_version": {version},\n"model_types": {{\n{types}\n}}}}\n'
@@ -86,7 +86,7 @@ def _kind(config_class: Any, key: str, annotation: Any) -> str:
         return True
 
     kinds = [kind for kind, values in EXAMPLES.items() if any(map(takes, values))]
-    if len(kinds) in (0, len(EXAMPLES)):  # one of some words, say, or not looked at
+    if len(kinds) in (0, len(EXAMPLES)):  # for example one of some words, or not read
         return ""
     try:
         config_class(**{key: None})
@@ -98,24 +98,24 @@ def _kind(config_class: Any, key: str, annotation: Any) -> str:
 
 def _figures(config_class: Any) -> dict[str, int | None]:
     """Null: the class computes it, so that what is written does not tell."""
-    found: dict[str, int | None] = {}
+    dimensions: dict[str, int | None] = {}
     for key in FIGURES:
         try:
             config = config_class().get_text_config()
             value = getattr(config, key, None)
         except Exception:  # it refuses its own defaults, or layers differ
-            found[key] = None
+            dimensions[key] = None
             continue
         name = config.attribute_map.get(key, key)
         if isinstance(inspect.getattr_static(type(config), name, None), property):
-            found[key] = None
+            dimensions[key] = None
         elif type(value) is int:
-            found[key] = value
-    return found
+            dimensions[key] = value
+    return dimensions
 
 
 def _cut_figures(config_class: Any) -> list[str]:
-    """The figures that tensor-parallel ranks divide, by transformers' own plan; as
+    """Return the dimensions that tensor-parallel ranks shard, by transformers' own plan; as
     `bigtrain.models.equivalence.tensor_parallel` reads it of the model."""
     try:
         plan = config_class().get_text_config().base_model_tp_plan or {}

@@ -6,7 +6,8 @@ import re
 
 
 def markdown_cell(text: str) -> str:
-    """`text` in a cell of a table: one line, and nothing of it is taken for Markdown or HTML."""
+    """Return `text` in a cell of a table: one line, and nothing of it is read as Markdown or
+    HTML."""
     line = " ".join(text.split()).replace("``", "`")
     for sign, written in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("*", "\\*")):
         line = line.replace(sign, written)
@@ -14,6 +15,6 @@ def markdown_cell(text: str) -> str:
 
 
 def sentence(text: str | None) -> str:
-    """The first paragraph of `text` as one line that ends with a full stop."""
+    """Return the first paragraph of `text` as one line that ends with a full stop."""
     words = " ".join((text or "").split("\n\n")[0].split())
     return f"{words}{'' if words.endswith('.') else '.'}\n"

@@ -40,7 +40,8 @@ _EXPLANATION = (
 
 
 def cells(model: Any) -> tuple[str, str, str]:
-    """What Muon takes, what else decays, and what does not decay, of a model on the meta device."""
+    """Return the parameters for Muon, other decayed and undecayed ones, of a model on the meta
+    device."""
     from bigtrain.models.layers.parameter_roles import Role, parameter_roles
     from bigtrain.models.parallel.hidden_matrices import hidden_matrices
 
@@ -57,7 +58,7 @@ def cells(model: Any) -> tuple[str, str, str]:
 
 
 def special_cells(model_type: str) -> tuple[str, str]:
-    """What is kept in float32, and what gets no gradient."""
+    """Return the parameters kept in float32, and those without a gradient."""
     import torch
 
     from bigtrain.models.build import empty_model
@@ -79,7 +80,7 @@ def special_cells(model_type: str) -> tuple[str, str]:
 
 
 def _short(name: str) -> str:
-    """The last two parts of a name, without indices and ``weight``."""
+    """Return the last two parts of a name, without indices and ``weight``."""
     parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]
     parts = [part for part in parts[:-1] if part != "*"] + parts[-1:]
     own = len(parts) > 1 and (len(parts[-1]) <= 2 or parts[-1] in _COMMON)
@@ -94,7 +95,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def section() -> list[str]:
-    """The lines of the section."""
+    """Return the lines of the section."""
     from bigtrain.models.build import empty_model
     from tools.tiny_models import model_types, tiny_config
 
@@ -102,7 +103,7 @@ def section() -> list[str]:
     for model_type in model_types():
         try:
             model = empty_model(tiny_config(model_type))
-        except Exception:  # whatever single configurations do; why is said above
+        except Exception:  # any error of a configuration, explained above
             absent.append(model_type)
             continue
         rows.append(row(model_type, (*cells(model), *special_cells(model_type))))
@@ -121,7 +122,7 @@ def section() -> list[str]:
 
 
 def row(model_type: str, texts: Iterable[str]) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     return f"| `{model_type}` | " + " | ".join(texts) + " |"
 
 

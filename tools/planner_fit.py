@@ -1,17 +1,17 @@
 """Fit the constants of the planner's devices and engines to published rows.
 
-    python tools/planner_fit.py                # fit to all rows, say how well
-    python tools/planner_fit.py --held-out     # fit to every other row, say how well the others do
-    python tools/planner_fit.py --write        # and write bigtrain/planner/tables/
-    python tools/planner_fit.py --held-out --write    # and write benchmarks/planner_held_out.json
-    python tools/planner_fit.py --rows benchmarks/planner_other_rows.csv \\
+    python tools/planner_fit.py                # fit to all rows, print the errors python
+    tools/planner_fit.py --held-out     # fit to every other row, print the errors of the others
+    python tools/planner_fit.py --write        # and write bigtrain/planner/tables/ python
+    tools/planner_fit.py --held-out --write    # and write benchmarks/planner_held_out.json python
+    tools/planner_fit.py --rows benchmarks/planner_other_rows.csv \\
         --only reach/B200 megatron_core automodel deepspeed    # of these no others speak
 
     python tools/planner_fit.py --leave-one-out [--write]    # of each source by all the others
 
 With --held-out constants start in the middle of their bounds, not where the tables have them: those
 have seen the rows that are judged. `docs/planner.md` shows both tables of errors; the file of
-held-out constants is there so that a test can make the second one anew in a second.
+held-out constants is there so that a test can compute the second one in a second.
 
 Constants belong to devices (`hardware.json`: reach) and engines (`engines.json`), never to a source
 or a model. Damped least squares of the logarithm of tokens a second, with Tukey's idea of robust
@@ -64,7 +64,7 @@ FREE: dict[str, dict[str, tuple[float, float]]] = {
     },
     "fsdp_compiled": {"moved": (0.05, 1.0), "products": (1.0, 1.3)},
     "nanotron": {"moved": (0.2, 1.2)},
-    # Of these there are rows in planner_other_rows.csv alone.
+    # These have rows only in planner_other_rows.csv.
     "reach/B200": {"matmul": (0.4, 0.95), "memory": (0.6, 0.95), "network": (0.3, 0.95)},
     "megatron_core": {
         "products": (1.0, 1.3), "float8": (0.5, 1.0), "moved": (0.1, 1.0),
@@ -76,7 +76,7 @@ FREE: dict[str, dict[str, tuple[float, float]]] = {
     "automodel": {"products": (1.0, 1.3), "moved": (0.1, 1.0), "expert_exposed": (0.1, 1.0)},
     "deepspeed": {"network": (0.03, 0.3)},
 }  # fmt: skip
-"""By owner: constants and the bounds within which they may lie."""
+"""Constants by owner, with their bounds."""
 OTHERS = ("reach/B200", "megatron_core", "automodel", "deepspeed")
 _ROBUST = 0.1  # errors above count less and less
 _PRIOR = 0.03  # weight of staying where a constant is, in its logarithm
@@ -98,8 +98,8 @@ class Tables:
 
     def _owner(self, name: str) -> dict[str, Any]:
         if name.startswith("reach/"):
-            found: dict[str, Any] = self.hardware["reach"][name.removeprefix("reach/")]
-            return found
+            reach: dict[str, Any] = self.hardware["reach"][name.removeprefix("reach/")]
+            return reach
         engine: dict[str, Any] = self.engines[name]
         return engine
 
@@ -110,7 +110,7 @@ class Tables:
         kernels.matmul_seconds.cache_clear()
 
     def constants(self) -> dict[str, float]:
-        """Those in force, by ``owner.name``."""
+        """Return those in force, by ``owner.name``."""
         return {f"{owner}.{name}": self._owner(owner)[name] for owner, name in self.names}
 
     def load_constants(self, constants: Mapping[str, float]) -> None:
@@ -140,21 +140,21 @@ def residuals(
     vector: np.ndarray,
     chosen: Sequence[int] | None = None,
 ) -> np.ndarray:
-    """Of the logarithms of tokens a second, of the `chosen` rows (all of them); a source of few
-    rows counts as much as many would."""
+    """Return the residuals of the logarithms of tokens per second, of the `chosen` rows (all of
+    them); a source of few rows counts as much as many would."""
     tables.load(vector)
     counts = Counter(row["source"] for row in rows)
     told = []
     for row in rows if chosen is None else [rows[n] for n in chosen]:
-        found = predict(row).tokens_per_second
-        assert found is not None, row
+        predicted = predict(row).tokens_per_second
+        assert predicted is not None, row
         weight = (len(rows) / counts[row["source"]]) ** 0.4
-        told.append(weight * math.log(found / float(row["tokens_per_s_per_gpu"])))
+        told.append(weight * math.log(predicted / float(row["tokens_per_s_per_gpu"])))
     return np.array(told)
 
 
 def owners_of(row: dict[str, str]) -> tuple[str, str]:
-    """Whose constants a row's prediction is made of."""
+    """Return the owners of the constants in a row's prediction."""
     run = run_of(row)
     return f"reach/{hardware.reach_name(run.device)}", run.engine.name
 
@@ -162,8 +162,8 @@ def owners_of(row: dict[str, str]) -> tuple[str, str]:
 def slopes_of(
     tables: Tables, rows: Sequence[dict[str, str]], vector: np.ndarray, errors: np.ndarray
 ) -> np.ndarray:
-    """``rows x constants``: by how much each error grows with a constant. Of rows that are none of
-    its owner's nothing is worked out."""
+    """Return ``rows x constants``: by how much each error grows with a constant. Of rows that are
+    none of its owner's nothing is worked out."""
     owners = [owners_of(row) for row in rows]
     slopes = np.zeros((len(rows), len(vector)))
     for index, (owner, _) in enumerate(tables.names):
@@ -176,7 +176,8 @@ def slopes_of(
 
 
 def fit(tables: Tables, rows: Sequence[dict[str, str]], num_rounds: int = 8) -> np.ndarray:
-    """The vector of least robust squares, by damped Gauss-Newton steps with finite differences."""
+    """Return the vector of least robust squares, by damped Gauss-Newton steps with finite
+    differences."""
     vector, damping = tables.start.copy(), 1e-2
 
     def cost(errors: np.ndarray, at: np.ndarray, width: float) -> float:
@@ -195,9 +196,9 @@ def fit(tables: Tables, rows: Sequence[dict[str, str]], num_rounds: int = 8) -> 
             damped = curvature + damping * np.diag(np.diag(curvature))
             step = _inside(damped, gradient, vector, tables)
             tried = np.clip(vector - step, tables.low, tables.high)
-            found = residuals(tables, rows, tried)
-            if cost(found, tried, width) < cost(errors, vector, width):
-                vector, errors, damping = tried, found, damping / 3
+            trial_residuals = residuals(tables, rows, tried)
+            if cost(trial_residuals, tried, width) < cost(errors, vector, width):
+                vector, errors, damping = tried, trial_residuals, damping / 3
                 break
             damping *= 4
     tables.load(vector)
@@ -207,8 +208,8 @@ def fit(tables: Tables, rows: Sequence[dict[str, str]], num_rounds: int = 8) -> 
 def _inside(
     curvature: np.ndarray, gradient: np.ndarray, vector: np.ndarray, tables: Tables
 ) -> np.ndarray:
-    """The step to take away, of the constants that it does not push over a bound they lie on: with
-    those among them the others' steps would make up for what cannot be done."""
+    """Return the step to take away, of the constants that it does not push over a bound they are
+    at: with those among them the others' steps would make up for what cannot be done."""
     free = np.ones(len(vector), dtype=bool)
     while True:
         step = np.zeros(len(vector))
@@ -221,39 +222,39 @@ def _inside(
 
 
 def split(rows: Sequence[dict[str, str]]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Every other row to fit to, and the others to judge by."""
+    """Return every other row to fit to, and the others to judge by."""
     return list(rows[::2]), list(rows[1::2])
 
 
 def errors_of(rows: Sequence[dict[str, str]]) -> str:
-    """The table of errors of `rows`, by the constants in force."""
+    """Return the table of errors of `rows`, by the constants in force."""
     return error_table(summarize(rows, [predict(row) for row in rows]))
 
 
 def left_out(constants_of: Mapping[str, Mapping[str, float]]) -> str:
-    """The table of errors of each source's rows, by constants that were fitted to the rows of all
-    other sources."""
+    """Return the table of errors of each source's rows, by constants that were fitted to the rows
+    of all other sources."""
     rows = [*read_rows(ROWS), *read_rows(OTHER_ROWS)]
     tables = Tables(list(FREE))
-    found = {}
+    predictions = {}
     with in_force(tables):
         for source, constants in constants_of.items():
             tables.load_constants(constants)
-            found.update({id(row): predict(row) for row in rows if row["source"] == source})
-    return error_table(summarize(rows, [found[id(row)] for row in rows]))
+            predictions.update({id(row): predict(row) for row in rows if row["source"] == source})
+    return error_table(summarize(rows, [predictions[id(row)] for row in rows]))
 
 
 def leave_one_out(num_rounds: int) -> dict[str, dict[str, float]]:
-    """For each source the constants that a fit to all other sources' rows ends at."""
+    """Fit the constants for each source to all other sources' rows."""
     rows = [*read_rows(ROWS), *read_rows(OTHER_ROWS)]
-    found = {}
+    constants = {}
     for source in dict.fromkeys(row["source"] for row in rows):
         tables = Tables(list(FREE), from_middle=True)
         with in_force(tables):
             fit(tables, [row for row in rows if row["source"] != source], num_rounds)
-            found[source] = tables.constants()
+            constants[source] = tables.constants()
         print(f"fitted without {source}", flush=True)
-    return found
+    return constants
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -3,7 +3,7 @@
 The text is the source of the Python standard library, which every machine with Python has. In
 ``runs/quickstart`` (or the folder given): a tokenizer is trained, the text tokenized, a small Llama
 trained under DeepSpeed on every device (two CPU processes where there is none), killed on the way,
-started again, exported, and asked for a continuation. Started again, it goes on from where it is.
+started again, exported, and asked for a continuation. Started again, it continues from there.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> int:
     if not list(run.glob("checkpoints/step-*/manifest.json")):
         say("train, and kill every process after the first checkpoint:")
         kill_at_first_checkpoint(train)
-    say("the same command goes on from the newest checkpoint:")
+    say("the same command continues from the newest checkpoint:")
     call(train)
     bigtrain("generate", "--model", str(run / "hf"), "--prompt", PROMPT)
     report(shards, run, time.monotonic() - begun)
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def train_command(shards: Path, run: Path, overrides: list[str]) -> list[str]:
-    """`deepspeed` over all devices of this machine, as many as divide the batch."""
+    """Return `deepspeed` over all devices of this machine, as many as divide the batch."""
     num_devices, dtype = devices()
     num_processes = max(n for n in range(1, num_devices + 1) if GLOBAL_BATCH_SIZE % n == 0)
     return [
@@ -131,7 +131,7 @@ def environment() -> dict[str, str]:
 
 
 def report(shards: Path, run: Path, seconds: float) -> None:
-    """Held-out loss beside that of a unigram model of the same tokens."""
+    """Print the held-out loss next to that of a unigram model of the same tokens."""
     code = (
         "import sys; from bigtrain.data.shards.dataset import open_dataset; "
         "from bigtrain.data.shards.statistics import unigram_entropy; "

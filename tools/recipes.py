@@ -4,9 +4,9 @@ A recipe asks for it with one comment, which stays::
 
     # Layout: the first of `bigtrain plan --config NAME --gpus 8xH100-80GB`.
 
-What the plan says of it stands in the comment lines below, its settings in the keys of `KEYS`. With
-``--check`` nothing is written, and the exit code is 1 where a recipe is not what the plan says. Hub
-names are planned from ``bigtrain/recipes/configs/``: what each model's config.json says, in the
+The plan's prediction is in the comment lines below, its settings are in the keys of `KEYS`. With
+``--check`` nothing is written, and the exit code is 1 where a recipe differs from the plan. Hub
+names are planned from ``bigtrain/recipes/configs/``: each model's config.json, in the
 names of transformers 5, without keys that change nothing. Runs read the hub's own.
 Loss and buckets stay what a run decides by itself.
 """
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def planned_recipes() -> list[Path]:
-    """The recipes that name their hardware."""
+    """Return the recipes that name their hardware."""
     return [
         path
         for path in sorted(recipes().glob("*.yaml"))
@@ -64,14 +64,14 @@ def planned_recipes() -> list[Path]:
 
 
 def hardware_of(text: str) -> tuple[str, str]:
-    """The recipe's name and its devices, as a recipe's text has them: ``8xH100-80GB``."""
-    found = ASKS.search(text)
-    assert found is not None
-    return found[1], found[2]
+    """Return the recipe's name and its devices, as a recipe's text has them: ``8xH100-80GB``."""
+    match = ASKS.search(text)
+    assert match is not None
+    return match[1], match[2]
 
 
 def with_layout(text: str) -> str:
-    """A recipe's text with what the plan says now."""
+    """Return a recipe's text with the current plan."""
     name, gpus = hardware_of(text)
     arguments = ["plan", "--config", name, "--gpus", gpus]
     plan = ranked_layouts(build_parser("plan").parse_args(arguments), varies=False)
@@ -85,7 +85,7 @@ def with_layout(text: str) -> str:
     text = ASKS.sub(lambda _: asks + prediction(best, plan.cluster), text, count=1)
     for key, value in settings_of(best).items():
         text, changed = re.subn(rf"^( *{key}:).*$", rf"\1 {value}", text, flags=re.M)
-        assert changed == 1, f"{name}: {key} stands there {changed} times"
+        assert changed == 1, f"{name}: {key} occurs {changed} times"
     return text
 
 
@@ -101,8 +101,8 @@ def prediction(best: Candidate, cluster: Cluster) -> str:
 
 
 def settings_of(best: Candidate) -> dict[str, str]:
-    """The layout as values of `KEYS`. A JSON of ds_configs/ has no layout that moves the optimizer
-    alone under ZeRO 3; no recipe is ranked so."""
+    """Return the layout as values of `KEYS`. A JSON of ds_configs/ has no layout that moves only
+    the optimizer under ZeRO 3; no recipe is ranked so."""
     layout = best.layout
     assert not layout.offload_optimizer
     degrees = (

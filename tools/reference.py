@@ -1,4 +1,4 @@
-"""Write the pages of docs/reference/: what they say is read from the code.
+"""Write the pages of docs/reference/ from the code.
 
 python tools/reference.py [--output docs/reference]
 
@@ -35,17 +35,17 @@ from tools.reference_python import python_page  # noqa: E402
 OUTPUT = ROOT / "docs" / "reference"
 _WRITTEN = "Written by `python tools/reference.py` from {source}; do not edit this page.\n"
 
-# What the exit codes ask of whoever started the run.
+# Advice to the user by exit code.
 _START_AGAIN = {
     "EXIT_USER_ERROR": "after it is fixed",
-    "EXIT_STOPPED": "yes, it goes on",
-    "EXIT_HANG": "yes, it goes on from its newest checkpoint",
+    "EXIT_STOPPED": "yes, it continues",
+    "EXIT_HANG": "yes, it continues from its newest checkpoint",
     "EXIT_STALE_LAUNCH": "no",
 }
 
 
 def pages() -> dict[str, str]:
-    """The text of every page, by the name of its file."""
+    """Return the text of every page, by the name of its file."""
     return {
         "configuration.md": _WRITTEN.format(
             source="`bigtrain/settings/run_config.py` and `bigtrain/settings/sections/`"
@@ -67,8 +67,8 @@ def _commands() -> str:
     parts = [
         "# Commands\n",
         _WRITTEN.format(source="`bigtrain/commands/` and `bigtrain/train.py`"),
-        "`bigtrain COMMAND --help` says the same. [Exit codes](exit_codes.md) have a page of their "
-        "own.\n",
+        "`bigtrain COMMAND --help` prints the same. [Exit codes](exit_codes.md) have their own "
+        "page.\n",
         "| command | what it does |\n|---|---|",
     ]
     rows = [
@@ -90,7 +90,7 @@ def _command(title: str, parser: argparse.ArgumentParser, level: int) -> list[st
     rows = [row for row in map(_argument, parser._actions) if row]
     if rows:
         parts.append("| argument | meaning |\n|---|---|\n" + "\n".join(rows) + "\n")
-    if parser.epilog and parser.epilog != EXIT_CODES:  # their page says more
+    if parser.epilog and parser.epilog != EXIT_CODES:  # their page has more
         parts.append(f"{sentence(parser.epilog)}")
     for name, subparser in nested.items():
         parts += _command(f"{title} {name}", subparser, level + 1)
@@ -98,12 +98,13 @@ def _command(title: str, parser: argparse.ArgumentParser, level: int) -> list[st
 
 
 def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    found = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    return {name: sub for action in found for name, sub in action.choices.items()}
+    subparsers = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return {name: sub for action in subparsers for name, sub in action.choices.items()}
 
 
 def _argument(action: argparse.Action) -> str:
-    """A row for one argument; not argparse's own text, which every Python lays out otherwise."""
+    """Return a row for one argument; not argparse's own text, which every Python lays out
+    otherwise."""
     hidden = action.help == argparse.SUPPRESS
     if hidden or isinstance(action, (argparse._HelpAction, argparse._SubParsersAction)):
         return ""
@@ -143,7 +144,7 @@ def _exit_codes() -> str:
     parts += [
         "\ntorchrun and accelerate turn every code into 1. `slurm/train.sbatch` and "
         "`bigtrain launch torchrun` start torchrun by `bigtrain.launchers.agent`, which ends with "
-        "the code of the rank that failed first. [Failures](../failures.md) says what leads to "
+        "the code of the rank that failed first. [Failures](../failures.md) lists the causes of "
         "each code.\n",
         "## Errors\n",
         "| error | exit code | of |\n|---|---|---|",
@@ -206,13 +207,13 @@ def _rows(kind: type) -> Iterator[str]:
 
 
 def _json_type(kind: object) -> str:
-    """An annotation as what it is in JSON."""
+    """Return an annotation as what it is in JSON."""
     text = re.sub(r"Mapping\[[^\]]*\]|Breakdown", "object", str(kind))
     return text.replace("None", "null").replace("|", "or")
 
 
 def _restructured(text: str) -> str:
-    """A docstring with literal blocks (``::``) as Markdown."""
+    """Return a docstring with literal blocks (``::``) as Markdown."""
     lines: list[str] = []
     for block in text.split("\n\n"):
         if block.startswith("    "):

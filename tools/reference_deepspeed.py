@@ -25,7 +25,7 @@ of them at once as the run accepts. **owned**: the run sets it, and another valu
 
 
 def deepspeed_keys_page() -> tuple[str, str]:
-    """The parts of the page before and after the line that says what it is written from."""
+    """Return the parts of the page before and after the line that names its source."""
     rows = "\n".join(map(_row, sorted(ROWS, key=lambda row: row.key)))
     refused = "\n".join(_refused())
     tail = f"## Refused\n\n| key | reason | fix |\n|---|---|---|\n{refused}\n"
@@ -37,7 +37,7 @@ def _row(row: Row) -> str:
     values += [f"({json.dumps(value)})" for value in row.together]
     tested = f"{', '.join(row.engines)}: {', '.join(values)}" if row.engines else ""
     if row.beside:
-        tested += f", beside `{json.dumps(dict(row.beside))}`"
+        tested += f", with `{json.dumps(dict(row.beside))}`"
     cells = (f"`{row.key}`", row.values, row.verdict, tested, row.note)
     return f"| {' | '.join(map(markdown_cell, cells))} |"
 

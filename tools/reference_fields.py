@@ -90,7 +90,7 @@ _SUFFIXES = {
 
 
 def fields_page() -> tuple[str, str]:
-    """Its title, and all that stands below the line on how it is written."""
+    """Return the title of the page, and the text below the line about its generation."""
     parts = [
         "Every field can also be given on the command line as `section.key=value`. A field without "
         "a default is required. `bigtrain check --config RUN.yaml` shows the values that a run "
@@ -124,16 +124,16 @@ def _fields(section: type[Section]) -> list[tuple[str, FieldInfo]]:
 
 
 def _section_of(annotation: Any) -> type[Section] | None:
-    """The section that a field holds, or each item of it."""
+    """Return the section that a field holds, or each item of it."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
-    found = (_section_of(item) for item in get_args(annotation))
-    return next((section for section in found if section is not None), None)
+    sections = (_section_of(item) for item in get_args(annotation))
+    return next((section for section in sections if section is not None), None)
 
 
-def _field_table(section: str, found: list[tuple[str, FieldInfo]]) -> str:
+def _field_table(section: str, fields: list[tuple[str, FieldInfo]]) -> str:
     rows = ["| field | type | default | unit | meaning |", "|---|---|---|---|---|"]
-    for name, field in found:
+    for name, field in fields:
         path = f"{section}.{name}".lstrip(".")
         cells = (
             f"`{path}`",
@@ -160,7 +160,7 @@ def numeric_fields(
 
 
 def unit_of(path: str, annotation: Any) -> str:
-    """The unit of a field's numbers; empty where it takes none, or where none is known."""
+    """Return the unit of a field's numbers; empty where it takes none, or where none is known."""
     if not _takes_numbers(annotation):
         return ""
     by_name = (unit for suffix, unit in _SUFFIXES.items() if path.endswith(suffix))
@@ -174,14 +174,14 @@ def _takes_numbers(annotation: Any) -> bool:
 
 
 def _choices(field: FieldInfo) -> str:
-    """The values of a text that is one of a table's; empty for other fields."""
+    """Return the values of a text that is one of a table's; empty for other fields."""
     extra = field.json_schema_extra
     values = extra.get("enum") if isinstance(extra, dict) else None
     return " or ".join(f"`{value}`" for value in values) if isinstance(values, list) else ""
 
 
 def _type_text(annotation: Any, constraints: list[Any]) -> str:
-    """A type as a user of YAML reads it, with the limits of its numbers."""
+    """Return a type as a user of YAML reads it, with the limits of its numbers."""
     limits = _limits(constraints)
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -206,14 +206,14 @@ def _type_text(annotation: Any, constraints: list[Any]) -> str:
 
 def _limits(constraints: list[Any]) -> str:
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    found: list[str] = []
+    limits: list[str] = []
     for constraint in constraints:
         for item in (constraint, *getattr(constraint, "metadata", ())):
             for name, sign in signs.items():
                 limit = getattr(item, name, None)
                 if limit is not None:
-                    found.append(f"{sign} {limit:g}")
-    return f" {', '.join(found)}" if found else ""
+                    limits.append(f"{sign} {limit:g}")
+    return f" {', '.join(limits)}" if limits else ""
 
 
 def _default_text(field: FieldInfo) -> str:

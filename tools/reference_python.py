@@ -20,7 +20,7 @@ _ERRORS = [name for name in bigtrain._HOME if bigtrain._HOME[name] == "bigtrain.
 
 
 def python_page() -> tuple[str, str]:
-    """Its title, and all that stands below the line on how it is written."""
+    """Return the title of the page, and the text below the line about its generation."""
     parts = [
         "\n[Use it from Python](../howto/python.md) has an example of each.\n",
         "## Functions\n",
@@ -65,14 +65,14 @@ def _class(name: str, kind: Any) -> Iterator[str]:
 
 
 def _called(value: Any) -> Any:
-    """The function of a property, a cached one or a method."""
+    """Return the function of a property, a cached one or a method."""
     if isinstance(value, property):
         return value.fget
     return getattr(value, "func", value)
 
 
 def _signature(name: str, function: Any) -> str:
-    """A parameter a line, with its annotation as it is written in the code."""
+    """Return a parameter a line, with its annotation as it is written in the code."""
     signature = inspect.signature(function)
     lines = [f"bigtrain.{name}("]
     keyword_only = False
@@ -89,7 +89,7 @@ def _signature(name: str, function: Any) -> str:
 
 
 def _text(thing: Any) -> str:
-    """A docstring as Markdown: sections of `name: text` become a list."""
+    """Return a docstring as Markdown: sections of `name: text` become a list."""
     paragraphs = inspect.cleandoc(thing.__doc__ or "").split("\n\n")
     return "\n\n".join(_paragraph(text) for text in paragraphs).replace("``", "`") + "\n"
 

@@ -91,7 +91,7 @@ _PER_LAYER = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "per_layer_config": {1: {"head_dim": 32}, 3: {"head_dim": 32}},
 }
-# What single architectures insist on.
+# Values that some architectures require.
 _SPECIAL: dict[str, dict[str, Any]] = {
     **{name: {"rotary_dim": 8} for name in ("codegen", "gptj")},
     "gemma": {"num_key_value_heads": 1},  # as the 2B has
@@ -151,7 +151,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         "layer_types": _UNEVEN,
     },
-    # What experts compute is normalized: tiny weights, whose gradients are huge then, would make
+    # The output of experts is normalized: tiny weights, whose gradients are huge then, would make
     # plain runs part by more than is compared after a rounding of their first weights.
     "gemma4_text": {**_PER_LAYER, "enable_moe_block": True, "initializer_range": 0.3},
     "gemma4_unified_text": _PER_LAYER,
@@ -205,12 +205,13 @@ _DERIVED = {"layers_block_type": "layer_types"}
 
 
 def model_types() -> list[str]:
-    """Every causal LM that transformers has."""
+    """Return every causal LM that transformers has."""
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING.keys()))
 
 
 def describe(model_type: str) -> str:
-    """All values of the tiny configuration, or why there is none; the same in every process."""
+    """Return all values of the tiny configuration, or why there is none; the same in every
+    process."""
     try:
         return str(tiny_config(model_type).to_json_string(use_diff=False))
     except Exception as error:  # validators of single architectures
@@ -245,7 +246,8 @@ def _values(model_type: str, default: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _configuration(model_type: str, values: dict[str, Any]) -> PreTrainedConfig:
-    """The configuration of those `values` that can be set; some only look as if they could."""
+    """Return the configuration of those `values` that can be set; some only look as if they
+    could."""
     try:
         config: PreTrainedConfig = CONFIG_MAPPING[model_type](**copy.deepcopy(values))
     except AttributeError as error:
@@ -268,8 +270,8 @@ def _takes(default: PreTrainedConfig, name: str) -> bool:
 
 
 def tiny_model(model_type: str) -> PreTrainedModel:
-    """A float32 model with noise on every parameter, the same in every process. In training mode,
-    with nothing random in it."""
+    """Return a float32 model with noise on every parameter, the same in every process. In training
+    mode, with nothing random in it."""
     model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
     model: PreTrainedModel | None = None
     for attention in ("sdpa", "eager"):

@@ -1,4 +1,4 @@
-"""How `tools/architecture_trials.py` trains what it tries."""
+"""Training of the models of `tools/architecture_trials.py`."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from tools.compatibility_traps.trap import (
 ENGINE: tuple[Trap, ...] = (
     Trap(
         "offload",
-        "parameters are offloaded by ZeRO 3 alone; ZeRO 0 ignores an offloaded optimizer; ZeRO 1 "
-        "and 2 take NVMe for the CPU",
+        "parameters are offloaded only by ZeRO 3; ZeRO 0 ignores an offloaded optimizer; ZeRO 1 "
+        "and 2 treat NVMe as the CPU",
         "refused",
         (RULES,),
         rules=(

@@ -7,7 +7,7 @@ from tools.compatibility_traps.trap import BLOCKS, INITIAL, MATRIX, PIPELINE, PL
 PARALLELISM: tuple[Trap, ...] = (
     Trap(
         "pipeline",
-        "ZeRO 2 and 3 fail after the whole engine is built",
+        "ZeRO 2 and 3 fail after the full engine is built",
         "refused",
         (RULES, "tests/parity/test_matrix.py::test_every_other_point_is_refused_by_name"),
         rules=("ZeRO 2 and 3 with pipeline",),
@@ -21,14 +21,14 @@ PARALLELISM: tuple[Trap, ...] = (
     ),
     Trap(
         "pipeline",
-        "fp32 ZeRO 0 clips by the norm of the first stage alone",
+        "fp32 ZeRO 0 clips only by the norm of the first stage",
         "the norm is taken over all stages",
         (MATRIX, PIPELINE),
         code=("bigtrain/engine/optimizers/gradient_norm.py::total_norm",),
     ),
     Trap(
         "pipeline",
-        "16-bit ZeRO 0 accumulates and measures in 16 bit (float16: the first stage alone)",
+        "16-bit ZeRO 0 accumulates and measures in 16 bit (float16: only the first stage)",
         "refused",
         (RULES,),
         rules=("16-bit pipeline with ZeRO 0",),
@@ -59,7 +59,7 @@ PARALLELISM: tuple[Trap, ...] = (
         "pipeline",
         "the model must be a list of layers, and tensors between stages must be a fixed tuple of "
         "which all but the first take no gradient",
-        "stages are cut from any model, and what passes between them is packed; nothing is "
+        "any model is split into stages, and the payload between them is packed; nothing is "
         "partitioned (`pipe_partitioned`, `grad_partitioned`)",
         (PIPELINE, "tests/unit/models/parallel/test_stages.py::test_payloads_survive_packing"),
         code=(
@@ -70,7 +70,7 @@ PARALLELISM: tuple[Trap, ...] = (
     Trap(
         "pipeline",
         "every stage draws its initial weights from the same stream",
-        "a weight depends on the seed and its name alone",
+        "a weight depends only on the seed and its name",
         (
             INITIAL,
             "tests/unit/models/parallel/test_stages.py::test_initial_weights_do_not_depend_on_the_stage",
@@ -80,7 +80,7 @@ PARALLELISM: tuple[Trap, ...] = (
     Trap(
         "pipeline",
         "a buffer of `reduce_bucket_size` (2 GB by default) is allocated at each step",
-        "50 million elements where the JSON does not say",
+        "50 million elements unless the JSON sets it",
         (
             "tests/unit/settings/deepspeed/test_engine_config.py::test_automatic_sizes_are_resolved_and_whole_floats_become_integers",
         ),
@@ -105,7 +105,7 @@ PARALLELISM: tuple[Trap, ...] = (
         "tensor",
         "AutoTP refuses every MoE, packed and split projections, and guesses where there is no "
         "plan",
-        "the plan of transformers is carried out by bigtrain, and tried before a run; an "
+        "the plan of transformers is applied by bigtrain, and verified before a run; an "
         "architecture without a plan is refused",
         (
             PLANS,
@@ -143,7 +143,7 @@ PARALLELISM: tuple[Trap, ...] = (
     Trap(
         "tensor",
         "tied embeddings replace the model's loss, and logits are a shard of the vocabulary",
-        "logits are whole; a vocabulary that does not divide is padded",
+        "logits are unsharded; a vocabulary that does not divide is padded",
         (
             MATRIX,
             "tests/unit/models/parallel/test_tensor.py::test_tied_embeddings_get_the_rule_of_their_head",

@@ -1,4 +1,4 @@
-"""What a known trap of DeepSpeed is, and the tests that show more than one of them."""
+"""Known traps of DeepSpeed, and the tests that cover more than one of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLANS = "tests/parity/test_architectures.py::test_a_sample_of_families"
 
 @dataclass(frozen=True)
 class Trap:
-    """What DeepSpeed does, and what is done about it; `FILE::NAME` says where.
+    """Behaviour of DeepSpeed, and bigtrain's answer; `FILE::NAME` is its location.
 
     rules: of the compatibility table. refused: a key of the JSON that is refused whatever the run
     is. code: where it is made right. note: how, in words.
