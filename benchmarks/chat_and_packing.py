@@ -1,4 +1,4 @@
-"""What conversations and packing cost.
+"""Cost of conversations and packing.
 
 chat      CPU seconds from messages to tokens and mask for one conversation: transformers'
           ``apply_chat_template(return_assistant_tokens_mask=True)``, one after another, and
@@ -50,23 +50,23 @@ UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}",
 
 
 def conversations(count: int) -> list[list[dict[str, str]]]:
-    """Of two to eight turns of some lines of Python's standard library."""
+    """Return conversations of two to eight turns of some lines of Python's standard library."""
     chooser = random.Random(0)
     text = Path(json.__file__).with_name("decoder.py").read_text() + Path(os.__file__).read_text()
     lines = [line for line in text.splitlines() if line.strip()]
-    found = []
+    chats = []
     for _ in range(count):
         messages = []
         for turn in range(chooser.choice((2, 2, 4, 8))):
             first = chooser.randrange(len(lines) - 40)
             content = "\n".join(lines[first : first + chooser.randint(1, 24)])
             messages.append({"role": ("user", "assistant")[turn % 2], "content": content})
-        found.append(messages)
-    return found
+        chats.append(messages)
+    return chats
 
 
 def chat_tokenizer(chats: list[list[dict[str, str]]], template: str) -> Tokenizer:
-    """A tokenizer of 4,096 tokens trained on the conversations, with `template`."""
+    """Return a tokenizer of 4,096 tokens trained on the conversations, with `template`."""
     from dataclasses import replace
 
     texts = [message["content"] for messages in chats for message in messages]
@@ -122,7 +122,7 @@ def chat_figures(num_chats: int, rounds: int) -> dict[str, Any]:
 
 
 def packing_figures(num_documents: int, rounds: int) -> dict[str, Any]:
-    """For several sequence lengths."""
+    """Measure packing for several sequence lengths."""
     generator = np.random.default_rng(0)
     drawn = np.exp(generator.normal(6.3, 1.2, num_documents)).astype(np.int64)
     result = {}
@@ -154,7 +154,7 @@ def next_fit(lengths: np.ndarray[Any, np.dtype[np.int64]], room: int) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="What conversations and packing cost.")
+    parser = argparse.ArgumentParser(description="Cost of conversations and packing.")
     parser.add_argument("--chats", type=int, default=2000, help="conversations")
     parser.add_argument("--documents", type=int, default=BLOCK_PIECES, help="to be packed")
     parser.add_argument("--rounds", type=int, default=5)

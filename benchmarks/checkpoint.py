@@ -1,9 +1,9 @@
-"""What a checkpoint costs, against DeepSpeed's own and the disk.
+"""Cost of a checkpoint, compared with DeepSpeed's own and the disk.
 
-disk       as many bytes written to one file, fsynced, in blocks of 8 MiB: what cannot be beaten
-async      `checkpoint.asynchronous`: seconds the loop stands still, seconds until the checkpoint
+disk       as many bytes written to one file, fsynced, in blocks of 8 MiB: the lower bound
+async      `checkpoint.asynchronous`: seconds the loop is blocked, seconds until the checkpoint
            exists, and how much slower steps are meanwhile
-sync       the same without a thread: the loop stands still until the checkpoint exists
+sync       the same without a thread: the loop is blocked until the checkpoint exists
 deepspeed  `engine.save_checkpoint`, and with all its files fsynced after, which it does not do
 
 bigtrain's include fsync, checksums, and the probe's forward pass. Loads read what the page cache
@@ -88,7 +88,7 @@ def train_until_written(loop: Bigtrain, saver: Saver, figures: Figures, begun: f
     """Steps while a save is under way, and how long each takes."""
     thread = saver._pending.thread if saver._pending else None
     while thread is not None and thread.is_alive():
-        figures.add("step beside async", timed(lambda: loop.run(1)))
+        figures.add("step during async", timed(lambda: loop.run(1)))
     saver.wait(must_succeed=True)
     figures.add("async total", time.perf_counter() - begun)
 
@@ -123,7 +123,7 @@ def a_round(
 
 
 def measure(size: str, zero_stage: int, rounds: int, directory: Path) -> dict[str, Any]:
-    """All contenders in this process. The first round, which allocates, is left out."""
+    """Measure all contenders in this process. The first round, which allocates, is skipped."""
     most_steps = 1000 * (rounds + 1)
     point = Point(size, zero_stage, 1, 1, "fp32", 0, most_steps, 1, ("bigtrain",))
     run = resolve_point(point, directory)

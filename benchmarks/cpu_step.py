@@ -1,9 +1,9 @@
-"""What a trainer costs above the arithmetic: seconds per optimizer step of three contenders.
+"""Overhead of a trainer above the arithmetic: seconds per optimizer step of three contenders.
 
 bare      a plain PyTorch loop: forward, summed cross-entropy, backward, clip_grad_norm_,
-          torch.optim.AdamW(fused=True); batches lie in memory. bfloat16: torch.autocast
+          torch.optim.AdamW(fused=True); batches are in memory. bfloat16: torch.autocast
 bigtrain  what train.py runs: `bigtrain.run.loop.train` with its loader, engine and metrics writer
-hf        transformers.Trainer with ds_configs/zeroN.json as it stands
+hf        transformers.Trainer with ds_configs/zeroN.json unchanged
 
 All three train the same model from the same weights on the same batches, in one process with one
 process group, and take turns of a few steps, so that whatever else the machine does falls on all
@@ -80,8 +80,8 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
         batches.close()
         num_parameters = sum(p.numel() for p in bare.parameters)
         expected = [float(loss) for loss in bare.losses]
-    found = _logged_losses(directory / "run" / "metrics.jsonl")
-    difference = _check_losses(point, expected, found)
+    losses = _logged_losses(directory / "run" / "metrics.jsonl")
+    difference = _check_losses(point, expected, losses)
     return {
         "point": asdict(point),
         "num_parameters": num_parameters,
@@ -112,11 +112,11 @@ def _check_losses(point: Point, bare: list[float], bigtrain: list[float]) -> flo
 
 def summarize(watch: Stopwatch, steps_per_round: int) -> dict[str, dict[str, float]]:
     """Medians over the rounds after the first, per step and against the bare loop."""
-    found = {}
+    summary = {}
     for name in watch.seconds:
         wall, cpu = watch.seconds[name][1:], watch.cpu_seconds[name][1:]
         ratios = sorted(_ratios(wall, watch.seconds["bare"][1:]))
-        found[name] = {
+        summary[name] = {
             "step_seconds": statistics.median(wall) / steps_per_round,
             "ratio": statistics.median(ratios),
             "ratio_lower_quartile": ratios[len(ratios) // 4],
@@ -124,7 +124,7 @@ def summarize(watch: Stopwatch, steps_per_round: int) -> dict[str, dict[str, flo
             "ratio_of_totals": sum(wall) / sum(watch.seconds["bare"][1:]),
             "cpu_ratio": statistics.median(_ratios(cpu, watch.cpu_seconds["bare"][1:])),
         }
-    return found
+    return summary
 
 
 def _ratios(values: list[float], bases: list[float]) -> list[float]:
@@ -132,7 +132,7 @@ def _ratios(values: list[float], bases: list[float]) -> list[float]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options; without any, the figures of the README."""
+    """Return the options; the defaults are those of the README."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=("50m", "tiny"), default="50m", help="of the model")
     parser.add_argument("--zero", type=int, nargs="+", choices=(0, 1, 2), default=[0, 1])
@@ -147,14 +147,15 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=CONTENDERS,
         default=list(CONTENDERS),
-        help="beside the bare loop, which all are compared with",
+        help="in addition to the bare loop, which all are compared with",
     )
-    parser.add_argument("--output", type=Path, help="JSON file for all figures")
+    parser.add_argument("--output", type=Path, help="JSON file for all results")
     return parser
 
 
 def measure_all(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every point in a process of its own: DeepSpeed and Accelerate keep state in their modules."""
+    """Return every point in a process of its own: DeepSpeed and Accelerate keep state in their
+    modules."""
     points = [
         Point(
             size=args.size,
@@ -209,7 +210,7 @@ def main() -> None:
         parser.error("every number but --zero must be at least 1")
     if args.output is not None and not args.output.parent.is_dir():
         parser.error(f"--output {args.output}: no directory {args.output.parent}")
-    # Before a child imports torch; DeepSpeed's operators are built by the ninja beside Python.
+    # Before a child imports torch; DeepSpeed's operators are built by the ninja next to Python.
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     machine = describe_machine(args.threads)

@@ -1,4 +1,4 @@
-"""What keeping the documents of a sample apart costs: peak memory and seconds.
+"""Cost of isolating the documents of a sample: peak memory and seconds.
 
 ignored    attention sees all tokens before, across documents
 masks      transformers' masks of sequence x sequence, as model code makes them from positions
@@ -36,7 +36,7 @@ def positions_of(tokens: int, document_tokens: int) -> torch.Tensor:
 
 
 def measure(contender: str, args: argparse.Namespace) -> dict[str, float]:
-    """As `measure_passes`."""
+    """Measure like `measure_passes`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = LlamaConfig(
         vocab_size=1024,
@@ -80,13 +80,15 @@ def main() -> None:
     if args.only:
         print(json.dumps(measure(args.only, args)))
         return
-    found = each_alone(list(CONTENDERS))
+    measured = each_alone(list(CONTENDERS))
     count = int((positions_of(args.tokens, args.document_tokens) == 0).sum())
     print(f"one sample of {args.tokens} tokens, {count} documents")
-    print_table(found)
-    ratios = {f"documents_of_{name}": ratio(found["documents"], found[name]) for name in CONTENDERS}
+    print_table(measured)
+    ratios = {
+        f"documents_of_{name}": ratio(measured["documents"], measured[name]) for name in CONTENDERS
+    }
     ratios.pop("documents_of_documents")
-    print(json.dumps(found | ratios, indent=2))
+    print(json.dumps(measured | ratios, indent=2))
 
 
 if __name__ == "__main__":

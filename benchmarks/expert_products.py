@@ -1,10 +1,10 @@
-"""Which way to compute a rank's experts is fastest: forward and backward seconds of one layer.
+"""Comparison of the ways to compute a rank's experts: forward and backward seconds of one layer.
 
     python benchmarks/expert_products.py [--device cuda] [--rounds 5] [--output FILE.json]
 
 Grouped products, padded ones, products batched by token and transformers' loop over the experts
 take turns on the same layer and tokens. All compute the same function, which is compared. bigtrain
-chooses by width alone (`bigtrain.models.parallel.grouped_experts`): sums in another order have
+chooses only by width (`bigtrain.models.parallel.grouped_experts`): sums in another order have
 other bits, so a choice by the clock would let a run resume with other ones. This shows what that
 rule costs, and where. On a CPU the seconds are those of its thread, whatever else the machine does.
 """
@@ -32,8 +32,8 @@ from bigtrain.models.parallel.grouped_experts import PADDED, padded_works
 from bigtrain.models.transformers_patches import modules_of_experts
 
 MOST_BATCHED_BYTES = 256 * 1024**2
-"""Of the weights that batched products gather for every token; beyond it they are left out."""
-# Of the largest output: rounding of sums in another order, in the dtype.
+"""Bytes of weights that batched products gather for every token; beyond it they are skipped."""
+# Relative to the largest output: rounding of sums in another order, in the dtype.
 SAME = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
@@ -80,7 +80,7 @@ SHAPES = {
 
 
 def layer_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
-    """A model of one layer, and its module of experts."""
+    """Return a model of one layer, and its module of experts."""
     config = CONFIG_MAPPING["qwen3_moe"](
         vocab_size=16,
         hidden_size=shape.hidden,
@@ -99,7 +99,7 @@ def layer_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[An
 
 
 def ways_of(shape: Shape, dtype: torch.dtype) -> list[str]:
-    """Names of transformers' registry: what can compute experts of this shape."""
+    """Return names of transformers' registry: what can compute experts of this shape."""
     aligned = shape.hidden % 8 == shape.width % 8 == 0
     ways = ["grouped_mm"] if aligned else []
     if padded_works():
@@ -134,18 +134,18 @@ def measure(
     ways = ways_of(shape, dtype)
     outputs = {way: run(way)[1] for way in ways}  # the first allocates
     largest = float(outputs["eager"].abs().max())
-    for way, found in outputs.items():
-        if float((found - outputs["eager"]).abs().max()) > SAME[dtype] * largest:
+    for way, output in outputs.items():
+        if float((output - outputs["eager"]).abs().max()) > SAME[dtype] * largest:
             raise RuntimeError(f"{way} computes something else at {shape.name}, {dtype}")
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way in ways:
             seconds[way].append(run(way)[0])
-    return {way: statistics.median(found) for way, found in seconds.items()}
+    return {way: statistics.median(output) for way, output in seconds.items()}
 
 
 def _now(device: torch.device) -> float:
-    """Seconds, when the device has done all it was asked."""
+    """Return seconds, when the device has done all it was asked."""
     if device.type == "cpu":
         return time.process_time()
     torch.cuda.synchronize(device)
@@ -155,7 +155,7 @@ def _now(device: torch.device) -> float:
 def measure_all(
     shapes: Sequence[Shape], device: torch.device, rounds: int
 ) -> Iterator[dict[str, Any]]:
-    """A row for each shape and dtype."""
+    """Yield a row for each shape and dtype."""
     for shape in shapes:
         for dtype in SAME:
             seconds = measure(shape, dtype, device, rounds)
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--size", choices=list(SHAPES), default="small", help="of the layers")
     parser.add_argument("--device", default="cpu", help="of torch")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each way")
-    parser.add_argument("--output", type=Path, help="JSON file for all figures")
+    parser.add_argument("--output", type=Path, help="JSON file for all results")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error("--rounds must be at least 1")
@@ -177,8 +177,8 @@ def main() -> None:
     print("milliseconds of a forward and backward pass, one thread on a CPU")
     for row in measure_all(SHAPES[args.size], torch.device(args.device), args.rounds):
         rows.append(row)
-        found = "  ".join(f"{way} {1e3 * s:.2f}" for way, s in row["seconds"].items())
-        print(f"{row['shape']:<44} {row['dtype']:<9} {found}", flush=True)
+        times = "  ".join(f"{way} {1e3 * s:.2f}" for way, s in row["seconds"].items())
+        print(f"{row['shape']:<44} {row['dtype']:<9} {times}", flush=True)
     if args.output is not None:
         args.output.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 

@@ -1,11 +1,12 @@
-"""What divided experts cost: seconds per optimizer step and bytes exchanged, on two processes.
+"""Cost of expert parallelism: seconds per optimizer step and bytes exchanged, on two processes.
 
-A small Qwen3-MoE trains the same global batch with its experts divided (EP 2, ZeRO 1), cut as every
-other matrix (TP 2), and whole on each process (ZeRO 1), which the others are compared with. They
-take turns. What EP 2 sends to the other rank is what a run logs of it (`expert_exchange`), and is
-set against the planner's formula (`bigtrain.planner.step_time`): in each of a layer's passes all
-chosen tokens go to their experts and come back, of which ``1 - 1 / 2`` leave the rank where the
-router chooses evenly. All bytes are counted where they are exchanged, as parallel_overhead.py does.
+A small Qwen3-MoE trains the same global batch with its experts divided (EP 2, ZeRO 1), sharded like
+every other matrix (TP 2), and complete on each process (ZeRO 1), which the others are compared
+with. They take turns. What EP 2 sends to the other rank is what a run logs of it
+(`expert_exchange`), and is set against the planner's formula (`bigtrain.planner.step_time`): in
+each of a layer's passes all chosen tokens go to their experts and come back, of which ``1 - 1 / 2``
+leave the rank where the router chooses evenly. All bytes are counted where they are exchanged, as
+parallel_overhead.py does.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ SHAPES: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to train on two processes; `axis`: the degree of two, none: data alone."""
+    """One way to train on two processes; `axis`: the degree of two, none: only data."""
 
     name: str
     axis: str
@@ -92,8 +93,8 @@ LAYOUTS = (Layout("ZeRO 1", ""), Layout("EP 2", "expert"), Layout("TP 2", "tenso
 
 
 def formula_of_experts(config: RunConfig) -> float:
-    """Bytes that a rank of EP 2 sends to the other in a step, as the planner has it: where the
-    router chooses evenly."""
+    """Return bytes that a rank of EP 2 sends to the other in a step, as the planner has it: where
+    the router chooses evenly."""
     model, _ = model_costs(config)
     tokens = GLOBAL_BATCH_SIZE // WORLD_SIZE * config.batch.sequence_length
     hidden = tokens * model.hidden_size * FLOAT_BYTES
@@ -103,7 +104,7 @@ def formula_of_experts(config: RunConfig) -> float:
 
 
 def run_config(shape: dict[str, int], layout: Layout, data: Path, num_steps: int) -> RunConfig:
-    """A run of Qwen3-MoE's kind, float32, clipping on."""
+    """Return a run of Qwen3-MoE's kind, float32, clipping on."""
     return RunConfig.model_validate(
         {
             "model": {"config": {"model_type": "qwen3_moe", "bos_token_id": None, **shape}},
@@ -124,7 +125,7 @@ def run_config(shape: dict[str, int], layout: Layout, data: Path, num_steps: int
 
 
 def measure(layout: Layout, shape: dict[str, int], data: Path, num_steps: int) -> dict[str, Any]:
-    """Seconds of each step, and what one step exchanged. Collective over the world."""
+    """Return seconds of each step, and what one step exchanged. Collective over the world."""
     world = read_world(os.environ)
     config = run_config(shape, layout, data, num_steps + 2)
     run = resolve_run(config, world.size, "zero1", "cpu")
@@ -162,7 +163,7 @@ def measure(layout: Layout, shape: dict[str, int], data: Path, num_steps: int) -
 
 
 def work(shape: dict[str, int], data: Path, num_steps: int, num_rounds: int) -> Any:
-    """One process of the world: all layouts in turn, so many times."""
+    """Return one process of the world: all layouts in turn, so many times."""
     torch.set_num_threads(1)
     with process_group(read_world(os.environ)):
         return [
@@ -172,7 +173,7 @@ def work(shape: dict[str, int], data: Path, num_steps: int, num_rounds: int) -> 
 
 
 def measure_all(size: str, num_steps: int, num_rounds: int) -> list[dict[str, Any]]:
-    """A row for each layout."""
+    """Return a row for each layout."""
     shape = SHAPES[size]
     with tempfile.TemporaryDirectory(prefix="experts_") as directory:
         data, output = Path(directory, "shards"), Path(directory, "results.json")
@@ -186,23 +187,23 @@ def measure_all(size: str, num_steps: int, num_rounds: int) -> list[dict[str, An
     whole = LAYOUTS[0].name
     rows = []
     for layout in LAYOUTS:
-        found = [one[layout.name] for one in rounds]
-        if not all(abs(one["loss"] - rounds[0][whole]["loss"]) <= SAME_LOSS for one in found):
-            raise RuntimeError(f"{layout.name}: loss {found[0]['loss']}, {whole} another")
+        results = [one[layout.name] for one in rounds]
+        if not all(abs(one["loss"] - rounds[0][whole]["loss"]) <= SAME_LOSS for one in results):
+            raise RuntimeError(f"{layout.name}: loss {results[0]['loss']}, differs from {whole}")
         # Of each round, so that both of a ratio had the same of what else the machine does.
         ratios = [
             statistics.median(one[layout.name]["seconds"])
             / statistics.median(one[whole]["seconds"])
             for one in rounds
         ]
-        sent = found[0]["sent_bytes"]
+        sent = results[0]["sent_bytes"]
         rows.append(
             {
                 "layout": layout.name,
-                "step_seconds": statistics.median(s for one in found for s in one["seconds"]),
+                "step_seconds": statistics.median(s for one in results for s in one["seconds"]),
                 "ratio": statistics.median(ratios),
-                "exchanged": found[0]["exchanged"],
-                "imbalance": found[0]["imbalance"],
+                "exchanged": results[0]["exchanged"],
+                "imbalance": results[0]["imbalance"],
                 "sent_bytes": sent,
                 "sent_of_formula": None if sent is None else sent / formula,
             }
@@ -235,7 +236,7 @@ def main() -> None:
     parser.add_argument("--size", choices=list(SHAPES), default="small", help="of the model")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each layout")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each layout")
-    parser.add_argument("--output", type=Path, help="JSON file for all figures")
+    parser.add_argument("--output", type=Path, help="JSON file for all results")
     args = parser.parse_args()
     if min(args.steps, args.rounds) < 1:
         parser.error("--steps and --rounds must be at least 1")

@@ -1,14 +1,14 @@
 """One GPU: tokens/s, model FLOPs utilization and peak memory over sizes, lengths and settings.
 
-bare      a plain PyTorch loop (see `cpu_step.py`), compiled and recomputed as the point says
+bare      a plain PyTorch loop (see `cpu_step.py`), compiled and recomputed as the point sets
 bigtrain  what train.py runs
 hf        transformers.Trainer with the same ds_configs/ file
 litgpt    its model and the steps of its `pretrain`, where it is installed (pip install litgpt)
 
 Every contender of a point trains the same model on the same batches in a process of its own, since
-three of them do not fit into one device. `--peer NAME=TOKENS_PER_SECOND` puts a figure of another
-trainer (torchtitan), measured on the same device at the first point, beside them.
-`--smoke` runs the whole path on a tiny model, on a CPU where there is no GPU.
+three of them do not fit into one device. `--peer NAME=TOKENS_PER_SECOND` adds the result of another
+trainer (torchtitan), measured on the same device at the first point, to the table.
+`--smoke` runs the complete path on a tiny model, on a CPU where there is no GPU.
 """
 
 from __future__ import annotations
@@ -107,13 +107,13 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
 
 
 def _predicted(run: ResolvedRun, inputs: Inputs, device: torch.device) -> dict[str, Any]:
-    """What the planner says of the run that was measured; tokens/s of devices it knows."""
-    found, reason = predict(run, inputs.hf_config, inputs.model_plan.loss, device)
-    if found is None:
+    """Return the planner's predictions of the measured run; tokens/s only for known devices."""
+    prediction, reason = predict(run, inputs.hf_config, inputs.model_plan.loss, device)
+    if prediction is None:
         return {"not_predicted": reason}
-    rate = found.tokens_per_second
+    rate = prediction.tokens_per_second
     return {
-        "predicted_gib": found.memory.allocated / GIB,
+        "predicted_gib": prediction.memory.allocated / GIB,
         **({} if rate is None else {"predicted_tokens_per_second": rate}),
     }
 
@@ -133,7 +133,8 @@ def _profile(
 
 
 def measure_point(point: Point) -> dict[str, Any]:
-    """`measure` in a process of its own, or how it failed: one may not fit where another does."""
+    """Return `measure` in a process of its own, or how it failed: one may not fit where another
+    does."""
     with tempfile.TemporaryDirectory(prefix="gpu_step_") as directory:
         command = [sys.executable, __file__, "--point", json.dumps(asdict(point)), directory]
         finished = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -146,7 +147,8 @@ def measure_point(point: Point) -> dict[str, Any]:
 
 
 def grid(args: argparse.Namespace) -> list[Point]:
-    """Sizes x lengths x compile x loss x checkpointing; `contenders` of each are still open."""
+    """Return sizes x lengths x compile x loss x checkpointing; `contenders` of each are still
+    open."""
     if args.smoke:
         sizes, lengths = ["tiny"], [32]
     else:
@@ -221,7 +223,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options; without any, the whole grid."""
+    """Return the options; without any, the full grid."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=("1b", "3b"), default=["1b", "3b"])
     parser.add_argument("--sequence-lengths", nargs="+", type=int, default=[4096, 8192])
@@ -245,19 +247,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps-per-round", type=int, default=5)
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=TOKENS_PER_SECOND")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, a CPU will do")
-    parser.add_argument("--output", type=Path, help="JSON file; the picture goes beside it")
+    parser.add_argument("--output", type=Path, help="JSON file; the picture is written next to it")
     return parser
 
 
 def _peers(parser: argparse.ArgumentParser, given: list[str]) -> dict[str, dict[str, float]]:
-    found = {}
+    peers = {}
     for text in given:
         name, _, rate = text.partition("=")
         try:
-            found[name] = {"tokens_per_second": float(rate)}
+            peers[name] = {"tokens_per_second": float(rate)}
         except ValueError:
             parser.error(f"--peer {text}: give NAME=TOKENS_PER_SECOND, such as torchtitan=14000")
-    return found
+    return peers
 
 
 def main() -> None:
@@ -281,7 +283,7 @@ def main() -> None:
     if not litgpt_loop.is_installed():
         print("litgpt        is not installed: pip install litgpt, and it is measured, too")
     if "torchtitan" not in peers:
-        print("torchtitan    is not run from here; --peer torchtitan=... gives its figure")
+        print("torchtitan    is not run from here; --peer torchtitan=... adds its result")
     print("size  tokens compile loss    recompute contender tokens/s    MFU  peak GiB  ratio")
     results = []
     for number, point in enumerate(grid(args)):

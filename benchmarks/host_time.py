@@ -8,8 +8,8 @@ Python; on a GPU it is what the host must do while the device computes.
 
 The bare loop has norms and an update of its own, which are subtracted with it: clipping takes a
 norm of each parameter there, and AdamW updates tensor by tensor. ZeRO's optimizer updates a few
-flat tensors instead. What that alone would cost is measured beside both, as the floor: the bare
-loop with ZeRO's arithmetic in place of its own, in plain PyTorch, and a hook on each parameter that
+flat tensors instead. The cost of that is measured too, as the floor: the bare
+loop with ZeRO's arithmetic instead of its own, in plain PyTorch, and a hook on each parameter that
 does nothing.
 
 ``--deepspeed-hooks`` leaves ZeRO-3 the hooks that `bigtrain.engine.deepspeed_patches.zero3_hooks`
@@ -89,7 +89,7 @@ class Task:
 
 
 def run_config(task: Task, data: Path, world_size: int) -> RunConfig:
-    """One short sample per rank and step."""
+    """Return one short sample per rank and step."""
     gpt2 = {
         "model_type": "gpt2",
         "vocab_size": VOCAB_SIZE,
@@ -173,7 +173,7 @@ def _do_nothing(_parameter: torch.Tensor) -> None:
 
 
 def measure(task: Task, data: Path, deepspeed_config: Path) -> dict[str, Any]:
-    """Seconds of both loops' steps on this rank. Collective over the world."""
+    """Return seconds of both loops' steps on this rank. Collective over the world."""
     torch.set_num_threads(1)
     world = read_world(os.environ)
     with process_group(world), ExitStack() as turned_off:
@@ -220,7 +220,7 @@ def measure(task: Task, data: Path, deepspeed_config: Path) -> dict[str, Any]:
 
 
 def in_world(task: Task, world_size: int) -> dict[str, Any]:
-    """Measure `task` in new processes; figures of the main rank."""
+    """Measure `task` in new processes; return the results of the main rank."""
     with tempfile.TemporaryDirectory(prefix="host_time_") as directory:
         data, output = Path(directory, "shards"), Path(directory, "result.json")
         num_tokens = (task.total_steps + 1) * TOKENS * world_size + 1
@@ -232,20 +232,20 @@ def in_world(task: Task, world_size: int) -> dict[str, Any]:
         deepspeed_config.write_text(json.dumps(chosen))
         words = [json.dumps(asdict(task)), str(data), str(deepspeed_config), str(output)]
         run_local_world(world_size, [__file__, "--world", *words], {})
-        found: dict[str, Any] = json.loads(output.read_text())
+        result: dict[str, Any] = json.loads(output.read_text())
     bare, engine, floor = (
-        1e3 * statistics.median(found["seconds"][name]) for name in ("bare", "engine", "floor")
+        1e3 * statistics.median(result["seconds"][name]) for name in ("bare", "engine", "floor")
     )
     return {
         **asdict(task),
         "world_size": world_size,
-        "num_parameters": found["num_parameters"],
+        "num_parameters": result["num_parameters"],
         "bare_ms": bare,
         "engine_ms": engine,
         "floor_ms": floor,
-        "ms_per_parameter": (engine - bare) / found["num_parameters"],
-        "floor_ms_per_parameter": (floor - bare) / found["num_parameters"],
-        "loss": found["loss"],
+        "ms_per_parameter": (engine - bare) / result["num_parameters"],
+        "floor_ms_per_parameter": (floor - bare) / result["num_parameters"],
+        "loss": result["loss"],
     }
 
 
@@ -253,10 +253,10 @@ def versus(task: Task, world_size: int, rounds: int) -> list[dict[str, Any]]:
     """Return the round without the named patches that takes the least time per parameter, and the
     one with all patches."""
     both = [task, replace(task, without=())]
-    found = [[in_world(one, world_size) for one in both] for _ in range(rounds)]
+    results = [[in_world(one, world_size) for one in both] for _ in range(rounds)]
     return [
         min(rows, key=lambda row: float(row["ms_per_parameter"]))
-        for rows in zip(*found, strict=True)
+        for rows in zip(*results, strict=True)
     ]
 
 
@@ -264,9 +264,9 @@ def main() -> None:
     """Measure and print; ``--world`` is one process of a world."""
     if sys.argv[1:2] == ["--world"]:
         task, data, deepspeed_config, output = sys.argv[2:]
-        found = measure(Task(**json.loads(task)), Path(data), Path(deepspeed_config))
+        results = measure(Task(**json.loads(task)), Path(data), Path(deepspeed_config))
         if os.environ["RANK"] == "0":
-            Path(output).write_text(json.dumps(found))
+            Path(output).write_text(json.dumps(results))
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--zero", type=int, nargs="+", choices=range(4), default=[0, 1, 2, 3])
@@ -289,8 +289,8 @@ def main() -> None:
         "--without", nargs="+", default=[], metavar="NAME", help="functions of patches to turn off"
     )
     parser.add_argument("--versus", type=int, metavar="N", help="without and with them, N times")
-    parser.add_argument("--profile", help="file for cProfile's figures, of the last world")
-    parser.add_argument("--output", type=Path, help="JSON file for all figures")
+    parser.add_argument("--profile", help="file for cProfile's statistics, of the last world")
+    parser.add_argument("--output", type=Path, help="JSON file for all results")
     args = parser.parse_args()
     without = tuple(args.without)
     if args.deepspeed_hooks or (args.versus and not without):
@@ -311,11 +311,11 @@ def main() -> None:
                 profile=args.profile,
             )
             if args.versus:
-                found = versus(task, world_size, args.versus)
+                results = versus(task, world_size, args.versus)
             else:
-                found = [in_world(task, world_size)]
-            rows += found
-            _show(found)
+                results = [in_world(task, world_size)]
+            rows += results
+            _show(results)
     if args.output is not None:
         args.output.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""What reading batches costs: the loader against a bare gather, and the time to the first batch.
+"""Cost of reading batches: the loader compared with a bare gather, and the time to the first batch.
 
 bare      numpy: windows of a memory map, in the order of a shuffled array, copied into one int64
           batch; no labels, no checks, no thread. All ratios of bigtrain are to this one
@@ -15,8 +15,9 @@ Every turn begins where nothing was read ahead; its CPU time has that of the thr
 read ahead for nobody at its end.
 
 Before that the time from opening to the first batch: real files of a small dataset, and sparse
-files that say they hold 1e12 tokens in 1e9 documents, beside what Megatron builds for the small one
-(shuffled documents, a row per sample, shuffled samples), here in vectorised numpy. Prints JSON.
+files that claim to hold 1e12 tokens in 1e9 documents, compared with what Megatron builds for the
+small one (shuffled documents, a row per sample, shuffled samples), here in vectorised numpy. Prints
+JSON.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def write_sparse_dataset(directory: Path, num_shards: int, tokens: int, document
 
 
 def run_config(data: dict[str, Any], sequence_length: int) -> RunConfig:
-    """A run that reads `data`."""
+    """Return a run that reads `data`."""
     return RunConfig.model_validate(
         {
             "model": {"config": {"model_type": "llama", "vocab_size": VOCABULARY}},
@@ -172,7 +173,7 @@ def seconds_of(read: Callable[[int], object], first: int, batches: int) -> tuple
 
 
 def throughput(root: Path, sequence_length: int, batches: int, rounds: int) -> dict[str, Any]:
-    """Samples per second of each contender, and its ratio to the bare gather."""
+    """Return samples per second of each contender, and its ratio to the bare gather."""
     paths = [root / "a", root / "b"]
     mixture = [
         {"path": str(path), "weight": weight} for path, weight in zip(paths, (3, 1), strict=True)
@@ -226,7 +227,7 @@ def _median_ratio(
 
 
 def first_batch(path: Path, sequence_length: int, rounds: int) -> dict[str, float]:
-    """Seconds from opening to the first batch, and the memory it took."""
+    """Return seconds from opening to the first batch, and the memory it took."""
     plan = BatchPlan(BATCH_SAMPLES, BATCH_SAMPLES, 1, 1, sequence_length)
     config = run_config({"path": str(path)}, sequence_length)
     seconds, before = [], own_mib()
@@ -243,7 +244,7 @@ def first_batch(path: Path, sequence_length: int, rounds: int) -> dict[str, floa
 
 
 def megatron_index(path: Path, sequence_length: int) -> float:
-    """Seconds to build what GPTDataset builds for one epoch."""
+    """Return seconds to build what GPTDataset builds for one epoch."""
     begun = time.perf_counter()
     with (path / "train_00000.idx").open("rb") as file:
         num_sequences = HEADER.unpack(file.read(HEADER.size))[3]
@@ -262,7 +263,8 @@ def megatron_index(path: Path, sequence_length: int) -> float:
 
 
 def own_mib() -> float:
-    """Memory that is this process's alone, in MiB: not the pages of files that it has mapped."""
+    """Return the private memory of this process, in MiB: not the pages of files that it has
+    mapped."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("RssAnon:", 1)[1].split(None, 1)[0]) / 2**10
 
@@ -295,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{args.tokens:.0e} tokens": first_batch(root / "a", length, args.rounds),
                 f"{args.sparse_shards * 10**9:.0e} tokens in {args.sparse_shards * 10**6:.0e} "
                 "documents, sparse": first_batch(root / "sparse", length, args.rounds),
-                f"{args.tokens:.0e} tokens, Megatron's index alone": {
+                f"{args.tokens:.0e} tokens, only Megatron's index": {
                     "seconds": round(megatron_index(root / "a", length), 4)
                 },
             },

@@ -1,4 +1,4 @@
-"""What chunks of the loss save: peak memory and seconds, at a large vocabulary.
+"""Savings of a chunked loss: peak memory and seconds, at a large vocabulary.
 
 plain    logits of all tokens, then torch's cross_entropy
 chunked  `bigtrain.models.layers.chunked_loss`, chunks as a run takes them
@@ -30,7 +30,7 @@ CONTENDERS = ("plain", "chunked")
 
 
 def measure(contender: str, args: argparse.Namespace) -> dict[str, float]:
-    """As `measure_passes`."""
+    """Measure like `measure_passes`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = LlamaConfig(
         vocab_size=args.vocabulary,
@@ -75,12 +75,12 @@ def main() -> None:
     if args.only:
         print(json.dumps(measure(args.only, args)))
         return
-    found = each_alone(CONTENDERS)
+    measured = each_alone(CONTENDERS)
     logits = 4 * args.tokens * args.vocabulary / GIB
     print(f"{args.tokens} tokens x {args.vocabulary} words: logits in float32 {logits:.2f} GiB")
-    print_table(found)
-    found["ratio"] = ratio(found["chunked"], found["plain"])
-    print(json.dumps({"logits_gib": logits, **found}, indent=2))
+    print_table(measured)
+    measured["ratio"] = ratio(measured["chunked"], measured["plain"])
+    print(json.dumps({"logits_gib": logits, **measured}, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What another optimizer costs, and what it brings.
+"""Cost and benefit of other optimizers.
 
 python benchmarks/optimizers.py [--hidden-sizes 128 256 512] [--steps 60] [--output FILE]
 Cost: seconds, processor time and bytes of a step of each optimizer, which take turns, on two
 processes of one thread under ZeRO 2, against AdamW and DeepSpeed's own Muon, by the size of
 matrices; samples of 16 tokens, so that the optimizer is most of a step. Loss: AdamW and Muon on the
 quickstart's text (`make quickstart` makes it) after equal steps, each at the best of several
-learning rates; the search is printed whole. Some minutes on two cores.
+learning rates; the complete search is printed. Some minutes on two cores.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
 
 
 def model_of(hidden_size: int, directory: Path) -> Path:
-    """A Llama of two layers, as a Hugging Face directory."""
+    """Return a Llama of two layers, as a Hugging Face directory."""
     config = {
         "model_type": "llama",
         "vocab_size": 256,
@@ -78,7 +78,7 @@ def model_of(hidden_size: int, directory: Path) -> Path:
 
 
 def cases_of(hidden_size: int, directory: Path) -> list[dict[str, Any]]:
-    """What takes turns at one size of matrices."""
+    """Return the cases that take turns at one size of matrices."""
     model = model_of(hidden_size, directory / f"model-{hidden_size}")
     engine = directory / "zero2.json"
     engine.write_text(json.dumps({"zero_optimization": ZERO2}))
@@ -99,7 +99,7 @@ def cases_of(hidden_size: int, directory: Path) -> list[dict[str, Any]]:
 
 
 def costs(hidden_sizes: Sequence[int], rounds: int, directory: Path) -> dict[int, dict[str, Any]]:
-    """Figures of `optimizer_worker.measure` by size and optimizer."""
+    """Return the results of `optimizer_worker.measure` by size and optimizer."""
     turns = [cases_of(size, directory) for size in hidden_sizes]
     output, order = directory / "found.jsonl", directory / "order.json"
     order.write_text(json.dumps({"turns": turns, "rounds": rounds, "output": str(output)}))
@@ -112,10 +112,10 @@ def costs(hidden_sizes: Sequence[int], rounds: int, directory: Path) -> dict[int
     }
 
 
-def show(hidden_size: int, found: dict[str, Any]) -> None:
-    base = found["adamw"]
+def show(hidden_size: int, costs_by_name: dict[str, Any]) -> None:
+    base = costs_by_name["adamw"]
     print(f"hidden size {hidden_size} (of a step: seconds, processor time, MiB; against adamw):")
-    for name, row in found.items():
+    for name, row in costs_by_name.items():
         times = (f"{row[k] * 1e3:8.1f} ms {row[k] / base[k]:5.2f} x" for k in TIMES)
         states = f"{row['bytes'] / 2**20:6.2f} MiB {row['bytes'] / base['bytes']:.2f} x"
         print(
@@ -153,20 +153,20 @@ def final_loss(optimizer: str, rate: float, args: argparse.Namespace, directory:
 def search(optimizer: str, args: argparse.Namespace, directory: Path) -> dict[float, float]:
     """Held-out loss by learning rate: of `--rates`, two at a time, and of rates beyond them until
     the best one has a worse one on either side, `--more` at most."""
-    found: dict[float, float] = {}
+    loss_by_rate: dict[float, float] = {}
 
     def add(rates: Sequence[float]) -> None:
         with ThreadPoolExecutor(2) as pool:
             losses = pool.map(lambda rate: final_loss(optimizer, rate, args, directory), rates)
-            found.update(zip(rates, losses, strict=True))
+            loss_by_rate.update(zip(rates, losses, strict=True))
 
     add(args.rates)
     for _ in range(args.more):
-        best = min(found, key=lambda rate: found[rate])
-        if best not in (min(found), max(found)):
+        best = min(loss_by_rate, key=lambda rate: loss_by_rate[rate])
+        if best not in (min(loss_by_rate), max(loss_by_rate)):
             break
-        add([best / 2 if best == min(found) else best * 2])
-    return dict(sorted(found.items()))
+        add([best / 2 if best == min(loss_by_rate) else best * 2])
+    return dict(sorted(loss_by_rate.items()))
 
 
 def main() -> int:
@@ -180,15 +180,15 @@ def main() -> int:
     parser.add_argument("--more", type=int, default=3, help="rates beyond those, at most")
     parser.add_argument("--data", default="runs/quickstart/shards", help="make quickstart's")
     parser.add_argument("--vocabulary", type=int, default=4096, help="tokens of the model's")
-    parser.add_argument("--output", help="a file for all figures, as JSON")
+    parser.add_argument("--output", help="a file for all results, as JSON")
     args = parser.parse_args()
     disable_progress_bar()
     report: dict[str, Any] = {"cost": {}, "loss": {}}
     with tempfile.TemporaryDirectory() as scratch:
         if args.hidden_sizes:
             report["cost"] = costs(args.hidden_sizes, args.rounds, Path(scratch))
-        for hidden_size, found in report["cost"].items():
-            show(hidden_size, found)
+        for hidden_size, costs_by_name in report["cost"].items():
+            show(hidden_size, costs_by_name)
         if args.steps and not Path(args.data).is_dir():
             print(f"{args.data}: no shards (make quickstart), so that no loss is compared")
             args.steps = 0

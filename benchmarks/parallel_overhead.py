@@ -1,9 +1,9 @@
-"""What parallelism costs: seconds per optimizer step and bytes exchanged, on two processes.
+"""Cost of parallelism: seconds per optimizer step and bytes exchanged, on two processes.
 
 Every layout trains the same global batch with one thread in each of two processes and is compared
 with one process of two threads, measured before and after. The bytes of one step are counted where
-they are exchanged, whoever asks for it (torch's ``c10d`` operators), and set against what the
-layout's arithmetic says: ZeRO 1 to 3 exchange gradients and parameters once (ZeRO 3 the parameters
+they are exchanged, by any caller (torch's ``c10d`` operators), and compared with the layout's
+arithmetic: ZeRO 1 to 3 exchange gradients and parameters once (ZeRO 3 the parameters
 twice where they are more than stage3_max_live_parameters, which these are not); a tensor-parallel
 layer sums its hidden states four times; stages hand hidden states on and gradients back; Ulysses
 exchanges queries, keys, values and outputs, and their gradients.
@@ -73,8 +73,8 @@ LAYOUTS = (
 
 
 def formula(layout: Layout, shape: dict[str, int], num_parameters: int) -> int:
-    """Bytes that one process brings into or takes out of the exchanges of one step (of PP: that
-    both send)."""
+    """Return bytes that one process brings into or takes out of the exchanges of one step (of PP:
+    that both send)."""
     hidden = layout.micro_batch_size * shape["sequence_length"] * shape["hidden_size"]
     layers, parameters = shape["num_hidden_layers"], num_parameters
     embedding = shape["vocab_size"] * shape["hidden_size"]
@@ -111,7 +111,7 @@ class ExchangedBytes(TorchDispatchMode):
             and func._opname not in ("recv_", "barrier")
             and _is_shared(args)
         ):
-            # Of a gathering or scattering operator, the whole and not the part.
+            # Of a gathering or scattering operator, the full size and not the shard's.
             size = max(sum(t.nbytes for t in _tensors(argument)) for argument in args[:2])
             self.found[func._opname.strip("_")] += size
         return func(*args, **(kwargs or {}))
@@ -135,7 +135,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def run_config(shape: dict[str, int], layout: Layout, data: Path, num_steps: int) -> RunConfig:
-    """A run of Llama's shape, float32, clipping on."""
+    """Return a run of Llama's shape, float32, clipping on."""
     sequence_length = shape["sequence_length"]
     return RunConfig.model_validate(
         {
@@ -157,7 +157,7 @@ def run_config(shape: dict[str, int], layout: Layout, data: Path, num_steps: int
 
 
 def measure(layout: Layout, shape: dict[str, int], data: Path, num_steps: int) -> dict[str, Any]:
-    """Seconds of each step, and what one step exchanged. Collective over the world."""
+    """Return seconds of each step, and what one step exchanged. Collective over the world."""
     world = read_world(os.environ)
     config = run_config(shape, layout, data, num_steps + 2)
     run = resolve_run(config, world.size, layout.deepspeed_config, "cpu")
@@ -189,7 +189,8 @@ def measure(layout: Layout, shape: dict[str, int], data: Path, num_steps: int) -
 
 
 def _of_one_process(counts: list[dict[str, int]]) -> dict[str, int]:
-    """Bytes of each operator: all messages of one process to another, one process's collectives."""
+    """Return bytes of each operator: all messages of one process to another, one process's
+    collectives."""
     names = sorted({name for count in counts for name in count})
     return {
         name: (sum if name == "send" else max)(count.get(name, 0) for count in counts)
@@ -198,7 +199,7 @@ def _of_one_process(counts: list[dict[str, int]]) -> dict[str, int]:
 
 
 def work(tasks: list[dict[str, Any]], shape: dict[str, int], data: Path, num_steps: int) -> Any:
-    """One process of a world: measure all layouts in one process group."""
+    """Return one process of a world: measure all layouts in one process group."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with process_group(read_world(os.environ)):
         return [measure(Layout(**task), shape, data, num_steps) for task in tasks]
@@ -221,19 +222,21 @@ def in_world(
             [__file__, "--world", json.dumps(task), str(output)],
             {"OMP_NUM_THREADS": str(2 // world_size)},
         )
-        found: list[dict[str, Any]] = json.loads(output.read_text())
-        return found
+        results: list[dict[str, Any]] = json.loads(output.read_text())
+        return results
 
 
 def parameters_of(shape: dict[str, int]) -> int:
-    """Of a Llama with tied embeddings and a key-value head for every head."""
+    """Return the number of parameters of a Llama with tied embeddings and a key-value head for
+    every head."""
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     layer = 4 * hidden**2 + 3 * hidden * inner + 2 * hidden
     return shape["num_hidden_layers"] * layer + shape["vocab_size"] * hidden + hidden
 
 
 def measure_all(size: str, names: list[str], num_steps: int) -> list[dict[str, Any]]:
-    """A row for each layout of `names`: seconds, the ratio to one process, bytes by operator."""
+    """Return a row for each layout of `names`: seconds, the ratio to one process, bytes by
+    operator."""
     shape = SIZES[size]
     layouts = [layout for layout in LAYOUTS if layout.name in names]
     alone = Layout("one process", "zero0", "none")
@@ -242,15 +245,17 @@ def measure_all(size: str, names: list[str], num_steps: int) -> list[dict[str, A
         num_tokens = (num_steps + 4) * GLOBAL_BATCH_SIZE * shape["sequence_length"] + 1
         write_random_dataset(data, vocab_size=shape["vocab_size"], num_tokens=num_tokens)
         (before,) = in_world(1, [alone], size, data, num_steps)
-        found = in_world(2, layouts, size, data, num_steps)
+        results = in_world(2, layouts, size, data, num_steps)
         (after,) = in_world(1, [alone], size, data, num_steps)
     single = [statistics.median(result["seconds"]) for result in (before, after)]
     base = statistics.mean(single)
     print(f"one process of two threads: {single[0]:.3f} s per step before, {single[1]:.3f} after")
     rows = []
-    for layout, result in zip(layouts, found, strict=True):
+    for layout, result in zip(layouts, results, strict=True):
         if not abs(result["loss"] - before["loss"]) <= 1e-4:
-            raise RuntimeError(f"{layout.name}: loss {result['loss']}, alone {before['loss']}")
+            raise RuntimeError(
+                f"{layout.name}: loss {result['loss']}, single process {before['loss']}"
+            )
         seconds = statistics.median(result["seconds"])
         expected = formula(layout, shape, parameters_of(shape))
         rows.append(
@@ -268,7 +273,8 @@ def measure_all(size: str, names: list[str], num_steps: int) -> list[dict[str, A
 
 
 def _bubble(layout: Layout) -> float:
-    """The part of a step in which a process of two stages waits for the other, at equal stages."""
+    """Return the part of a step in which a process of two stages waits for the other, at equal
+    stages."""
     return 1 / (layout.accumulation + 1) if layout.axis == "pipeline" else 0.0
 
 
@@ -296,7 +302,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each layout")
     names = [layout.name for layout in LAYOUTS]
     parser.add_argument("--layouts", nargs="+", choices=names, default=names)
-    parser.add_argument("--output", type=Path, help="JSON file for all figures")
+    parser.add_argument("--output", type=Path, help="JSON file for all results")
     args = parser.parse_args()
     if args.steps < 1:
         parser.error("--steps must be at least 1")

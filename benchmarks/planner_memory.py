@@ -73,7 +73,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3 ep2": ("zero3", {"parallel": {"expert": 2}}),
     "zero1 ep2 bf16": ("zero1", {"parallel": {"expert": 2}, "precision": {"dtype": "bfloat16"}}),
 }
-# What all models are tried with, and what some are.
+# Settings measured for all models, and for some.
 USUAL = ("zero0", "zero1", "zero2", "zero3", "zero1 recompute", "zero1 bf16")
 EXPERTS = tuple(title for title in LAYOUTS if " ep2" in title)
 CUT = ("zero1 chunked", "zero1 tp2", "zero1 pp2", "zero1 sp2")
@@ -89,8 +89,8 @@ MORE: dict[str, tuple[str, ...]] = {
 
 
 def cases(directory: Path, only: str, bucket: int) -> list[dict[str, Any]]:
-    """Every case, with its model written below `directory`."""
-    found = []
+    """Return every case, with its model written below `directory`."""
+    specs = []
     for name, values in MODELS.items():
         where = directory / name
         config = AutoConfig.for_model(**values)
@@ -111,13 +111,13 @@ def cases(directory: Path, only: str, bucket: int) -> list[dict[str, Any]]:
                 for section, values_of in changes.items():
                     run[section] = {**run.get(section, {}), **values_of}
                 engine = _with_bucket(directory, engine, bucket)
-                found.append({"title": f"{name} {title}", "config": run, "engine": engine,
-                              "output": str(directory / f"{len(found)}")})  # fmt: skip
-    return found
+                specs.append({"title": f"{name} {title}", "config": run, "engine": engine,
+                              "output": str(directory / f"{len(specs)}")})  # fmt: skip
+    return specs
 
 
 def _with_bucket(directory: Path, name: str, bucket: int) -> str:
-    """A shipped DeepSpeed JSON with other buckets: its own are larger than these models."""
+    """Return a shipped DeepSpeed JSON with other buckets: its own are larger than these models."""
     shipped = {"zero1_offload": "zero2_offload", "zero3_offload_optimizer": "zero3_offload"}
     tree = read_deepspeed_config(find_deepspeed_config(shipped.get(name, name)))
     zero = tree["zero_optimization"]
@@ -134,7 +134,7 @@ def _with_bucket(directory: Path, name: str, bucket: int) -> str:
 
 
 def predicted(case: dict[str, Any], world_size: int) -> dict[str, float]:
-    """Bytes by term, and in all."""
+    """Return bytes by term, and in all."""
     config = RunConfig.model_validate(case["config"])
     run = resolve_run(config, world_size, case["engine"], "cpu")
     hf_config = AutoConfig.from_pretrained(config.model.path)

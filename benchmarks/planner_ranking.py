@@ -1,11 +1,11 @@
-"""Where the layout that the planner ranks first stands among all layouts, measured.
+"""Measured rank of the layout that the planner ranks first, among all layouts.
 
     python benchmarks/planner_ranking.py [--world-sizes 2 4] [--only llama] [--first 10]
                                          [--hardware FILE] [--output FILE]
 
 Calibrates this machine, plans three small models for two and four processes, trains every legal
 layout for a few steps, then the fastest ones and those ranked first again, in turns. `--output` has
-every layout's figures, a JSON object a line.
+every layout's results, a JSON object a line.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Ranking:
             self.cases.append({"key": key, "config": run, "engine": str(path)})
 
     def measure(self, keys: list[int], steps: int, rounds: int = 1) -> dict[int, float]:
-        """Seconds of a step by layout: the fastest seen."""
+        """Return seconds of a step by layout: the fastest seen."""
         output, order = self.directory / "seconds.jsonl", self.directory / "order.json"
         output.unlink(missing_ok=True)
         cases = [self.cases[key] for _ in range(rounds) for key in keys]
@@ -80,15 +80,15 @@ class Ranking:
             some = cases[first : first + CASES_OF_A_WORLD]
             order.write_text(json.dumps({"cases": some, "steps": steps, "output": str(output)}))
             run_local_world(self.world_size, [worker, str(order)], {})
-        found: dict[int, float] = {}
+        fastest: dict[int, float] = {}
         for line in output.read_text().splitlines():
             one = json.loads(line)
-            found[one["key"]] = min(one["seconds"], found.get(one["key"], float("inf")))
-        return found
+            fastest[one["key"]] = min(one["seconds"], fastest.get(one["key"], float("inf")))
+        return fastest
 
 
 def name_of(candidate: Candidate) -> str:
-    """A layout in a few words."""
+    """Return a layout in a few words."""
     layout = candidate.layout
     recompute = "" if layout.recompute == "none" else f", recompute {layout.gradient_checkpointing}"
     return (
@@ -99,7 +99,7 @@ def name_of(candidate: Candidate) -> str:
 
 
 def show(title: str, ranking: Ranking, output: Path | None) -> int:
-    """Measure, print, and return where the first one stands."""
+    """Measure, print, and return the measured rank of the first one."""
     every = ranking.measure(list(range(len(ranking.cases))), steps=2)
     fastest = sorted(every, key=lambda key: every[key])
     again = sorted({*fastest[:AGAIN], *range(min(AGAIN, len(every)))})
@@ -128,9 +128,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--only", default="", help="models with this in their names")
-    parser.add_argument("--first", type=int, help="measure those ranked first alone, so many")
+    parser.add_argument("--first", type=int, help="measure only so many, those ranked first")
     parser.add_argument("--hardware", type=Path, help="a calibration that was made before")
-    parser.add_argument("--output", type=Path, help="figures of every layout, appended")
+    parser.add_argument("--output", type=Path, help="results of every layout, appended")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         hardware = args.hardware or Path(name) / "calibration.json"
@@ -149,7 +149,7 @@ def main() -> None:
                 if args.first is not None:
                     del ranking.cases[args.first :]
                 places.append(show(f"{model}, {size} processes", ranking, args.output))
-    print("places of the layouts ranked first: " + ", ".join(map(str, places)))
+    print("measured ranks of the layouts ranked first: " + ", ".join(map(str, places)))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """`bigtrain tokenize` of JSON lines from a disk, a web server and an S3 server whose lines break.
 
-All three on this machine, whose cores they share with the tokenizing: the figure is what a network
-that is no limit leaves. The connection to each server is cut twice while the file is read. The
-tokens must be the same bytes; the seconds of the whole command, start-up included, take turns.
+All three on this machine, whose cores they share with the tokenizing: the result is that of a
+network that is not a limit. The connection to each server is dropped twice while the file is read.
+The tokens must be the same bytes; the seconds of the full command, start-up included, take turns.
 Before each the file is read once, so that nobody waits for the disk.
 
     python benchmarks/remote_input.py [--megabytes 1000] [--rounds 3] [--workers 2]
@@ -93,11 +93,11 @@ def compare(file: Path, tokenizer: Path, output: Path, rounds: int, workers: str
     breaks = tuple(file.stat().st_size * part // 10 for part in (3, 6))
     for number in range(rounds):
         for place in (*PLACES[number % 3 :], *PLACES[: number % 3]):  # none is always the first
-            with file.open("rb") as opened:  # from memory, whoever reads it
+            with file.open("rb") as opened:  # from memory afterwards
                 while opened.read(1 << 24):
                     pass
             turns[place].append(run(place, file, tokenizer, output, breaks, workers))
-    shards = {turn.shards for found in turns.values() for turn in found}
+    shards = {turn.shards for runs in turns.values() for turn in runs}
     if len(shards) != 1:
         raise SystemExit("not the same bytes")
     size = file.stat().st_size / 1e6
@@ -142,14 +142,14 @@ def run(
         raise SystemExit(f"{' '.join(words)}: {result.stderr[-3000:]}")
     if line is not None and line.broken != len(breaks):
         raise SystemExit(f"{place}: broken {line.broken} times, not {len(breaks)}")
-    found = re.search(r"([\d,]+) tokens here", result.stdout)
-    assert found is not None, result.stdout
+    match = re.search(r"([\d,]+) tokens here", result.stdout)
+    assert match is not None, result.stdout
     digest = hashlib.sha256()
     for shard in sorted(output.glob("*.bin")) + sorted(output.glob("*.idx")):
         digest.update(shard.name.encode())
         with shard.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
-    return Turn(seconds, cpu_seconds, int(found[1].replace(",", "")), digest.hexdigest())
+    return Turn(seconds, cpu_seconds, int(match[1].replace(",", "")), digest.hexdigest())
 
 
 def cpu_seconds_of_children() -> float:

@@ -1,6 +1,6 @@
-"""What a page of a million logged steps costs: to write, to hold, and to open.
+"""Cost of a page of a million logged steps: to write, to store, and to open.
 
-write    `bigtrain report` of a run of `--steps` logged steps, whole processes
+write    `bigtrain report` of a run of `--steps` logged steps, complete processes
 parse    a Python that parses each line of the same file with orjson and keeps nothing
 open     milliseconds from the start of the page to its last curve, in a headless Chromium that has
          just been started, where there is one; empty: the same of a page of ten steps
@@ -99,7 +99,7 @@ def lines(num_steps: int) -> Iterator[str]:
 
 
 def call(command: list[str]) -> tuple[float, str]:
-    """Seconds of a command, and what it printed."""
+    """Return seconds of a command, and what it printed."""
     begun = time.perf_counter()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a rank pays as the run grows to thousands of ranks, by the real functions; simulated ranks.
+"""Cost per rank as the run grows to thousands of ranks, by the real functions; simulated ranks.
 
 save        divide a checkpoint of 1,000 parameters under ZeRO 3 and write this rank's file
 commit      list all ranks' files in the manifest, on the main rank, from what the tree brings it
@@ -6,8 +6,8 @@ resume      read manifest and layout, find and read what this rank needs, on as 
 half        the same on half as many ranks
 commit_3d   commit, of tensor x pipeline x data and ZeRO 1 (8 x 8 x 64 of 4,096)
 resume_3d   resume of that
-write       write 250 MB a rank, beside training, on disk and where no disk is the limit
-hosts       who is where, and which versions they have, on every rank at the start
+write       write 250 MB a rank, during training, on disk and where the disk is not the limit
+hosts       hosts of all ranks and their versions, on every rank at the start
 groups      make the process groups of tensor 8 x pipeline 8 x data
 data        open a dataset of 24 shards a rank, on every rank of a host but the first
 table       make the table of its shards, on the first rank of a host
@@ -20,8 +20,8 @@ metrics     take up a metrics.jsonl of 250 lines a rank
 watchdog    read where all ranks are, from a real store, while two others read as well
 stragglers  name the slow ones among all ranks' work times, on the main rank
 
-Collectives go through torch's "fake" backend, which moves nothing: what they cost on a network is
-not in here. Each point is a process of its own; its figures are seconds of processor time, of the
+Collectives go through torch's "fake" backend, which moves nothing: their cost on a network is
+not included. Each point is a process of its own; its results are seconds of processor time, of the
 clock (wall), memory above what the imports take (mib), and bytes written or read. The exponent is
 that of ranks to which they grow, fitted over all points: 0 does not grow, 1 doubles with the ranks.
 The parts are in `benchmarks/support/scale_*.py`. `--output FILE` writes JSON, `--picture FILE` an
@@ -58,15 +58,16 @@ PARTS: dict[str, Callable[[int, int, Path], Cost]] = {
 
 
 def measure(part: str, num_ranks: int, size: int) -> Cost:
-    """The cost of one part, in a process of its own, forked from this one that has the imports."""
+    """Return the cost of one part, in a process of its own, forked from this one that has the
+    imports."""
     with tempfile.TemporaryDirectory() as directory:
-        place, found = Path(directory, "work"), Path(directory, "cost.json")
+        place, cost_file = Path(directory, "work"), Path(directory, "cost.json")
         place.mkdir()
         child = os.fork()
         if child == 0:
             code = 1
             try:
-                found.write_text(json.dumps(PARTS[part](num_ranks, size, place)))
+                cost_file.write_text(json.dumps(PARTS[part](num_ranks, size, place)))
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -75,12 +76,13 @@ def measure(part: str, num_ranks: int, size: int) -> Cost:
         _, status = os.waitpid(child, 0)
         if status:
             raise SystemExit(f"scale.py: {part} of {num_ranks} ranks failed")
-        cost: Cost = json.loads(found.read_text())
+        cost: Cost = json.loads(cost_file.read_text())
         return cost
 
 
 def exponent(points: dict[int, float]) -> float:
-    """Of the power of ranks that fits the points best; least squares of the logarithms."""
+    """Return the exponent of the power law of ranks that fits the points best; least squares of the
+    logarithms."""
     pairs = [(math.log(ranks), math.log(max(cost, 1e-9))) for ranks, cost in points.items()]
     mean_x, mean_y = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
     above = sum((x - mean_x) * (y - mean_y) for x, y in pairs)

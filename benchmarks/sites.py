@@ -1,4 +1,4 @@
-"""What local steps between sites cost in loss.
+"""Cost of local steps between sites in loss.
 
 python benchmarks/sites.py [--inner-steps 1 10 50 200] [--sites 2 4] [--codecs float32 int8 int4]
     [--seeds 1]
@@ -6,7 +6,8 @@ Held-out loss of a small Llama on the quickstart's text (`make quickstart` makes
 tokens: trained synchronously, and by so many sites with an outer step every so many steps. Sites
 are copies in one process, in turn; what they exchange goes through the run's own code, `SiteGroup`
 and `outer_update`, between threads over gloo. Each seed is a model of its own; with several, a last
-table has the spread of the losses over them, beside which a difference between codecs is small.
+table has the spread of the losses over them, which is large compared with
+differences between codecs.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def config_of(args: argparse.Namespace) -> RunConfig:
-    """The run, but for its sites."""
+    """Return the run, but for its sites."""
     return RunConfig.model_validate(
         {
             "model": {
@@ -180,22 +181,26 @@ def final_loss(
     return held_out_loss(copies.models[0], data[1])
 
 
-def spread_table(found: dict[int, dict[str, float]], first: str) -> list[str]:
-    """Rows of Markdown: mean and standard deviation of a case's losses over the seeds, and of its
-    differences, seed by seed, to the same case with the codec `first`."""
-    lines = ["| sites | inner steps | codec | loss | beside " + first + " |", "|" + "---|" * 5]
-    for case in next(iter(found.values())):
+def spread_table(losses_by_seed: dict[int, dict[str, float]], first: str) -> list[str]:
+    """Return rows of Markdown: mean and standard deviation of a case's losses over the seeds, and
+    of its differences, seed by seed, to the same case with the codec `first`."""
+    lines = ["| sites | inner steps | codec | loss | relative to " + first + " |", "|" + "---|" * 5]
+    for case in next(iter(losses_by_seed.values())):
         count, inner, codec = case.split()
-        losses = [losses[case] for losses in found.values()]
-        beside = [loss[case] / loss[f"{count} {inner} {first}"] - 1 for loss in found.values()]
+        losses = [losses[case] for losses in losses_by_seed.values()]
+        relative = [
+            loss[case] / loss[f"{count} {inner} {first}"] - 1 for loss in losses_by_seed.values()
+        ]
         cells = f"{mean(losses):.4f} +- {stdev(losses):.4f}"
-        other = f"{100 * mean(beside):+.2f} +- {100 * stdev(beside):.2f} %"
+        other = f"{100 * mean(relative):+.2f} +- {100 * stdev(relative):.2f} %"
         lines.append(f"| {count} | {inner} | {codec} | {cells} | {other} |")
     return lines
 
 
-def table(found: dict[str, float], synchronous: float, args: argparse.Namespace) -> list[str]:
-    """Rows of Markdown: loss, and how much more than the synchronous one."""
+def table(
+    loss_by_case: dict[str, float], synchronous: float, args: argparse.Namespace
+) -> list[str]:
+    """Return rows of Markdown: loss, and how much more than the synchronous one."""
     lines = [
         "| sites | inner steps | " + " | ".join(args.codecs) + " |",
         "|" + "---|" * (2 + len(args.codecs)),
@@ -204,7 +209,7 @@ def table(found: dict[str, float], synchronous: float, args: argparse.Namespace)
         for inner in args.inner_steps:
             cells = []
             for codec in args.codecs:
-                loss = found[f"{count} {inner} {codec}"]
+                loss = loss_by_case[f"{count} {inner} {codec}"]
                 cells.append(f"{loss:.4f} ({100 * (loss / synchronous - 1):+.2f} %)")
             lines.append(f"| {count} | {inner} | " + " | ".join(cells) + " |")
     return lines
@@ -226,18 +231,18 @@ def losses_of(
         f"{num_elements:,} parameters, {args.steps} steps of {args.samples} x {args.length} tokens"
     )
     print(f"synchronous: held-out loss {synchronous:.4f}", flush=True)
-    found: dict[str, float] = {}
+    loss_by_case: dict[str, float] = {}
     for count, inner, codec in product(args.sites, args.inner_steps, args.codecs):
         sites: dict[str, Any] = {"count": count, "inner_steps": inner, "codec": codec}
         sites["outer"] = {"type": args.outer, "lr": args.outer_lr}
         loss = final_loss(model, config, sites, data)
-        found[f"{count} {inner} {codec}"] = loss
+        loss_by_case[f"{count} {inner} {codec}"] = loss
         sent = sent_bytes(num_elements, count, codec) / inner
         print(
             f"{count} sites, {inner} inner steps, {codec}: {loss:.4f}, {sent:,.0f} bytes a step",
             flush=True,
         )
-    return found, synchronous
+    return loss_by_case, synchronous
 
 
 def main() -> int:
@@ -257,7 +262,7 @@ def main() -> int:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--data", default="runs/quickstart/shards", help="make quickstart's")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of the initial weights")
-    parser.add_argument("--output", help="a file for all figures, as JSON")
+    parser.add_argument("--output", help="a file for all results, as JSON")
     args = parser.parse_args()
     disable_progress_bar()
     config = config_of(args)

@@ -26,7 +26,7 @@ from tests.support.cluster.network import Network, network, why_no_network
 
 
 def settings(args: argparse.Namespace, directory: Path) -> list[str]:
-    """Of every run."""
+    """Return the settings of every run."""
     return [
         *("--config", "quickstart", "--deepspeed_config", "zero1"),
         f"data.path={Path(args.data).resolve()}",
@@ -100,7 +100,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--limit", type=float, default=400.0, help="seconds of a run")
     parser.add_argument("--data", default="runs/quickstart/shards", help="make quickstart's")
-    parser.add_argument("--output", help="a file for all figures, as JSON")
+    parser.add_argument("--output", help="a file for all results, as JSON")
     args = parser.parse_args()
     reason = why_no_network()
     if reason is not None:
@@ -112,28 +112,28 @@ def main() -> int:
     overlap = args.inner_steps // 2 - 1
     if args.codecs and overlap > 0:
         more = {"fragments": 2, "overlap_steps": overlap}
-        cases[f"sites, {args.codecs[-1]}, 2 fragments beside {overlap} steps"] = {
+        cases[f"sites, {args.codecs[-1]}, 2 fragments during {overlap} steps"] = {
             **cases[f"sites, {args.codecs[-1]}"],
             **more,
         }
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch, network(["s0", "s1"]) as net:
         for host in ("s0", "s1"):
             net.limit(host, args.rate)
         for number, (name, sites) in enumerate(cases.items()):
-            found[name] = run(net, args, Path(scratch) / str(number), sites)
-    base = found["synchronous"]["seconds_per_token"]
+            results[name] = run(net, args, Path(scratch) / str(number), sites)
+    base = results["synchronous"]["seconds_per_token"]
     print(f"link {args.rate}, {args.samples} x {args.length} tokens a step")
     print("| | step | outer step | time per token | bytes a step on the link |")
     print("|---|---|---|---|---|")
-    for name, one in found.items():
+    for name, one in results.items():
         print(
             f"| {name} | {one['step_seconds']:.3f} s | {one['outer_seconds']:.2f} s | "
             f"{1e6 * one['seconds_per_token']:.0f} us ({one['seconds_per_token'] / base:.2f} x) | "
             f"{one['link_bytes_per_step']:,.0f} |"
         )
     if args.output:
-        Path(args.output).write_text(json.dumps(found, indent=2) + "\n")
+        Path(args.output).write_text(json.dumps(results, indent=2) + "\n")
     return 0
 
 

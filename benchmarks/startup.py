@@ -4,7 +4,7 @@ run      `python bigtrain/train.py` of one step on a tiny model, until its first
 imports  a Python that imports torch, deepspeed and transformers' model and nothing else
 help     `bigtrain --help`; python: a Python that does nothing
 
-They take turns, whole processes each; the medians and their ratios are printed, and as JSON.
+They take turns, a complete process each; the medians and their ratios are printed, and as JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.support.points import SIZES, write_random_dataset
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What train.py needs of each library to train a Llama, imported as it comes.
+# The imports of train.py to train a Llama, in their order.
 IMPORTS = (
     "import torch, torch.distributed.checkpoint, deepspeed; "
     "from transformers import AutoModelForCausalLM; "
@@ -35,7 +35,7 @@ IMPORTS = (
 
 
 def write_run(directory: Path) -> Path:
-    """A run of two steps of the tiny model; logs each."""
+    """Return a run of two steps of the tiny model; logs each."""
     shape = dict(SIZES["tiny"])
     length = shape.pop("sequence_length")
     write_random_dataset(
@@ -104,14 +104,14 @@ def main() -> None:
         for turn in range(args.rounds + 1):
             place = Path(name) / f"round{turn}" / "run"
             place.parent.mkdir()
-            found = {
+            measured = {
                 "run": seconds_to_first_step(run, place, environment),
                 "imports": seconds_of([sys.executable, "-c", IMPORTS], environment),
                 "help": seconds_of([sys.executable, "-m", "bigtrain.cli", "--help"], environment),
                 "python": seconds_of([sys.executable, "-c", ""], environment),
             }
             if turn:
-                for key, value in found.items():
+                for key, value in measured.items():
                     seconds[key].append(value)
     medians = {key: statistics.median(values) for key, values in seconds.items()}
     ratios = statistics.median(
@@ -119,7 +119,7 @@ def main() -> None:
     )
     print(f"command to first step {medians['run']:.2f} s = {ratios:.2f} x the imports' ", end="")
     print(f"{medians['imports']:.2f} s")
-    print(f"bigtrain --help {medians['help']:.3f} s, python alone {medians['python']:.3f} s")
+    print(f"bigtrain --help {medians['help']:.3f} s, bare python {medians['python']:.3f} s")
     print(json.dumps({"seconds": medians, "run_over_imports": ratios}, indent=2))
 
 

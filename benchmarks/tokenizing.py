@@ -1,13 +1,13 @@
-"""How fast `bigtrain tokenize` is, as ratios within one run on one machine.
+"""Speed of `bigtrain tokenize`, as ratios within one run on one machine.
 
 Not called tokenize.py: a script there would hide the standard library's module of that name.
 
 In MB of text per second on the clock, and per CPU second (user and system, of all threads and child
-processes), which other work on the machine disturbs least: the whole command in a fresh process,
-of JSON lines and of parquet, the same without its start-up (measured on one document), its own
-encoder alone in all cores on text already in memory, in a fresh process as well (all of it in one
-call, and in batches that stay in a processor's cache), the same encoder with orjson parsing each
-line before (what no reader of lines in Python can be faster than), the reference encoder alone, the
+processes), which other work on the machine disturbs least: the full command in a fresh process, of
+JSON lines and of parquet, the same without its start-up (measured on one document), its own encoder
+by itself on all cores on text already in memory, in a fresh process as well (all of it in one call,
+and in batches that stay in a processor's cache), the same encoder with orjson parsing each line
+before (the lower bound of any reader of lines in Python), the reference encoder by itself, the
 command with the reference encoder, and Megatron-LM's script where a checkout is given. Contenders
 take turns, the median of the rounds counts. Then the ratios, and the peak memory.
 
@@ -67,7 +67,7 @@ print(json.dumps([status, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 100
 
 
 def run_command(words: Sequence[str], **environment: str) -> Cost:
-    """`words` as a process, with its children. Raises RuntimeError where it fails."""
+    """Return `words` as a process, with its children. Raises RuntimeError where it fails."""
     started_at = time.perf_counter()
     result = subprocess.run(
         [sys.executable, "-c", RUN, *words],
@@ -84,7 +84,7 @@ def run_command(words: Sequence[str], **environment: str) -> Cost:
 
 @dataclass(frozen=True)
 class Commands:
-    """What is compared, on any file of lines."""
+    """Contenders, on any file of lines."""
 
     tokenizer: Path
     directory: Path
@@ -99,7 +99,7 @@ class Commands:
         return run_command([*words, "--encoder", encoder], PYTHONPATH=path)
 
     def alone(self, source: Path, encoder: Encoder, form: str) -> Cost:
-        """`encoder`'s library as benchmarks/support/encoder_alone.py says of `form`."""
+        """Return `encoder`'s library as benchmarks/support/encoder_alone.py describes `form`."""
         script = ROOT / "benchmarks" / "support" / "encoder_alone.py"
         words = [sys.executable, str(script), str(source), str(self.tokenizer), encoder.library]
         result = subprocess.run([*words, form], stdout=subprocess.PIPE, text=True, check=True)
@@ -212,27 +212,27 @@ class Costs:
 
 def report(costs: Costs) -> None:
     rates = {
-        "whole command": costs.rates("command"),
+        "full command": costs.rates("command"),
         "command after start-up": costs.rates("command", "start-up"),
         "the same, parquet": costs.rates("command, parquet", "start-up"),
-        "its encoder alone": costs.rates("encoder, one call"),
+        "its encoder only": costs.rates("encoder, one call"),
         "its encoder in batches": costs.rates("encoder, batches"),
         "its encoder and JSON": costs.rates("encoder and JSON"),
-        "reference encoder alone": costs.rates("reference encoder"),
-        "whole command, reference": costs.rates("command with reference"),
+        "reference encoder only": costs.rates("reference encoder"),
+        "full command, reference": costs.rates("command with reference"),
         "reference after start-up": costs.rates(
             "command with reference", "start-up with reference"
         ),
     }
     compared = [
-        ("command after start-up", "its encoder alone"),
+        ("command after start-up", "its encoder only"),
         ("command after start-up", "its encoder in batches"),
-        ("the same, parquet", "its encoder alone"),
+        ("the same, parquet", "its encoder only"),
         ("the same, parquet", "its encoder in batches"),
         ("its encoder and JSON", "its encoder in batches"),
         ("command after start-up", "its encoder and JSON"),
-        ("whole command", "its encoder alone"),
-        ("reference after start-up", "reference encoder alone"),
+        ("full command", "its encoder only"),
+        ("reference after start-up", "reference encoder only"),
     ]
     if "Megatron's script" in costs:
         rates["Megatron's script"] = costs.rates("Megatron's script")
@@ -240,9 +240,9 @@ def report(costs: Costs) -> None:
             "Megatron's script", "start-up of Megatron's script"
         )
         compared += [
-            ("whole command", "Megatron's script"),
+            ("full command", "Megatron's script"),
             ("command after start-up", "Megatron after start-up"),
-            ("whole command, reference", "Megatron's script"),
+            ("full command, reference", "Megatron's script"),
             ("reference after start-up", "Megatron after start-up"),
         ]
     start = costs["start-up"]

@@ -1,4 +1,4 @@
-"""The part on checkpoints: saved while training goes on, resumed to the same bits, exported."""
+"""Part on checkpoints: saved while training continues, resumed to the same bits, exported."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ def checkpoints(setup: Setup, part: Part) -> None:
     more = {"checkpoint.every_steps": SAVED, "checkpoint.keep_last": 5}
     directories = [setup.directory / name for name in ("undisturbed", "killed")]
     limit = setup.seconds / 3
-    whole = train(
+    undisturbed = train(
         setup,
         "undisturbed",
         write_run(setup, "undisturbed", **more, **{"output.export": True}),
         limit_seconds=limit,
     )
     part.check(
-        whole.code == 0, f"the undisturbed run ended with {whole.code}: {_end(whole.output)}"
+        undisturbed.code == 0,
+        f"the undisturbed run ended with {undisturbed.code}: {_end(undisturbed.output)}",
     )
     arguments = write_run(setup, "killed", **more)
     killed = train(setup, "killed", arguments, limit_seconds=limit, die_after=SAVED)
@@ -48,7 +49,7 @@ def checkpoints(setup: Setup, part: Part) -> None:
         part.check(alike, f"step {step}: other loss or gradient norm after the resume")
     part.figures |= {
         "saved_gib": _bytes(checkpoint_path(directories[0], STEPS)) / 2**30,
-        "stalls_s": [float(text) for text in re.findall(r"stood still for ([\d.]+) s", log)],
+        "stalls_s": [float(text) for text in re.findall(r"blocked for ([\d.]+) s", log)],
     }
 
 

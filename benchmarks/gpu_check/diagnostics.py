@@ -1,4 +1,4 @@
-"""Parts on what a run says of itself: out of memory, the flight recorder, the profiler."""
+"""Parts on diagnostics of a run: out of memory, the flight recorder, the profiler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bigtrain.models.torch_patches import flight_recorder_trace
 
 
 def out_of_memory(setup: Setup, part: Part) -> None:
-    """A run that does not fit ends with one error, which says what holds the memory."""
+    """A run that does not fit ends with one error, which lists the owners of the memory."""
     size = size_of(setup)
     samples = 8 * size.samples
     arguments = write_run(
@@ -34,9 +34,9 @@ def out_of_memory(setup: Setup, part: Part) -> None:
     text = next((line for line in ended.output.splitlines() if "ran out of" in line), "")
     part.figures["error"] = text
     for wanted in ("ran out of device memory", "activations and other", "micro_batch_size="):
-        part.check(wanted in text, f"the error does not say {wanted!r}")
+        part.check(wanted in text, f"the error does not contain {wanted!r}")
     snapshots = list((setup.directory / "large").rglob("out_of_memory_rank_0.pickle"))
-    part.check(len(snapshots) == 1, "there is no snapshot of the allocator")
+    part.check(len(snapshots) == 1, "the snapshot of the allocator is missing")
 
 
 def flight_recorder(setup: Setup, part: Part) -> None:
@@ -56,28 +56,29 @@ def flight_recorder(setup: Setup, part: Part) -> None:
 
 def check_trace(part: Part, trace: bytes) -> None:
     """`trace` must hold the reduction that `flight_recorder` has made, and where it was called."""
-    found = pickle.loads(trace)  # torch's own format, and this process's own bytes
-    entries = found.get("entries", [])
+    record = pickle.loads(trace)  # torch's own format, and this process's own bytes
+    entries = record.get("entries", [])
     names = sorted({entry["profiling_name"] for entry in entries})
     part.figures |= {"collectives": len(entries), "names": names}
     part.check(any("all_reduce" in name for name in names), f"no all_reduce among {names}")
     frames = [frame["name"] for entry in entries for frame in entry.get("frames", [])]
-    part.check("flight_recorder" in frames, "the record does not say where it was called")
+    part.check("flight_recorder" in frames, "the record has no call stacks")
 
 
 def profiler(setup: Setup, part: Part) -> None:
-    """A trace of two steps of a run, with the device's kernels, and a table of the dearest."""
+    """A trace of two steps of a run, with the device's kernels, and a table of the most expensive
+    operations."""
     arguments = write_run(setup, "profiled", **{"profile.steps": [2, 3], "train.steps": 4})
     ended = train(setup, "profiled", arguments, limit_seconds=setup.seconds)
     part.check(ended.code == 0, f"the run ended with {ended.code}: {ended.output[-300:]}")
     file = setup.directory / "profiled" / "profile" / "rank_0_steps_2-3.json"
     if not file.exists():
-        part.fail("there is no trace")
+        part.fail("the trace is missing")
         return
     events = json.loads(file.read_text())["traceEvents"]
     kind = "kernel" if setup.on_gpu else "cpu_op"
-    found = [event["name"] for event in events if event.get("cat") == kind]
-    part.figures |= {"events": len(events), f"{kind}_events": len(found)}
-    part.check(len(found) > 10, f"the trace has {len(found)} events of kind {kind}")
+    kernels = [event["name"] for event in events if event.get("cat") == kind]
+    part.figures |= {"events": len(events), f"{kind}_events": len(kernels)}
+    part.check(len(kernels) > 10, f"the trace has {len(kernels)} events of kind {kind}")
     log = (setup.directory / "profiled" / "log.txt").read_text()
-    part.check("share   calls  operation" in log, "the log has no table of the dearest operations")
+    part.check("share   calls  operation" in log, "the log has no table of top operations")

@@ -26,7 +26,7 @@ def attention(setup: Setup, part: Part) -> None:
         if name in ("efficient", "cudnn") and not setup.on_gpu:
             part.note(f"sdpa-{name}", "needs CUDA")
             continue
-        # In the steps alone: models are tried on the CPU before, which has other kernels.
+        # Only in the steps: models are verified on the CPU before, which has other kernels.
         forced = partial(sdpa_kernel, backend)
         trials[f"sdpa-{name}"] = "sdpa", Surroundings(steps=forced, unfit="No available kernel")
     flex = partial(flex_on_cpu, setup.device)

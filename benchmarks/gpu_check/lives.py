@@ -102,7 +102,7 @@ def run_program(
     die_after: int | None,
     directory: str,
 ) -> int:
-    """`train.py`'s exit code for the arguments `words`; the others as for `train`."""
+    """Return `train.py`'s exit code for the arguments `words`; the others as for `train`."""
     _repeatable()
     if memory_bytes is not None:
         if not on_gpu:
@@ -124,7 +124,7 @@ def _repeatable() -> None:
 
 
 def _dying(directory: Path, after: int) -> Any:
-    """A `TrainEngine.train_step` that kills its process once `directory` is there."""
+    """Return a `TrainEngine.train_step` that kills its process once `directory` is there."""
     whole, calls = TrainEngine.train_step, [0]
 
     def step(engine: TrainEngine, *args: Any, **kwargs: Any) -> Any:
@@ -140,6 +140,6 @@ def _dying(directory: Path, after: int) -> Any:
 
 
 def metrics_of(directory: Path) -> dict[int, dict[str, Any]]:
-    """Lines of metrics.jsonl that a step wrote, by step."""
+    """Return lines of metrics.jsonl that a step wrote, by step."""
     lines = (json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line for line in lines if "loss" in line and "grad_norm" in line}

@@ -1,4 +1,4 @@
-"""The machine: what is installed, and the rates that other figures are to be read against."""
+"""Machine: installed versions, and the rates with which other results are compared."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _check_settings(part: Part, device: torch.device) -> None:
 def describe() -> dict[str, Any]:
     """Versions and sizes, without touching the GPU's memory."""
     this = this_machine({})
-    found: dict[str, Any] = {
+    description: dict[str, Any] = {
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
@@ -54,9 +54,9 @@ def describe() -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        found |= {"gpu": properties.name, "gpu_gib": properties.total_memory / 2**30}
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+        description |= {"gpu": properties.name, "gpu_gib": properties.total_memory / 2**30}
+        description["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return description
 
 
 def rates(setup: Setup) -> dict[str, float]:
@@ -69,7 +69,7 @@ def rates(setup: Setup) -> dict[str, float]:
     target = torch.empty_like(source)
     part = min(copied, 1 << 30)
     host = torch.empty(part, dtype=torch.uint8)
-    found = {
+    measured = {
         "bf16_tflops": 2 * width**3 / seconds_of(setup, lambda: a @ b) / 1e12,
         "fp32_tflops": 2 * width**3 / seconds_of(setup, lambda: full @ full) / 1e12,
         "device_copy_gbs": 2 * copied / seconds_of(setup, lambda: target.copy_(source)) / 1e9,
@@ -78,12 +78,13 @@ def rates(setup: Setup) -> dict[str, float]:
     if setup.on_gpu:
         pinned = torch.empty(part, dtype=torch.uint8, pin_memory=True)
         seconds = seconds_of(setup, lambda: target[:part].copy_(pinned, non_blocking=True))
-        found["pinned_copy_gbs"] = part / seconds / 1e9
-    return found
+        measured["pinned_copy_gbs"] = part / seconds / 1e9
+    return measured
 
 
 def seconds_of(setup: Setup, call: Callable[[], object], repeats: int = 10) -> float:
-    """Of one call: the median of `repeats` timed ones, after three that warm up."""
+    """Return the seconds of one call: the median of `repeats` timed ones, after three that warm
+    up."""
     taken = []
     for number in range(3 + repeats):
         if setup.on_gpu:

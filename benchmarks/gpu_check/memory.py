@@ -81,9 +81,9 @@ def zeropp(setup: Setup, part: Part) -> None:
         if not setup.on_gpu:
             part.note("quantized", "needs CUDA")
             quantized = whole
-        found = train_engine(setup, quantized, device)
-    distance = max(abs(a - b) for a, b in zip(found.losses, exact.losses, strict=True))
+        trained = train_engine(setup, quantized, device)
+    distance = max(abs(a - b) for a, b in zip(trained.losses, exact.losses, strict=True))
     part.figures["quantized_loss_distance"] = distance
-    moved = max(float((found.last[k] - found.first[k]).abs().max()) for k in found.last)
+    moved = max(float((trained.last[k] - trained.first[k]).abs().max()) for k in trained.last)
     part.check(distance == distance, "a loss of the quantized run is not a number")
     part.check(moved > 0, "the weights of the quantized run did not move")

@@ -1,7 +1,7 @@
 """Parts on numbers: bigtrain's engine against plain PyTorch on the same device, in three dtypes.
 
-What may differ is measured, not chosen: plain PyTorch's own runs that add up in other orders are
-apart by rounding alone (`bigtrain.parity.comparison`).
+The tolerance is measured, not chosen: plain PyTorch's own runs that sum in other orders differ
+only by rounding (`bigtrain.parity.comparison`).
 """
 
 from __future__ import annotations
@@ -58,30 +58,30 @@ def parity_fp16(setup: Setup, part: Part) -> None:
     ]
     with alone(setup, run_of(setup, cases[0])) as device:
         for case in cases:
-            found = compare_case(setup, part, case, device)
-            skipped = found.updated.count(False)
-            part.figures[case.name] |= {"skipped_steps": skipped, "last_scale": found.scales[-1]}
+            trained = compare_case(setup, part, case, device)
+            skipped = trained.updated.count(False)
+            part.figures[case.name] |= {"skipped_steps": skipped, "last_scale": trained.scales[-1]}
             part.check(skipped > 0, f"{case.name}: no step overflowed, which was the point")
-            _check_saved_scale(setup, part, case, found, device)
+            _check_saved_scale(setup, part, case, trained, device)
 
 
 def _check_saved_scale(
-    setup: Setup, part: Part, case: Case, found: Trained, device: torch.device
+    setup: Setup, part: Part, case: Case, trained: Trained, device: torch.device
 ) -> None:
     """Restore what `found` has saved last into a new engine, and ask for its loss scale."""
     with engine_of(setup, run_of(setup, case), device) as engine:
-        restore_engine(engine, found.saved_in, found.scalars)
+        restore_engine(engine, trained.saved_in, trained.scalars)
         restored = loss_scale_of(engine)
     part.check(
-        restored == found.last_scale,
-        f"{case.name}: the loss scale was {found.last_scale:g}, and {restored:g} after a resume",
+        restored == trained.last_scale,
+        f"{case.name}: the loss scale was {trained.last_scale:g}, and {restored:g} after a resume",
     )
 
 
 @dataclass(frozen=True)
 class Surroundings:
     """Contexts that a case is trained in by the engine, and not plainly: while it is built, and in
-    its steps. unfit: what an error says where the kernel that is forced does not take the inputs.
+    its steps. unfit: text of the error if the forced kernel does not support the inputs.
     """
 
     build: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -97,7 +97,7 @@ def compare_cases(
 ) -> None:
     """Train each case by the engine (in its surroundings, by name) and plainly, and compare.
 
-    A case that ends with an error fails, and the others go on.
+    A case that ends with an error fails, and the others continue.
     """
     with alone(setup, run_of(setup, cases[0])) as device:
         for case in cases:
@@ -120,23 +120,23 @@ def compare_case(
     device: torch.device,
     around: Surroundings | None = None,
 ) -> Trained:
-    """Train `case` both ways; its figures go to `part`, which fails where they differ."""
+    """Train `case` both ways; its results go to `part`, which fails where they differ."""
     around = around or Surroundings()
     with around.build():
-        found = train_engine(setup, case, device, around.steps)
+        trained = train_engine(setup, case, device, around.steps)
     plain = references_of(setup, case, write_model(setup))
-    alike = [run for run in plain if run.updated == found.updated]
-    figures: dict[str, Any] = {"seconds": found.seconds, "peak_gib": found.peak_gib}
+    alike = [run for run in plain if run.updated == trained.updated]
+    figures: dict[str, Any] = {"seconds": trained.seconds, "peak_gib": trained.peak_gib}
     part.figures[case.name] = figures
     if len(alike) < len(plain) // 2:
         part.fail(
-            f"{case.name}: steps were skipped as {_marks(found)}, by plain PyTorch as "
+            f"{case.name}: steps were skipped as {_marks(trained)}, by plain PyTorch as "
             f"{_marks(plain[0])}"
         )
-        return found
-    if found.scales != alike[0].scales:
-        part.fail(f"{case.name}: loss scales {found.scales}, plain PyTorch's {alike[0].scales}")
-    verdict = verdict_of(setup, case, alike, found)
+        return trained
+    if trained.scales != alike[0].scales:
+        part.fail(f"{case.name}: loss scales {trained.scales}, plain PyTorch's {alike[0].scales}")
+    verdict = verdict_of(setup, case, alike, trained)
     figures |= {
         "loss": verdict.loss,
         "loss_limit": verdict.limits.loss,
@@ -151,24 +151,24 @@ def compare_case(
         f"{verdict.norm:.1e} (of {verdict.limits.norm:.1e}), weight {verdict.weight:.1e} (of "
         f"{verdict.limits.weight:.1e}): {verdict.where}",
     )
-    return found
+    return trained
 
 
-def verdict_of(setup: Setup, case: Case, plain: Sequence[Trained], found: Trained) -> Verdict:
-    """How far `found` is from the plain runs, and how far rounding may take it."""
+def verdict_of(setup: Setup, case: Case, plain: Sequence[Trained], trained: Trained) -> Verdict:
+    """Return how far `trained` is from the plain runs, and how far rounding may take it."""
     point = Point(case.name, case.engine, run_of(setup, case).config)
     first, *others = [_figures(run) for run in plain]
     if case.dtype == "float32":
-        return compare(point, [first], _figures(found), others)
-    return compare(point, [first, *others], _figures(found))
+        return compare(point, [first], _figures(trained), others)
+    return compare(point, [first, *others], _figures(trained))
 
 
 _REFERENCES: dict[tuple[Any, ...], list[Trained]] = {}
-"""Of this process: cases of a part that differ in their engine alone share them."""
+"""References of this process: cases of a part that differ only in their engine share them."""
 
 
 def references_of(setup: Setup, case: Case, directory: Path) -> list[Trained]:
-    """Plain runs of `case`: of whole batches, then of samples in other orders and divisions."""
+    """Train plain runs of `case`: full batches, then samples in other orders and divisions."""
     # In 16 bit, ZeRO 0 can only add gradients up in the dtype of the parameters.
     in_float32 = case.dtype != "float16" and not (
         case.dtype == "bfloat16" and case.engine == "zero0"

@@ -55,5 +55,5 @@ PARTS = (
 
 
 def named(name: str) -> Entry:
-    """The part of that name."""
+    """Return the part of that name."""
     return next(entry for entry in PARTS if entry.name == name)

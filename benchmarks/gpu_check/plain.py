@@ -25,8 +25,8 @@ from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
 
 
 def num_orders(dtype: str, *, tiny: bool) -> int:
-    """Plain runs that are compared with. In 16 bit the farthest of four says too little of the
-    next (tests/parity/plain.py); float32's are for weights alone."""
+    """Return the number of plain runs to compare with. In 16 bit four are too few to bound the next
+    (tests/parity/plain.py); float32's are only for weights."""
     if dtype == "float32":
         return 2 if tiny else 4
     return 5 if tiny else 8
@@ -50,7 +50,7 @@ class Scaler:
 
 
 def orders_of(samples: int, number_of: int) -> list[list[torch.Tensor]]:
-    """Divisions of a step's samples into micro-batches: the first, whole; then others, shuffled."""
+    """Divisions of a step's samples into micro-batches: the first, full; then others, shuffled."""
     orders = [[torch.arange(samples)]]
     for number in range(1, number_of):
         generator = torch.Generator().manual_seed(number)
@@ -68,7 +68,7 @@ def train_plain(
     *,
     plainest: bool,
 ) -> Trained:
-    """`case` from the weights in `directory`, samples in micro-batches as in `chunks`.
+    """Return `case` from the weights in `directory`, samples in micro-batches as in `chunks`.
 
     sum_dtype: in which gradients of micro-batches are added up. plainest: whether attention is
     computed as it is written down, or by the kernel that torch takes. These round differently, and
@@ -84,7 +84,7 @@ def train_plain(
     scaler = None
     if case.dtype == "float16":
         scaler = Scaler(2.0**case.scale_power, 1 if case.engine == "zero0" else 2)
-    found = Trained()
+    trained = Trained()
     attention = partial(sdpa_kernel, SDPBackend.MATH) if plainest else nullcontext
     for step in range(case.num_steps):
         batch = batch_of(setup, step, isolate=case.isolate)
@@ -92,19 +92,19 @@ def train_plain(
         with attention():
             loss = _backward(model, masters, batch, chunks, scale, sum_dtype, device)
         norm = float(_norm(masters))
-        found.scales.append(scale)
-        found.updated.append(norm < float("inf"))
-        if not found.updated[-1]:
+        trained.scales.append(scale)
+        trained.updated.append(norm < float("inf"))
+        if not trained.updated[-1]:
             assert scaler is not None, "a gradient is not finite"
             scaler.overflowed()
             continue
-        found.losses.append(loss)
-        found.norms.append(norm)
+        trained.losses.append(loss)
+        trained.norms.append(norm)
         _update(model, masters, optimizer, norm, rate(step))
-        if not found.first:
-            found.first = _copy(masters)
-    found.last = _copy(masters)
-    return found
+        if not trained.first:
+            trained.first = _copy(masters)
+    trained.last = _copy(masters)
+    return trained
 
 
 def _adamw(masters: dict[str, torch.Tensor]) -> torch.optim.AdamW:
@@ -150,7 +150,7 @@ def _backward(
 
 
 def logits_of(model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-    """Logits [B, T, V], of every document alone where `batch` keeps them apart."""
+    """Logits [B, T, V], of every separate document if `batch` isolates them."""
     if batch.position_ids is None:
         logits: torch.Tensor = model(input_ids=batch.input_ids.to(device), use_cache=False).logits
         return logits

@@ -2,7 +2,7 @@
 
 Forked from a process that has imported everything (`fork`), a part costs no imports, which take
 about ten seconds. That needs a parent which has not touched CUDA; where a fork cannot use CUDA,
-each part is started anew (`fresh`), as a user's program is.
+each part gets a new process (`fresh`), as a user's program is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SECONDS_TO_END = 5.0
 
 
 def prepare_forks() -> None:
-    """Import what every part would import anew, and keep all of it out of garbage collections.
+    """Import the modules of every part once, and keep all of it out of garbage collections.
 
     DeepSpeed imports its Muon, and with it torch's compiler, at the first engine, and collects
     garbage several times in each: seconds of every part.
@@ -49,7 +49,7 @@ def run_part(name: str, function: Function, setup: Setup, start: Start) -> Part:
     if start == "fork":
         pid = fork(lambda: execute(name, function, setup), log)
     else:
-        # By its own module, whatever stands under `__main__` here.
+        # By its own module, not the `__main__` of this process.
         pid = _spawn(["--part", json.dumps(asdict(setup), default=str), name], log)
     code = wait(pid, setup.seconds)
     part = _read(setup.directory / RESULT) or Part(name)
@@ -62,7 +62,7 @@ def run_part(name: str, function: Function, setup: Setup, start: Start) -> Part:
 
 
 def execute(name: str, function: Function, setup: Setup) -> None:
-    """Run a part in this process, and write its result beside what it wrote."""
+    """Run a part in this process, and write its result next to its other files."""
     part = Part(name)
     try:
         function(setup, part)
@@ -129,7 +129,8 @@ def _python_path() -> str:
 
 
 def wait(pid: int, limit_seconds: float) -> int | None:
-    """The exit code (negative: the signal), or None where the limit ended it and all it started."""
+    """Return the exit code (negative: the signal), or None if the time limit ended it and all it
+    started."""
     end = time.monotonic() + limit_seconds
     pause = 0.01
     while time.monotonic() < end:
@@ -175,14 +176,14 @@ def live(
 
 
 def call(target: str, arguments: dict[str, Any]) -> int:
-    """What `live` runs in its process."""
+    """Call `target` with `arguments`, in the process of `live`."""
     module, _, name = target.partition(":")
     answer = getattr(importlib.import_module(f"benchmarks.gpu_check.{module}"), name)(**arguments)
     return answer if isinstance(answer, int) else 0
 
 
 def last_lines(log: Path, num_lines: int = 3) -> str:
-    """The end of what a part said, for a reason; without DeepSpeed's progress."""
+    """Return the end of a part's log, as a reason; without DeepSpeed's progress."""
     if not log.exists():
         return ""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -190,7 +191,7 @@ def last_lines(log: Path, num_lines: int = 3) -> str:
 
 
 def write(path: Path, tree: dict[str, Any]) -> None:
-    """JSON that appears whole."""
+    """Write JSON atomically."""
     temporary = path.with_name(f".{path.name}")
     temporary.write_text(json.dumps(tree, default=str))
     temporary.rename(path)
@@ -204,6 +205,6 @@ def _read(path: Path) -> Part | None:
 
 
 def read_setup(text: str) -> Setup:
-    """The `Setup` that `run_part` gave a fresh process."""
+    """Return the `Setup` that `run_part` gave a fresh process."""
     tree = json.loads(text)
     return replace(Setup(**tree), directory=Path(tree["directory"]))

@@ -1,4 +1,4 @@
-"""What a part says: passed, failed or skipped, how long it took, and its figures."""
+"""Result of a part: passed, failed or skipped, duration, and measurements."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Start = Literal["fork", "fresh"]
 
 @dataclass(frozen=True)
 class Setup:
-    """Where and at which size a part runs.
+    """Device, size and directory of a part.
 
-    device: cuda or cpu. tiny: sizes for tests. directory: of the part alone, empty. seconds: what
-    the part may take; one that measures several things leaves the rest out when they run out.
+    device: cuda or cpu. tiny: sizes for tests. directory: of this part only, empty. seconds: the
+    time limit; a part with several measurements skips the rest when it is exceeded.
     start: how processes are started (`processes.py`).
     """
 
@@ -65,17 +65,17 @@ class Part:
 
 
 Function = Callable[[Setup, Part], None]
-"""A part: fills in figures, and fails or skips what it was given. What it raises is a failure."""
+"""A part: adds figures to its `Part`, and may fail or skip it. An exception is a failure."""
 
 
 def write_results(path: Path, machine: dict[str, Any], parts: Sequence[Part]) -> None:
-    """All results so far as JSON, in place of those before."""
+    """All results so far as JSON, replacing earlier ones."""
     tree = {"machine": machine, "parts": [asdict(part) for part in parts]}
     write_whole(path, (json.dumps(tree, indent=2, default=str) + "\n").encode())
 
 
 def table(parts: Sequence[Part]) -> str:
-    """The results as a Markdown table for docs/benchmarks.md."""
+    """Return the results as a Markdown table for docs/benchmarks.md."""
     lines = ["| Part | Result | s | Figures |", "|---|---|---|---|"]
     for part in parts:
         said = part.reason.replace("|", "/").replace("\n", " ")[:300]

@@ -83,9 +83,9 @@ def run_all(
 
 
 def _run(entry: Entry, setup: Setup, limit: float, start: Start) -> tuple[Part, Start]:
-    """The part's result, and how the next ones are to be started.
+    """Return the part's result, and how the next ones are to be started.
 
-    Where the first forked part cannot use CUDA, it is tried once more in a fresh process, and the
+    Where the first forked part cannot use CUDA, it is run once more in a fresh process, and the
     others are started so at once.
     """
     own = replace(setup, directory=setup.directory / entry.name, seconds=limit, start=start)
@@ -117,7 +117,7 @@ def _keep(entry: Entry, part: Part, setup: Setup, output: Path) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments."""
+    """Return the arguments."""
     names = [entry.name for entry in PARTS]
     parser = argparse.ArgumentParser(prog="gpu-check", description="Check a GPU machine.")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
@@ -137,7 +137,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the arguments say; returns the exit code."""
+    """Run the selected parts; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["--part"]:
         setup, name = read_setup(words[1]), words[2]

@@ -1,7 +1,7 @@
 """Parts on speed: bigtrain against a bare loop, HF Trainer + DeepSpeed and litgpt, by model size.
 
 The measuring is `benchmarks/gpu_step.py`'s. Each contender runs in a process of its own, within
-what is left of the part's time; one that does not fit into memory is a row that says so.
+what is left of the part's time; one that does not fit into memory gets a row with that reason.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _SIZES: dict[str, dict[str, Any]] = {
 def speed(size: str, setup: Setup, part: Part) -> None:
     """Tokens/s, utilization and peak memory of every contender at `size`.
 
-    The part fails where bigtrain has no figure; a peer that has none is a row.
+    The part fails if bigtrain has no result; a peer that has none is a row.
     """
     end = time.monotonic() + setup.seconds - 2.0
     point = point_of(size, setup)
@@ -64,7 +64,7 @@ def speed(size: str, setup: Setup, part: Part) -> None:
     if litgpt_loop.is_installed():
         trials.append(("litgpt", point))
     if importlib.util.find_spec("torchtitan") is not None:
-        part.note("torchtitan", "is not run from here: measure it beside (gpu_step.py --peer)")
+        part.note("torchtitan", "is not run from here: measure it separately (gpu_step.py --peer)")
     if size == _COMPILED:
         trials.append(("bigtrain", replace(point, compile="on")))
     for contender, at in trials:
@@ -80,7 +80,7 @@ def speed(size: str, setup: Setup, part: Part) -> None:
 
 
 def point_of(size: str, setup: Setup) -> Point:
-    """What is measured at `size`; the tiny model on few tokens in tests."""
+    """Return the point measured at `size`; the tiny model on few tokens in tests."""
     common = {**_COMMON, "threads": torch.get_num_threads()}
     if setup.tiny:
         few = {**_SIZES[size], "micro_batch_size": 2}
@@ -120,7 +120,7 @@ def measure_into(point: dict[str, Any], directory: str) -> None:
 
 
 def _summarize(setup: Setup, part: Part) -> None:
-    """Figures of all rows, and the trace of bigtrain's fastest beside the results."""
+    """Add results of all rows, and the trace of bigtrain's fastest next to the results."""
     rows = part.figures["rows"]
     for name, row in rows.items():
         if "failed" in row:
@@ -139,7 +139,7 @@ def _summarize(setup: Setup, part: Part) -> None:
         if name.startswith("bigtrain") and "failed" not in row
     }
     if not ours:
-        part.fail(f"bigtrain has no figure: {rows['bigtrain']['failed']}")
+        part.fail(f"bigtrain has no result: {rows['bigtrain']['failed']}")
         return
     best = max(ours, key=lambda name: ours[name])
     if base:
@@ -150,21 +150,22 @@ def _summarize(setup: Setup, part: Part) -> None:
 
 
 def _beside(row: dict[str, Any]) -> dict[str, Any]:
-    """The planner's figures of bigtrain's own rows, and each over the measured one.
+    """Return the planner's predictions of bigtrain's own rows, and their ratios to the measured
+    ones.
 
-    On a CPU the peak is the process's, which says nothing of its tensors.
+    On a CPU the peak is the process's, which does not depend on its tensors only.
     """
     if "not_predicted" in row:
         return {"not_predicted": row["not_predicted"]}
-    found = {}
+    predictions = {}
     for predicted, name, measured in (
         ("predicted_gib", "planner_gib", "peak_gib"),
         ("predicted_tokens_per_second", "planner_tokens_per_s", "tokens_per_second"),
     ):
         if predicted in row:
-            found[name] = row[predicted]
-            found[f"{name}_over_measured"] = row[predicted] / row[measured]
-    return found
+            predictions[name] = row[predicted]
+            predictions[f"{name}_over_measured"] = row[predicted] / row[measured]
+    return predictions
 
 
 def _keep_trace(trace: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""What stands on a CPU for what only CUDA has, so that the same lines run in the tests."""
+"""CPU replacements of CUDA-only functions, so that the same lines run in the tests."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def flex_on_cpu(device: str) -> Iterator[None]:
 
 @contextmanager
 def out_of_memory_on_cpu() -> Iterator[None]:
-    """Let the second step of a run fail as CUDA's allocator fails, with figures made up."""
+    """Make the second step of a run fail like CUDA's allocator, with invented numbers."""
     from bigtrain.engine.train_engine import TrainEngine
     from bigtrain.run.diagnostics import out_of_memory
 

@@ -69,7 +69,7 @@ class Case:
 
 @dataclass
 class Trained:
-    """What a run did, by step; a skipped step has no norm, and its loss is not counted.
+    """Record of a run by step; a skipped step has no norm, and its loss is not counted.
 
     updated: whether each step changed the weights. scales: float16's, before each step; last_scale:
     after the last. first and last: masters after the first update and at the end. saved_in and
@@ -108,12 +108,13 @@ def size_of(setup: Setup) -> Size:
 
 
 def rate(step: int) -> float:
-    """The learning rate of step `step`, from 0: another one each time, so that a late one shows."""
+    """Return the learning rate of step `step`, from 0: another one each time, so that a late one
+    shows."""
     return 1e-2 * (0.5 + 0.25 * (step % 4))
 
 
 def write_model(setup: Setup) -> Path:
-    """A small Llama as transformers initializes and saves it; its directory."""
+    """Return a small Llama as transformers initializes and saves it; its directory."""
     size, directory = size_of(setup), setup.directory / "model"
     if directory.exists():
         return directory
@@ -139,7 +140,7 @@ def write_model(setup: Setup) -> Path:
 
 
 def batch_of(setup: Setup, step: int, *, isolate: bool) -> MicroBatch:
-    """All samples of a step; with `isolate`, two documents in each, of different lengths."""
+    """Return all samples of a step; with `isolate`, two documents in each, of different lengths."""
     size = size_of(setup)
     generator = torch.Generator().manual_seed(1000 + step)
     shape = (size.samples, size.tokens + 1)
@@ -158,7 +159,7 @@ def batch_of(setup: Setup, step: int, *, isolate: bool) -> MicroBatch:
 
 
 def run_of(setup: Setup, case: Case) -> ResolvedRun:
-    """`case` as a run of bigtrain; what it reads of data is made here (`batch_of`)."""
+    """Return `case` as a run of bigtrain; what it reads of data is made here (`batch_of`)."""
     size = size_of(setup)
     config: dict[str, Any] = {
         "model": {"path": str(write_model(setup)), "loss": "plain", **case.model},
@@ -179,14 +180,14 @@ def run_of(setup: Setup, case: Case) -> ResolvedRun:
         },
         "output": {"directory": str(setup.directory / "run")},
     }
-    # As for CUDA: what is refused on a CPU, `stand_ins` lets run there.
+    # As for CUDA: `stand_ins` makes CUDA-only features run on a CPU.
     return resolve_run(
         RunConfig.model_validate(config), 1, write_engine(setup.directory, case), "cuda"
     )
 
 
 def write_engine(directory: Path, case: Case) -> str:
-    """The DeepSpeed JSON of `case`: a shipped one's name, or the path of a changed copy."""
+    """Return the DeepSpeed JSON of `case`: a shipped one's name, or the path of a changed copy."""
     if not case.json:
         return case.engine
     tree = json.loads(find_deepspeed_config(case.engine).read_text())
@@ -206,7 +207,7 @@ def write_engine(directory: Path, case: Case) -> str:
 
 @contextmanager
 def alone(setup: Setup, run: ResolvedRun) -> Iterator[torch.device]:
-    """This process as the whole world, with the settings of a run. One at a time in a process."""
+    """Make this process the full world, with the settings of a run. One at a time in a process."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     before = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
@@ -247,7 +248,7 @@ def train_engine(
     around_steps: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Trained:
     """Train `case` by bigtrain's engine on `device`, in the group that `alone` has opened."""
-    run, found = run_of(setup, case), Trained()
+    run, trained = run_of(setup, case), Trained()
     held = 0.0
     if setup.on_gpu:
         gc.collect()  # what an engine before has left
@@ -258,17 +259,17 @@ def train_engine(
         begun = time.perf_counter()
         for step in range(case.num_steps):
             with around_steps():
-                step_engine(setup, case, engine, step, found)
-            if any(found.updated) and not found.first:
-                found.first = masters_of(engine, setup.directory)
+                step_engine(setup, case, engine, step, trained)
+            if any(trained.updated) and not trained.first:
+                trained.first = masters_of(engine, setup.directory)
         synchronize(setup)
-        found.seconds = time.perf_counter() - begun
-        found.last = masters_of(engine, setup.directory, found)
-        found.peak_gib = memory_gib(setup.device) - held
-    return found
+        trained.seconds = time.perf_counter() - begun
+        trained.last = masters_of(engine, setup.directory, trained)
+        trained.peak_gib = memory_gib(setup.device) - held
+    return trained
 
 
-def step_engine(setup: Setup, case: Case, engine: TrainEngine, step: int, found: Trained) -> None:
+def step_engine(setup: Setup, case: Case, engine: TrainEngine, step: int, trained: Trained) -> None:
     """One optimizer step; appends to the lists of `found`."""
     judged: list[StepStats] = []
 
@@ -282,11 +283,11 @@ def step_engine(setup: Setup, case: Case, engine: TrainEngine, step: int, found:
     result = engine.train_step(parts, rate(step), approve)
     loss, norm = engine.step_loss(result), engine.gradient_norm()
     updated = bool(judged) and norm < float("inf")
-    found.updated.append(updated)
-    found.scales.append(scale)
+    trained.updated.append(updated)
+    trained.scales.append(scale)
     if updated:
-        found.losses.append(loss)
-        found.norms.append(norm)
+        trained.losses.append(loss)
+        trained.norms.append(norm)
 
 
 def loss_scale_of(engine: TrainEngine) -> float:
@@ -295,14 +296,15 @@ def loss_scale_of(engine: TrainEngine) -> float:
 
 
 def masters_of(
-    engine: TrainEngine, directory: Path, found: Trained | None = None
+    engine: TrainEngine, directory: Path, trained: Trained | None = None
 ) -> dict[str, torch.Tensor]:
-    """All fp32 masters on the CPU, by way of a checkpoint's files, which `found` is told of."""
+    """Return all fp32 masters on the CPU, read from a checkpoint's files, which `trained`
+    records."""
     place = next(path for n in count() if not (path := directory / f"tensors{n}").exists())
     scalars = save_engine(engine, place)
-    if found is not None:
-        found.saved_in, found.scalars = place, scalars
-        found.last_scale = loss_scale_of(engine)
+    if trained is not None:
+        trained.saved_in, trained.scalars = place, scalars
+        trained.last_scale = loss_scale_of(engine)
     return {name: tensor.float().clone() for name, tensor in read_full_masters(place).items()}
 
 

@@ -37,8 +37,8 @@ from bigtrain.settings.resolve import ResolvedRun
 
 @torch.no_grad()
 def tile_weights(model: Any, seed: int, partitioning: Partitioning = WHOLE) -> None:
-    """In place of `bigtrain.models.build.initialize_weights`: matrices from one block of random
-    numbers, over and over, vectors all ones. For figures of speed alone."""
+    """Replace `bigtrain.models.build.initialize_weights`: matrices from one block of random
+    numbers, over and over, vectors all ones. Only for measurements of speed."""
     generator = torch.Generator().manual_seed(seed)
     block = 0.02 * torch.randn(1 << 20, generator=generator)
     for parameter in model.parameters():
@@ -57,7 +57,7 @@ def tile_weights(model: Any, seed: int, partitioning: Partitioning = WHOLE) -> N
 
 
 def weights_of(point: Point) -> AbstractContextManager[Any]:
-    """Inside, models get the initial weights that `point` says."""
+    """Give models inside the initial weights that `point` sets."""
     if not point.quick_weights:
         return nullcontext()
     return mock.patch.object(build, "initialize_weights", tile_weights)
@@ -274,7 +274,7 @@ def run_hf_trainer(
 
 
 def describe_machine(threads: int) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return the versions and hardware on which the results depend."""
     names = ("torch", "deepspeed", "transformers", "accelerate")
     cpu_info = Path("/proc/cpuinfo")
     models = [

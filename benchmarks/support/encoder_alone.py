@@ -1,4 +1,4 @@
-"""What an encoder costs alone on text already in memory: a process of its own, which has done
+"""Cost of an encoder without I/O on text already in memory: a separate process, which has done
 nothing before and has read all of the text.
 
     python benchmarks/support/encoder_alone.py LINES.jsonl TOKENIZER LIBRARY FORM

@@ -1,7 +1,7 @@
 """litgpt as a contender of gpu_step.py: its model, its loss and the steps of its own `pretrain`.
 
 Needs ``pip install litgpt``; written against 0.5.13. A step is what `fit` of litgpt/pretrain.py
-does: Fabric in mixed precision, a loss in chunks of 128 tokens of whole logits, clipping, AdamW.
+does: Fabric in mixed precision, a loss in chunks of 128 tokens of full logits, clipping, AdamW.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed"}
 
 
 def is_installed() -> bool:
-    """Whether litgpt can be imported."""
+    """Return whether litgpt can be imported."""
     return all(importlib.util.find_spec(name) is not None for name in ("litgpt", "lightning"))
 
 
@@ -48,9 +48,9 @@ def litgpt_config(hf_config: Any) -> Any:
 
 
 class LitgptLoop:
-    """Trains the weights that the others start from. Compiled as the run is, a whole model at once.
+    """Trains the weights that the others start from. Compiled like the run, the full model at once.
 
-    Raises ValueError where the run recomputes: litgpt does under FSDP alone.
+    Raises ValueError where the run recomputes: litgpt supports it only under FSDP.
     """
 
     def __init__(self, run: ResolvedRun, hf_config: Any, steps: list[list[MicroBatch]]) -> None:
@@ -60,7 +60,7 @@ class LitgptLoop:
 
         config = run.config
         if config.model.gradient_checkpointing != "none":
-            raise ValueError("litgpt recomputes activations under FSDP alone")
+            raise ValueError("litgpt recomputes activations only under FSDP")
         self.fabric = lightning.Fabric(devices=1, precision=PRECISIONS[config.precision.dtype])
         source = build_model(config.model, hf_config, seed=config.seed)
         weights: dict[str, torch.Tensor] = {}

@@ -27,7 +27,8 @@ SMALLEST_BYTES = 64
 
 
 def machine_texts(num_bytes: int) -> list[str]:
-    """Text files of this machine until there are `num_bytes`, or all of them where there are less.
+    """Return text files of this machine until there are `num_bytes`, or all of them where there are
+    less.
 
     Mixed, by a hash of their paths; each text once, since an encoder that has seen one before
     takes its tokens from a cache.
@@ -58,7 +59,8 @@ def _scattered(path: str) -> bytes:
 
 
 def _text_of(path: str) -> str | None:
-    """None for what is no text, empty, or larger than a document usually is."""
+    """Return the text of a file; None if it is binary, empty, or larger than a document usually
+    is."""
     try:
         if os.path.islink(path) or os.path.getsize(path) > LARGEST_BYTES:
             return None

@@ -63,7 +63,7 @@ def _batches(config: RunConfig, accumulation: int) -> list[MicroBatch]:
 
 
 def peak_of(seen: profile) -> dict[str, float]:
-    """The most bytes live at once in the measured step, and those live before it.
+    """Return the most bytes live at once in the measured step, and those live before it.
 
     By address: what another thread frees (gloo's) is not seen until some of its memory is given out
     again.
@@ -109,7 +109,7 @@ def let_gloo_go_first() -> None:
 
 
 def _allocations(events: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
-    """When, at which address, how many bytes; negative where they are freed."""
+    """Yield time, address and bytes of each allocation; negative bytes if freed."""
     for event in events:
         kind, fields = event.typed
         if kind == _EventType.Allocation:
@@ -124,8 +124,8 @@ def main() -> None:
     let_gloo_go_first()
     with process_group(world) as joined:
         for case in json.loads(Path(sys.argv[1]).read_text()):
-            found = measure(case, world, joined.device)
-            Path(f"{case['output']}.{world.rank}").write_text(json.dumps(found))
+            measured = measure(case, world, joined.device)
+            Path(f"{case['output']}.{world.rank}").write_text(json.dumps(measured))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from bigtrain.system.world import World, read_world
 
 
 def of_bigtrain(case: dict[str, Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """A step, and what DeepSpeed calls the optimizer."""
+    """Return a step, and what DeepSpeed calls the optimizer."""
     config = RunConfig.model_validate(case["config"])
     run = resolve_run(config, dist.get_world_size(), case["engine"], "cpu")
     mesh = open_mesh(run.topology, dist.get_rank())
@@ -77,14 +77,14 @@ def _ids(config: RunConfig) -> torch.Tensor:
 
 
 def inner(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimizer, whatever wraps it."""
+    """Return the torch optimizer, whatever wraps it."""
     while not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def held_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Of the states on this rank; masters left out."""
+    """Return the bytes of the states on this rank, without masters."""
     states = [tensor for state in optimizer.state.values() for tensor in state.values()]
     if isinstance(optimizer, RuleOptimizer):
         states += [tensor for _, kinds in optimizer.small_states() for tensor in kinds.values()]
@@ -94,7 +94,7 @@ def held_bytes(optimizer: torch.optim.Optimizer) -> int:
 def measure(
     cases: list[dict[str, Any]], rounds: int, world: World, device: torch.device
 ) -> list[dict[str, float]]:
-    """Figures of each case, of the rank that has most, after the optimizers took turns. Collective.
+    """Return the maxima over ranks for each case, after the optimizers took turns. Collective.
 
     seconds, cpu_seconds: of a step, medians; cpu_seconds of this process with all its threads.
     bytes: of states. step_bytes: the most that a step has allocated at a time. sent_bytes: in an
@@ -111,7 +111,7 @@ def measure(
             spent = time.perf_counter() - begun[0], time.process_time() - begun[1]
             if number:  # the first one allocates
                 times.append(spent)
-    found = []
+    rows = []
     for (step, wrapped), times in zip(made, taken, strict=True):
         optimizer = inner(wrapped)
         sent = optimizer.sent_bytes() if isinstance(optimizer, RuleOptimizer) else None
@@ -123,8 +123,8 @@ def measure(
         figures = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(figures, op=dist.ReduceOp.MAX)
         names = ("seconds", "cpu_seconds", "bytes", "step_bytes", "sent_bytes")
-        found.append(dict(zip(names, figures.tolist(), strict=True)))
-    return found
+        rows.append(dict(zip(names, figures.tolist(), strict=True)))
+    return rows
 
 
 def main() -> int:
@@ -134,10 +134,10 @@ def main() -> int:
     order = json.loads(Path(sys.argv[1]).read_text())
     with process_group(world) as joined:
         for cases in order["turns"]:
-            found = measure(cases, order["rounds"], world, joined.device)
+            rows = measure(cases, order["rounds"], world, joined.device)
             if world.is_main:
                 with Path(order["output"]).open("a") as file:
-                    for case, figures in zip(cases, found, strict=True):
+                    for case, figures in zip(cases, rows, strict=True):
                         file.write(json.dumps({"key": case["key"], **figures}) + "\n")
             gc.collect()
     return 0

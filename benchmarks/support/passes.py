@@ -39,24 +39,25 @@ def measure_passes(
 
 
 def each_alone(contenders: Sequence[str]) -> dict[str, Figures]:
-    """What this script prints last, as JSON, when it is started with ``--only CONTENDER``."""
-    found = {}
+    """Run this script with ``--only CONTENDER`` for each and return the JSON that it prints
+    last."""
+    figures_by_name = {}
     for contender in contenders:
         command = [sys.executable, *sys.argv, "--only", contender]
         finished = subprocess.run(command, capture_output=True, text=True, check=False)
         if finished.returncode:
             sys.exit(f"{finished.stdout}{finished.stderr}\n{contender} failed")
-        found[contender] = json.loads(finished.stdout.splitlines()[-1])
-    return found
+        figures_by_name[contender] = json.loads(finished.stdout.splitlines()[-1])
+    return figures_by_name
 
 
-def print_table(found: dict[str, Figures]) -> None:
+def print_table(figures_by_name: dict[str, Figures]) -> None:
     """A line for each contender."""
-    for name, row in found.items():
+    for name, row in figures_by_name.items():
         times = f"{row['seconds']:.3f} s, of the processor {row['cpu_seconds']:.3f} s"
         print(f"{name:<10} peak {row['peak_gib']:.2f} GiB, {times}")
 
 
 def ratio(figures: Figures, limit: Figures) -> Figures:
-    """Of every measure, what `figures` are of `limit`."""
+    """Return the ratio of `figures` to `limit` for every measure."""
     return {key: figures[key] / limit[key] for key in ("peak_gib", "seconds", "cpu_seconds")}

@@ -1,4 +1,4 @@
-"""What is compared: sizes of models, a point, its run and its dataset of random tokens."""
+"""Measured points: sizes of models, a point, its run and its dataset of random tokens."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Point:
 
     @property
     def engine_name(self) -> str:
-        """Of the DeepSpeed JSON."""
+        """Name of the DeepSpeed JSON."""
         return self.engine or f"zero{self.zero_stage}"
 
     @property
@@ -141,7 +141,8 @@ def write_random_dataset(directory: Path, *, vocab_size: int, num_tokens: int) -
 
 
 def llama(shape: Mapping[str, int], sequence_length: int) -> dict[str, Any]:
-    """The Hugging Face configuration of a size of `SIZES`, tied embeddings, no special tokens."""
+    """Return the Hugging Face configuration of a size of `SIZES`, tied embeddings, no special
+    tokens."""
     return {
         "model_type": "llama",
         **{key: value for key, value in shape.items() if key != "sequence_length"},
@@ -153,7 +154,7 @@ def llama(shape: Mapping[str, int], sequence_length: int) -> dict[str, Any]:
 
 
 def resolve_point(point: Point, directory: Path) -> ResolvedRun:
-    """The point as a run of bigtrain in one process, and its dataset."""
+    """Return the point as a run of bigtrain in one process, and its dataset."""
     shape = SIZES[point.size]
     sequence_length = point.sequence_length or shape["sequence_length"]
     global_batch_size = point.micro_batch_size * point.accumulation

@@ -29,7 +29,7 @@ from bigtrain.system.world import World, read_world
 
 
 def seconds(case: dict[str, Any], steps: int, world: World, device: torch.device) -> float:
-    """Of the fastest of `steps` steps, the slowest rank's. Collective."""
+    """Return the seconds of the fastest of `steps` steps on the slowest rank. Collective."""
     config = RunConfig.model_validate(case["config"])
     run = resolve_run(config, world.size, case["engine"], "cpu")
     mesh = open_mesh(run.topology, world.rank)

@@ -1,4 +1,4 @@
-"""What checkpoints cost a rank of many: parts of `benchmarks/scale.py`."""
+"""Cost of checkpoints for one of many ranks: parts of `benchmarks/scale.py`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Entry = tuple[int, str]
 
 @dataclass(frozen=True)
 class Zero3:
-    """`num_parameters` square matrices with two states each, cut into one part a rank."""
+    """`num_parameters` square matrices with two states each, split into one part per rank."""
 
     num_ranks: int
     num_parameters: int
@@ -53,7 +53,7 @@ class Zero3:
         return [Fragment(name, shard, start, tensors(), capacity) for name in names]
 
     def all_rows(self, directory: Path) -> list[tuple[Row, ...]]:
-        """Of each rank: those of the first stand for all, since all parts are alike."""
+        """Return the rows of each rank: those of the first for all, since all parts are alike."""
         with world(0, self.num_ranks):
             mesh = open_mesh(self.topology, 0)
             rows = divide(self.fragments(0), {}, mesh).rows
@@ -62,8 +62,8 @@ class Zero3:
 
 @dataclass(frozen=True)
 class Zero1Cut:
-    """The same matrices divided into stages, each cut by rows for tensor parallelism, and what a
-    tensor-parallel rank has of a stage laid end to end and cut into one range a replica."""
+    """The same matrices divided into stages, each sharded by rows for tensor parallelism, and the
+    shard of a tensor-parallel rank flattened and split into one range per replica."""
 
     num_ranks: int
     num_parameters: int
@@ -85,24 +85,24 @@ class Zero1Cut:
         count = rows * SIDE
         capacity = -(-count * len(numbers) // topology.data_size)
         low, high = capacity * place.data_rank, capacity * (place.data_rank + 1)
-        found = []
+        parts = []
         for index, number in enumerate(numbers):
             start, stop = max(low, index * count), min(high, (index + 1) * count)
             if start < stop:
                 tensors = _zeros(stop - start)()
-                found.append(Fragment(_name(number), shard, start - index * count, tensors))
-        return found
+                parts.append(Fragment(_name(number), shard, start - index * count, tensors))
+        return parts
 
     def _numbers(self, stage: int) -> range:
         each = -(-self.num_parameters // self.topology.pipeline_size)
         return range(stage * each, min((stage + 1) * each, self.num_parameters))
 
     def all_rows(self, directory: Path) -> list[tuple[Row, ...]]:
-        """Of each rank: those of one group of replicas from `divide`, of the others by their
-        place, as theirs are the same but for the names and the cut."""
+        """Return the rows of each rank: of one group of replicas from `divide`, of the others by
+        their position, as theirs differ only in names and shard."""
         topology = self.topology
         tried = topology.tensor_size - 1  # of the first stage; rank 0 of tensors gathers buffers
-        found: list[tuple[Row, ...]] = [()] * self.num_ranks
+        rows_by_rank: list[tuple[Row, ...]] = [()] * self.num_ranks
         with world(tried, self.num_ranks):
             mesh = open_mesh(topology, tried)
             own = [
@@ -122,8 +122,8 @@ class Zero1Cut:
                     key = f"{kind}/{_name(numbers[number])}"
                     cut = replace(row.cut, ranges=((first, first + rows),))
                     moved.append(replace(row, key=key, cut=cut, ranks=(rank,)))
-            found[rank] = tuple(moved)
-        return found
+            rows_by_rank[rank] = tuple(moved)
+        return rows_by_rank
 
 
 Cutting = Zero3 | Zero1Cut
@@ -156,7 +156,7 @@ def measure_save(num_ranks: int, size: int, directory: Path) -> Cost:
 def _prepared(
     cutting: Cutting, written: Collection[int], directory: Path
 ) -> tuple[Path, list[tuple[Entry, tuple[Row, ...]]]]:
-    """A checkpoint before it is committed, and what the main rank gets from each rank.
+    """Return a checkpoint before it is committed, and what the main rank gets from each rank.
 
     written: ranks whose files are there; each other rank's is a link to the first of these, since
     of those that nobody reads only sizes are looked at.
@@ -175,7 +175,7 @@ def _prepared(
 
 
 def _commit(partial: Path, told: bytes) -> Path:
-    """As the main rank does, from what the tree of all ranks has brought it."""
+    """Commit like the main rank, with the values gathered from all ranks."""
     everyone = pickle.loads(told)
     layout = merge(row for _, rows in everyone for row in rows).to_json()
     (partial / checkpoints.LAYOUT).write_text(json.dumps(layout, separators=(",", ":")))
@@ -204,9 +204,10 @@ def measure_commit_3d(num_ranks: int, size: int, directory: Path) -> Cost:
 
 
 def _measure_resume(cutting: Cutting, reading: Cutting, directory: Path) -> Cost:
-    """Of the last rank of `reading`; manifest and layout included, which every rank reads."""
+    """Return the cost of the last rank of `reading`; manifest and layout included, which every rank
+    reads."""
     rank, num_ranks = reading.num_ranks - 1, cutting.num_ranks
-    # The files that are looked into, and that of rank 0, which describes what is cut evenly.
+    # The files that are opened, and that of rank 0, which describes even splits.
     written = {0, *range(rank * num_ranks // reading.num_ranks, num_ranks)}
     partial, everyone = _prepared(cutting, written, directory)
     final = _commit(partial, pickle.dumps(everyone))
@@ -235,7 +236,8 @@ def measure_resume_3d(num_ranks: int, size: int, directory: Path) -> Cost:
 
 
 def measure_write(num_ranks: int, size: int, directory: Path) -> Cost:
-    """A quarter of a MiB for each of `size`, copied and written as an asynchronous save does.
+    """Return a quarter of a MiB for each of `size`, copied and written as an asynchronous save
+    does.
 
     gb_per_second: to the disk, fsync included. memory_gb_per_second, cpu_seconds_per_gb: the same
     where no disk is the limit, in /dev/shm where that is.
@@ -257,8 +259,8 @@ def measure_write(num_ranks: int, size: int, directory: Path) -> Cost:
 
 
 def _written(size: int, directory: Path) -> tuple[Cost, Cost]:
-    """Of the second save of `Staging`, whose memory is there; the copy, which stops training, and
-    what is done beside it."""
+    """Return the costs of the second save of `Staging`, whose memory is allocated: the copy, which
+    stops training, and the write in the background."""
     with world(0, 1):
         mesh = open_mesh(Topology(), 0)
         tensors: Sequence[torch.Tensor] = [torch.rand(SIDE * SIDE // 4) for _ in range(size)]

@@ -1,4 +1,4 @@
-"""What a start costs a rank, a host or the main rank of many: parts of `benchmarks/scale.py`."""
+"""Cost of a start for a rank, a host or the main rank of many: parts of `benchmarks/scale.py`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def measure_groups(num_ranks: int, size: int, directory: Path) -> Cost:
 
 
 def _write_dataset(num_ranks: int, directory: Path) -> int:
-    """The manifest alone; its bytes."""
+    """Write only the manifest; return its bytes."""
     sums = {"xxh3": "0" * 16, "index_xxh3": "0" * 16, "blocks_xxh3": "0" * 16}
     shards = tuple(
         ShardRecord(name=f"s{n:06d}", documents=1, tokens=64, bytes=128, text_bytes=200, **sums)  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ def measure_hostfile(num_ranks: int, size: int, directory: Path) -> Cost:
 
 _SSH = """\
 #!/bin/sh
-# What comes back from a host on which the probe that is asked for finds nothing wrong.
+# Answer of a host on which the requested probe finds no problem.
 while [ "$1" != -- ]; do shift; done
 case "$3" in
 *" facts "*) echo '{facts}';;
@@ -147,9 +147,9 @@ esac
 
 
 def measure_doctor(num_ranks: int, size: int, directory: Path) -> Cost:
-    """A host for each of `num_ranks`, behind an `ssh` that answers on this machine with what this
-    one's probe has found: reading and judging the answers, starting and ending the processes.
-    Their clocks stand still, which is all that is found."""
+    """Return a host for each of `num_ranks`, behind an `ssh` that answers on this machine with what
+    this one's probe has found: reading and judging the answers, starting and ending the processes.
+    Their clocks are stopped, which is the only finding."""
     shared = directory / "shared"
     shared.mkdir()
     found_here = {**facts(str(shared)), "own_address": "10.0.0.1", "shm_free_gib": 64.0}
@@ -162,11 +162,11 @@ def measure_doctor(num_ranks: int, size: int, directory: Path) -> Cost:
     path = f"{directory}{os.pathsep}{os.environ['PATH']}"
     with mock.patch.dict(os.environ, {"PATH": path}):
         meter = Meter()
-        found, _ = examine(what, lambda line: None)
+        findings, _ = examine(what, lambda line: None)
         cost = meter.read()
-    wrong = {one.check for one in found if one.failed} - {"clock"}
-    assert not wrong, [one for one in found if one.check in wrong][:3]
-    assert len({one.host for one in found}) == num_ranks
+    wrong = {one.check for one in findings if one.failed} - {"clock"}
+    assert not wrong, [one for one in findings if one.check in wrong][:3]
+    assert len({one.host for one in findings}) == num_ranks
     return cost
 
 
@@ -199,7 +199,8 @@ def _llama(num_ranks: int, size: int, directory: Path) -> tuple[RunConfig, str]:
 
 
 def _deepseek(num_ranks: int, size: int, directory: Path) -> tuple[RunConfig, str]:
-    """As `benchmarks/published/deepseek_v3.yaml`, in two stages, experts divided by 8 at most."""
+    """Return `benchmarks/published/deepseek_v3.yaml`, in two stages, experts divided by 8 at
+    most."""
     tree = yaml.safe_load((PUBLISHED / "deepseek_v3.yaml").read_text())
     if size < 1000:
         tree["model"]["config"] |= {"num_hidden_layers": 4, "n_routed_experts": 64}

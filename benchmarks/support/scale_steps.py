@@ -1,4 +1,4 @@
-"""What the steps of a run, their figures and their watching cost a rank of many: parts of
+"""Cost of the steps of a run, their metrics and monitoring for one of many ranks: parts of
 `benchmarks/scale.py`."""
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ def measure_watchdog(num_ranks: int, size: int, directory: Path) -> Cost:
     alone = quiet.read()
     with _polling(server.port, [f"watchdog/{place.token}/{key}" for key in keys]):
         meter = Meter()
-        found = board.answers(seconds=30)
+        answers = board.answers(seconds=30)
         cost = meter.read(bytes=float(sum(map(len, texts))), quiet=alone["wall"])
-    assert found is not None
-    assert len(found) == num_ranks
-    diagnose(found, {}, [f"host{rank // RANKS_OF_HOST}" for rank in range(num_ranks)])
+    assert answers is not None
+    assert len(answers) == num_ranks
+    diagnose(answers, {}, [f"host{rank // RANKS_OF_HOST}" for rank in range(num_ranks)])
     board.close()
     return cost
 
@@ -90,6 +90,6 @@ def measure_stragglers(num_ranks: int, size: int, directory: Path) -> Cost:
     work[num_ranks // 2] = 3.0
     meter = Meter()
     peers = [topology.coordinates(rank).pipeline_rank for rank in range(num_ranks)]
-    found = find_stragglers(work, peers, 4.0, 1.5)
-    assert [one.rank for one in found] in ([num_ranks // 2], [])
+    stragglers = find_stragglers(work, peers, 4.0, 1.5)
+    assert [one.rank for one in stragglers] in ([num_ranks // 2], [])
     return meter.read()

@@ -32,9 +32,9 @@ def told_by_all(values: Sequence[Any]) -> Iterator[None]:
     """Inside, `all_gather_object` brings `values`, each of them pickled by another rank."""
     sent = [pickle.dumps(value) for value in values]
 
-    def gather(found: list[Any], value: Any, group: Any = None) -> None:
+    def gather(gathered: list[Any], value: Any, group: Any = None) -> None:
         pickle.dumps(value)
-        found[:] = map(pickle.loads, sent)
+        gathered[:] = map(pickle.loads, sent)
 
     with mock.patch.object(dist, "all_gather_object", gather):
         yield

@@ -189,7 +189,7 @@ def test_the_docs_from_their_top_in_a_clean_clone(tmp_path: Path) -> None:
     # The environment is there: `make install` is not to write into it.
     said = type_in(folder, "make -o .venv/.installed quickstart")
     assert "resumed at step" in said
-    assert "the same command goes on from the newest checkpoint" in said
+    assert "the same command continues from the newest checkpoint" in said
     make_reader(folder)
     typed: set[str] = {"make quickstart"}
     failed = []

@@ -315,7 +315,7 @@ def test_layouts_ranked_first_are_measured(tmp_path: Path) -> None:
     finished = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "llama, 2 processes: of 2 layouts, the one ranked first is number" in finished.stdout
-    assert re.search(r"places of the layouts ranked first: [12]$", finished.stdout.strip())
+    assert re.search(r"measured ranks of the layouts ranked first: [12]$", finished.stdout.strip())
 
 
 @pytest.mark.slow

@@ -23,6 +23,6 @@ def test_tiny() -> None:
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    ratio = "ratio command after start-up / its encoder alone"
-    for figure in (ratio, "reference encoder alone", "peak memory of"):
+    ratio = "ratio command after start-up / its encoder only"
+    for figure in (ratio, "reference encoder only", "peak memory of"):
         assert figure in result.stdout
