@@ -51,7 +51,7 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def write_to_disk(path: Path, num_bytes: int) -> None:
-    """One file of that size, on the disk when this returns."""
+    """Write one file of that size, on the disk when this returns."""
     block = os.urandom(BLOCK_BYTES)
     with path.open("wb") as file:
         for begin in range(0, num_bytes, BLOCK_BYTES):

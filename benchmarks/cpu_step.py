@@ -184,7 +184,7 @@ def measure_all(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def print_result(result: dict[str, Any]) -> None:
-    """The rows of one point."""
+    """Print the rows of one point."""
     point = result["point"]
     for name, row in result["contenders"].items():
         print(

@@ -212,7 +212,7 @@ def measure_all(size: str, num_steps: int, num_rounds: int) -> list[dict[str, An
 
 
 def print_row(row: dict[str, Any], whole_bytes: int) -> None:
-    """One layout, human-readable."""
+    """Print one layout, human-readable."""
     total = sum(row["exchanged"].values())
     operators = ", ".join(
         f"{name} {n / 1e6:.2f}" for name, n in row["exchanged"].items() if n > 1e3

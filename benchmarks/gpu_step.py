@@ -176,7 +176,7 @@ def grid(args: argparse.Namespace) -> list[Point]:
 
 
 def print_row(point: Point, name: str, row: dict[str, Any], base: float | None) -> None:
-    """One contender of one point; the ratio is of tokens/s to the bare loop's."""
+    """Print one contender of one point; the ratio is of tokens/s to the bare loop's."""
     place = (
         f"{point.size:<5} {point.sequence_length:>5} {point.compile:<8} {point.loss:<8} "
         f"{point.checkpointing:<5} {name:<11}"

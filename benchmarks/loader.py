@@ -63,7 +63,7 @@ UINT16_CODE = 8
 
 
 def write_manifest_of(directory: Path, shards: Sequence[ShardRecord]) -> None:
-    """The manifest of shards without a tokenizer."""
+    """Write the manifest of shards without a tokenizer."""
     tokenizer = TokenizerRecord(
         name="none", hash="0" * 16, vocab_size=VOCABULARY, end_of_document_id=0, engine="none"
     )
@@ -79,7 +79,7 @@ def write_manifest_of(directory: Path, shards: Sequence[ShardRecord]) -> None:
 
 
 def write_dataset(directory: Path, num_tokens: int, seed: int) -> None:
-    """One shard of random documents of about `DOCUMENT_TOKENS` tokens."""
+    """Write one shard of random documents of about `DOCUMENT_TOKENS` tokens."""
     directory.mkdir()
     generator = np.random.default_rng(seed)
     with ShardWriter(directory, "train_00000", "uint16") as writer:

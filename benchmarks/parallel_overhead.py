@@ -279,7 +279,7 @@ def _bubble(layout: Layout) -> float:
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """One layout, human-readable."""
+    """Print one layout, human-readable."""
     largest = {n: b for n, b in row["exchanged"].items() if b >= 0.001 * row["formula_bytes"]}
     operators = ", ".join(f"{name} {count / 1e6:.2f}" for name, count in largest.items())
     print(

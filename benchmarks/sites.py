@@ -139,7 +139,7 @@ class Copies:
         return torch.cat([p.detach().reshape(-1) for p in self.models[site].parameters()])
 
     def step(self, number: int, batch: Batch) -> None:
-        """An inner step of every site, on its block of the samples."""
+        """Do an inner step of every site, on its block of the samples."""
         config = self.config
         lr = learning_rate_at(number, config.optimizer.lr, config.schedule, config.train.steps)
         count = self.sites.count

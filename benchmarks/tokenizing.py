@@ -200,7 +200,8 @@ class Costs:
         )
 
     def rates(self, name: str, start: str | None = None) -> tuple[float, float]:
-        """MB of text per second on the clock, and per CPU second; without start-up `start`."""
+        """Return MB of text per second on the clock, and per CPU second; without start-up
+        `start`."""
         slow = "reference" in name or "Megatron" in name
         cost = self[name]
         before = Cost(0.0, 0.0) if start is None else self[start]

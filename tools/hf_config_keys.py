@@ -64,7 +64,7 @@ def as_text(table: dict[str, Any]) -> str:
 
 
 def _kinds(config_class: Any) -> dict[str, str]:
-    """JSON types of every key, joined by ``|``; empty where any value may be taken."""
+    """Return the JSON types of every key, joined by ``|``; empty where any value may be taken."""
     from bigtrain.models.configuration import known_keys
 
     annotations = {field.name: field.type for field in dataclasses.fields(config_class)}

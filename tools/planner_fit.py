@@ -1,10 +1,10 @@
 """Fit the constants of the planner's devices and engines to published rows.
 
-    python tools/planner_fit.py                # fit to all rows, print the errors python
-    tools/planner_fit.py --held-out     # fit to every other row, print the errors of the others
-    python tools/planner_fit.py --write        # and write bigtrain/planner/tables/ python
-    tools/planner_fit.py --held-out --write    # and write benchmarks/planner_held_out.json python
-    tools/planner_fit.py --rows benchmarks/planner_other_rows.csv \\
+    python tools/planner_fit.py                # fit to all rows, print the errors
+    python tools/planner_fit.py --held-out     # fit to every other row, print the others' errors
+    python tools/planner_fit.py --write        # and write bigtrain/planner/tables/
+    python tools/planner_fit.py --held-out --write    # and write benchmarks/planner_held_out.json
+    python tools/planner_fit.py --rows benchmarks/planner_other_rows.csv \\
         --only reach/B200 megatron_core automodel deepspeed    # of these no others speak
 
     python tools/planner_fit.py --leave-one-out [--write]    # of each source by all the others
@@ -125,7 +125,7 @@ class Tables:
 
 @contextmanager
 def in_force(tables: Tables) -> Iterator[None]:
-    """Inside, the planner reads `tables`."""
+    """Make the planner read `tables` inside."""
     before = hardware._table, engines._table
     hardware._table, engines._table = lambda: tables.hardware, lambda: tables.engines
     try:

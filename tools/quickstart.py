@@ -101,7 +101,7 @@ def call(command: list[str]) -> None:
 
 
 def kill_at_first_checkpoint(command: list[str]) -> None:
-    """SIGKILL the launcher and all its processes once the first checkpoint is there."""
+    """Kill the launcher and all its processes once the first checkpoint exists."""
     show(command)
     process = subprocess.Popen(
         command,

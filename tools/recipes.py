@@ -90,7 +90,7 @@ def with_layout(text: str) -> str:
 
 
 def prediction(best: Candidate, cluster: Cluster) -> str:
-    """Comment lines on a layout. Three digits: predictions know no more."""
+    """Return comment lines on a layout, with predictions rounded to three digits."""
     rate = float(f"{best.tokens_per_second / cluster.num_devices:.3g}")
     memory, usable = best.memory.total / GIB, cluster.usable_memory / GIB
     return (

@@ -295,7 +295,7 @@ def tiny_model(model_type: str) -> PreTrainedModel:
 
 
 def _refuse_large(model_class: Any, config: PreTrainedConfig) -> None:
-    """An architecture whose sizes have other names would be built in its full size."""
+    """Refuse an architecture whose sizes have other names and would be built in full size."""
     with torch.device("meta"):
         model = model_class._from_config(copy.deepcopy(config))
     num_parameters = sum(p.numel() for p in model.parameters())

@@ -16,7 +16,7 @@ STEPS, SAVED = 8, 4
 
 
 def checkpoints(setup: Setup, part: Part) -> None:
-    """A run that nobody disturbs, and one that is killed after a save and started again."""
+    """Compare an undisturbed run with one that is killed after a save and started again."""
     more = {"checkpoint.every_steps": SAVED, "checkpoint.keep_last": 5}
     directories = [setup.directory / name for name in ("undisturbed", "killed")]
     limit = setup.seconds / 3
@@ -54,7 +54,7 @@ def checkpoints(setup: Setup, part: Part) -> None:
 
 
 def _compare(part: Part, step: int, first: Path, second: Path) -> None:
-    """All tensors of two runs' checkpoints of `step`, bit for bit."""
+    """Compare all tensors of two runs' checkpoints of `step`, bit for bit."""
     one, other = (read_full(checkpoint_path(run, step) / TENSORS) for run in (first, second))
     different = [key for key in one if not torch.equal(one[key], other[key])]
     part.figures[f"tensors_at_{step}"] = len(one)

@@ -15,7 +15,8 @@ from bigtrain.models.torch_patches import flight_recorder_trace
 
 
 def out_of_memory(setup: Setup, part: Part) -> None:
-    """A run that does not fit ends with one error, which lists the owners of the memory."""
+    """Check that a run that does not fit ends with one error, which lists the owners of the
+    memory."""
     size = size_of(setup)
     samples = 8 * size.samples
     arguments = write_run(
@@ -40,7 +41,8 @@ def out_of_memory(setup: Setup, part: Part) -> None:
 
 
 def flight_recorder(setup: Setup, part: Part) -> None:
-    """torch's record of the last collectives, as the watchdog writes it down when a run hangs."""
+    """Check torch's record of the last collectives, as the watchdog writes it down when a run
+    hangs."""
     with alone(setup, run_of(setup, Case("recorder"))) as device:
         dist.all_reduce(torch.ones(4, device=device))
         if setup.on_gpu:
@@ -55,7 +57,7 @@ def flight_recorder(setup: Setup, part: Part) -> None:
 
 
 def check_trace(part: Part, trace: bytes) -> None:
-    """`trace` must hold the reduction that `flight_recorder` has made, and where it was called."""
+    """Check that `trace` contains the reduction of `flight_recorder` and its call stack."""
     record = pickle.loads(trace)  # torch's own format, and this process's own bytes
     entries = record.get("entries", [])
     names = sorted({entry["profiling_name"] for entry in entries})
@@ -66,8 +68,8 @@ def check_trace(part: Part, trace: bytes) -> None:
 
 
 def profiler(setup: Setup, part: Part) -> None:
-    """A trace of two steps of a run, with the device's kernels, and a table of the most expensive
-    operations."""
+    """Check a trace of two steps of a run, with the device's kernels, and a table of the most
+    expensive operations."""
     arguments = write_run(setup, "profiled", **{"profile.steps": [2, 3], "train.steps": 4})
     ended = train(setup, "profiled", arguments, limit_seconds=setup.seconds)
     part.check(ended.code == 0, f"the run ended with {ended.code}: {ended.output[-300:]}")

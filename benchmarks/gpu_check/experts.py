@@ -19,7 +19,7 @@ _WORST_ERROR = 0.02
 
 
 def grouped_products(setup: Setup, part: Part) -> None:
-    """The three grouped products of a layer's two stacks (forward, and both gradients), by
+    """Measure the three grouped products of a layer's two stacks (forward, and both gradients), by
     transformers' own operator, with as many tokens for each expert and with uneven numbers;
     compared with one full product of as many operations, and the peak of the device's data
     sheet."""
@@ -92,7 +92,7 @@ def _calls(
 
 
 def _compare(part: Part, rows: torch.Tensor, stacks: torch.Tensor, ends: torch.Tensor) -> None:
-    """The part fails where an expert's rows are not those times its matrix."""
+    """Fail the part if an expert's rows are not those times its matrix."""
     products = product(rows, stacks, ends)
     begin = 0
     for number, end in enumerate(ends.tolist()):

@@ -14,7 +14,8 @@ from benchmarks.gpu_check.training import Case, size_of
 
 
 def attention(setup: Setup, part: Part) -> None:
-    """sdpa by each of its kernels, flash attention and flex, documents mixed and kept apart."""
+    """Check sdpa by each of its kernels, flash attention and flex, documents mixed and kept
+    apart."""
     backends = {
         "flash": SDPBackend.FLASH_ATTENTION,
         "math": SDPBackend.MATH,
@@ -51,7 +52,7 @@ def attention(setup: Setup, part: Part) -> None:
 
 
 def losses(setup: Setup, part: Part) -> None:
-    """The loss in chunks and Liger's, and Liger's fused layers."""
+    """Check the loss in chunks and Liger's, and Liger's fused layers."""
     # Several chunks, the last of them smaller.
     size = size_of(setup)
     chunk = size.micro_batch_size * size.tokens * 2 // 5 + 1

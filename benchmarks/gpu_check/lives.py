@@ -118,7 +118,7 @@ def run_program(
 
 
 def _repeatable() -> None:
-    """The same bits each time: CUDA's fast backward passes add up in the order they finish."""
+    """Make results repeatable: CUDA's fast backward passes sum in the order they finish."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when cuBLAS starts
     torch.use_deterministic_algorithms(True, warn_only=True)
 

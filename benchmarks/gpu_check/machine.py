@@ -30,7 +30,7 @@ def machine(setup: Setup, part: Part) -> None:
 
 
 def _check_settings(part: Part, device: torch.device) -> None:
-    """Before anything else asks the allocator for memory."""
+    """Check the settings before anything else allocates memory."""
     held = torch.ones(64 << 20, device=device)
     segments = [s for s in torch.cuda.memory_snapshot() if s["total_size"] >= held.nbytes]
     expandable = bool(segments) and all(s.get("is_expandable") for s in segments)

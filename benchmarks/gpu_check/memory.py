@@ -31,7 +31,8 @@ def activation_offload(setup: Setup, part: Part) -> None:
 
 
 def offload(setup: Setup, part: Part) -> None:
-    """Optimizer and parameters in host memory, by torch's AdamW and by DeepSpeed's CPU Adam."""
+    """Check optimizer and parameters in host memory, by torch's AdamW and by DeepSpeed's CPU
+    Adam."""
     cases = [
         Case("zero2-torch", "zero2_offload", dtype="bfloat16"),
         Case("zero3-torch", "zero3_offload"),
@@ -48,7 +49,7 @@ def offload(setup: Setup, part: Part) -> None:
 
 
 def nvme(setup: Setup, part: Part) -> None:
-    """Parameters in files, where DeepSpeed's async_io can be compiled."""
+    """Check parameters in files, where DeepSpeed's async_io can be compiled."""
     block = "zero_optimization.offload_param"
     json: dict[str, Any] = {f"{block}.nvme_path": str(setup.directory / "nvme")}
     (setup.directory / "nvme").mkdir()
@@ -59,7 +60,8 @@ def nvme(setup: Setup, part: Part) -> None:
 
 
 def zeropp(setup: Setup, part: Part) -> None:
-    """ZeRO++ on one device: quantized weights and gradients, and its secondary partition of one.
+    """Check ZeRO++ on one device: quantized weights and gradients, and its secondary partition of
+    one.
 
     Quantization changes numbers by design: how far is written down, and no limit is set to it but
     that they are numbers and the weights have moved. Without it, the run is compared as any other.

@@ -40,18 +40,19 @@ _OVERFLOWING_TINY = {"scale_power": 21, "num_steps": 8}
 
 
 def parity_fp32(setup: Setup, part: Part) -> None:
-    """ZeRO 0 to 3 in float32."""
+    """Compare ZeRO 0 to 3 in float32."""
     compare_cases(setup, part, [Case(f"zero{stage}", f"zero{stage}") for stage in range(4)])
 
 
 def parity_bf16(setup: Setup, part: Part) -> None:
-    """ZeRO 0 to 3 in bfloat16, with float32 masters."""
+    """Compare ZeRO 0 to 3 in bfloat16, with float32 masters."""
     names = [f"zero{stage}" for stage in range(4)]
     compare_cases(setup, part, [Case(name, name, dtype="bfloat16") for name in names])
 
 
 def parity_fp16(setup: Setup, part: Part) -> None:
-    """ZeRO 0 to 3 in float16: numbers, which steps overflow, and the scale in a checkpoint."""
+    """Compare ZeRO 0 to 3 in float16: numbers, which steps overflow, and the scale in a
+    checkpoint."""
     more = _OVERFLOWING_TINY if setup.tiny else _OVERFLOWING
     cases = [
         Case(name, name, dtype="float16", **more) for name in [f"zero{stage}" for stage in range(4)]

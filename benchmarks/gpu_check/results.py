@@ -60,7 +60,7 @@ class Part:
             self.fail(reason)
 
     def note(self, name: str, text: str) -> None:
-        """A call within the part that could not run here, by name."""
+        """Note a call of the part that could not run here, by name."""
         self.figures.setdefault("skipped", {})[name] = text
 
 
@@ -69,7 +69,7 @@ Function = Callable[[Setup, Part], None]
 
 
 def write_results(path: Path, machine: dict[str, Any], parts: Sequence[Part]) -> None:
-    """All results so far as JSON, replacing earlier ones."""
+    """Write all results so far as JSON, replacing earlier ones."""
     tree = {"machine": machine, "parts": [asdict(part) for part in parts]}
     write_whole(path, (json.dumps(tree, indent=2, default=str) + "\n").encode())
 

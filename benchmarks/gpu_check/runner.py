@@ -104,7 +104,7 @@ def _cannot_fork(log: Path) -> bool:
 
 
 def _keep(entry: Entry, part: Part, setup: Setup, output: Path) -> None:
-    """The log of a part that failed, and the newest trace."""
+    """Keep the log of a part that failed, and the newest trace."""
     directory = setup.directory / entry.name
     if part.status == "failed":
         with (output / "logs.txt").open("a") as file:

@@ -53,7 +53,7 @@ _SIZES: dict[str, dict[str, Any]] = {
 
 
 def speed(size: str, setup: Setup, part: Part) -> None:
-    """Tokens/s, utilization and peak memory of every contender at `size`.
+    """Measure tokens/s, utilization and peak memory of every contender at `size`.
 
     The part fails if bigtrain has no result; a peer that has none is a row.
     """
@@ -89,7 +89,7 @@ def point_of(size: str, setup: Setup) -> Point:
 
 
 def loss_of(contender: str) -> str:
-    """bigtrain's own choice for it; the others' loops compute it plainly."""
+    """Return bigtrain's own choice of the loss; the others' loops compute it plainly."""
     return "auto" if contender == "bigtrain" else "plain"
 
 
@@ -112,7 +112,7 @@ def _measure(point: Point, setup: Setup, name: str, limit_seconds: float) -> dic
 
 
 def measure_into(point: dict[str, Any], directory: str) -> None:
-    """`measure` of a point as JSON holds it, the result in a file of `directory`."""
+    """Call `measure` for a point in JSON, with the result in a file of `directory`."""
     contenders = tuple(point["contenders"])
     with quick_compilation(point["size"] == "tiny"):
         result = measure(Point(**{**point, "contenders": contenders}), Path(directory))

@@ -29,7 +29,7 @@ def float16_on_cpu(device: str) -> Iterator[None]:
 
 
 def quick_compilation(tiny: bool) -> Any:
-    """At tiny size, let `torch.compile` trace and differentiate, and not call a compiler."""
+    """Make `torch.compile` at tiny size only trace and differentiate, without a compiler."""
     if not tiny:
         return nullcontext()
     return mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager"))
@@ -37,7 +37,7 @@ def quick_compilation(tiny: bool) -> Any:
 
 @contextmanager
 def flex_on_cpu(device: str) -> Iterator[None]:
-    """flex attention, not compiled: what torch refuses on a CPU is only its kernels' backward."""
+    """Run flex attention without compiling: torch refuses only its kernels' backward on a CPU."""
     if device == "cuda":
         yield
         return

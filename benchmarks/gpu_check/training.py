@@ -228,7 +228,7 @@ def alone(setup: Setup, run: ResolvedRun) -> Iterator[torch.device]:
 
 @contextmanager
 def engine_of(setup: Setup, run: ResolvedRun, device: torch.device) -> Iterator[TrainEngine]:
-    """The engine of `run`, filled with the model's weights, and closed at the end."""
+    """Open the engine of `run`, filled with the model's weights, and closed at the end."""
     mesh = open_mesh(run.topology, 0)
     warm_up(mesh, device)
     hf_config = load_hf_config(run.config.model)
@@ -270,7 +270,7 @@ def train_engine(
 
 
 def step_engine(setup: Setup, case: Case, engine: TrainEngine, step: int, trained: Trained) -> None:
-    """One optimizer step; appends to the lists of `found`."""
+    """Do one optimizer step; append to the lists of `trained`."""
     judged: list[StepStats] = []
 
     def approve(figures: StepStats) -> bool:
@@ -291,7 +291,7 @@ def step_engine(setup: Setup, case: Case, engine: TrainEngine, step: int, traine
 
 
 def loss_scale_of(engine: TrainEngine) -> float:
-    """float16's, that the next backward pass takes; 1 elsewhere."""
+    """Return float16's loss scale of the next backward pass; 1 for other dtypes."""
     return float(getattr(engine.engine.optimizer, "loss_scale", 1.0))
 
 

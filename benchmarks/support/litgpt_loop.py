@@ -25,7 +25,7 @@ def is_installed() -> bool:
 
 
 def litgpt_config(hf_config: Any) -> Any:
-    """litgpt's description of a Llama without scaled positions."""
+    """Return litgpt's description of a Llama without scaled positions."""
     from litgpt.config import Config
 
     return Config(

@@ -55,7 +55,7 @@ def of_bigtrain(case: dict[str, Any], device: torch.device) -> tuple[Callable[[]
 
 
 def of_deepspeed(case: dict[str, Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """DeepSpeed's own Muon on the same model."""
+    """Build DeepSpeed's own Muon on the same model."""
     config = RunConfig.model_validate(case["config"])
     assert config.model.path is not None
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)

@@ -52,7 +52,7 @@ def each_alone(contenders: Sequence[str]) -> dict[str, Figures]:
 
 
 def print_table(figures_by_name: dict[str, Figures]) -> None:
-    """A line for each contender."""
+    """Print a line for each contender."""
     for name, row in figures_by_name.items():
         times = f"{row['seconds']:.3f} s, of the processor {row['cpu_seconds']:.3f} s"
         print(f"{name:<10} peak {row['peak_gib']:.2f} GiB, {times}")

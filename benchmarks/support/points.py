@@ -114,7 +114,7 @@ class Point:
 
 
 def write_random_dataset(directory: Path, *, vocab_size: int, num_tokens: int) -> None:
-    """One shard of uniformly random tokens, written as `bigtrain tokenize` writes shards."""
+    """Write one shard of uniformly random tokens, written as `bigtrain tokenize` writes shards."""
     directory.mkdir(parents=True)
     (directory / "tokenizer").mkdir()  # the run directory keeps a copy; nothing here reads text
     dtype = token_dtype(vocab_size)

@@ -56,7 +56,8 @@ def _polling(port: int, keys: list[str]) -> Iterator[None]:
 
 
 def measure_watchdog(num_ranks: int, size: int, directory: Path) -> Cost:
-    """quiet: seconds of the clock with nobody else at the store; wall: with two others."""
+    """Measure the watchdog. quiet: seconds of the clock with no other client at the store; wall:
+    with two others."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = Place("127.0.0.1", server.port, "token")
     place.create_entries(num_ranks)

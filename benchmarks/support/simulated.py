@@ -19,7 +19,7 @@ RANKS_OF_HOST = 8
 
 @contextmanager
 def world(rank: int, num_ranks: int) -> Iterator[None]:
-    """A process group of `num_ranks`, of which this process is the only one."""
+    """Open a process group of `num_ranks`, of which this process is the only one."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
         yield
@@ -29,7 +29,7 @@ def world(rank: int, num_ranks: int) -> Iterator[None]:
 
 @contextmanager
 def told_by_all(values: Sequence[Any]) -> Iterator[None]:
-    """Inside, `all_gather_object` brings `values`, each of them pickled by another rank."""
+    """Make `all_gather_object` return `values` inside, each pickled by another rank."""
     sent = [pickle.dumps(value) for value in values]
 
     def gather(gathered: list[Any], value: Any, group: Any = None) -> None:

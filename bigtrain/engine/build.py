@@ -115,7 +115,7 @@ def _initialize(
     device: torch.device,
     mesh: Mesh,
 ) -> Any:
-    """DeepSpeed's engine over `model`, with its optimizer. Collective over all ranks."""
+    """Return DeepSpeed's engine over `model`, with its optimizer. Collective over all ranks."""
     mpu = ModelParallelUnit(mesh) if dist.get_world_size(mesh.model) > 1 else None
     set_mpu(mpu)
     set_expert_groups(mesh.expert, mesh.expert_replicas)

@@ -127,7 +127,7 @@ class RouterLosses:
             ask_for_router_logits(model)
 
     def begin_step(self) -> None:
-        """An optimizer step begins."""
+        """Begin an optimizer step."""
         self._chosen = None
 
     def of(self, outputs: Any) -> torch.Tensor | None:
@@ -180,7 +180,7 @@ class BiasUpdate:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After an update of the parameters: raise the biases of experts that fewer tokens of the
+        """Raise, after an update of the parameters, the biases of experts that fewer tokens of the
         global batch than the mean have chosen, lower the others'. Collective over the replicas."""
         for name, bias in self._biases.items():
             counts = self._load.of_replicas(name).double()

@@ -169,7 +169,7 @@ class TrainEngine:
         self.exact.refresh(self.engine, self.module, self.mesh)
 
     def _begin_counts(self, observe: bool) -> None:
-        """A step begins; `observe`: whether the load of its experts will be read."""
+        """Begin a step; `observe`: whether the load of its experts will be read."""
         optimizer = inner_optimizer(self.engine)
         if isinstance(optimizer, RuleOptimizer):
             optimizer.begin_count()
@@ -262,7 +262,8 @@ class TrainEngine:
         return float(total) / dist.get_world_size()
 
     def step_loss(self, result: StepResult) -> float:
-        """Mean loss of a step over the global batch, in nats per token. Waits for the device."""
+        """Return the mean loss of a step over the global batch, in nats per token. Waits for the
+        device."""
         if result.figures is not None:
             return result.figures.loss
         total = mean_loss(self._own_share(result.loss_sum), result.num_targets)
@@ -271,7 +272,8 @@ class TrainEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
-        """Mean loss in nats per token, and the number of tokens, over all ranks' `batches`.
+        """Return the mean loss in nats per token, and the number of tokens, over all ranks'
+        `batches`.
 
         Every rank must bring the same number of batches.
         """

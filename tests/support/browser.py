@@ -175,16 +175,17 @@ class Browser:
         path.write_bytes(base64.b64decode(answer["data"]))
 
     def print_pdf(self, path: Path) -> None:
-        """The page as its printer gets it."""
+        """Return the page as its printer gets it."""
         answer = self.call("Page.printToPDF", printBackground=False, preferCSSPageSize=True)
         path.write_bytes(base64.b64decode(answer["data"]))
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
-        """A mouse event, ``mousePressed`` for one."""
+        """Send a mouse event, ``mousePressed`` for one."""
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
     def problems(self) -> list[str]:
-        """Errors that the page's programs raised, and what the browser refused or complained of."""
+        """Return errors that the page's programs raised, and what the browser refused or complained
+        of."""
         texts = []
         for event in self.events:
             if event.get("method") == "Runtime.exceptionThrown":

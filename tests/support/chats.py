@@ -122,7 +122,7 @@ def turns(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
 
 
 def write_readme_chats(folder: Path) -> None:
-    """The tokenizer and the conversations that the README's page on chat data trains on."""
+    """Write the tokenizer and the conversations that the README's page on chat data trains on."""
     tokenizer = chat_tokenizer(unmarked(CHATML))
     # The recipe's model has 4096 tokens.
     tokenizer.add_tokens([f"<extra {number}>" for number in range(4096 - len(tokenizer))])

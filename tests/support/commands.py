@@ -114,7 +114,7 @@ class Running:
         )
 
     def kill(self) -> Ended:
-        """SIGKILL for it and all its workers, if it still runs."""
+        """Kill it and all its workers, if it still runs."""
         os.killpg(self.pid, signal.SIGKILL)
         return self.wait()
 
@@ -144,7 +144,7 @@ def _serve() -> None:
 
 
 def _become(request: dict[str, Any]) -> None:
-    """In the child: run the command and never return."""
+    """Run the command in the child; never returns."""
     code = 70
     try:
         os.setsid()

@@ -56,7 +56,7 @@ _ANSWERS = 100  # a file descriptor that nobody has
 
 
 def die_at(number: int) -> None:
-    """SIGKILL this process at its `number`-th operation on a checkpoint's files, from 1."""
+    """Kill this process at its `number`-th operation on a checkpoint's files, from 1."""
     counter = itertools.count(1)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -115,7 +115,7 @@ def hang(layer: int, call: int, how: str) -> None:
 
 
 def spoil(steps: dict[str, str]) -> None:
-    """In some steps, spoil what the model's MLPs return, or its gradient."""
+    """Corrupt in some steps the output of the model's MLPs, or its gradient."""
     import torch
 
     from bigtrain.engine.optimizers.masters import master_parts

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 
 def system_calls(directory: Path) -> Path:
-    """The compiled `system_calls.c`; skips the test where there is no compiler."""
+    """Return the compiled `system_calls.c`; skips the test where there is no compiler."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         pytest.skip("no C compiler here")
@@ -57,7 +57,7 @@ class ServerLives:
 
     @contextmanager
     def running(self, kill_at: Callable[[int], int]) -> Iterator[None]:
-        """Servers until the end of the block. kill_at: the operation at which the next one is
+        """Run servers until the end of the block. kill_at: the operation at which the next one is
         killed, by the number of kills before; 0: none."""
         library = system_calls(self.directory)
         environment = {

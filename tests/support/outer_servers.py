@@ -20,8 +20,8 @@ TOKEN = b"0123456789abcdef0123456789abcdef"
 
 @contextmanager
 def outer_server(directory: Path, *, window_seconds: float) -> Iterator[dict[str, Any]]:
-    """A server with its state in `directory`, which it continues if it has one, and `server.log`;
-    the settings with which sites reach it."""
+    """Run a server with its state in `directory`, which it continues if it has one, and
+    `server.log`; the settings with which sites reach it."""
     directory.mkdir(parents=True, exist_ok=True)
     token_file = directory / "token"
     token_file.write_bytes(TOKEN)
@@ -56,6 +56,7 @@ def outer_server(directory: Path, *, window_seconds: float) -> Iterator[dict[str
 
 
 def rounds(directory: Path) -> list[dict[str, Any]]:
-    """The records of a server that has ended, oldest first; the initial weights are the first."""
+    """Return the records of a server that has ended, oldest first; the initial weights are the
+    first."""
     with closing(Store(directory)) as store:
         return store.records_after(-1, limit=1_000_000)

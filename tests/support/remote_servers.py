@@ -28,12 +28,12 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
 
     def handle_error(self, *_: Any) -> None:
-        """A connection that broke is what the tests are about."""
+        """Ignore broken connections, which the tests cause."""
 
 
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[int]:
-    """A server of `handler` on a free port of this machine."""
+    """Run a server of `handler` on a free port of this machine."""
     server = _Server(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()

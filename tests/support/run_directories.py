@@ -59,7 +59,7 @@ def outer_line(step: int, number: int, sites: list[int], **figures: Any) -> dict
 
 
 def write_lines(path: Path, lines: Iterable[dict[str, Any] | str]) -> None:
-    """JSON objects, or texts as they are, each on a line."""
+    """Write JSON objects, or texts unchanged, each on a line."""
     with path.open("w") as file:
         for line in lines:
             file.write((line if isinstance(line, str) else json.dumps(line)) + "\n")

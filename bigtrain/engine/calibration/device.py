@@ -106,7 +106,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _product(device: torch.device, size: int, dtype: torch.dtype) -> float:
-    """FLOP/s of square matrix products."""
+    """Return FLOP/s of square matrix products."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return _rate(device, lambda: a @ b) * 2 * size**3
 

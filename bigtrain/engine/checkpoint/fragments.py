@@ -43,7 +43,8 @@ class Fragment:
     is_replicated: bool = False
 
     def parts(self, kind: str) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """(offsets in the full parameter, view) of every rectangle that the fragment covers."""
+        """Yield (offsets in the full parameter, view) of every rectangle that the fragment
+        covers."""
         yield from cut_parts(self.shard, self.start, self.tensors[kind])
 
 

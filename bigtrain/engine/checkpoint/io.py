@@ -292,7 +292,7 @@ class Division:
 def divide(
     fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor], mesh: Mesh
 ) -> Division:
-    """This rank's share of fragments and buffers. Collective over `mesh.pipeline`.
+    """Return this rank's share of fragments and buffers. Collective over `mesh.pipeline`.
 
     A tensor that all replicas hold (for experts: all ranks with the same experts) is assigned to
     the one with the least to write so far; all of them compute the same assignment. Of a tensor

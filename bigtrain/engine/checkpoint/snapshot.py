@@ -56,7 +56,7 @@ class EngineSnapshot:
 
 
 def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> EngineSnapshot:
-    """Masters, optimizer states and buffers, or copies of them in `staging`. Collective.
+    """Return masters, optimizer states and buffers, or copies of them in `staging`. Collective.
 
     A run with adapters saves only what is trained, not the frozen base weights.
     """
@@ -226,8 +226,8 @@ def _exact_frozen(
     directory: Path,
     listing: Listing | None,
 ) -> Iterator[list[Fragment]]:
-    """`fragments` to fill from `directory`, those of frozen parameters in the dtype that it holds;
-    on exit DeepSpeed has what was filled."""
+    """Return `fragments` to fill from `directory`, those of frozen parameters in the dtype that it
+    holds; on exit DeepSpeed has what was filled."""
     frozen = [fragment for fragment in fragments if not _is_trained(engine, fragment.name)]
     dtypes = stored_dtypes(directory, frozen, listing) if frozen else {}
     held: dict[str, tuple[Fragment, Fragment]] = {}
@@ -245,6 +245,6 @@ def _is_trained(engine: TrainEngine, name: str) -> bool:
 
 
 def _buffers(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    """Buffers that a state dict holds, by name; the same on every rank that has them."""
+    """Return buffers that a state dict holds, by name; the same on every rank that has them."""
     kept = engine.module.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in engine.module.named_buffers() if name in kept}

@@ -25,8 +25,8 @@ _GATHER = "_PartitionedParameterCoordinator__all_gather_params"
 
 
 def name_of_experts(size: int) -> str:
-    """DeepSpeed's name for the expert-parallel groups of `size` ranks and their data-parallel
-    groups; it parses the number (0.19.8, utils/groups.py:671)."""
+    """Return DeepSpeed's name for the expert-parallel groups of `size` ranks and their
+    data-parallel groups; it parses the number (0.19.8, utils/groups.py:671)."""
     return f"ep_size_{size}"
 
 
@@ -67,7 +67,7 @@ def as_expert_group(group: dict[str, Any], name: str) -> dict[str, Any]:
 
 @contextmanager
 def engine_with_experts() -> Iterator[None]:
-    """Inside, engines are built for a model with experts.
+    """Build engines inside for a model with experts.
 
     They look for layers of DeepSpeed's own kinds (0.19.8, runtime/engine.py:2099) before they make
     the optimizer, which goes by the answer; ZeRO-3 asks once more, and refuses others (:2197).

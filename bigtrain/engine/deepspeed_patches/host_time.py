@@ -25,7 +25,7 @@ class HostTime:
         self._is_inside = False
 
     def add_wait(self, seconds: float) -> None:
-        """The thread has waited for a collective."""
+        """Add the time in which the thread waited for a collective."""
         self.waited += seconds
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -57,7 +57,8 @@ def is_zero3(optimizer: Any) -> bool:
 
 
 def zero0_masters(optimizer: Any) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """(parameter, its flat fp32 master) of DeepSpeed's 16-bit wrappers for ZeRO 0; else none."""
+    """Return (parameter, its flat fp32 master) of DeepSpeed's 16-bit wrappers for ZeRO 0; else
+    none."""
     return [
         (parameter, flat.data.view(-1).narrow(0, offset, parameter.numel()))
         for parameter, flat, offset in zero0_layout(optimizer)

@@ -125,7 +125,7 @@ def _is_gathered_otherwise(parameter: Any) -> bool:
 
 
 def _partition_range(parameter: Any, rank: int) -> tuple[int, int]:
-    """(start, count) of a ZeRO-3 partition within the full parameter, without padding.
+    """Return (start, count) of a ZeRO-3 partition within the full parameter, without padding.
 
     Partitions are equally large (0.19.8, runtime/zero/partition_parameters.py, `_partition_param`).
     """

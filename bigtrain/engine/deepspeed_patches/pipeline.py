@@ -38,7 +38,7 @@ def replace_instructions(
 
 
 def run_optimizer_step(engine: Any) -> None:
-    """DeepSpeed's own instruction for the update (0.19.8, runtime/pipe/engine.py:1221)."""
+    """Run DeepSpeed's own instruction for the update (0.19.8, runtime/pipe/engine.py:1221)."""
     engine._exec_optimizer_step()
 
 

@@ -27,7 +27,7 @@ def set_mpu(mpu: Any) -> None:
 
 @contextmanager
 def process_as_before() -> Iterator[None]:
-    """On exit, what DeepSpeed leaves in a process that had an engine is as on entry.
+    """Restore on exit the process state that DeepSpeed changes when it builds an engine.
 
     ZeRO 3 replaces `torch.nn.functional.linear` (0.19.8, runtime/zero/partition_parameters.py:417),
     and references to the groups of an engine, its `mpu` among them, outlive
@@ -50,7 +50,8 @@ def process_as_before() -> Iterator[None]:
 
 @contextmanager
 def operators_loaded_by(load: Callable[..., ModuleType]) -> Iterator[None]:
-    """Inside, what DeepSpeed compiles comes from `load`, whose first argument is torch's loader.
+    """Load operators that DeepSpeed compiles inside by `load`, whose first argument is torch's
+    loader.
 
     The others are those of `torch.utils.cpp_extension.load`, which DeepSpeed 0.19.8 calls in
     `OpBuilder.jit_load` (ops/op_builder/builder.py:568).
@@ -79,7 +80,7 @@ def operators_loaded_by(load: Callable[..., ModuleType]) -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, `owner` has `value` as its attribute `name`."""
+    """Replace the attribute `name` of `owner` by `value` inside the block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -220,13 +220,13 @@ class _Reduction:
         return hook
 
     def _begin(self) -> None:
-        """The first gradient of a pass is there (`setup_buckets`, without buckets to allocate)."""
+        """Handle the first gradient of a pass (`setup_buckets`, without buckets to allocate)."""
         if not self._optimizer.ready_for_gradients:
             self._optimizer.micro_step_id += 1
             self._optimizer.ready_for_gradients = True
 
     def _take_at_boundary(self, slot: Slot) -> None:
-        """ZeRO 1 reduces once in a step."""
+        """Add a gradient at the last micro-batch; ZeRO 1 reduces once in a step."""
         if self._optimizer._is_gradient_accumulation_boundary:
             self._take(slot)
 
@@ -255,7 +255,8 @@ class _Reduction:
     # --- reduction ---
 
     def _reduce_all(self, pipeline_parallel: bool = False) -> None:
-        """ZeRO 1, after the last micro-batch of a step (`reduce_gradients`)."""
+        """Reduce all gradients of ZeRO 1 after the last micro-batch of a step
+        (`reduce_gradients`)."""
         optimizer = self._optimizer
         if not optimizer.overlap_comm:
             for slot in self._slots.values():

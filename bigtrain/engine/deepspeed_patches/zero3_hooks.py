@@ -199,7 +199,7 @@ class _ModuleHooks:
         return value if value is None else apply_to_tensors_only(self._output, value, _unknown)
 
     def _all_params(self) -> tuple[Any, ...]:
-        """This module's parameters and external ones that its forward pass has used."""
+        """Return this module's parameters and external ones that its forward pass has used."""
         external = self._module._external_params
         return tuple({*self._params, *external.values()}) if external else self._params
 

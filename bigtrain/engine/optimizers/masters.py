@@ -176,8 +176,8 @@ def _cut(
 def cut_parts(
     shard: Shard, start: int, flat: torch.Tensor
 ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """(offsets in the full parameter, view) of every rectangle of the shard that `flat` covers,
-    which is its range from `start` on."""
+    """Yield (offsets in the full parameter, view) of every rectangle of the shard that `flat`
+    covers, which is its range from `start` on."""
     for cut in rectangles(shard.local_shape, start, flat.numel()):
         view = flat[cut.begin : cut.end].view(cut.sizes)
         for part in shard.cuts(cut.offsets, cut.sizes):

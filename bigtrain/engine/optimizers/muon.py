@@ -221,7 +221,7 @@ def _fused(
     beta: float = 1.0,
     alpha: float = 1.0,
 ) -> torch.Tensor:
-    """beta added + alpha left right.
+    """Return beta added + alpha left right.
 
     On a CPU in 16 bit it computes in float32 and rounds the result: the same as the CPU's own
     16-bit products, which are thirty times slower if the processor has no instruction for them.

@@ -66,7 +66,8 @@ def _rounded(value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _hash(x: torch.Tensor) -> torch.Tensor:
-    """32 bits of which each depends on all of `x` (Wellons, "hash-prospector", lowbias32)."""
+    """Return 32 bits of which each depends on all of `x` (Wellons, "hash-prospector",
+    lowbias32)."""
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
     x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975  # 0x846CA68B
     return x ^ ((x >> 16) & 0xFFFF)

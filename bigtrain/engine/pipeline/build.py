@@ -92,7 +92,7 @@ def build_pipeline_engine(
 
 
 def _build_stage(config: RunConfig, hf_config: Any, mesh: Mesh, model_plan: ModelPlan) -> Stage:
-    """This rank's layers of the run's model."""
+    """Return this rank's layers of the run's model."""
     built: list[Stage] = []
     stages = model_plan.stages
     assert stages is not None

@@ -51,7 +51,7 @@ class StageModule(nn.Module):
         factor: torch.Tensor | None = None,
         added: Callable[[Any], torch.Tensor | None] | None = None,
     ) -> None:
-        """The micro-batches of the forward passes to come, in order; `factor` as for a
+        """Set the micro-batches of the next forward passes, in order; `factor` as for a
         `ChunkedLoss`; `added`: what routers add to the loss, of what the last stage's model
         returned."""
         self._batches, self._factor = iter(batches), factor
@@ -111,7 +111,7 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
 
 
 def _nothing(_outputs: Any) -> None:
-    """The router loss in evaluation: none."""
+    """Return no router loss, for evaluation."""
 
 
 def _with_gradient(payload: Payload) -> Payload:

@@ -41,8 +41,8 @@ _PATIENCE_SECONDS = 600.0
 
 
 def operators_without_locks() -> AbstractContextManager[None]:
-    """Inside, what DeepSpeed compiles comes from `load_operator`, all but what training never
-    calls."""
+    """Load operators that DeepSpeed compiles inside by `load_operator`, except those that training
+    never calls."""
     return operators_loaded_by(load_operator)
 
 

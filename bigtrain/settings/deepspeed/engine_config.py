@@ -299,7 +299,7 @@ def _assemble(
 
 
 def gradient_dtype_of(config: RunConfig, stage: int) -> str | None:
-    """DeepSpeed's name of the dtype in which gradients are accumulated; None: its default.
+    """Return DeepSpeed's name of the dtype in which gradients are accumulated; None: its default.
 
     Its default is the dtype of the parameters, and ZeRO 0 supports no other (deepspeed 0.19.8,
     runtime/engine.py:2294).
@@ -315,8 +315,9 @@ def gradient_dtype_of(config: RunConfig, stage: int) -> str | None:
 def _render_optimizer(
     config: RunConfig, block: Mapping[str, Any], tree: Mapping[str, Any], zero: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """torch's AdamW with its fused kernel, which needs no compiler at run time. With ``torch_adam``
-    DeepSpeed passes keys it does not know to ``torch.optim.AdamW`` (runtime/engine.py:2377)."""
+    """Return torch's AdamW with its fused kernel, which needs no compiler at run time. With
+    ``torch_adam`` DeepSpeed passes keys it does not know to ``torch.optim.AdamW``
+    (runtime/engine.py:2377)."""
     own = dict(block.get("params", {}))
     params: dict[str, Any] = {
         "lr": config.optimizer.lr,

@@ -80,7 +80,7 @@ class Network:
 
 @contextmanager
 def network(names: Sequence[str]) -> Iterator[Network]:
-    """A switch and hosts with these names; all that was started there ends with it."""
+    """Open a switch and hosts with these names; all processes started there end with it."""
     holders = [_hold() for _ in range(1 + len(names))]
     net = Network(holders[0], dict(zip(names, holders[1:], strict=True)))
     try:
