@@ -29,7 +29,7 @@ BROKEN = {
     "elsewhere": (["optimizer.learning_rate=1"], 1, "did you mean optimizer.lr?"),
     "derived": (["train.gradient_accumulation_steps=2"], 1, "accumulation is derived from"),
     "other section": (["optimizer.micro_batch_size=2"], 1, "did you mean batch.micro_batch_size?"),
-    "rank": (["profile.ranks=[0, 2]"], 2, "profile.ranks = 2: the run has 2 ranks"),
+    "rank": (["profile.ranks=[0, 2]"], 2, "profile.ranks = 2: valid ranks are 0 to 1"),
     "nowhere": (["output.directory='  '"], 1, "must name the directory of the run"),
     "no date": (["seed=2020-13-45"], 1, "month must be in 1..12"),
     "list as key": (["model.overrides={[a]: 1}"], 1, "YAML of model.overrides={[a]: 1}: "),
