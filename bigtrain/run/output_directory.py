@@ -15,7 +15,10 @@ from bigtrain.system.files import why_not_creatable
 
 KEY = "output.directory"
 
-_MARKS = ("generations", "checkpoints", "metrics.jsonl", "hangs", "requeue", "requeued")
+_MARKS = (
+    *("generations", "checkpoints", "metrics.jsonl", "hangs", "requeue", "requeued"),
+    "base_model.json",
+)
 """Names that a launch, or the batch system that starts it, writes first: one marks a run."""
 
 _REPOSITORIES = (".git", ".hg", ".svn", ".jj")

@@ -18,7 +18,6 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -95,7 +94,7 @@ def describe_environment(
         "cuda": torch.version.cuda,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "host": socket.gethostname(),
-        "topology": asdict(run.topology),
+        "topology": {"world_size": run.topology.world_size, **run.topology.degrees()},
         "rank_order": list(AXES),
         "hosts": {
             host: [rank for rank, name in enumerate(hosts) if name == host]

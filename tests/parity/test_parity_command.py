@@ -328,7 +328,7 @@ MUTATIONS = {
         )
     },
     "the rate is a step late": {
-        "engine/optimizers/parameter_groups.py": (
+        "engine/optimizers/build.py": (
             'group["lr"] = lr *',
             'group["lr"], group["next"] = group.get("next", lr), lr *',
         )
