@@ -8,7 +8,7 @@ litgpt    its model and the steps of its `pretrain`, where it is installed (pip 
 Every contender of a point trains the same model on the same batches in a process of its own, since
 three of them do not fit into one device. `--peer NAME=TOKENS_PER_SECOND` adds the result of another
 trainer (torchtitan), measured on the same device at the first point, to the table.
-`--smoke` runs the complete path on a tiny model, on a CPU where there is no GPU.
+`--smoke` runs the complete path on a tiny model, on a CPU without a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Start the check of a GPU: `make gpu-check`, or where there is no make:
+"""Start the check of a GPU: `make gpu-check`, or without make:
 
     python3 tools/gpu_check.py --minutes 9.3 --output checked/
 

@@ -41,7 +41,7 @@ def write_dataset(
     """Random documents of 5 to 60 tokens with a learnable pattern, each closed by token 0.
 
     A tenth of them are held out, and the others are in `num_shards`. `masked`: about two in
-    five tokens are targets. There is no tokenizer with them: nothing here reads text.
+    five tokens are targets. They have no tokenizer: nothing here reads text.
     """
     directory.mkdir(parents=True)
     generator = np.random.default_rng(seed)
