@@ -71,7 +71,7 @@ def build_model(
     run_dtype: torch.dtype | None = None,
     untrained: Sequence[str] = (),
 ) -> PreTrainedModel:
-    """The run's model on the CPU (partitioned models: where `partitioning` puts them).
+    """Return the run's model on the CPU (partitioned models: where `partitioning` puts them).
 
     Random weights depend only on `seed` and parameter names: not on the dtype (beyond rounding),
     world size, partitioning or device. Pretrained ones (`section.path`) are read into a full model
@@ -170,8 +170,8 @@ def read_in_turn(model: PreTrainedModel, weights: Weights) -> None:
 
 
 def empty_model(hf_config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The model on the meta device, constructed in `dtype` (default: the configuration's): names
-    and shapes, nothing allocated."""
+    """Return the model on the meta device, constructed in `dtype` (default: the configuration's):
+    names and shapes, nothing allocated."""
     options = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(

@@ -40,7 +40,7 @@ class ConfigurationSource(Protocol):
 
 
 def load_hf_config(section: ConfigurationSource) -> PreTrainedConfig:
-    """The Hugging Face configuration of the run's model, overrides applied.
+    """Return the Hugging Face configuration of the run's model, overrides applied.
 
     Reads a local directory or the hub's cache; goes to the hub only for a name that is neither.
     Raises ModelError for a name that does not exist, a model type that transformers does not know,
@@ -107,7 +107,8 @@ def save_configuration(
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The language model's part of a configuration (the whole of it unless it is composite)."""
+    """Return the language model's part of a configuration (the whole of it unless it is
+    composite)."""
     return config.get_text_config()
 
 
@@ -164,7 +165,7 @@ def known_keys(config_class: type[PreTrainedConfig]) -> frozenset[str]:
 
 
 def _model_reads(config_class: type[PreTrainedConfig], key: str) -> bool:
-    """Whether the architecture's own source names `key`.
+    """Return whether the architecture's own source names `key`.
 
     Some models read keys that their configuration does not declare, and that published
     checkpoints have: Qwen3-MoE's head_dim, for one.

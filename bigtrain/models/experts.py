@@ -28,26 +28,26 @@ KEY = "router_logits"
 
 
 def recorded() -> list[torch.Tensor] | None:
-    """The router logits of the current forward pass, in the order of layers; append those of other
-    stages' layers. None unless they are asked for (``output_router_logits``)."""
+    """Return the router logits of the current forward pass, in the order of layers; append those of
+    other stages' layers. None unless they are asked for (``output_router_logits``)."""
     # If a model's logits do not come here, its loss in stages differs, which the trial finds.
     collected = collected_outputs()
     return None if collected is None else collected.get(KEY)
 
 
 def auxiliary_loss(outputs: Any) -> torch.Tensor | None:
-    """The loss that a model computed from its router logits; None if there is none."""
+    """Return the loss that a model computed from its router logits; None if there is none."""
     loss = getattr(outputs, "aux_loss", None)
     return loss if torch.is_tensor(loss) else None
 
 
 def ask_for_router_logits(model: Any) -> None:
-    """Make a model return its router logits, as if its configuration said so."""
+    """Make a model return its router logits, as if its configuration requested it."""
     model.config.output_router_logits = True
 
 
 def router_logits_of(outputs: Any) -> tuple[torch.Tensor, ...]:
-    """The logits of each layer's router [tokens, experts] that a model returned.
+    """Return the logits of each layer's router [tokens, experts] that a model returned.
 
     Raises ModelError if it returned none.
     """
@@ -90,8 +90,8 @@ def balance_loss(fractions: torch.Tensor, probabilities: torch.Tensor) -> torch.
 
 
 def z_loss(logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The mean over tokens and layers of the square of the logits' log-sum-exp (ST-MoE, Zoph et
-    al. 2022, arXiv 2202.08906, equation 5)."""
+    """Return the mean over tokens and layers of the square of the logits' log-sum-exp (ST-MoE, Zoph
+    et al. 2022, arXiv 2202.08906, equation 5)."""
     squares = [torch.logsumexp(layer.float(), -1).square().sum() for layer in logits]
     return torch.stack(squares).sum() / sum(layer.shape[0] for layer in logits)
 
@@ -122,8 +122,8 @@ class ExpertCounts:
         self._is_counting = counting
 
     def of(self, name: str, device: torch.device) -> torch.Tensor:
-        """Tokens of this rank that chose each expert of module `name`, int64 [experts]; a token
-        counts for each of the experts it has chosen."""
+        """Return tokens of this rank that chose each expert of module `name`, int64 [experts]; a
+        token counts for each of the experts it has chosen."""
         counted = self._counts.get(name)
         if counted is None:
             return torch.zeros(self.num_experts[name], dtype=torch.int64, device=device)
@@ -166,7 +166,7 @@ class SelectionBias:
 
 
 def selection_biases(model: nn.Module, untrained: Collection[str] = ()) -> list[SelectionBias]:
-    """By module of experts, in model order.
+    """Return by module of experts, in model order.
 
     Architectures call it otherwise (``e_score_correction_bias``, ``expert_bias``), and have it as a
     buffer or as a parameter. It is a bias of the block that holds the experts, or of its router,

@@ -66,7 +66,8 @@ def generate(
 
 
 def prompt_ids(tokenizer: Any, prompt: str, record: TextRecord | None) -> list[int]:
-    """The tokens of `prompt` after those that texts begin with; empty for an empty prompt."""
+    """Return the tokens of `prompt` after those that texts begin with; empty for an empty
+    prompt."""
     ids = list(tokenizer(prompt, add_special_tokens=False).input_ids)
     if record is None:
         own = list(tokenizer(prompt).input_ids)
@@ -109,7 +110,7 @@ class Conversation:
     def answer(
         self, messages: list[dict[str, Any]], write: Callable[[str], object] = lambda text: None
     ) -> str:
-        """The answer to `messages`; `write` gets its text as it is generated.
+        """Return the answer to `messages`; `write` gets its text as it is generated.
 
         Raises ModelError if the chat template refuses the messages.
         """

@@ -62,7 +62,8 @@ class TokenModel(Protocol):
 
 
 def check_tasks(section: EvaluationSection) -> list[Problem]:
-    """Why the tasks of `section` cannot be run, as far as names and files on this machine say.
+    """Return why the tasks of `section` cannot be run, as far as names and files on this machine
+    say.
 
     Imports lm_eval where there are any, some seconds.
     """
@@ -148,8 +149,8 @@ class Tasks:
             )
 
     def figures(self, model: TokenModel) -> dict[str, float]:
-        """The metrics by ``TASK/METRIC``, with ``@FILTER`` after it where that is not lm-eval's
-        none. Global random generators are as before afterwards."""
+        """Return the metrics by ``TASK/METRIC``, with ``@FILTER`` after it where that is not
+        lm-eval's none. Global random generators are as before afterwards."""
         with _quiet(), _lm_eval_seeds():
             from lm_eval import evaluate
 
@@ -178,7 +179,7 @@ class Tasks:
 
 
 def figures_of(results: Any) -> dict[str, float]:
-    """The metrics in what lm-eval returns, as `Tasks.figures` names them."""
+    """Return the metrics in what lm-eval returns, as `Tasks.figures` names them."""
     found = {}
     for task, figures in results["results"].items():
         for key, value in figures.items():

@@ -68,7 +68,8 @@ def shadowed(owner: object, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def is_in_backward() -> bool:
-    """Whether this runs inside a backward pass, as the recomputation of a checkpointed layer does.
+    """Return whether this runs inside a backward pass, as the recomputation of a checkpointed layer
+    does.
 
     The autograd engine's id of the current backward pass, -1 outside of one (torch/csrc/autograd/
     engine.h, `get_current_graph_task_id`; torch.utils.checkpoint uses it too).
@@ -82,7 +83,8 @@ def is_in_backward() -> bool:
 def wrapper_tensor(
     kind: type[torch.Tensor], shape: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A tensor of the subclass `kind` on the CPU, without storage, whose operations `kind` defines.
+    """Return a tensor of the subclass `kind` on the CPU, without storage, whose operations `kind`
+    defines.
 
     `Tensor._make_wrapper_subclass` (torch/_tensor.py, torch/csrc/autograd/python_variable.cpp) is
     what torch's own subclasses are made by; there is no public name for it.
@@ -102,12 +104,13 @@ def map_instances(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often `tensor` was written to in place (`Tensor._version`, torch/_C/__init__.pyi)."""
+    """Return how often `tensor` was written to in place (`Tensor._version`,
+    torch/_C/__init__.pyi)."""
     return tensor._version
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """An id of the storage of `tensor`, unique while it is alive, also on the meta device.
+    """Return an id of the storage of `tensor`, unique while it is alive, also on the meta device.
 
     `_cdata` of torch/storage.py; `data_ptr` is 0 for every tensor without memory.
     """
@@ -115,7 +118,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def own_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter:
-    """The parameter that `module` holds as `name`, whatever its attribute `name` returns.
+    """Return the parameter that `module` holds as `name`, whatever its attribute `name` returns.
 
     `Module._parameters` (nn/modules/module.py). A lookup there, unlike `named_parameters`, lets
     ZeRO-3 gather a parameter that another module reads (DeepSpeed's `ZeROOrderedDict`).
@@ -126,7 +129,8 @@ def own_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter:
 
 
 def has_buffers_alone(module: nn.Module) -> bool:
-    """Whether `module` itself registered buffers and no parameters, counting those that are None.
+    """Return whether `module` itself registered buffers and no parameters, counting those that are
+    None.
 
     `Module._buffers` and `_parameters` (nn/modules/module.py); `named_buffers` and
     `named_parameters` skip None.
@@ -241,7 +245,7 @@ def observed_device_waits(
 
 
 def default_store() -> dist.Store:
-    """The store that the default process group was opened with.
+    """Return the store that the default process group was opened with.
 
     torch/distributed/distributed_c10d.py:1433, `_get_default_store`. There is no public way, since
     the code that opens the group passes the store; here that is `deepspeed.init_distributed`.
@@ -252,7 +256,7 @@ def default_store() -> dist.Store:
 def gloo_group(
     store: dist.Store, rank: int, size: int, timeout: timedelta, address: str
 ) -> dist.ProcessGroupGloo:
-    """A gloo group whose members are in different default process groups.
+    """Return a gloo group whose members are in different default process groups.
 
     This rank listens at `address`, whatever GLOO_SOCKET_IFNAME says, which is for the default
     group. That needs options, which torch/csrc/distributed/c10d/init.cpp binds as `_Options`

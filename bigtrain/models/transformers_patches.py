@@ -44,7 +44,7 @@ def mark_initialized(tensor: torch.Tensor) -> None:
 
 
 def names_not_saved(model: PreTrainedModel) -> set[str]:
-    """Names in the state dict of `model` that `save_pretrained` skips, besides tied ones.
+    """Return names in the state dict of `model` that `save_pretrained` skips, besides tied ones.
 
     `_keys_to_ignore_on_save` of its class, and by modeling_utils.py:1310 of its submodules.
     """
@@ -61,10 +61,10 @@ def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, torch
 
 
 def computed_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
-    """Names of the parameters of `model`, constructed in `dtype`, that its architecture keeps in
-    float32 in a model of `dtype`: by `dtype_plan`, matched as `build_glob_alternation` does it
-    (core_model_loading.py), and those that a constructor makes in float32 whatever the default is,
-    which `from_pretrained` leaves so."""
+    """Return names of the parameters of `model`, constructed in `dtype`, that its architecture
+    keeps in float32 in a model of `dtype`: by `dtype_plan`, matched as `build_glob_alternation`
+    does it (core_model_loading.py), and those that a constructor makes in float32 whatever the
+    default is, which `from_pretrained` leaves so."""
     patterns = [pattern.replace("*", ".*") for pattern in dtype_plan(model, dtype)]
     return [
         name
@@ -135,7 +135,7 @@ def grouped_experts(name: str, product: Callable[[Product], Product]) -> None:
 
 
 def takes_any_width(rows: torch.Tensor, stacks: torch.Tensor, ends: torch.Tensor) -> bool:
-    """Whether transformers computes this grouped product without torch's, expert by expert.
+    """Return whether transformers computes this grouped product without torch's, expert by expert.
 
     `_can_use_grouped_mm` (integrations/moe.py:250): on old GPUs and within torch.compile.
     """
@@ -158,7 +158,7 @@ def _with_globals(function: Any, **names: Any) -> Any:
 
 
 def attention_name(model: PreTrainedModel) -> str:
-    """The name of the model's attention in transformers' registry, whether chosen or given.
+    """Return the name of the model's attention in transformers' registry, whether chosen or given.
 
     Only `set_attn_implementation` is public; it sets ``config._attn_implementation``
     (configuration_utils.py:595).
@@ -167,20 +167,21 @@ def attention_name(model: PreTrainedModel) -> str:
 
 
 def attention_classes(model: PreTrainedModel) -> tuple[type, ...]:
-    """The classes of the modules whose attention weights can be asked for; none if the
+    """Return the classes of the modules whose attention weights can be asked for; none if the
     architecture declares none."""
     return _recorded(model.base_model, "attentions")
 
 
 def recorded_classes(model: nn.Module, output: str) -> tuple[type, ...]:
-    """The classes whose outputs any model in `model` records as `output`, such as router_logits."""
+    """Return the classes whose outputs any model in `model` records as `output`, such as
+    router_logits."""
     models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
     return tuple({kind for found in models for kind in _recorded(found, output)})
 
 
 def _recorded(model: Any, output: str) -> tuple[type, ...]:
-    """By `_can_record_outputs` of a model's class: a class or an `OutputRecorder`, or several, by
-    the name of an output (utils/output_capturing.py:58)."""
+    """Map by `_can_record_outputs` of a model's class: a class or an `OutputRecorder`, or several,
+    by the name of an output (utils/output_capturing.py:58)."""
     declared: Any = getattr(model, "_can_record_outputs", None) or {}
     found = declared.get(output, ())
     recorded: list[Any] = list(found) if isinstance(found, list | tuple) else [found]
@@ -198,7 +199,7 @@ def replace_checkpoint(layer: Any, wrap: Callable[[Checkpoint], Checkpoint]) -> 
 
 
 def collected_outputs() -> dict[str, Any] | None:
-    """The outputs recorded in the current forward pass, lists by name; None outside of one.
+    """Return the outputs recorded in the current forward pass, lists by name; None outside of one.
 
     `output_capturing._active_collector` (utils/output_capturing.py:117), set in `capture_outputs`
     around a base model's forward, transformers 5.17 to 5.23.
@@ -229,8 +230,8 @@ def packed_sequences_found_by(
 
 
 def refused_by_peft(model: PreTrainedModel, ends: Iterable[str]) -> set[str]:
-    """Those of the last parts of module names, `ends`, that peft refuses in this architecture:
-    Mamba's kernels read the weights of such layers beside its adapters
+    """Return those of the last parts of module names, `ends`, that peft refuses in this
+    architecture: Mamba's kernels read the weights of such layers beside its adapters
     (tuners/tuners_utils.py:145, `_check_lora_target_modules_mamba`). Imports peft."""
     from peft import LoraConfig
     from peft.tuners import tuners_utils
@@ -245,7 +246,8 @@ def refused_by_peft(model: PreTrainedModel, ends: Iterable[str]) -> set[str]:
 
 
 def taken_for_experts(model: PreTrainedModel, ends: Iterable[str]) -> set[str]:
-    """Those of the last parts of module names, `ends`, that peft takes for layers of experts.
+    """Return those of the last parts of module names, `ends`, that peft takes for layers of
+    experts.
 
     Where transformers 5 has stacked an architecture's experts, peft 0.21 reads the names that their
     linear layers had (``gate_proj`` of DeepSeek-V3) in a configuration's targets as those stacks,

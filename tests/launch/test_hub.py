@@ -149,9 +149,9 @@ def test_a_hub_that_refuses_costs_nothing(finished_run: Path, tmp_path: Path) ->
 
 
 REFUSED: dict[str, tuple[list[str], dict[str, str], str]] = {
-    "a name": (["--push-to-hub", "a/b/c"], {}, "is no name of a repository -> OWNER/NAME"),
+    "a name": (["--push-to-hub", "a/b/c"], {}, "is not a repository name -> OWNER/NAME"),
     "offline": (["--push-to-hub", NAME], {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
-    "no login": (["--push-to-hub", NAME], {"HF_TOKEN": ""}, "there is no login -> hf auth login"),
+    "no login": (["--push-to-hub", NAME], {"HF_TOKEN": ""}, "not logged in -> hf auth login"),
     "another token": (
         ["--push-to-hub", NAME],
         {"HF_TOKEN": "hf_other"},

@@ -82,7 +82,7 @@ class AnswerEnds:
         *,
         marked: bool,
     ) -> Ended:
-        """The rendering `text` with the ends of its `answers` learned.
+        """Return the rendering `text` with the ends of its `answers` learned.
 
         `control`: ranges of control tokens, None if every control token's text is one. `marked`:
         the template has ``{% generation %}`` blocks, so that what is learned is the author's
@@ -117,7 +117,7 @@ class AnswerEnds:
         return Ended(whole, tuple(spans), ranges, frozenset(ends), frozenset(inside) - self.inside)
 
     def _last(self, text: str, own: Sequence[Span], end: int) -> Span | None:
-        """The control token that ends the answer `text[:end]`; None if there is none.
+        """Return the control token that ends the answer `text[:end]`; None if there is none.
 
         Several may follow each other at its end: Phi 3 writes the end of the text behind that of
         the last answer, Cohere the end of a turn behind that of a response.
@@ -147,7 +147,8 @@ class AnswerEnds:
         found: Sequence[Span],
         marked: bool,
     ) -> tuple[Span, str]:
-        """The token behind an answer that ends it, and the text, to which it may be added."""
+        """Return the token behind an answer that ends it, and the text, to which it may be
+        added."""
         end = answer.spans[-1][1]
         behind = next((one for one in found if one[0] >= end), None)
         if behind is not None and not text[end : behind[0]].strip():
@@ -166,7 +167,8 @@ class AnswerEnds:
         return (len(text), len(text) + len(role)), text + role
 
     def _next_role(self, messages: Messages, tools: Tools, text: str) -> str | None:
-        """The token that begins the message after the last one: a tool's answer or the user's."""
+        """Return the token that begins the message after the last one: a tool's answer or the
+        user's."""
         if not messages[-1].get("tool_calls"):
             return self.usual
         reply = {"role": "tool", "name": "a", "tool_call_id": "a", "content": "a"}
@@ -185,7 +187,8 @@ class AnswerEnds:
         return text.partition(_ANSWER)[2] if text.count(_ANSWER) == 1 else None
 
     def _first_token(self, text: str) -> str | None:
-        """The control token, or end of generation, that `text` begins with after white space."""
+        """Return the control token, or end of generation, that `text` begins with after white
+        space."""
         text = text.lstrip()
         match = next(self._control.find(text), None)
         if match is not None and match.start() == 0:
@@ -193,7 +196,7 @@ class AnswerEnds:
         return next((name for name in self.eos if text.startswith(name)), None)
 
     def _between_thought_and_answer(self) -> frozenset[str]:
-        """The control tokens that the template writes between reasoning and answer."""
+        """Return the control tokens that the template writes between reasoning and answer."""
         names = ("reasoning_content", "reasoning", "thinking")
         thinking = {**_ANSWERED, **dict.fromkeys(names, _THOUGHT)}
         try:

@@ -37,7 +37,8 @@ WEIGHT_REMEDY = (
 def assistant_spans(
     template: ChatTemplate, control: ControlTokens, messages: Messages, tools: Tools, text: str
 ) -> list[Answer]:
-    """The assistant's messages in `text`, the rendering of `messages`, except those of weight 0.
+    """Return the assistant's messages in `text`, the rendering of `messages`, except those of
+    weight 0.
 
     Raises ConversationError if their character ranges cannot be determined.
     """
@@ -91,7 +92,7 @@ def learned_blocks(
 
 
 def _singly(turns: Sequence[int], blocks: Spans) -> list[Answer]:
-    """Each block as an answer, named by the last message of the assistant."""
+    """Return each block as an answer, named by the last message of the assistant."""
     return [Answer(turns[-1] + 1 if turns else 1, (block,)) for block in blocks]
 
 
@@ -121,8 +122,8 @@ def _span(
 def _around_content(
     template: ChatTemplate, messages: Messages, tools: Tools, text: str, number: int
 ) -> tuple[int, int]:
-    """Where the content of a message begins in `text`, or the name of its last tool call where it
-    has no content, and where its turn ends."""
+    """Return where the content of a message begins in `text`, or the name of its last tool call
+    where it has no content, and where its turn ends."""
     other = [*messages]
     other[number] = _with_placeholder(messages[number])
     before, found, after = template.render(other, tools)[0].partition(PLACEHOLDER)

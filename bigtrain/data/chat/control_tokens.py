@@ -74,7 +74,7 @@ class ControlTokens:
         return self._whole.finditer(text)
 
     def could_be_from(self, value: object) -> bool:
-        """Whether strings in `value` (messages, tools) could make up a control token's text.
+        """Return whether strings in `value` (messages, tools) could make up a control token's text.
 
         Raises ConversationError for a key that does, and for a role that is a part of one and not
         known.
@@ -97,7 +97,7 @@ class ControlTokens:
         return value
 
     def written_by_template(self, text: str, marked_text: str) -> list[tuple[int, int]]:
-        """Where the template itself wrote control tokens: character ranges of `text`.
+        """Return where the template itself wrote control tokens: character ranges of `text`.
 
         `marked_text` is the rendering of `marked` strings. Raises ConversationError where the two
         differ in more than the marks.
@@ -184,7 +184,8 @@ class ControlTokens:
                     yield from self._strings(item)
 
     def _cuts(self, string: str) -> list[int]:
-        """Where to cut `string`: inside of every control token it is, or could be, part of."""
+        """Return where to cut `string`: inside of every control token it is, or could be, part
+        of."""
         places = (match.start() for match in self._first.finditer(string))
         cuts = [place + 1 for place in places if self._whole.match(string, place)]
         # Templates strip white space.
@@ -217,12 +218,12 @@ def _any_of(characters: Iterable[str]) -> re.Pattern[str]:
 
 
 def _ends_of(name: str, literals: Collection[str]) -> list[str]:
-    """Beginnings of `name`, not the whole, that a literal ends with."""
+    """Return beginnings of `name`, not the whole, that a literal ends with."""
     found = (name[:end] for end in range(1, len(name)))
     return [part for part in found if any(literal.endswith(part) for literal in literals)]
 
 
 def _begins_of(name: str, literals: Collection[str]) -> list[str]:
-    """Endings of `name`, not the whole, that a literal begins with."""
+    """Return endings of `name`, not the whole, that a literal begins with."""
     found = (name[begin:] for begin in range(1, len(name)))
     return [part for part in found if any(literal.startswith(part) for literal in literals)]

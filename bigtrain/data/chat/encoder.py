@@ -192,7 +192,8 @@ class ChatEncoder:
     def _completion(
         self, chat: _Rendered, tokens: npt.NDArray[np.integer[Any]], prompt: list[int]
     ) -> tuple[Integers, Mask]:
-        """Tokens and mask of plain text, whose `tokens` are known where no control token is in it.
+        """Return tokens and mask of plain text, whose `tokens` are known where no control token is
+        in it.
 
         As TRL's, also where a token holds the end of the prompt and the begin of the completion.
         """
@@ -254,7 +255,8 @@ class ChatEncoder:
     def _written_control(
         self, template: ChatTemplate, text: str, messages: Any, tools: Any
     ) -> Spans | None:
-        """The control tokens of the template in `text`; None if every control token's text is."""
+        """Return the control tokens of the template in `text`; None if every control token's text
+        is."""
         if not self.trusted and self.control.could_be_from([messages, tools]):
             marked, marked_tools = self.control.marked([messages, tools])
             marked_text, _ = template.render(marked, marked_tools)
@@ -264,7 +266,7 @@ class ChatEncoder:
         return None
 
     def _encode_slowly(self, chat: _Rendered) -> tuple[Integers, Mask]:
-        """Tokens and mask by the reference tokenizer's own character ranges."""
+        """Return tokens and mask by the reference tokenizer's own character ranges."""
         tokens, ranges = self.control.encode(chat.text, chat.control)
         mask = np.zeros(len(tokens), np.bool_)
         for begin, end in chat.spans:
@@ -287,7 +289,8 @@ class ChatEncoder:
         rendered: Sequence[_Rendered],
         texts: Sequence[bytes],
     ) -> tuple[Mask, npt.NDArray[np.bool_]]:
-        """The mask of all tokens, and which conversations have to be encoded again, slowly."""
+        """Return the mask of all tokens, and which conversations have to be encoded again,
+        slowly."""
         slow = np.fromiter((chat.control is not None for chat in rendered), bool, len(rendered))
         table = self._token_bytes
         if table is None:
@@ -337,7 +340,7 @@ def _first_at(ranges: Integers, place: int) -> int | None:
 def _rendered(
     template: ChatTemplate, messages: list[dict[str, Any]], tools: Any
 ) -> tuple[list[dict[str, Any]], str, list[tuple[int, int]]]:
-    """The rendering of messages, and the messages as the template takes them.
+    """Return the rendering of messages, and the messages as the template takes them.
 
     Some templates (DeepSeek's) want tool calls as OpenAI's interface has them: arguments as JSON
     text, and null as the content. Raises ConversationError if the template takes neither.

@@ -112,7 +112,7 @@ class _Marking:
             self._add(_Piece(part, shown.strip(), is_marked=False))
 
     def tree(self, part: Lost, value: Any, keys: bool = True) -> Any:
-        """A JSON value with marks in its strings, and in its keys if `keys`."""
+        """Return a JSON value with marks in its strings, and in its keys if `keys`."""
         if isinstance(value, str):
             return self.text(part, value)
         if isinstance(value, list):
@@ -129,7 +129,7 @@ class _Marking:
         return value
 
     def schema(self, part: Lost, node: Any) -> Any:
-        """A JSON schema with marks in the author's names and words."""
+        """Return a JSON schema with marks in the author's names and words."""
         if isinstance(node, list):
             return [self.schema(part, item) for item in node]
         if not isinstance(node, dict):
@@ -229,7 +229,7 @@ def unrendered(
     tools: Sequence[dict[str, Any]] | None,
     text: str,
 ) -> list[Lost]:
-    """The parts of a conversation that are not in `text`, its rendering, each once.
+    """Return the parts of a conversation that are not in `text`, its rendering, each once.
 
     Raises ConversationError for a message of an unusual role that the template ignores.
     """
@@ -249,7 +249,8 @@ def unrendered(
 
 
 def _rendered(template: ChatTemplate, messages: Any, tools: Any) -> str | None:
-    """The rendering of marked messages, with escaped marks as characters; None if refused."""
+    """Return the rendering of marked messages, with escaped marks as characters; None if
+    refused."""
     try:
         text, _ = template.render(messages, tools)
     except ConversationError:
@@ -266,7 +267,7 @@ def _unescaped(match: re.Match[str]) -> str:
 
 
 def _is_in(number: int, piece: _Piece, marked: str, text: str) -> bool:
-    """Whether a piece is in the rendering of marked messages."""
+    """Return whether a piece is in the rendering of marked messages."""
     if not piece.is_marked or number >= MAX_MARKED:
         return any(form in text for form in _forms(piece.text))
     first, last = _marks_of(number)
@@ -285,8 +286,8 @@ def _is_in(number: int, piece: _Piece, marked: str, text: str) -> bool:
 
 
 def _says(written: str, text: str) -> bool:
-    """Whether `written` is `text`, character for character, behind escapes of JSON, Python or HTML
-    that may be nested."""
+    """Return whether `written` is `text`, character for character, behind escapes of JSON, Python
+    or HTML that may be nested."""
     found = {written}
     for _ in range(_NESTED_ESCAPES):
         if text in found:
@@ -307,7 +308,7 @@ def _unescaped_one(match: re.Match[str]) -> str:
 
 
 def _forms(text: str) -> set[str]:
-    """How templates write a string: as it is, and as JSON."""
+    """Return how templates write a string: as it is, and as JSON."""
     return {text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]}
 
 
@@ -334,7 +335,8 @@ def _missing_singly(
 def _is_written_otherwise(
     part: Lost, messages: Sequence[Mapping[str, Any]], lost: Sequence[Lost]
 ) -> bool:
-    """Whether lost reasoning is the text of another key of its message, which is not lost."""
+    """Return whether lost reasoning is the text of another key of its message, which is not
+    lost."""
     if part.kind != REASONING or part.message is None:
         return False
     message = messages[part.message - 1]
@@ -375,7 +377,8 @@ def _by_design(
 
 
 def reading_hint(template: ChatTemplate, part: Lost) -> str:
-    """The key under which the template reads reasoning, for an error; empty if it reads none."""
+    """Return the key under which the template reads reasoning, for an error; empty if it reads
+    none."""
     if part.kind != REASONING:
         return ""
     sources = template.source + template.source_with_tools
@@ -384,7 +387,7 @@ def reading_hint(template: ChatTemplate, part: Lost) -> str:
 
 
 def refuse(template: ChatTemplate, part: Lost) -> ConversationError:
-    """The error for a part that the template drops."""
+    """Return the error for a part that the template drops."""
     return ConversationError(
         f"the chat template does not write {part.name}{reading_hint(template, part)} -> use a "
         "template that does: --chat-template FILE; or allow so many parts to be dropped: "

@@ -58,7 +58,7 @@ def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level tokens are written in (OpenAI's GPT-2)."""
+    """Return the characters that byte-level tokens are written in (OpenAI's GPT-2)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))

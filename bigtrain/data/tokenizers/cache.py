@@ -81,7 +81,7 @@ class CachedTokenizer:
 
 
 def fingerprint(directory: Path, name: str) -> str | None:
-    """The cache key of loading `directory` by `name`; None if its files cannot be read.
+    """Return the cache key of loading `directory` by `name`; None if its files cannot be read.
 
     Covers its files except weights, the name (transformers knows some models by it), the versions
     of the libraries and the modules that load tokenizers.
@@ -102,7 +102,8 @@ def _own_source() -> bytes:
 
 
 def get_cached_tokenizer(directory: Path, key: str) -> CachedTokenizer | None:
-    """The cached tokenizer for `key`, the fingerprint of `directory`; None if there is none."""
+    """Return the cached tokenizer for `key`, the fingerprint of `directory`; None if there is
+    none."""
     fact = cache_get(KIND, key)
     if fact is None:
         return None

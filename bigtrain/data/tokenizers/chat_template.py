@@ -44,7 +44,8 @@ class ChatTemplate:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def marks_assistant(self, tools: object) -> bool:
-        """Whether the template itself says, by ``{% generation %}``, what the assistant wrote."""
+        """Return whether the template itself says, by ``{% generation %}``, what the assistant
+        wrote."""
         return _GENERATION.search(self._source(tools)) is not None
 
     def render(
@@ -54,7 +55,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the character ranges of it that are in ``{% generation %}`` blocks.
+        """Return the text, and the character ranges of it that are in ``{% generation %}`` blocks.
 
         Raises ConversationError.
         """
@@ -79,7 +80,8 @@ class ChatTemplate:
         return texts[0], ranges[0] if ranges else []
 
     def _remedy(self, error: Exception, messages: Sequence[dict[str, Any]], tools: object) -> str:
-        """The end of an error for a fault of the template; empty for a refusal of its author."""
+        """Return the end of an error for a fault of the template; empty for a refusal of its
+        author."""
         if type(error).__name__ == "TemplateError":  # of raise_exception
             return ""
         calls = any(message.get("tool_calls") for message in messages)

@@ -102,7 +102,7 @@ class Encoder(ABC):
 
     @abstractmethod
     def _encode(self, contents: Sequence[bytes]) -> Encoded:
-        """All documents, without ends."""
+        """Return all documents, without ends."""
 
 
 class ReferenceEncoder(Encoder):
@@ -157,7 +157,7 @@ def hide_words(model: dict[str, Any], words: Collection[str]) -> dict[str, str]:
 
 
 def _without_special_words(tokenizer_json: str) -> str:
-    """The tokenizer whose model makes no special token of any text."""
+    """Return the tokenizer whose model makes no special token of any text."""
     tree = json.loads(tokenizer_json)
     added = tree.get("added_tokens") or []
     hidden = hide_words(tree["model"], {token["content"] for token in added if token["special"]})

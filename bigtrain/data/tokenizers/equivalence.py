@@ -137,7 +137,7 @@ class CheckSampler:
         return Checks(tuple(documents), tuple(pieces))
 
     def _new_lead_bytes(self, content: bytes) -> bytes:
-        """Those in `content` that have not been seen often enough, in its order."""
+        """Return those in `content` that have not been seen often enough, in its order."""
         units = np.frombuffer(content, np.uint8)
         leads = units[units >= FIRST_LEAD_BYTE]
         return leads[self._is_new[leads]].tobytes()

@@ -26,9 +26,9 @@ _PARTS = ("normalizer", "pre_tokenizer", "model")
 def check_model_tokens(
     config: RunConfig, directory: Path, source: str, *, resumes: bool = False
 ) -> list[Problem]:
-    """Why the tokens of a dataset, whose tokenizer is in `directory`, do not mean what they mean to
-    the weights that the run begins with: ``model.path`` or ``checkpoint.initialize_from``, or, if
-    it `resumes`, its own. Nothing is known of weights without a ``tokenizer.json``.
+    """Return why the tokens of a dataset, whose tokenizer is in `directory`, do not mean what they
+    mean to the weights that the run begins with: ``model.path`` or ``checkpoint.initialize_from``,
+    or, if it `resumes`, its own. Nothing is known of weights without a ``tokenizer.json``.
 
     source: the dataset, for the message.
     """
@@ -47,8 +47,9 @@ def check_model_tokens(
 
 
 def beginning_note(config: RunConfig, dataset: TokenDataset) -> str:
-    """A line for the log where texts of the data do not begin as the tokenizer next to the weights
-    of ``model.path`` begins them by itself; empty where they do, or where nothing is known of it.
+    """Return a line for the log where texts of the data do not begin as the tokenizer next to the
+    weights of ``model.path`` begins them by itself; empty where they do, or where nothing is known
+    of it.
 
     Conversations begin as their template writes, and resumed runs read nothing of the base.
     """
@@ -73,7 +74,8 @@ def _listed(ids: Sequence[int] | None) -> str:
 
 
 def _tokenizer_file(name: str) -> Path | None:
-    """The tokenizer.json of a Hugging Face directory or hub name, a run, or a checkpoint in it."""
+    """Return the tokenizer.json of a Hugging Face directory or hub name, a run, or a checkpoint in
+    it."""
     place = at_hand(name, weights=False)
     for folder in (place, f"{place}/tokenizer", f"{place}/../../tokenizer"):
         if Path(folder, "tokenizer.json").is_file():
@@ -108,7 +110,7 @@ def _check(config: RunConfig, directory: Path, source: str, key: str, name: str)
 
 
 def _vocabulary(tree: Mapping[str, Any]) -> dict[str, int]:
-    """The ids of all tokens in a tokenizer.json, by their texts."""
+    """Return the ids of all tokens in a tokenizer.json, by their texts."""
     known = tree["model"]["vocab"]
     if isinstance(known, list):  # of Unigram: pairs of text and score
         known = {entry[0]: number for number, entry in enumerate(known)}
@@ -117,7 +119,7 @@ def _vocabulary(tree: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _other_ids(data: Mapping[str, int], model: Mapping[str, int]) -> str:
-    """Ids that mean different tokens, and tokens with different ids; empty for none."""
+    """Return ids that mean different tokens, and tokens with different ids; empty for none."""
     of_data = {number: text for text, number in data.items()}
     of_model = {number: text for text, number in model.items()}
     wrong = sorted(n for n in of_data.keys() & of_model.keys() if of_data[n] != of_model[n])
@@ -135,7 +137,8 @@ def _other_ids(data: Mapping[str, int], model: Mapping[str, int]) -> str:
 
 
 def _other_splits(trees: list[dict[str, Any]], vocabularies: list[dict[str, int]]) -> str:
-    """A text that the two split into other tokens, though their ids agree; empty for none."""
+    """Return a text that the two split into other tokens, though their ids agree; empty for
+    none."""
     if all(_parts(trees[0], part) == _parts(trees[1], part) for part in _PARTS):
         return ""
     from tokenizers import Tokenizer as Backend

@@ -50,8 +50,8 @@ def as_in_file(tokenizer: Any, path: Path, **options: Any) -> tuple[Any, str]:
 
 
 def without_class(path: Path, named: Any = None, **options: Any) -> Any:
-    """The tokenizer in `path` by transformers' plain class, with the special tokens of `named` that
-    are in the file's vocabulary."""
+    """Return the tokenizer in `path` by transformers' plain class, with the special tokens of
+    `named` that are in the file's vocabulary."""
     from transformers import PreTrainedTokenizerFast
 
     known = _read(path).get_vocab(with_added_tokens=True)
@@ -100,7 +100,7 @@ def _differences(tokenizer: Any, own: Any, path: Path) -> str:
 
 
 def _steps(tree: Any, part: str) -> Any:
-    """A part of a tokenizer without what changes no tokens."""
+    """Return a part of a tokenizer without what changes no tokens."""
 
     def bare(value: Any) -> Any:
         if isinstance(value, dict):
@@ -115,7 +115,8 @@ def _steps(tree: Any, part: str) -> Any:
 
 
 def _bare_model(tree: Any) -> Any:
-    """The model without the settings of a token for what is unknown, which most never need."""
+    """Return the model without the settings of a token for what is unknown, which most never
+    need."""
     without = {**tree["model"], "unk_token": None, "fuse_unk": None}
     return {key: value or None for key, value in without.items()}  # "" is no prefix, as null
 
@@ -125,7 +126,7 @@ def _texts(own: Any) -> Iterator[str]:
 
 
 def _encoded_otherwise(backend: Any, own: Any) -> str | None:
-    """The first edge case that is encoded otherwise, or not at all."""
+    """Return the first edge case that is encoded otherwise, or not at all."""
     for text in _texts(own):
         expected = own.encode(text, add_special_tokens=False).ids
         try:
@@ -137,12 +138,12 @@ def _encoded_otherwise(backend: Any, own: Any) -> str | None:
 
 
 def _ends(backend: Any) -> list[int]:
-    """The ids of a text with the special tokens around it."""
+    """Return the ids of a text with the special tokens around it."""
     return list(backend.encode("a").ids)
 
 
 def _settings(path: Path) -> str:
-    """The texts of the files that may name further tokens."""
+    """Return the texts of the files that may name further tokens."""
     found = []
     for name in _SETTINGS:
         with suppress(OSError, ValueError):
@@ -152,6 +153,7 @@ def _settings(path: Path) -> str:
 
 
 def _sets_ends(path: Path) -> bool:
-    """Whether the settings say which special tokens a text gets, so that the file need not."""
+    """Return whether the settings say which special tokens a text gets, so that the file need
+    not."""
     settings = _settings(path)
     return '"add_bos_token"' in settings or '"add_eos_token"' in settings

@@ -73,7 +73,7 @@ class EncoderQueue:
 def choose_encoder(
     reference: ReferenceEncoder, choice: Choice, read_once: bool = False
 ) -> EncoderQueue:
-    """The encoders that `choice` allows; the current one agrees on the edge cases.
+    """Return the encoders that `choice` allows; the current one agrees on the edge cases.
 
     `read_once`: the input can be read only once, so that no unit could be built again after a fast
     encoder was found wrong; then only the reference is used. Raises DataError for an unknown

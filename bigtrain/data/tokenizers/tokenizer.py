@@ -80,7 +80,7 @@ class Tokenizer:
         ends: bool = True,
         beginning_ids: tuple[int, ...] = (),
     ) -> ReferenceEncoder:
-        """The reference encoder; `bigtrain.data.tokenizers.selection` finds a faster one.
+        """Return the reference encoder; `bigtrain.data.tokenizers.selection` finds a faster one.
 
         `ends`: each document gets the end-of-document token; `beginning_ids`: it begins with these.
         """
@@ -88,7 +88,7 @@ class Tokenizer:
         return ReferenceEncoder(self.backend_json, end, parse_special_tokens, beginning_ids)
 
     def beginning(self, policy: BeginningOfText) -> tuple[int, ...]:
-        """The tokens that begin a text; auto: those that the tokenizer itself adds. Raises
+        """Return the tokens that begin a text; auto: those that the tokenizer itself adds. Raises
         DataError if there always is to be one and the tokenizer has no token for it."""
         own = () if policy == "never" else self.text_ends()[0]
         if own or policy != "always":
@@ -102,7 +102,8 @@ class Tokenizer:
         return (int(found),)
 
     def with_end_of_document(self, token: str | None) -> Tokenizer:
-        """The same with `token` as the one that ends documents. Raises DataError if it is none."""
+        """Return the same with `token` as the one that ends documents. Raises DataError if it is
+        none."""
         if token is None:
             return self
         ids = self.ids_of([token])
@@ -122,8 +123,8 @@ class Tokenizer:
         return str(self.huggingface.backend_tokenizer.to_str())
 
     def text_ends(self) -> tuple[tuple[int, ...], str]:
-        """The special tokens that it begins every text with by itself, and the letters of the
-        end-of-document token."""
+        """Return the special tokens that it begins every text with by itself, and the letters of
+        the end-of-document token."""
         from tokenizers import Tokenizer as Backend
 
         backend = Backend.from_str(self.backend_json)
@@ -134,7 +135,7 @@ class Tokenizer:
         return tuple(found[:begin]), str(backend.id_to_token(self.end_of_document_id))
 
     def ids_of(self, names: Iterable[str]) -> list[int]:
-        """The ids of tokens, by their texts."""
+        """Return the ids of tokens, by their texts."""
         from tokenizers import Tokenizer as Backend
 
         backend = Backend.from_str(self.backend_json)
@@ -142,8 +143,8 @@ class Tokenizer:
         return [number for number in found if number is not None]
 
     def generation_ends(self) -> dict[int, str]:
-        """The tokens that end generation, and their texts: the end-of-sequence token, and those of
-        the ``generation_config.json`` in its directory, if there is one."""
+        """Return the tokens that end generation, and their texts: the end-of-sequence token, and
+        those of the ``generation_config.json`` in its directory, if there is one."""
         from tokenizers import Tokenizer as Backend
 
         ids = [self.end_of_document_id if self.eos_id is None else self.eos_id]
@@ -158,7 +159,7 @@ class Tokenizer:
         return {number: name for number, name in known.items() if name}
 
     def chat_template(self, file: Path | None = None) -> ChatTemplate:
-        """The tokenizer's chat template, or the one in `file`.
+        """Return the tokenizer's chat template, or the one in `file`.
 
         Raises DataError where there is none, it cannot be read, or it is not a template.
         """
@@ -203,7 +204,7 @@ class Tokenizer:
 
 
 def _literals(sources: Iterable[str], where: str) -> frozenset[str]:
-    """The strings in chat templates. Raises DataError where one is not a template."""
+    """Return the strings in chat templates. Raises DataError where one is not a template."""
     from jinja2 import TemplateSyntaxError, nodes
 
     found: set[str] = set()
@@ -221,7 +222,8 @@ def _literals(sources: Iterable[str], where: str) -> frozenset[str]:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer in directory `name`, or of that name on the Hugging Face hub or in its cache.
+    """Return the tokenizer in directory `name`, or of that name on the Hugging Face hub or in its
+    cache.
 
     Raises DataError where there is none, where the hub cannot be reached (found out in seconds),
     and where the tokenizer has no fast implementation or no end-of-sequence token.
@@ -254,7 +256,7 @@ def _said(loaded: Any, remark: str) -> Any:
 
 
 def own_file(name: str) -> Path | None:
-    """The ``tokenizer.json`` of a directory, or of a hub name in the local cache."""
+    """Return the ``tokenizer.json`` of a directory, or of a hub name in the local cache."""
     if Path(name).exists():
         return Path(name) / OWN_FILE if (Path(name) / OWN_FILE).is_file() else None
     from huggingface_hub import try_to_load_from_cache
@@ -320,7 +322,7 @@ def _load_with_transformers(name: str) -> tuple[Any, str]:
 
 
 def _hub_problem(name: str) -> str | None:
-    """Why the hub does not give `name`; None where it does.
+    """Return why the hub does not give `name`; None where it does.
 
     Asked first with one short request: transformers itself retries an unreachable hub for a
     minute and a half, and prints every try.
@@ -357,8 +359,8 @@ def tokenizer_hash(huggingface: Any) -> str:
 
 
 def describe(name: str, huggingface: Any) -> Tokenizer:
-    """A tokenizer of transformers, with what shards must know of it. Raises DataError where it
-    cannot be used: no fast implementation, no end-of-sequence token."""
+    """Return a tokenizer of transformers, with what shards must know of it. Raises DataError where
+    it cannot be used: no fast implementation, no end-of-sequence token."""
     if getattr(huggingface, "backend_tokenizer", None) is None:
         raise DataError(f"tokenizer {name} has no fast implementation (tokenizer.json)")
     if huggingface.eos_token_id is None:

@@ -78,8 +78,8 @@ def _counted(batches: Iterable[Sequence[str]], seen: list[int]) -> Iterator[Sequ
 def add_tokens(
     name: str, plain: Sequence[str], special: Sequence[str]
 ) -> tuple[Tokenizer, dict[str, int]]:
-    """The tokenizer `name` with `special` and then `plain` texts as tokens of their own; and the id
-    of each.
+    """Return the tokenizer `name` with `special` and then `plain` texts as tokens of their own; and
+    the id of each.
 
     Their ids follow the highest that there is, so that all other tokens keep theirs. Raises
     DataError for a text that is empty, given twice or a token already, and as `load_tokenizer`.
@@ -113,8 +113,9 @@ def _grown(
 def check_added_tokens(
     section: TokenizerSection, base: str, listed: TokenizerRecord, directory: str
 ) -> list[Problem]:
-    """Why shards that were made with the tokenizer in `directory`, of which they say `listed`, were
-    not made with `base` and the tokens that `section` adds to it. Loads both tokenizers."""
+    """Return why shards that were made with the tokenizer in `directory`, of which they say
+    `listed`, were not made with `base` and the tokens that `section` adds to it. Loads both
+    tokenizers."""
     key = "model.path" if section.base is None else "tokenizer.base"
     try:
         huggingface = load_tokenizer(base).huggingface

@@ -11,7 +11,8 @@ from typing import Any
 
 
 def template_syntax_tree(source: str) -> Any:
-    """A chat template as a jinja2 syntax tree, in the environment that transformers renders it in.
+    """Return a chat template as a jinja2 syntax tree, in the environment that transformers renders
+    it in.
 
     Its `_compile_jinja_template` (utils/chat_template_utils.py:562) makes that environment, with
     extensions without which some templates cannot be read. Raises jinja2.TemplateSyntaxError.
@@ -23,7 +24,8 @@ def template_syntax_tree(source: str) -> Any:
 
 
 def decodes_plainly(tokenizer: Any) -> bool:
-    """Whether decoding by a transformers tokenizer is what `tokenizers` does and nothing after it.
+    """Return whether decoding by a transformers tokenizer is what `tokenizers` does and nothing
+    after it.
 
     A class changes it in `decode` (tokenization_utils_base.py:2884) or in `_decode`
     (tokenization_utils_tokenizers.py:1150), which the former calls.

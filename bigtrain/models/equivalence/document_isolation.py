@@ -1,11 +1,11 @@
-"""Whether a model isolates documents that share a sample: tried on a proxy model.
+"""Isolation of packed documents, tested on a proxy model.
 
 From ``position_ids`` that restart at each document, transformers builds a block-diagonal causal
 mask (``masking_utils.find_packed_sequence_indices``), of sequence squared. If the model takes its
 attention from transformers' registry, attention runs for each document separately instead, without
 a mask. Both depend on the architecture's own code: some have masks of their own (ALiBi, chunks),
-some have state across tokens (recurrent layers, convolutions), and no configuration says so. So it
-is tried, not looked up.
+some have state across tokens (recurrent layers, convolutions), and no configuration lists it. So it
+is tested, not looked up.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from bigtrain.models.transformers_patches import attention_name
 from bigtrain.settings.run_config import RunConfig
 
 TOLERANCE = 1e-4
-"""Of the largest logit: far above float32 rounding, far below what one wrong token does."""
+"""Relative to the largest logit: far above float32 rounding, far below what one wrong token
+does."""
 
 _DOCUMENT_TOKENS = ((7, 9, 8), (1, 20, 3))
 
@@ -39,32 +40,32 @@ _DOCUMENT_TOKENS = ((7, 9, 8), (1, 20, 3))
 def plan_isolation(
     config: RunConfig, hf_config: PreTrainedConfig
 ) -> tuple[Isolation, list[Problem]]:
-    """How a run of `config` isolates documents, if it does, and problems with that."""
+    """Return the document isolation of a run of `config`, and problems with it."""
     if not config.data.isolates:
         return NOT_ISOLATED, []
-    found, reason = find_isolation(
+    isolation, reason = find_isolation(
         hf_config,
         config.model.attention,
         config.batch.sequence_length,
         compiled=config.model.compile != "off",
     )
     if not reason:
-        return found, []
+        return isolation, []
     rule = f"is not supported for model_type {hf_config.model_type}: {reason}"
     key, value, remedy = "data.document_boundaries", "isolate", "data.document_boundaries=ignore"
     if config.data.packing == "best_fit":
         key, value, remedy = "data.packing", "best_fit", "data.packing=concatenate"
-    return MASKED, [Problem(key, value, rule, f"set {remedy}, or take another architecture")]
+    return MASKED, [Problem(key, value, rule, f"set {remedy}, or choose another architecture")]
 
 
 def find_isolation(
     hf_config: PreTrainedConfig, attention: str, sequence_length: int, *, compiled: bool = False
 ) -> tuple[Isolation, str]:
-    """How models of `hf_config` isolate documents in samples of `sequence_length`, and the reason
+    """Return the isolation of `hf_config` in samples of `sequence_length`, and the reason
     if they do not (else empty).
 
     Builds a proxy model with random weights on the CPU and compares the logits of two samples of
-    three documents each with those of the six documents alone. Takes a second or so.
+    three documents each with those of the six separate documents. Takes a second or so.
     """
     try:
         # A CPU lacks other kernels, but those get masks and lengths from the same code.
@@ -94,11 +95,11 @@ def find_isolation(
         return MASKED, _difference(model, MASKED)
     except MODEL_FAILURES as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        return MASKED, f"a proxy model of it could not be tried: {reason}"
+        return MASKED, f"its proxy model could not be tested: {reason}"
 
 
 def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
-    """How documents that share a sample differ from documents alone; empty if they do not."""
+    """Describe how packed documents differ from separate ones; empty if they do not."""
     alone, packed, mixed = _logits(model, isolation)
     limit = TOLERANCE * float(alone.abs().max())
     if not float((mixed - alone).abs().max()) > 10 * limit:
@@ -106,8 +107,8 @@ def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
     difference = float((packed - alone).abs().max())
     if not difference <= limit:
         return (
-            "it does not: documents that share a sample have other logits than alone (by "
-            f"{difference:.2g}, rounding is below {limit:.2g})"
+            "packed documents are not isolated: their logits differ from those of the separate "
+            f"documents (by {difference:.2g}, rounding is below {limit:.2g})"
         )
     return ""
 
@@ -116,7 +117,8 @@ def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
 def _logits(
     model: PreTrainedModel, isolation: Isolation
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits [B, T, V] of documents alone, of samples with boundaries, and of samples without."""
+    """Return logits [B, T, V] of separate documents, of samples with boundaries, and of samples
+    without."""
     rows = len(_DOCUMENT_TOKENS)
     tokens = sum(_DOCUMENT_TOKENS[0])
     generator = torch.Generator().manual_seed(0)

@@ -1,21 +1,17 @@
-"""Whether a model's experts compute the same when ranks divide them: tried on a proxy model.
+"""Tests of a model's experts on a proxy model, before there is a process group.
 
-A plan names the modules that hold experts, but does not say that they follow the contract that
-expert parallelism needs (`bigtrain.models.parallel.experts`): for example that outputs are weighted
-last, or that a token's output does not depend on other tokens. So it is tried before there is a
-process group: threads stand in for ranks, each with its own samples, and every gradient is compared
+Expert parallelism: a plan names the modules of experts, not whether they follow its contract
+(`bigtrain.models.parallel.experts`): for example that outputs are weighted
+last, or that a token's output does not depend on other tokens. Threads
+replace ranks, each with its own samples, and every gradient is compared
 with the full model's.
 
-Whether a model supports a run's `moe` section: tried on a proxy model.
-
-No configuration says that a model's auxiliary loss is Switch Transformer's, or what its router
+The `moe` section: no configuration states the formula of the auxiliary loss, or what the router
 returns as logits. So the loss is computed again from these, and compared.
 
-Whether ZeRO 3 can gather the weights of a model's experts: tried on a proxy model.
-
-Ranks gather a module's weights together when they come to it, forward and backward. Where the data
+ZeRO 3: ranks gather a module's weights together, forward and backward. Where the data
 decide which experts are computed, in a loop over those that tokens have chosen (DBRX), ranks with
-other tokens come to other modules, or to none, and wait for each other for good.
+other tokens reach other modules, or none, and wait for each other forever.
 """
 
 from __future__ import annotations
@@ -66,7 +62,7 @@ from bigtrain.models.torch_patches import OperatorMode
 from bigtrain.models.transformers_patches import modules_of_experts
 from bigtrain.settings.run_config import RunConfig
 
-# Of the largest gradient of the parameter, and of the model: rounding of float32 is far below
+# Relative to the parameter's largest gradient, and the model's: rounding of float32 is far below
 # both, a part of a gradient or a wrong factor far above.
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-6
 _LOSS = 1e-5
@@ -75,7 +71,8 @@ _LOSS = 1e-5
 def check_expert_parallel(
     hf_config: PreTrainedConfig, attention: str, size: int, *, sequence_length: int
 ) -> list[Problem]:
-    """Problems with dividing the experts of a model of `hf_config` among `size` ranks; or none.
+    """Return problems with dividing the experts of a model of `hf_config` among `size` ranks; or
+    none.
 
     `sequence_length`: tokens of the run's samples. The proxy model is divided among as many ranks
     as the smallest prime factor of `size`: each does the same for any number of them. Takes a
@@ -86,16 +83,16 @@ def check_expert_parallel(
             check_divides(experts, size)
         ranks = next(n for n in range(2, size + 1) if size % n == 0)
         model = _proxy_model(hf_config, attention, ranks, sequence_length)
-        found = _difference(model, ranks)
+        failure = _difference(model, ranks)
     except ModelError as error:
         rule, _, remedy = str(error).rpartition(" -> ")
         return [Problem("parallel.expert", size, rule.partition(": ")[2], remedy)]
     except (*MODEL_FAILURES, ImportError) as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        found = f"a proxy model of {hf_config.model_type} failed: {reason}"
-    if found is None:
+        failure = f"a proxy model of {hf_config.model_type} failed: {reason}"
+    if failure is None:
         return []
-    return [Problem("parallel.expert", size, found, "parallel.expert=1")]
+    return [Problem("parallel.expert", size, failure, "parallel.expert=1")]
 
 
 def _proxy_model(
@@ -129,19 +126,19 @@ def _proxy_model(
 
 
 def _difference(model: PreTrainedModel, ranks: int) -> str | None:
-    """The difference between `model` with and without divided experts; None if there is none."""
+    """Return the difference between `model` with and without divided experts; None if there is
+    none."""
     kind = model.config.model_type
     divided = [copy.deepcopy(model) for _ in range(ranks)]
     losses = [_loss(model, rank) for rank in range(ranks)]
     torch.stack(losses).sum().backward()
-    found = _divided_losses(divided)
-    for whole, other in zip([float(loss.detach()) for loss in losses], found, strict=True):
+    divided_losses = _divided_losses(divided)
+    for whole, other in zip([float(loss.detach()) for loss in losses], divided_losses, strict=True):
         if not math.isfinite(whole):
             return f"the loss of a {kind} is {whole}, so that nothing can be compared"
         if not abs(other - whole) <= _LOSS * max(1.0, abs(whole)):
             return (
-                f"a {kind} has another loss with divided experts ({other:.6f}) than whole "
-                f"({whole:.6f})"
+                f"expert parallelism changes the loss ({kind}): {other:.6f} instead of {whole:.6f}"
             )
     expected = dict(model.named_parameters())
     largest = max(float(p.grad.abs().max()) for p in expected.values() if p.grad is not None)
@@ -150,12 +147,12 @@ def _difference(model: PreTrainedModel, ranks: int) -> str | None:
         have = _joined([rank.get_parameter(name) for rank in divided], wanted)
         limit = _RELATIVE * float(wanted.abs().max()) + _ABSOLUTE * largest
         if not float((have - wanted).abs().max()) <= limit:
-            return f"the gradient of {name} of a {kind} is another one with divided experts"
+            return f"expert parallelism changes the gradient of {name} ({kind})"
     return None
 
 
 def _divided_losses(models: list[PreTrainedModel]) -> list[float]:
-    """The loss of each rank's samples; gradients are in `models`."""
+    """Return the loss of each rank's samples; gradients are in `models`."""
     exchange = RankThreads(len(models))
 
     def compute(rank: int) -> float:
@@ -173,7 +170,8 @@ def _divided_losses(models: list[PreTrainedModel]) -> list[float]:
 
 
 def _joined(parameters: list[Any], like: torch.Tensor) -> torch.Tensor:
-    """The gradient of a full parameter from all ranks: the sum, or for experts each rank's part."""
+    """Return the gradient of a full parameter from all ranks: the sum, or for experts each rank's
+    part."""
     total = torch.zeros_like(like)
     for parameter in parameters:
         shard = shard_of(parameter)
@@ -188,7 +186,7 @@ def _joined(parameters: list[Any], like: torch.Tensor) -> torch.Tensor:
 
 
 def _loss(model: PreTrainedModel, rank: int) -> torch.Tensor:
-    """The loss of samples that only rank `rank` has."""
+    """Return the loss of samples that only rank `rank` has."""
     generator = torch.Generator().manual_seed(rank)
     vocabulary = min(VOCABULARY, int(text_config(model.config).vocab_size))
     ids = torch.randint(3, vocabulary, (2, TOKENS), generator=generator)
@@ -209,7 +207,7 @@ _Tried = Callable[[], tuple[Any, PreTrainedModel]]
 def check_expert_balance(
     config: RunConfig, hf_config: PreTrainedConfig, reach: GradientReach | None = None
 ) -> list[Problem]:
-    """Problems with the section `moe` of `config` for a model of `hf_config`; empty if none.
+    """Return problems with the section `moe` of `config` for a model of `hf_config`; empty if none.
 
     Takes a second or two if a router loss is asked for. `reach`: of the model, if it is known.
     """
@@ -243,7 +241,7 @@ def _has_auxiliary_loss(hf_config: PreTrainedConfig) -> bool:
 def _without_biases(
     hf_config: PreTrainedConfig, attention: str, reach: GradientReach | None
 ) -> str | None:
-    """Why the biases by which tokens choose cannot be updated; None if they can.
+    """Return why the biases by which tokens choose cannot be updated; None if they can.
 
     A block of experts without one is skipped: DeepSeek-V4's first ones choose by a hash.
     """
@@ -265,8 +263,8 @@ def _without_biases(
 
 @torch.no_grad()
 def _other_choice(hf_config: PreTrainedConfig, attention: str) -> str | None:
-    """Why the biases of a proxy model are not such by which tokens choose experts: one that is much
-    larger than the others has to draw all tokens, and one that is much smaller none."""
+    """Return why the biases of a proxy model are not such by which tokens choose experts: one that
+    is much larger than the others has to draw all tokens, and one that is much smaller none."""
     model = _proxy(hf_config, attention)
     untrained = parameters_without_gradient(model.config, attention) or ()
     ids = _tokens(model)
@@ -302,7 +300,7 @@ def _chosen(experts: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 def _other_auxiliary_loss(kind: str, tried: _Tried) -> str | None:
-    """Why the auxiliary loss cannot be computed from router logits; None if it can."""
+    """Return why the auxiliary loss cannot be computed from router logits; None if it can."""
     try:
         outputs, model = tried()
         own = auxiliary_loss(outputs)
@@ -311,23 +309,23 @@ def _other_auxiliary_loss(kind: str, tried: _Tried) -> str | None:
         expected = float(own.detach())
         top_k = int(getattr(model.config, "num_experts_per_tok", 0) or 0)
         routing = Routing.of(router_logits_of(outputs), top_k)
-        found = float(
+        actual = float(
             balance_loss(routing.chosen / routing.num_rows, routing.probabilities.detach())
         )
     except ModelError as error:
         return f"a {kind}: {error}"
     except MODEL_FAILURES as error:
         return f"a proxy model of {kind} failed: {_first_words(error)}"
-    if not abs(found - expected) <= _LOSS * abs(expected):
+    if not abs(actual - expected) <= _LOSS * abs(expected):
         return (
             f"a {kind} computes another auxiliary loss ({expected:.6f}) than Switch "
-            f"Transformer's of its router logits ({found:.6f})"
+            f"Transformer's of its router logits ({actual:.6f})"
         )
     return None
 
 
 def _without_logits(kind: str, tried: _Tried) -> str | None:
-    """Why no loss can be computed from router logits; None if it can."""
+    """Return why no loss can be computed from router logits; None if it can."""
     try:
         outputs, model = tried()
         logits = router_logits_of(outputs)
@@ -351,7 +349,7 @@ def _are_probabilities(layer: torch.Tensor) -> bool:
 
 
 def _tried(hf_config: PreTrainedConfig, attention: str) -> tuple[Any, PreTrainedModel]:
-    """The outputs of a proxy model with router logits, and the model."""
+    """Return the outputs of a proxy model with router logits, and the model."""
     model = _proxy(hf_config, attention)
     ask_for_router_logits(model)
     return model(input_ids=_tokens(model), use_cache=False), model
@@ -386,7 +384,7 @@ def _first_words(error: Exception) -> str:
 def check_expert_gathering(
     hf_config: PreTrainedConfig, zero_stage: int, num_replicas: int
 ) -> list[Problem]:
-    """The problem with ZeRO 3 for a model of `hf_config`; empty if there is none.
+    """Return the problem with ZeRO 3 for a model of `hf_config`; empty if there is none.
 
     num_replicas: ranks that partition the model. Takes a second for a model with experts whose
     products transformers does not compute together.
@@ -402,7 +400,7 @@ def check_expert_gathering(
         with _Reads(unmarked_experts(model)) as reads, torch.no_grad():
             model(input_ids=ids, use_cache=False)
     except MODEL_FAILURES:
-        return []  # what cannot be tried is left to the run
+        return []  # errors are left to the run
     if not reads.found:
         return []
     rule = (

@@ -37,7 +37,7 @@ _META_TOKENS = 32
 
 @dataclass(frozen=True)
 class GradientReach:
-    """What one forward pass shows of a model.
+    """Parameters that the logits depend on, observed in one forward pass.
 
     absent: first names of the parameters that the logits do not depend on, in the model's order;
     None if no model of this configuration can be run. failure: why its own code cannot run a
@@ -116,9 +116,9 @@ def _unreached(model: Any, ids: torch.Tensor) -> tuple[str, ...]:
 
 
 def _leaves(roots: list[torch.Tensor]) -> tuple[set[int], bool]:
-    """Ids of the parameters in the graph that `roots` come from; whether these are all: a function
-    with a backward pass of its own (Reformer's) may know more."""
-    found: set[int] = set()
+    """Return ids of the parameters in the graph that `roots` come from; whether these are all: a
+    function with a backward pass of its own (Reformer's) may know more."""
+    leaves: set[int] = set()
     seen, waiting, is_complete = set(), [root.grad_fn for root in roots], True
     while waiting:
         node = waiting.pop()
@@ -128,9 +128,9 @@ def _leaves(roots: list[torch.Tensor]) -> tuple[set[int], bool]:
         is_complete = is_complete and not isinstance(node, BackwardCFunction)
         variable: nn.Parameter | None = getattr(node, "variable", None)
         if variable is not None:
-            found.add(id(variable))
+            leaves.add(id(variable))
         waiting += [following for following, _ in node.next_functions]
-    return found, is_complete
+    return leaves, is_complete
 
 
 class _WithoutValues(OperatorMode):

@@ -1,7 +1,7 @@
-"""How a run computes its loss: from all logits at once, in chunks, or by Liger's fused kernel.
+"""Choice of a run's loss: from all logits at once, in chunks, or by Liger's fused kernel.
 
 Chunks pay off if logits are large, and work for every model whose forward method calls its base
-model and its head. Whether a model's does is tried on a proxy model: loss and every gradient.
+model and its head. A proxy model is tested for it: loss and every gradient.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHUNK_BYTES = 256 * 2**20
 head's full gradient."""
 
 _TOLERANCE = 1e-5
-"""Of the loss and of the largest gradient; float32 sums in another order make 1e-6."""
+"""Relative to the loss and the largest gradient; float32 sums in another order make 1e-6."""
 
 LIGER_REMEDY = "pip install 'bigtrain[gpu]', or set {key}"
 
@@ -39,7 +39,7 @@ LIGER_REMEDY = "pip install 'bigtrain[gpu]', or set {key}"
 def choose_loss(
     config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
 ) -> tuple[LossPlan, list[Problem]]:
-    """How a run with the micro-batches of `plan` computes its loss, and problems with that.
+    """Choose the loss of a run with the micro-batches of `plan`; return problems with it, too.
 
     ``auto`` takes chunks if the logits exceed one and the proxy model computes the same with them.
     Takes a second at most, and no time if the logits are small.
@@ -82,7 +82,8 @@ def _try(
     kind: Literal["liger", "chunked"],
     sequence_length: int,
 ) -> tuple[float | None, str]:
-    """The softcap of the logits, for Liger, and why `kind` does not work; empty if it does."""
+    """Return the softcap of the logits, for Liger, and why `kind` does not work; empty if it
+    does."""
     if attention not in ("auto", "sdpa", "eager"):
         attention = "auto"  # other kernels have no float32 on a CPU
     try:
@@ -101,7 +102,7 @@ def _try(
 
 
 def difference(model: PreTrainedModel, chunk_tokens: int = 7) -> str:
-    """How the chunked loss of `model`, or a gradient of it, differs from the plain one; empty if
+    """Describe how the chunked loss or a gradient differs from the plain one; empty if
     not. Some labels are masked. Leaves `model` as it was, without gradients."""
     ids, labels = _sample(model)
     plain = model(input_ids=ids, use_cache=False)
@@ -113,7 +114,7 @@ def difference(model: PreTrainedModel, chunk_tokens: int = 7) -> str:
     try:
         outputs = model(input_ids=ids, use_cache=False, targets=labels)
         mean = outputs.loss / (labels != IGNORED_LABEL).sum()
-        found = _gradients(model, mean, outputs)
+        gradients = _gradients(model, mean, outputs)
     finally:
         chunked.remove()
     off = abs(float(mean.detach()) - float(cross_entropy.detach())) / float(cross_entropy.detach())
@@ -122,7 +123,7 @@ def difference(model: PreTrainedModel, chunk_tokens: int = 7) -> str:
     largest = max(float(g.abs().max()) for g in wanted.values() if g is not None)
     for name, gradient in wanted.items():
         zero = torch.zeros(())
-        one, other = (zero if g is None else g for g in (gradient, found[name]))
+        one, other = (zero if g is None else g for g in (gradient, gradients[name]))
         off = float((one - other).abs().max()) / largest
         if not off <= _TOLERANCE:
             return f"the gradient of {name} differs by {off:.1g} of the largest"
@@ -136,15 +137,15 @@ def _gradients(
     if getattr(outputs, "aux_loss", None) is not None:
         loss = loss + outputs.aux_loss
     loss.backward()
-    found = {name: p.grad for name, p in model.named_parameters()}
+    gradients = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
-    return found
+    return gradients
 
 
 @torch.no_grad()
 def _is_linear(model: PreTrainedModel, softcap: float | None) -> str:
-    """Why Liger's kernel, which supports a matrix, a bias and a softcap, does not fit; empty if it
-    does."""
+    """Return why Liger's kernel, which supports a matrix, a bias and a softcap, does not fit; empty
+    if it does."""
     kept: list[torch.Tensor] = []
     head = model.get_output_embeddings()
     if type(head) is not torch.nn.Linear:
@@ -156,7 +157,7 @@ def _is_linear(model: PreTrainedModel, softcap: float | None) -> str:
         return "its forward method does not call its head once"
     expected = kept[0] if softcap is None else softcap * torch.tanh(kept[0] / softcap)
     if not torch.allclose(logits, expected, rtol=1e-5, atol=1e-6):
-        return "its logits are not what its head gives (they are scaled, say)"
+        return "its logits are not what its head gives (for example, they are scaled)"
     return ""
 
 

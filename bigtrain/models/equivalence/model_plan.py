@@ -1,4 +1,4 @@
-"""The plan for a run's model before it is built, each part tried on a proxy model.
+"""Plan of a run's model before it is built, each part tested on a proxy model.
 
 Trials of proxy models, made by one rank and cached for later launches.
 
@@ -41,7 +41,7 @@ from bigtrain.system.user_cache import builds, cached, key_of, package_source, p
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """How a run's model is cut into stages, isolates documents, and computes its loss, and which of
+    """Pipeline stages, document isolation and loss of a run's model, and which of
     its parameters are trained.
 
     stages: None without pipeline stages.
@@ -53,7 +53,8 @@ class ModelPlan:
     parameters: ParameterPlan = field(default_factory=ParameterPlan)
 
     def lines(self, accumulation: int) -> list[str]:
-        """The plan as human-readable lines; `accumulation`: micro-batches in a pipeline at once."""
+        """Return the plan as human-readable lines; `accumulation`: micro-batches in a pipeline at
+        once."""
         stages = self.stages.describe(accumulation) if self.stages else ""
         reasons = (self.isolation.reason, self.loss.reason, self.parameters.reason)
         return [line for line in (stages, *reasons) if line]
@@ -62,7 +63,8 @@ class ModelPlan:
 def choose(
     config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
 ) -> tuple[ModelPlan | None, list[Problem]]:
-    """The plan for a run with the micro-batches of `plan`, or what its model's code rules out.
+    """Return the plan for a run with the micro-batches of `plan`, or what its model's code rules
+    out.
 
     A second or so for each kind of parallelism and packing; `check_tensor_size` comes first.
     """
@@ -83,7 +85,7 @@ def choose(
 def require_model_plan(
     config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
 ) -> ModelPlan:
-    """As `choose`. Raises ConfigError with what is ruled out."""
+    """Return the plan of `choose`. Raises ConfigError with what is ruled out."""
     chosen, problems = choose(config, hf_config, plan)
     if chosen is None or problems:
         raise ConfigError(problems, "the run's inputs")
@@ -93,7 +95,7 @@ def require_model_plan(
 def try_model(
     config: RunConfig, hf_config: PreTrainedConfig, reach: GradientReach | None = None
 ) -> tuple[list[Problem], StagePlan | None, Isolation]:
-    """What the model's own code rules out of `config`, its stages and its document isolation.
+    """Return problems of `config` with the model's code, its stages and document isolation.
     `reach`: of the model, if it is known."""
     attention, parallel = config.model.attention, config.parallel
     length = config.batch.sequence_length
@@ -148,7 +150,7 @@ class _RefusedError(Exception):
 def choose_once(
     config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
 ) -> tuple[ModelPlan | None, list[Problem]]:
-    """As `choose`; of the ranks that share a cache one calls it, while the others wait."""
+    """Call `choose` on one of the ranks that share a cache; the others wait."""
     key = trial_key(
         hf_config,
         config.model.model_dump(mode="json", exclude={"path", "config", "overrides"}),
@@ -167,8 +169,8 @@ def choose_once(
         chosen, problems = choose(config, hf_config, plan)
         if chosen is None or problems:
             raise _RefusedError(problems)
-        found: dict[str, Any] = _PLAN.dump_python(chosen, mode="json")
-        return found
+        plan_json: dict[str, Any] = _PLAN.dump_python(chosen, mode="json")
+        return plan_json
 
     try:
         return _PLAN.validate_python(cached(KIND, key, find)), []
@@ -177,7 +179,8 @@ def choose_once(
 
 
 def trial_key(hf_config: PreTrainedConfig, *settings: object) -> str | None:
-    """The cache key of a trial with these `settings` (JSON types); None: it is not cached."""
+    """Return the cache key of a trial with these `settings` (JSON types); None: it is not
+    cached."""
     if not type(hf_config).__module__.startswith("transformers."):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Which parameters of a run's model are trained, decay, and are updated by Muon.
+"""Parameters of a run's model that are trained, decay, and are updated by Muon.
 
 Checkpoints record it, so that a resume after an upgrade of bigtrain or transformers does not change
 the groups of an optimizer in silence (`bigtrain.run.checkpointing.changed_settings`).
@@ -48,7 +48,7 @@ class ParameterPlan:
     reason: str = ""
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint holds of it (JSON types)."""
+        """Return the part that a checkpoint contains (JSON types)."""
         kept = asdict(self)
         return {name: list(kept[name]) for name in ("decaying", "matrices", "frozen")}
 
@@ -56,22 +56,22 @@ class ParameterPlan:
 def plan_parameters(
     config: RunConfig, hf_config: PreTrainedConfig, reach: GradientReach | None = None
 ) -> ParameterPlan:
-    """The plan for a run's model; of a run with adapters no groups of its optimizer. `reach`: of
-    the model; found out if it is None."""
+    """Return the plan for a run's model; of a run with adapters no groups of its optimizer.
+    `reach`: of the model; found out if it is None."""
     kept = _kept(config, hf_config)
     reasons = []
     if kept:
         reasons.append(_listed("kept in float32 by its architecture", kept, kept))
     reach = reach or find_gradient_reach(hf_config, config.model.attention)
-    found = reach.absent
-    if found is None:
+    absent = reach.absent
+    if absent is None:
         reasons.append(
             "parameters without a gradient: not known, since no model of this kind could be run "
             "before the training; all are trained"
         )
     model = empty_model(hf_config)
     names = [name for name, _ in model.named_parameters()]
-    untrained = tuple(name for name in found or () if name in names)
+    untrained = tuple(name for name in absent or () if name in names)
     biases: list[str] = []
     if config.moe.bias_update_rate:
         biases = [b.name for b in selection_biases(model, untrained) if b.is_parameter]
@@ -137,6 +137,6 @@ def summarized(names: Collection[str], every: Collection[str]) -> list[str]:
 
 
 def _prefixes(name: str) -> list[str]:
-    """Names of the modules that hold `name`, the outermost first."""
+    """Return names of the modules that hold `name`, the outermost first."""
     parts = name.split(".")
     return [".".join(parts[:length]) for length in range(1, len(parts))]

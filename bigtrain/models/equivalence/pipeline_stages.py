@@ -1,4 +1,4 @@
-"""Whether a model computes the same in pipeline stages: tried on a proxy model before a run.
+"""Equivalence of pipeline stages and the full model, tested on a proxy model.
 
 All stages run one after another in this process; logits and every gradient are compared with the
 full model's. Anything that cutting into stages would break shows here, and is refused.
@@ -39,7 +39,7 @@ from bigtrain.settings.compatibility.check import Facts, check_model
 from bigtrain.settings.hf_config_keys import share_of_experts
 
 _TOLERANCE = 1e-5
-"""Of the largest logit and of the largest gradient; float32 sums in another order make 1e-7."""
+"""Relative to the largest logit and gradient; float32 sums in another order make 1e-7."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,12 @@ def plan_stages(
     *,
     router_losses: bool = False,
 ) -> tuple[StagePlan | None, list[Problem]]:
-    """How to cut a model of `hf_config` into `num_stages` for samples of `sequence_length`, or why
-    it cannot be. router_losses: whether losses are to be computed from its router logits.
+    """Plan how to split a model of `hf_config` into `num_stages`, or return why it cannot be.
+    sequence_length: of the samples. router_losses: whether losses are to be computed from its
+    router logits.
 
     Builds a proxy model with all of its layers on the CPU; takes seconds. Not collective: all
-    ranks come to the same plan.
+    ranks compute the same plan.
     """
 
     def refused(rule: str, remedy: str) -> tuple[None, list[Problem]]:
@@ -108,24 +109,24 @@ def find_stage_plan(
     *,
     router_losses: bool = False,
 ) -> tuple[StagePlan | None, str]:
-    """The plan with which `model` computes the same in stages, or the reason why none does.
+    """Return the plan with which `model` computes the same in stages, or the reason why none does.
 
-    If token ids on the first stage alone do not work, token ids on every stage are tried.
+    If token ids only on the first stage do not work, token ids on every stage are tested.
     """
     reason = ""
     for everywhere in sorted({layout.tokens_everywhere, True}):
         tried = replace(layout, tokens_everywhere=everywhere)
         try:
-            found = difference(model, tried, cuts, input_ids, router_losses=router_losses)
+            differences = difference(model, tried, cuts, input_ids, router_losses=router_losses)
         except MODEL_FAILURES as error:
             reason = reason or f"a stage of it fails ({' '.join(str(error).split())[:200]})"
             continue
-        if max(found.logits, found.gradients, found.auxiliary) <= _TOLERANCE:
+        if max(differences.logits, differences.gradients, differences.auxiliary) <= _TOLERANCE:
             return StagePlan(tried, tuple(cuts)), ""
         reason = reason or (
-            f"in stages it computes something else (logits differ by {found.logits:.1g} of the "
-            f"largest, gradients by {found.gradients:.1g}, most at {found.parameter}, the router's "
-            f"loss by {found.auxiliary:.1g})"
+            f"splitting into stages changes the result (logits differ by {differences.logits:.1g} "
+            f"of the largest, gradients by {differences.gradients:.1g}, most at "
+            f"{differences.parameter}, the router's loss by {differences.auxiliary:.1g})"
         )
     return None, reason
 
@@ -139,8 +140,8 @@ def difference(
     *,
     router_losses: bool = False,
 ) -> Difference:
-    """Compare `model` cut at `cuts` with the full one, for a random gradient of the logits and the
-    router's auxiliary loss, if it has one; with `router_losses`, of every router logit, too."""
+    """Compare `model` split at `cuts` with the full one, for a random gradient of the logits and
+    the router's auxiliary loss, if it has one; with `router_losses`, of every router logit, too."""
     model.zero_grad(set_to_none=True)
     whole = model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
     expected: torch.Tensor = whole.logits.detach()
@@ -160,7 +161,7 @@ def difference(
     model.zero_grad(set_to_none=True)
     # Parameters are shared, so what stages give to their gradients adds up.
     tensors = [*model.parameters(), *model.buffers()]
-    # What forward passes leave behind cannot be copied.
+    # State left by forward passes cannot be copied.
     tensors += [t for m in model.modules() for t in vars(m).values() if torch.is_tensor(t)]
     shared: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
     stages = [
@@ -168,13 +169,13 @@ def difference(
         for index in range(len(cuts) - 1)
     ]
     outputs = run_in_turn(stages, input_ids, position_ids, objective)
-    found = {name: p.grad for name, p in model.named_parameters()}
+    stage_gradients = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     largest = max(float(g.abs().max()) for g in gradients.values() if g is not None)
     worst, where = 0.0, ""
     for name, gradient in gradients.items():
         zero = torch.zeros(())
-        wanted, other = (zero if g is None else g for g in (gradient, found[name]))
+        wanted, other = (zero if g is None else g for g in (gradient, stage_gradients[name]))
         distance = float((other - wanted).abs().max()) / largest
         if not distance <= worst:
             worst, where = distance, name
@@ -183,10 +184,10 @@ def difference(
 
 
 def _auxiliary_difference(whole: Any, outputs: Any) -> float:
-    wanted, found = auxiliary_loss(whole), auxiliary_loss(outputs)
-    if wanted is None or found is None:
-        return 0.0 if wanted is found else float("inf")
-    return float((found - wanted).detach().abs() / wanted.detach().abs().clamp(min=1e-30))
+    wanted, actual = auxiliary_loss(whole), auxiliary_loss(outputs)
+    if wanted is None or actual is None:
+        return 0.0 if wanted is actual else float("inf")
+    return float((actual - wanted).detach().abs() / wanted.detach().abs().clamp(min=1e-30))
 
 
 def run_in_turn(

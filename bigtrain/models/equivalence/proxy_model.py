@@ -1,12 +1,12 @@
 """A proxy model of an architecture: a few small layers with every option of the real one.
 
 How a model handles masks or process groups depends on its own code, which the proxy shares. So it
-is tried there, in a second, instead of looked up in a table.
+is tested there, in a second, instead of looked up in a table.
 
 Lengths at which a model's computation changes, scaled down for proxy models.
 
 A sliding window has no effect until a sample is longer; likewise chunked attention, factors of long
-rotary embeddings and position-dependent scales. A proxy model tried on 24 tokens would never reach
+rotary embeddings and position-dependent scales. A proxy model tested on 24 tokens would never reach
 what the run does at 8192. So its lengths are scaled down: those that the run's samples cross, and
 only those, since a threshold that a run never reaches must not rule it out.
 """
@@ -26,7 +26,7 @@ from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.settings.hf_config_keys import CHOSEN_EXPERTS, EXPERTS
 
 TOKENS = 24
-"""Length of the samples on which proxy models are tried."""
+"""Length of the samples on which proxy models are tested."""
 
 # Keys of text configurations, with the offset from the value to the longest sample that it does not
 # affect. Block sizes of kernels, which change no result, are not among them.
@@ -50,7 +50,7 @@ def cross_thresholds(config: Any, sequence_length: int, tokens: int = TOKENS) ->
     """Make `tokens` tokens cross what samples of `sequence_length` do in a text configuration.
 
     The shortest length becomes half of `tokens`, the next one more, equal ones stay equal. So half
-    a sample crosses no length that the whole sample does. Lengths that samples of
+    a sample crosses no length that the full sample does. Lengths that samples of
     `sequence_length` do not cross stay. Raises ValueError if `tokens` are too few for all.
     """
     crossed = sorted(length for length, _, _ in _lengths(config) if length < sequence_length)
@@ -83,19 +83,19 @@ def document_positions(samples: int, tokens: int = TOKENS) -> torch.Tensor:
 
 
 def rotary_parameters(config: Any) -> list[dict[str, Any]]:
-    """The rotary embeddings of a text configuration: one, or one for each type of layer."""
-    found = getattr(config, "rope_parameters", None) or {}
-    kinds = [value for value in found.values() if isinstance(value, dict)]
-    return kinds or [found]
+    """Return the rotary embeddings of a text configuration: one, or one for each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [value for value in rope.values() if isinstance(value, dict)]
+    return kinds or [rope]
 
 
 def _lengths(config: Any) -> list[tuple[int, Any, str]]:
-    """The longest sample that each length does not affect, and where the length is set."""
-    found: list[tuple[int, Any, str]] = []
+    """Return the longest sample that each length does not affect, and where the length is set."""
+    lengths: list[tuple[int, Any, str]] = []
     for key, more in _LENGTHS.items():
         length = getattr(config, key, None)
         if isinstance(length, int) and length > 0:
-            found.append((length + more, config, key))
+            lengths.append((length + more, config, key))
     # In other rope types it only sets the frequencies.
     holders: list[Any] = [
         parameters
@@ -107,8 +107,8 @@ def _lengths(config: Any) -> list[tuple[int, Any, str]]:
     for holder in holders:
         length = holder.get(_ROTARY) if isinstance(holder, dict) else getattr(holder, _ROTARY)
         if isinstance(length, int):
-            found.append((length, holder, _ROTARY))
-    return found
+            lengths.append((length, holder, _ROTARY))
+    return lengths
 
 
 VOCABULARY = 64
@@ -126,7 +126,7 @@ _INNER_WIDTHS = (
 _KEY_HEADS = ("num_key_value_heads", "kv_n_heads")
 
 MODEL_FAILURES = (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError)
-"""What a model's code may raise if it is used in a way that its author did not expect."""
+"""Exceptions of a model's code that is used in a way its author did not expect."""
 
 Change = Callable[[Any], None]
 
@@ -141,10 +141,11 @@ def build_proxy_model(
     sequence_length: int = 0,
     tokens: int = TOKENS,
 ) -> PreTrainedModel:
-    """A float32 model on the CPU, as small as its class can be built; the same on every rank.
+    """Return a float32 model on the CPU, as small as its class can be built; the same on every
+    rank.
 
     `reductions`: changes that make a text configuration smaller, the smallest result first.
-    `usable` raises for a model that cannot be used, and the next larger one is tried. It has a few
+    `usable` raises for a model that cannot be used, and the next larger one is tested. It has a few
     layers, at least one of every kind, or `all_layers`. Samples of `tokens` cross every length that
     those of `sequence_length` do (`proxy_samples`). Raises ValueError with
     the first reason if none can be built.
@@ -262,8 +263,8 @@ def _parts(config: Any) -> list[Any]:
 
 
 def with_heads(heads: int) -> Change:
-    """The change to `heads` attention heads of unchanged size, with half as many key-value heads
-    for grouped-query attention."""
+    """Return the change to `heads` attention heads of unchanged size, with half as many key-value
+    heads for grouped-query attention."""
 
     def change(config: Any) -> None:
         key_heads = getattr(config, "num_key_value_heads", None)

@@ -1,4 +1,4 @@
-"""Threads that stand in for ranks in trials before there is a process group."""
+"""Threads that replace ranks in tests before there is a process group."""
 
 from __future__ import annotations
 
@@ -52,6 +52,6 @@ class RankThreads:
     def _exchange(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         self._sent[self.rank] = parts
         self._barrier.wait()
-        found = [sent[self.rank].clone() for sent in self._sent]
+        received = [sent[self.rank].clone() for sent in self._sent]
         self._barrier.wait()
-        return found
+        return received

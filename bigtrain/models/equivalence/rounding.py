@@ -1,4 +1,4 @@
-"""Plain PyTorch with its sums in another order: the effect of rounding alone on a training run.
+"""Plain PyTorch with its sums in another order: the effect of rounding on a training run.
 
 A parallel run adds up the same products in another order, and float32 sums depend on the order. How
 much of that reaches the weights depends on the model: a norm over small values amplifies the last

@@ -1,8 +1,8 @@
-"""Whether a model computes the same under sequence parallelism: tried on a proxy model.
+"""Equivalence of sequence parallelism and the full sample, tested on a proxy model.
 
-Convolutions and recurrent layers see beyond the tokens of one rank, and no configuration says so;
+Convolutions and recurrent layers see beyond the tokens of one rank, and no configuration lists it;
 attention outside transformers' registry, or with a parameter for each head, cannot be divided. So
-it is tried before there is a process group: threads stand in for ranks.
+it is tested before there is a process group: threads replace ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from bigtrain.models.parallel.sequence import SequenceParallel
 from bigtrain.settings.compatibility.check import Facts, check_model
 
 TOLERANCE = 1e-4
-"""Of the largest logit: far above float32 rounding, far below what one wrong token does."""
+"""Relative to the largest logit: far above float32 rounding, far below what one wrong token
+does."""
 
 _TOKENS_OF_PART = 8
 
@@ -42,7 +43,8 @@ def check_sequence_parallel(
     isolate: bool,
     tensor_size: int = 1,
 ) -> list[Problem]:
-    """Problems with splitting samples of a model of `hf_config` over `size` ranks; empty if none.
+    """Return problems with splitting samples of a model of `hf_config` over `size` ranks; empty if
+    none.
 
     `sequence_length`: tokens of these samples. `isolate`: documents in a sample are isolated.
     `tensor_size`: tensor-parallel ranks, which divide the attention heads already. Builds a proxy
@@ -82,8 +84,8 @@ def check_sequence_parallel(
         return [
             _refusal(
                 size,
-                f"a {hf_config.model_type} has other logits in parts than whole (by "
-                f"{difference:.2g}, rounding is below {limit:.2g}): it mixes tokens outside "
+                f"{hf_config.model_type} produces different logits when the sequence is split "
+                f"(by {difference:.2g}, rounding is below {limit:.2g}): it mixes tokens outside "
                 "attention",
             )
         ]
@@ -91,8 +93,8 @@ def check_sequence_parallel(
         return [
             _refusal(
                 size,
-                f"the router of a {hf_config.model_type} has another auxiliary loss in parts "
-                f"({parts[0][1]:.4g}) than whole ({loss:.4g})",
+                f"the auxiliary loss of {hf_config.model_type} changes when the sequence is split "
+                f"({parts[0][1]:.4g} instead of {loss:.4g})",
             )
         ]
     return []
@@ -110,7 +112,7 @@ _Outputs = tuple[torch.Tensor, float]
 def _outputs(
     model: PreTrainedModel, size: int, *, isolate: bool
 ) -> tuple[_Outputs, list[_Outputs], list[_Outputs]]:
-    """Outputs for whole samples, for `size` parts with exchange, and for each part alone."""
+    """Return outputs for full samples, for `size` parts with exchange, and without it."""
     length = size * _TOKENS_OF_PART
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, VOCABULARY, (2, length), generator=generator)
@@ -120,7 +122,7 @@ def _outputs(
         positions = positions.clone()
         positions[:, 4:] -= 4
         positions[1, length - 3 :] = torch.arange(3)
-    if isolate:  # as `find_isolation` has tried it
+    if isolate:  # tested by `find_isolation`
         undo = choose_by_document(model)
         whole = _run(model, {"input_ids": ids, "position_ids": positions})
         undo()

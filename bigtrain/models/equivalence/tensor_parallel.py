@@ -1,8 +1,8 @@
-"""Whether a model's own tensor-parallel plan is right: tried on a proxy model before a run.
+"""Equivalence of a model's tensor-parallel plan, tested on a proxy model before a run.
 
 Plans come from transformers and some are silently wrong: a parameter that only sees its rank's
 heads gets a part of its gradient, or a mean is taken over a part of a dimension. The proxy model
-runs full and cut on the run's own ranks, and every gradient is compared.
+runs unsharded and sharded on the run's own ranks, and every gradient is compared.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from bigtrain.models.parallel.tensor import (
 from bigtrain.settings.compatibility.check import Facts, check_model
 from bigtrain.settings.sections.adapters import AdaptersSection
 
-# Of the largest gradient of the parameter, and of the model: rounding of float32 is far below
+# Relative to the parameter's largest gradient, and the model's: rounding of float32 is far below
 # both, a part of a gradient or a wrong factor far above.
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-6
 _LOSS = 1e-5
@@ -58,7 +58,8 @@ def check_tensor_plan(
     device: torch.device,
     adapters: AdaptersSection | None = None,
 ) -> None:
-    """Raise ModelError, on every rank, unless a cut proxy model computes the same as the full one.
+    """Raise ModelError, on every rank, unless a sharded proxy model computes the same as the full
+    one.
 
     `sequence_length`: tokens of the run's samples. `adapters`: the run's; the proxy model has them
     on layers of the same kinds, and all parameters are trained. The message names the parameter
@@ -98,17 +99,17 @@ def check_tensor_plan(
     except ValueError as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
-            f"parallel.tensor: a proxy model of {kind} could not be tried: {reason} -> "
+            f"parallel.tensor: a proxy model of {kind} could not be tested: {reason} -> "
             "parallel.tensor=1"
         ) from error
     if adapters is not None:
         _adapt(whole, hf_config, adapters)
-    found = compare_with_whole(whole, group)
-    if found is not None:
-        verdict = "cannot be carried out" if found.startswith(_FAILS) else "is wrong"
+    failure = compare_with_whole(whole, group)
+    if failure is not None:
+        verdict = "cannot be carried out" if failure.startswith(_FAILS) else "is wrong"
         raise ModelError(
             f"parallel.tensor = {size}: the tensor-parallel plan that transformers has for "
-            f"model_type {kind} {verdict}: tried on a proxy model, {found} -> parallel.tensor=1, "
+            f"model_type {kind} {verdict}: on a proxy model, {failure} -> parallel.tensor=1, "
             "and ZeRO 3 for models too large for one device"
         )
 
@@ -130,7 +131,8 @@ def _adapt(proxy: PreTrainedModel, hf_config: PreTrainedConfig, section: Adapter
 
 
 def compare_with_whole(model: PreTrainedModel, group: Group) -> str | None:
-    """The difference between `model` cut over `group` and the full one; None if there is none.
+    """Return the difference of `model` sharded over `group` and the full one; None if there is
+    none.
 
     `model` is full, the same on every rank, deterministic, and on the group's device; do not use it
     afterwards. Collective; every rank returns the same.
@@ -154,9 +156,9 @@ def compare_with_whole(model: PreTrainedModel, group: Group) -> str | None:
         failure = _difference(loss.item(), cut_loss.item(), expected, cut)
     except MODEL_FAILURES as error:
         failure = f"{_FAILS} {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    found: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, failure, group=group)
-    return next((reason for reason in found if reason is not None), None)
+    failures: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(failures, failure, group=group)
+    return next((reason for reason in failures if reason is not None), None)
 
 
 def _difference(
@@ -177,7 +179,7 @@ def _difference(
         if not distance <= max(1.0, worst):
             worst, worst_name = distance, name
     if worst_name:
-        return f"the gradient of {worst_name} is not that of the whole model"
+        return f"gradient of {worst_name} differs from the unsharded model"
     if not abs(cut_loss - loss) <= _LOSS * max(1.0, abs(loss)):
         return f"its loss is {cut_loss:.6f} instead of {loss:.6f}"
     return None
@@ -193,7 +195,8 @@ def _forward(model: PreTrainedModel) -> torch.Tensor:
 
 
 def _heads(config: Any, size: int) -> tuple[int, int]:
-    """The fewest heads, and key-value heads, that `size` ranks divide as they do the real ones."""
+    """Return the fewest heads, and key-value heads, that `size` ranks divide as they do the real
+    ones."""
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     if key_heads < size:
@@ -202,7 +205,7 @@ def _heads(config: Any, size: int) -> tuple[int, int]:
 
 
 def deterministic(hf_config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration without dropout or noise."""
+    """Return the configuration without dropout or noise."""
     config = copy.deepcopy(hf_config)
     for part in {id(c): c for c in (config, text_config(config))}.values():
         for name, value in vars(part).items():
@@ -224,10 +227,10 @@ def randomize(model: PreTrainedModel) -> None:
 def check_tensor_size(
     hf_config: PreTrainedConfig, tensor_size: int, adapters: AdaptersSection | None = None
 ) -> list[Problem]:
-    """Problems with `parallel.tensor`; empty if the model's plan can be carried out.
+    """Return problems with `parallel.tensor`; empty if the model's plan can be carried out.
 
     Builds the model without memory (`meta`). Raises ModelError for an architecture without a plan,
-    and for a parameter that cannot be cut. `check_tensor_plan` tries whether the plan is right.
+    and for a parameter that cannot be split. `check_tensor_plan` tests whether the plan is right.
     """
     if tensor_size == 1:
         return []
@@ -246,7 +249,7 @@ def check_tensor_size(
 
 
 def _check_adapted(model: PreTrainedModel, plan: Plan, section: AdaptersSection) -> list[Problem]:
-    """Problems with layers that are to have adapters and are cut in a style without support for
+    """Return problems with adapted layers that are sharded in a style without support for
     them."""
     names, _ = find_targets(model, section)
     styles = {name: plan.get(name, "replicate") for name in names}
@@ -254,9 +257,9 @@ def _check_adapted(model: PreTrainedModel, plan: Plan, section: AdaptersSection)
         Problem(
             "adapters.targets",
             name,
-            f"in the model's tensor-parallel plan it has the style {style!r}, beside which no "
+            f"in the model's tensor-parallel plan it has the style {style!r}, for which no "
             "adapter is known",
-            "leave it out of the targets, or parallel.tensor=1",
+            "remove it from the targets, or parallel.tensor=1",
         )
         for name, style in styles.items()
         if style not in ADAPTED
@@ -264,7 +267,8 @@ def _check_adapted(model: PreTrainedModel, plan: Plan, section: AdaptersSection)
 
 
 def _check_heads(config: Any, plan: Plan, size: int) -> list[Problem]:
-    """Problems with dividing heads: each is on one rank; ranks may share a key-value head."""
+    """Return problems with dividing heads: each is on one rank; ranks may share a key-value
+    head."""
     cut = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
     heads = config.num_attention_heads if cut & {"q_proj", "query_key_value"} else None
     key_heads = getattr(config, "num_key_value_heads", None) if "k_proj" in cut else None

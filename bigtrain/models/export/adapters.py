@@ -77,7 +77,7 @@ def export_adapter(
         directory.mkdir(parents=True)
         _write_config(directory, section, base, hf_config)
         save_file(state, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        # safetensors writes with permissions for the owner alone, whatever the umask is.
+        # safetensors writes with permissions for the owner only, whatever the umask is.
         shutil.copymode(directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS)
         write_tokenizer(tokenizer_directory, directory, output)
         if card:
@@ -95,9 +95,9 @@ def probe_beside(
     hf_config: PreTrainedConfig,
     probe: Probe,
 ) -> tuple[Probe, float]:
-    """The logits of plain peft's model of these adapters beside `base` in its own precision, though
-    they were trained beside it in 4 bits; and how far they are from those of `probe` (root mean
-    square, relative). Parameters as of `export_adapter`."""
+    """Return the logits of plain peft's model of these adapters beside `base` in its own precision,
+    though they were trained beside it in 4 bits; and how far they are from those of `probe` (root
+    mean square, relative). Parameters as of `export_adapter`."""
     with TemporaryDirectory() as name, _quiet():
         directory = Path(name)
         _write_config(directory, section, base, hf_config)
@@ -110,7 +110,7 @@ def probe_beside(
 
 
 def adapter_state(weights: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
-    """The adapters among a run's `weights`, by their names in peft's files, in memory."""
+    """Return the adapters among a run's `weights`, by their names in peft's files, in memory."""
     found = {}
     for name, tensor in sorted(weights.items()):
         if f".{ADAPTER}." in name:  # a checkpoint holds the base's buffers as well
@@ -125,7 +125,7 @@ def merged_weights(
     base: Weights,
     hf_config: PreTrainedConfig,
 ) -> dict[str, torch.Tensor]:
-    """The base's weights with the trained adapters merged, by Hugging Face name, in float32.
+    """Return the base's weights with the trained adapters merged, by Hugging Face name, in float32.
 
     With lazy tensors a merged weight is computed when it is read, and nothing is read here. Raises
     ModelError if an adapter is missing.

@@ -94,8 +94,8 @@ def record_base(source: str, weights: Weights, directory: Path) -> None:
 
 
 def _local_directory(source: str, weights: Weights) -> Path:
-    """A directory of this host with the small files of `source`; of a hub model those that the
-    cache holds next to the weights, if the hub cannot be reached."""
+    """Return a directory of this host with the small files of `source`; of a hub model those that
+    the cache holds next to the weights, if the hub cannot be reached."""
     path = Path(at_hand(source))
     if path.is_dir():
         return path
@@ -108,7 +108,8 @@ def _local_directory(source: str, weights: Weights) -> Path:
 
 
 def _why_omitted(name: str, path: Path, weights: Weights) -> str | None:
-    """Why a file of a base is not copied; empty if nobody has to be informed, None if it is."""
+    """Return why a file of a base is not copied; empty if nobody has to be informed, None if it
+    is."""
     parts = name.split("/")
     if any(part.startswith(".") and part != ".gitattributes" for part in parts):
         return ""  # a version control system's or a cache's own
@@ -135,7 +136,7 @@ class BaseRecord:
 
     @staticmethod
     def find(directory: Path) -> BaseRecord | None:
-        """The record in a run's `directory`, or None."""
+        """Return the record in a run's `directory`, or None."""
         place = directory / BASE
         return BaseRecord(place) if (place / _TENSORS).is_file() else None
 
@@ -219,7 +220,7 @@ class BaseRecord:
         return result, notes
 
     def unused(self) -> dict[str, LazyTensor]:
-        """The base's tensors that transformers does not load, unread."""
+        """Return the base's tensors that transformers does not load, unread."""
         path = self.directory / _UNUSED
         return stored_tensors(path) if path.is_file() else {}
 
@@ -319,6 +320,6 @@ def _has_code(reference: object, output: Path) -> bool:
 
 
 def shortened(names: Iterable[str]) -> str:
-    """The first three of `names`, and how many more there are."""
+    """Return the first three of `names`, and how many more there are."""
     ordered = sorted(names)
     return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")

@@ -34,14 +34,14 @@ def refuse_unreachable(repository: str) -> None:
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
-        raise refused("is no name of a repository", "OWNER/NAME, such as me/my-model") from error
+        raise refused("is not a repository name", "OWNER/NAME, such as me/my-model") from error
     if constants.HF_HUB_OFFLINE:
         rule = "HF_HUB_OFFLINE is set, so nothing may be sent"
         raise refused(rule, f"unset it, or export without, and later: {_by_hand(repository)}")
     try:
         HfApi().whoami()
     except LocalTokenNotFoundError as error:
-        raise refused("there is no login", "hf auth login, or set HF_TOKEN") from error
+        raise refused("not logged in", "hf auth login, or set HF_TOKEN") from error
     except HfHubHTTPError as error:
         rule = f"{constants.ENDPOINT} answers {error.response.status_code} to the login"
         raise refused(rule, "hf auth login, or HF_TOKEN, with a token that may write") from error

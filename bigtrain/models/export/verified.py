@@ -131,7 +131,7 @@ def export_model(
 
 
 def _changes(notes: Sequence[str], base: BaseRecord | None) -> str:
-    """The part of a model card that lists what an export changed."""
+    """Return the part of a model card that lists what an export changed."""
     if not notes and base is None:
         return ""
     head = "\n## Changes from the base\n\n" if base is not None else "\n## Notes\n\n"
@@ -158,7 +158,9 @@ def writing_directory(output: Path, *, replace: bool) -> Iterator[Path]:
             shutil.rmtree(output, ignore_errors=True)
         temporary.rename(output)
     except (OSError, SafetensorError) as error:
-        remedy = "make room, or export the checkpoint to another place: bigtrain export --output"
+        remedy = (
+            "make room, or export the checkpoint to another directory: bigtrain export --output"
+        )
         raise OutputError(cannot_be_written(output, error, remedy)) from error
     finally:
         enable_progress_bar()
@@ -211,9 +213,9 @@ _REPLY = {"role": "assistant", "content": _ANSWER}
 
 
 def end_of_turn_ids(tokenizer: Any) -> list[int]:
-    """Ids of the first special token that the tokenizer's chat template writes after an answer, or
-    by which it begins the next message where nothing ends an answer; empty without a template, or
-    if it writes none."""
+    """Return ids of the first special token that the tokenizer's chat template writes after an
+    answer, or by which it begins the next message where nothing ends an answer; empty without a
+    template, or if it writes none."""
     if not tokenizer.chat_template:
         return []
     added = tokenizer.added_tokens_decoder.items()
@@ -224,12 +226,13 @@ def end_of_turn_ids(tokenizer: Any) -> list[int]:
             if token_id in special:
                 return [int(token_id)]
         if ending.strip():
-            break  # text that is no token ends an answer
+            break  # text that is not a token ends an answer
     return []
 
 
 def _after_answer(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    """What the chat template writes after the answer; empty if it does not accept `messages`."""
+    """Return what the chat template writes after the answer; empty if it does not accept
+    `messages`."""
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except (TemplateError, ValueError, TypeError, KeyError):

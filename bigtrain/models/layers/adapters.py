@@ -66,25 +66,26 @@ _TRAINED = re.compile(rf"\.lora_[^.]+\.{ADAPTER}(\.|$)")
 
 
 def base_name(name: str) -> str:
-    """The name of a parameter or buffer in the model without adapters; also for trained copies."""
+    """Return the name of a parameter or buffer in the model without adapters; also for trained
+    copies."""
     return _OWN.sub(".", name)
 
 
 def weight_of(name: str) -> str:
-    """The base weight that parameter `name` is, or that its adapter is added to."""
+    """Return the base weight that parameter `name` is, or that its adapter is added to."""
     adapter = _TRAINED.search(name)
     return base_name(name) if adapter is None else f"{name[: adapter.start()]}.weight"
 
 
 def peft_name(name: str) -> str:
-    """The name of an adapter's parameter in peft's files."""
+    """Return the name of an adapter's parameter in peft's files."""
     if name.endswith(MAGNITUDE):
         name = name.removesuffix(".weight") + "."
     return f"base_model.model.{name.replace(COPY, '.')}".replace(f".{ADAPTER}.", ".").rstrip(".")
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether `model` has adapters, and its own weights are frozen.
+    """Return whether `model` has adapters, and its own weights are frozen.
 
     True for every pipeline stage of such a model, even one whose layers have none.
     """
@@ -125,8 +126,8 @@ def find_parameters(
 
 
 def parameter_layers(model: nn.Module) -> dict[str, Any]:
-    """For each stacked weight with adapters, by its `base_name`: the name of peft's layer, and the
-    layer."""
+    """Return, for each stacked weight with adapters, by its `base_name`: the name of peft's layer,
+    and the layer."""
     from peft.tuners.lora.layer import ParamWrapper
 
     return {
@@ -165,14 +166,15 @@ def find_saved(model: PreTrainedModel, section: AdaptersSection) -> tuple[list[s
 
 
 def trained_copy(module: Any) -> Any:
-    """The trained copy of `module` (`modules_to_save`), which computes in its place, or itself."""
+    """Return the trained copy of `module` (`modules_to_save`), which computes in its place, or
+    itself."""
     copies = getattr(module, "modules_to_save", None)
     return copies[ADAPTER] if isinstance(copies, nn.ModuleDict) else module
 
 
 def computing_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """All modules by the names they have in the model without copies (`modules_to_save`); of one
-    that has a trained copy, that."""
+    """Return all modules by the names they have in the model without copies (`modules_to_save`); of
+    one that has a trained copy, that."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if ".original_module." not in f"{name}.":
@@ -185,13 +187,13 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def check_adapters(model: PreTrainedModel, section: AdaptersSection) -> list[Problem]:
-    """Problems with `section` for this model, which may be on the meta device."""
+    """Return problems with `section` for this model, which may be on the meta device."""
     stacked, unknown = find_parameters(model, section)
     if unknown:
-        rule = "matches no stacked weight of experts; those alone can have such adapters"
+        rule = "matches no stacked weight of experts; only those can have such adapters"
         known = find_parameters(model, section.model_copy(update={"target_parameters": ("*",)}))[0]
         kinds = ", ".join(sorted({name.rpartition(".")[2] for name in known}))
-        remedy = f"some of: {kinds}" if kinds else "leave it out: the model has none"
+        remedy = f"some of: {kinds}" if kinds else "remove it: the model has none"
         return [Problem(PARAMETERS_KEY, pattern, rule, remedy) for pattern in unknown]
     if stacked and not section.target_parameters and (section.dora or section.dropout):
         name, off = ("dora", "false") if section.dora else ("dropout", "0")
@@ -212,16 +214,16 @@ def check_adapters(model: PreTrainedModel, section: AdaptersSection) -> list[Pro
     linear, _ = find_targets(model, AdaptersSection())
     ends = sorted({name.rpartition(".")[2] for name in linear})
     if section.targets == "all-linear" and not names:
-        rule = "the model has no linear layer beside its head"
+        rule = "the model has no linear layer except its head"
         return [Problem(KEY, section.targets, rule, "leave adapters out")]
     remedy = f"all-linear, or some of: {', '.join(ends)}"
-    rule = "matches no linear layer beside the head; only those can have adapters"
+    rule = "matches no linear layer except the head; only those can have adapters"
     kind = "is a kind of layers of which nothing is known in this architecture"
     return [Problem(KEY, name, kind if name in PRESETS else rule, remedy) for name in missing]
 
 
 def _refused(model: PreTrainedModel, names: list[str]) -> Problem | None:
-    """Of layers that peft refuses: it looks for Mamba's, which are beside convolutions."""
+    """Check for layers that peft refuses: it looks for Mamba's, next to convolutions."""
     if not any(isinstance(module, nn.Conv1d) for module in model.modules()):
         return None
     ends = {name.rpartition(".")[2] for name in names}
@@ -230,7 +232,7 @@ def _refused(model: PreTrainedModel, names: list[str]) -> Problem | None:
     if not refused:
         return None
     others = ", ".join(sorted(ends - refused))
-    rule = "peft refuses adapters there beside Mamba, whose kernels read these weights alone"
+    rule = "peft refuses adapters next to Mamba, whose kernels read only these weights"
     return Problem(KEY, ", ".join(sorted(refused)), rule, f"some of: {others}")
 
 
@@ -248,9 +250,9 @@ def _check_quantized(model: PreTrainedModel, section: AdaptersSection) -> list[P
 
 
 def quantized_layers(model: PreTrainedModel) -> list[str]:
-    """Names of the layers whose weights ``adapters.quantization`` keeps in 4 bits, in the model's
-    order: those that transformers chooses (all linear layers but the head and what it keeps in
-    float32). `model` may be on the meta device, and is not quantized."""
+    """Return names of the layers whose weights ``adapters.quantization`` keeps in 4 bits, in the
+    model's order: those that transformers chooses (all linear layers but the head and what it keeps
+    in float32). `model` may be on the meta device, and is not quantized."""
     kept = [*get_keys_to_not_convert(model), *kept_in_float32(model)]
     return [
         name
@@ -270,12 +272,12 @@ def _check_saved(
     shared = names_of(model.named_parameters(remove_duplicate=False))
     for name in names:
         if adapted := [t for t in targets if f"{t}.".startswith(f"{name}.")]:
-            rule, remedy = f"{adapted[0]} has an adapter as well", "leave it out of one of the two"
+            rule, remedy = f"{adapted[0]} has an adapter as well", "remove it from one of the two"
             problems.append(Problem(SAVED_KEY, list(section.modules_to_save), rule, remedy))
         for parameter in model.get_submodule(name).parameters():
             if len(tied := shared[id(parameter)]) > 1:
                 rule = f"{' and '.join(tied)} are tied: a copy that is trained would part them"
-                remedy = "leave it out, or a model whose weights are not tied"
+                remedy = "remove it, or use a model whose weights are not tied"
                 problems.append(Problem(SAVED_KEY, list(section.modules_to_save), rule, remedy))
     return problems
 
@@ -301,7 +303,7 @@ def lora_config(model: PreTrainedModel, section: AdaptersSection) -> LoraConfig:
 
 
 def file_config(model: PreTrainedModel, section: AdaptersSection) -> LoraConfig:
-    """As `lora_config`, for peft's files: what reads them converts the names of targets.
+    """Return `lora_config` for peft's files: their reader converts the names of targets.
 
     A layer whose name peft takes for an expert's is written as its weight (``target_parameters``):
     to the same product of the same two matrices, but without dropout, which peft has none for then.
@@ -361,7 +363,7 @@ def add_adapters(
         targets = map(model.get_submodule, config.target_modules or ())
         with _zeros_for_weights(targets if section.dora else ()), targets_as_named():
             inject_adapter_in_model(config, model)
-        assert _adapted_names(model) == names, "peft took other layers than it was told"
+        assert _adapted_names(model) == names, "peft adapted other layers than requested"
         for name, module in model.named_modules():
             if isinstance(module, LoraLayer):
                 torch.manual_seed(seed_of(name))
@@ -370,7 +372,7 @@ def add_adapters(
 
 
 def _adapted_names(model: nn.Module) -> set[str]:
-    """Names of the linear layers and of the stacked weights that have adapters."""
+    """Return names of the linear layers and of the stacked weights that have adapters."""
     from peft.tuners.lora import LoraLayer
 
     stacks = parameter_layers(model)
@@ -410,7 +412,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 
 
 def is_product(module: nn.Module) -> bool:
-    """Whether `module` is a linear layer to which a product of two matrices can be added.
+    """Return whether `module` is a linear layer to which a product of two matrices can be added.
 
     Of subclasses with a forward pass of their own some are not: routers that return their choice
     (Llama 4's), products of groups (DeepSeek-V4's). One is called without data.
@@ -430,20 +432,21 @@ def is_product(module: nn.Module) -> bool:
 
 
 def layers_of(model: PreTrainedModel, preset: Preset) -> list[str]:
-    """Names of the linear layers of a kind, in the model's order; none if the model has no
-    attention that can be told from the rest."""
+    """Return names of the linear layers of a kind, in the model's order; none if the model has no
+    attention that can be distinguished from the rest."""
     return [name for name, kind in _kinds(model).items() if kind == preset]
 
 
 def stacks_of(model: PreTrainedModel, preset: Preset) -> list[str]:
-    """Names of the stacked weights of experts of a kind: all are of `mlp`."""
+    """Return names of the stacked weights of experts of a kind: all are of `mlp`."""
     if preset != "mlp":
         return []
     return stacked_weights(model)
 
 
 def stacked_weights(model: nn.Module) -> list[str]:
-    """Names of the weights of experts that are stacked, [experts, ...], in the model's order."""
+    """Return names of the weights of experts that are stacked, [experts, ...], in the model's
+    order."""
     return [
         name
         for name, entry in parameter_roles(model).items()
@@ -452,7 +455,7 @@ def stacked_weights(model: nn.Module) -> list[str]:
 
 
 def _kinds(model: PreTrainedModel) -> dict[str, Preset]:
-    """The kind of each linear layer of a decoder layer that is of one."""
+    """Return the kind of each linear layer of a decoder layer that is of one."""
     classes = attention_classes(model)
     found: dict[str, Preset] = {}
     routed = {e.module for e in parameter_roles(model).values() if e.role is Role.ROUTER}

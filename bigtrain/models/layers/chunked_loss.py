@@ -9,7 +9,7 @@ What an architecture does around its head (multipliers, soft-capping, biases) is
 is run, not copied: the model's forward method runs once up to the head. There it is called again
 for every chunk, with the base model replaced by the chunk's hidden states. All chunks are inside
 one call of the head module, so that its hooks (ZeRO-3 gathers its weight and reduces its gradient
-there) run once. A proxy model is tried before a run to give the same result as the plain loss
+there) run once. A proxy model is tested before a run to give the same result as the plain loss
 (`bigtrain.models.equivalence.loss`).
 
 Shapes: B = samples, T = tokens of a sample, H = hidden size, V = vocabulary, N = tokens in all.
@@ -42,7 +42,7 @@ Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
 
 @dataclass
 class SummedLoss(ModelOutput):  # type: ignore[misc]
-    """What a forward pass with `targets` returns: `loss` in nats, summed over the targets."""
+    """Output of a forward pass with `targets`: `loss` in nats, summed over the targets."""
 
     loss: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
@@ -56,8 +56,9 @@ class ChunkedLoss:
     fused: computes head and loss in one kernel, instead of chunks; only for models whose logits are
         the head's output (`bigtrain.models.equivalence.loss` checks).
 
-    Install it when the model is complete: cut, sharded, its head's forward final. Without `targets`
-    the forward method is the model's own. Raises ModelError for a model whose parts are not found.
+    Install it when the model is complete: split, sharded, its head's forward final. Without
+    `targets` the forward method is the model's own. Raises ModelError for a model whose parts are
+    not found.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class ChunkedLoss:
         factor: torch.Tensor | None = None,
         **inputs: Any,
     ) -> Any:
-        """As the model's own forward method; with `targets` int64 [B, T] a `SummedLoss`.
+        """Run the model's own forward method; with `targets` int64 [B, T] a `SummedLoss`.
 
         `targets` are the labels of the tokens themselves (already shifted), -100 for none. They may
         be on the host: then tokens without a label take no time. `factor` float32 [], above zero:
@@ -133,7 +134,8 @@ class ChunkedLoss:
         return unused
 
     def _head_forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The head module's forward: in a pass with targets the loss, inside the module's hooks."""
+        """Return the head module's forward: in a pass with targets the loss, inside the module's
+        hooks."""
         if self._labels is None:
             output: torch.Tensor = self._plain_head(hidden, *args, **kwargs)
             return output
@@ -151,8 +153,8 @@ class ChunkedLoss:
         gradients: list[torch.Tensor | None] | None,
         mantissa: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The summed loss of `hidden` [B, T, H]; fills in `gradients` of it and of `weights`, times
-        `mantissa`."""
+        """Return the summed loss of `hidden` [B, T, H]; fills in `gradients` of it and of
+        `weights`, times `mantissa`."""
         assert self._labels is not None
         rows = hidden.detach().flatten(0, -2)
         labels, index = _targets(self._labels, rows.device)
@@ -315,7 +317,7 @@ def _targets(
 
 
 def _head_and_base(model: PreTrainedModel) -> tuple[str, str]:
-    """Names of the head and of the base model, both children of `model`."""
+    """Return names of the head and of the base model, both children of `model`."""
     head = model.get_output_embeddings()
     children = dict(model.named_children())
     heads = [name for name, child in children.items() if child is head]
@@ -336,7 +338,7 @@ def _is_filled(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class LossPlan:
-    """How the loss is computed, and why, as a human-readable line.
+    """Choice of the loss computation, and why, as a human-readable line.
 
     chunk_tokens: tokens whose logits exist at a time. softcap: of the logits, for Liger's kernel.
     """

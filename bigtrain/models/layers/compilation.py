@@ -1,7 +1,7 @@
 """torch.compile of single decoder layers, which share the compiled graphs.
 
 The layers of a model have the same code and shapes, so the first one compiles and the others reuse
-its graphs (regional compilation in PyTorch's documentation). Compiling the whole model would take
+its graphs (regional compilation in PyTorch's documentation). Compiling the full model would take
 minutes, and break the graph at every hook.
 
 A layer's forward method is replaced, not the layer: parameters keep their names, and hooks on the
@@ -38,7 +38,7 @@ from bigtrain.models.transformers_patches import Checkpoint, replace_checkpoint
 def is_compiled(
     wanted: Literal["auto", "on", "off"], device: Literal["cpu", "cuda"], *, allowed: bool
 ) -> bool:
-    """Whether layers are compiled: ``auto`` does on CUDA, where it is `allowed`."""
+    """Return whether layers are compiled: ``auto`` does on CUDA, where it is `allowed`."""
     return wanted == "on" or (wanted == "auto" and device == "cuda" and allowed)
 
 

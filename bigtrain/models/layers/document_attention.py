@@ -34,7 +34,7 @@ _SIZES: ContextVar[tuple[int, ...] | None] = ContextVar("sizes", default=None)
 
 @dataclass(frozen=True)
 class Documents:
-    """What layers get instead of a mask.
+    """Document boundaries that layers get instead of a mask.
 
     sizes: tokens of the documents of a micro-batch, sample after sample.
     window: how many tokens a token sees, itself among them; None: all before it in its document.
@@ -45,7 +45,8 @@ class Documents:
 
 
 def sizes_of_documents(position_ids: torch.Tensor) -> tuple[int, ...]:
-    """Tokens of each document, sample after sample, of positions as in `edges_of_documents`."""
+    """Return tokens of each document, sample after sample, of positions as in
+    `edges_of_documents`."""
     return tuple(edges_of_documents(position_ids).diff().tolist())
 
 
@@ -53,7 +54,7 @@ def sizes_of_documents(position_ids: torch.Tensor) -> tuple[int, ...]:
 def documents_alone(position_ids: torch.Tensor) -> Iterator[None]:
     """Inside, models with this attention get the documents of `position_ids` instead of masks.
 
-    [B, T] on the host, of whole samples.
+    [B, T] on the host, of full samples.
     """
     token = _SIZES.set(sizes_of_documents(position_ids))
     try:
@@ -114,7 +115,7 @@ def _mask(
 
 
 def _is_band(mask_function: Callable[..., torch.Tensor], tokens: int, window: int | None) -> bool:
-    """Whether `mask_function` lets a token see itself and those before it, `window` in all.
+    """Return whether `mask_function` lets a token see itself and those before it, `window` in all.
 
     Checked for the rows at which the window starts to move, in the middle, and at the end.
     """
@@ -128,7 +129,7 @@ def _is_band(mask_function: Callable[..., torch.Tensor], tokens: int, window: in
 
 
 def _band(query: torch.Tensor, key: torch.Tensor, window: int) -> torch.Tensor:
-    """Which tokens [..., keys] see which, by their positions."""
+    """Return which tokens [..., keys] see which, by their positions."""
     return (key <= query) & (key > query - window)
 
 

@@ -38,7 +38,7 @@ def edges_of_documents(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def lengths_of_documents(position_ids: torch.Tensor) -> dict[str, Any]:
-    """Arguments for a model with flash attention; `position_ids` as in `edges_of_documents`.
+    """Return arguments for a model with flash attention; `position_ids` as in `edges_of_documents`.
 
     ``cu_seq_lens_*`` are int32 [documents + 1] on the host, ``max_length_*`` in tokens.
     """
@@ -53,9 +53,10 @@ def lengths_of_documents(position_ids: torch.Tensor) -> dict[str, Any]:
 
 
 def document_numbers(position_ids: torch.Tensor) -> torch.Tensor:
-    """Which document of its sample each token belongs to, from 0: int64 like `position_ids` [B, T].
+    """Return which document of its sample each token belongs to, from 0: int64 like `position_ids`
+    [B, T].
 
-    As transformers' `find_packed_sequence_indices`, without its check for several documents.
+    Follows transformers' `find_packed_sequence_indices`, without its check for several documents.
     """
     before = position_ids[:, :1] - 1
     return (torch.diff(position_ids, prepend=before, dim=-1) != 1).cumsum(-1)
@@ -109,7 +110,7 @@ def _attend(
         edges = torch.arange(samples + 1) * tokens
     sizes = edges.diff().tolist()
     scale = width**-0.5 if scaling is None else scaling
-    # [H, tokens of all samples, D], cut into documents
+    # [H, tokens of all samples, D], split into documents
     rows = [x.transpose(0, 1).flatten(1, 2).split(sizes, 1) for x in (query, key, value)]
     found = []
     for one, others, values in zip(*rows, strict=True):

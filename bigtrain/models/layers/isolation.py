@@ -20,7 +20,7 @@ from bigtrain.models.layers.rotary import choose_by_document
 
 @dataclass(frozen=True)
 class Isolation:
-    """How a model isolates documents.
+    """Method by which a model isolates documents.
 
     none: not at all. masks: transformers makes them from positions. documents: attention runs for
     each document separately, without a mask (`bigtrain.models.layers.document_attention`). lengths:
@@ -48,7 +48,7 @@ class Isolation:
 
     @contextmanager
     def document_mask(self, position_ids: torch.Tensor | None) -> Iterator[None]:
-        """Enter around every forward pass: `position_ids` [B, T] on the host, whole samples; None
+        """Enter around every forward pass: `position_ids` [B, T] on the host, full samples; None
         if each sample is one document."""
         if position_ids is None or self.kind != "documents":
             with documents_known(packed=position_ids is not None):
@@ -58,7 +58,7 @@ class Isolation:
                 yield
 
     def arguments(self, position_ids: torch.Tensor | None) -> dict[str, Any]:
-        """Arguments for the model besides positions; tensors are on the host."""
+        """Return arguments for the model besides positions; tensors are on the host."""
         if position_ids is None or self.kind != "lengths":
             return {}
         return lengths_of_documents(position_ids)

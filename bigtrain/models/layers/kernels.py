@@ -29,7 +29,7 @@ _WANTED = {
 
 
 def check_kernels(hf_config: PreTrainedConfig, kernels: str) -> list[Problem]:
-    """Problems with ``model.kernels`` for models of `hf_config`. Builds nothing."""
+    """Return problems with ``model.kernels`` for models of `hf_config`. Builds nothing."""
     if kernels == "none":
         return []
     if importlib.util.find_spec("liger_kernel") is None:

@@ -22,7 +22,7 @@ from bigtrain.models.transformers_patches import modules_of_experts, recorded_cl
 
 
 class Role(StrEnum):
-    """What a parameter is to its model."""
+    """Role of a parameter in its model."""
 
     EMBEDDING = "embedding"
     POSITION = "position"
@@ -38,8 +38,8 @@ class Role(StrEnum):
     OTHER = "other"
 
     def decays(self, *, decay_embeddings: bool = True) -> bool:
-        """Whether weight decay falls on it: on weights that are multiplied by activations, and on
-        tables of embeddings if `decay_embeddings`."""
+        """Return whether weight decay falls on it: on weights that are multiplied by activations,
+        and on tables of embeddings if `decay_embeddings`."""
         return self in _PRODUCTS or (decay_embeddings and self in _TABLES)
 
 
@@ -98,10 +98,10 @@ class ParameterRole:
 
 
 def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
-    """The role of every parameter of `model` by its first name, in the model's order.
+    """Return the role of every parameter of `model` by its first name, in the model's order.
 
-    The model may be on the meta device, partitioned, cut, a pipeline stage, and have adapters. Not
-    collective. A parameter that is an embedding and a head is an embedding.
+    The model may be on the meta device, partitioned, sharded, a pipeline stage, and have adapters.
+    Not collective. A parameter that is an embedding and a head is an embedding.
     """
     found = _Classifier(model)
     roles: dict[str, ParameterRole] = {}
@@ -120,7 +120,7 @@ def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
 
 
 def routers(model: nn.Module) -> list[str]:
-    """Names of the modules that choose experts for tokens: of the classes whose outputs
+    """Return names of the modules that choose experts for tokens: of the classes whose outputs
     transformers records as router logits, of classes that are called so, and linear layers that a
     block of experts calls its router."""
     return _Classifier(model).routers
@@ -157,11 +157,11 @@ class _Classifier:
         self._head = getattr(model, "get_output_embeddings", lambda: None)()
 
     def holds_stacks(self, prefix: str, module: nn.Module) -> bool:
-        """Whether parameters of `module` are those of many experts."""
+        """Return whether parameters of `module` are those of many experts."""
         return not isinstance(module, LINEAR) and _is_within(prefix, self.experts)
 
     def role(self, prefix: str, module: nn.Module, leaf: str, parameter: nn.Parameter) -> Role:
-        """The role of `parameter`, which `module` holds as `leaf`."""
+        """Return the role of `parameter`, which `module` holds as `leaf`."""
         attribute = prefix.rpartition(".")[2]
         if f".{_ADAPTER}" in f".{prefix}.{leaf}":
             if _MAGNITUDE in f"{prefix}.{leaf}":
@@ -192,7 +192,7 @@ class _Classifier:
 
 
 def _role_of_own(module: nn.Module, leaf: str, *, is_weight: bool) -> Role:
-    """Of a parameter that a module computes with itself."""
+    """Return the role of a parameter that a module computes with itself."""
     kind = type(module).__name__
     if isinstance(module, _CONVOLUTIONS) or (is_weight and "conv" in kind.lower()):
         return Role.CONVOLUTION
@@ -204,7 +204,7 @@ def _role_of_own(module: nn.Module, leaf: str, *, is_weight: bool) -> Role:
 
 
 def _is_norm(module: nn.Module, leaf: str) -> bool:
-    """Whether `module` normalizes and scales its input by `leaf`."""
+    """Return whether `module` normalizes and scales its input by `leaf`."""
     if isinstance(module, LINEAR):
         return False
     if "norm" in type(module).__name__.lower():
@@ -226,7 +226,8 @@ def _is_position(kind: str, *names: str) -> bool:
 
 
 def _is_vector(parameter: nn.Parameter) -> bool:
-    """Whether at most one dimension is longer than 1: then it is no matrix, whatever its name."""
+    """Return whether at most one dimension is longer than 1: then it is not a matrix, whatever its
+    name."""
     return sum(length > 1 for length in local_shape(parameter)) < 2
 
 
@@ -266,8 +267,8 @@ def split_by_decay(
 
 
 def adapted_weight(name: str) -> str:
-    """The weight of the model without adapters that an adapter's parameter `name` is added to; the
-    name itself of any other."""
+    """Return the weight of the model without adapters that an adapter's parameter `name` is added
+    to; the name itself of any other."""
     head, found, _ = f".{name}".partition(f".{_ADAPTER}")
     return f"{head[1:]}.weight" if found else name
 

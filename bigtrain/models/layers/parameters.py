@@ -20,7 +20,8 @@ KEY = "model.frozen"
 
 
 def check_frozen(model: nn.Module, patterns: Sequence[str]) -> list[Problem]:
-    """Problems with `patterns` for this model: one matches nothing, or together they match all.
+    """Return problems with `patterns` for this model: one matches nothing, or together they match
+    all.
 
     Freezes what they match; `model` may be on the meta device.
     """
@@ -30,7 +31,7 @@ def check_frozen(model: nn.Module, patterns: Sequence[str]) -> list[Problem]:
             KEY,
             pattern,
             "matches the name of no parameter",
-            f"a shell pattern of whole names, such as {names[0]} or {names[0].split('.')[0]}.*",
+            f"a shell pattern of full names, such as {names[0]} or {names[0].split('.')[0]}.*",
         )
         for pattern in patterns
         if not any(fnmatchcase(name, pattern) for name in names)
@@ -61,14 +62,14 @@ def freeze_named(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def parameter_of(model: nn.Module, name: str) -> nn.Parameter:
-    """The parameter `name` of `model`, also where the module's attribute is a property
+    """Return the parameter `name` of `model`, also where the module's attribute is a property
     (`give_properties`), which `get_parameter` refuses."""
     prefix, _, leaf = name.rpartition(".")
     return own_parameter(model.get_submodule(prefix), leaf)
 
 
 def names_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[int, list[str]]:
-    """All names of every parameter, by its id; tied ones have several, the first counts."""
+    """Return all names of every parameter, by its id; tied ones have several, the first counts."""
     found: dict[int, list[str]] = {}
     for name, parameter in parameters:
         found.setdefault(id(parameter), []).append(name)
@@ -92,13 +93,14 @@ def local_shape(parameter: Any) -> tuple[int, ...]:
 
 
 def seed_of(seed: int, name: str) -> int:
-    """The seed of what is drawn for the module or parameter `name`, in a run seeded `seed`."""
+    """Return the seed of what is drawn for the module or parameter `name`, in a run seeded
+    `seed`."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """By name, in model order; those of other pipeline stages are placeholders."""
+    """Return by name, in model order; those of other pipeline stages are placeholders."""
     inside: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(i) for i in inside):
@@ -128,7 +130,7 @@ def expert_stacks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def unmarked_experts(model: nn.Module) -> list[nn.Module]:
-    """Modules whose class is called experts, and of which transformers does not compute the
+    """Return modules whose class is called experts, and of which transformers does not compute the
     products."""
     marked = set(modules_of_experts(model))
     called_so = (m for m in model.modules() if type(m).__name__.endswith("Experts"))

@@ -1,9 +1,9 @@
 """Rotary embeddings that depend on the sequence length, chosen by each document's own length.
 
 With rope type ``longrope`` (Phi-3) transformers switches to other frequencies as soon as one
-position of its input exceeds ``original_max_position_embeddings``. So a whole micro-batch would
+position of its input exceeds ``original_max_position_embeddings``. So a full micro-batch would
 change with its longest document, and sequence-parallel ranks would each choose by their own part.
-Here each document gets what plain transformers computes for it alone.
+Here each document gets what plain transformers computes for it separately.
 
 The model's own module computes both, and each token takes the one for its document's length. Rope
 type ``dynamic`` changes only beyond ``max_position_embeddings``, which no run may exceed
@@ -33,7 +33,7 @@ _LOCK = threading.Lock()
 
 
 def document_lengths(position_ids: torch.Tensor) -> torch.Tensor:
-    """Length of each token's document: int64 like `position_ids` [B, T] of whole samples.
+    """Length of each token's document: int64 like `position_ids` [B, T] of full samples.
 
     Computed on their device, without waiting for it.
     """
@@ -72,7 +72,7 @@ def _forward(
     position_ids: torch.Tensor,
     layer_type: str | None = None,
 ) -> Any:
-    """As the module's own: cosines and sines [B, t, D], or both in one complex tensor."""
+    """Return the module's own cosines and sines [B, t, D], or both in one complex tensor."""
     more = {} if layer_type is None else {"layer_type": layer_type}
     own = partial(type(module).forward, module, x, **more)
     kinds: Any = module.rope_type

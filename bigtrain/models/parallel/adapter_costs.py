@@ -70,14 +70,15 @@ def _is_gathered(style: str) -> bool:
 
 
 def _side_of_stack(style: str) -> Literal["in", "out"] | None:
-    """Of a stack [experts, in, out], if its first matrix dimension counts as that of inputs."""
+    """Return, for a stack [experts, in, out], if its first matrix dimension counts as that of
+    inputs."""
     if "colwise" in style:
         return "in"
     return "out" if "rowwise" in style else None
 
 
 def _is_cut(name: str, plan: Plan) -> bool:
-    """Whether ranks divide a parameter: one cut by inputs has a whole bias."""
+    """Return whether ranks divide a parameter: one cut by inputs has a whole bias."""
     style = plan.get(name, "")
     is_bias = name.endswith("bias") and "rowwise" in style
     return "embedding" in style or (any(s in style for s in ("colwise", "rowwise")) and not is_bias)
@@ -86,7 +87,8 @@ def _is_cut(name: str, plan: Plan) -> bool:
 def _packed(
     model: PreTrainedModel, section: AdaptersSection, prefixes: list[str]
 ) -> tuple[Packed, ...]:
-    """Of each decoder layer; the few linear layers outside of those count as if they were plain."""
+    """Return costs of each decoder layer; the few linear layers outside of those count as if they
+    were plain."""
     sizes: dict[str, list[int]] = {prefix: [] for prefix in prefixes}
     for name in quantized_layers(model):
         of_layer = next((found for prefix, found in sizes.items() if name.startswith(prefix)), None)

@@ -1,9 +1,9 @@
-"""Adapters on layers that tensor parallelism cuts, by peft's rule.
+"""Adapters on layers that tensor parallelism shards, by peft's rule.
 
-On a column-parallel layer ``lora_A`` is replicated and ``lora_B`` is cut as the layer is; on a
-row-parallel one ``lora_A`` is cut as the layer is and ``lora_B`` is replicated. The matrix that is
-cut is called as a layer of the same style: ranks exchange the low-rank tensor between the two, and
-the gradients of the replicated matrix are complete on every rank. The two matrices of a stacked
+On a column-parallel layer ``lora_A`` is replicated and ``lora_B`` is sharded as the layer is; on a
+row-parallel one ``lora_A`` is sharded as the layer is and ``lora_B`` is replicated. The matrix that
+is cut is called as a layer of the same style: ranks exchange the low-rank tensor between the two,
+and the gradients of the replicated matrix are complete on every rank. The two matrices of a stacked
 weight are not called but multiplied with each other: there ranks have their parts of the replicated
 one's gradient, which are summed.
 """
@@ -30,7 +30,7 @@ Side = Literal["outputs", "inputs"]
 
 
 def adapted_names(model: nn.Module) -> list[str]:
-    """Names of the linear layers of `model` that have adapters."""
+    """Return names of the linear layers of `model` that have adapters."""
     layers = ((name, getattr(module, "base_layer", None)) for name, module in model.named_modules())
     return [name for name, layer in layers if isinstance(layer, LINEAR)]
 
@@ -38,7 +38,7 @@ def adapted_names(model: nn.Module) -> list[str]:
 def cut_adapter(
     layer: Any, side: Side, group: Group, *, is_gathered: bool
 ) -> tuple[Any, list[nn.Parameter]]:
-    """Tag the adapter of `layer`, whose own weight was cut by `side`; no weights move.
+    """Tag the adapter of `layer`, whose own weight was sharded by `side`; no weights move.
 
     is_gathered: whether the layer gathers its outputs. Returns the matrix that is cut, whose
     forward must be wrapped as that of the layer's own weight, and all parameters that are cut.
@@ -71,7 +71,7 @@ def _tag_cut(parameter: nn.Parameter, base: Shard, dim: int) -> None:
 
 
 def _measure_whole_rows(dora: Any, side: Side, group: Group, gathered: Shard | None) -> None:
-    """Have a layer of DoRA divide by the lengths of whole rows of weights, of which this rank may
+    """Have a layer of DoRA divide by the lengths of full rows of weights, of which this rank may
     have a part of each row, or the rows of which all ranks' outputs are gathered (`gathered`).
 
     peft takes no gradient of these lengths. With dropout it multiplies by the layer's weight
@@ -84,7 +84,8 @@ def _measure_whole_rows(dora: Any, side: Side, group: Group, gathered: Shard | N
         return forward(x, base_layer=base_layer, base_result=result, **more)
 
     def product(lora_A: Any, lora_B: Any, adapter_name: str | None = None) -> torch.Tensor:
-        """Of this rank's part; peft calls both with an identity matrix, which would exchange."""
+        """Compute this rank's part; peft calls both with an identity matrix, which would
+        exchange."""
         found: torch.Tensor = lora_B.weight @ lora_A.weight
         return found
 
@@ -106,7 +107,7 @@ def _measure_whole_rows(dora: Any, side: Side, group: Group, gathered: Shard | N
 def cut_stacked_adapters(model: nn.Module, group: Group) -> None:
     """Tag the adapters of stacked weights [experts, ...], which were tagged; no weights move.
 
-    Raises ModelError for a stack of which ranks have whole experts.
+    Raises ModelError for a stack of which ranks have full experts.
     """
     for name, (_, layer) in parameter_layers(model).items():
         base = shard_of(layer.get_param())
@@ -114,8 +115,8 @@ def cut_stacked_adapters(model: nn.Module, group: Group) -> None:
             continue
         if base.dim == 0:
             raise ModelError(
-                f"adapters.target_parameters: {name}: adapters are not known beside a stack of "
-                "which ranks have whole experts -> leave it out, or parallel.tensor=1"
+                f"adapters.target_parameters: {name}: adapters are not supported on a stack of "
+                "which ranks have full experts -> remove it, or parallel.tensor=1"
             )
         # As peft reads the order of a stack's dimensions.
         is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)

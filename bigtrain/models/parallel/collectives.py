@@ -56,7 +56,7 @@ class GroupRows:
 
 
 def summed(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum over `group`, as a new tensor. Collective."""
+    """Return the sum over `group`, as a new tensor. Collective."""
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
@@ -155,13 +155,14 @@ def sum_gradient(x: Any, group: Group) -> Any:
 
 
 def sum_partial(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum of a partial `x`, replicated."""
+    """Return the sum of a partial `x`, replicated."""
     result: torch.Tensor = _sum(x, group)
     return result
 
 
 def gather_last(x: torch.Tensor, size: int, group: Group) -> torch.Tensor:
-    """All ranks' slices of the last dimension joined, cut to `size`; slices equally wide."""
+    """Return all ranks' slices of the last dimension joined, truncated to `size`; slices equally
+    wide."""
     result: torch.Tensor = _gather(x, size, group)
     return result
 

@@ -7,7 +7,7 @@ dimension, [experts, ...], and a forward method of
 of the chosen experts' outputs, each times its weight. Here a rank keeps the stacks' rows of its own
 experts. Each token's hidden state is sent to the ranks of its experts, which return their outputs;
 no token is dropped. There is no code for single architectures;
-`bigtrain.models.equivalence.expert_parallel` tries whether a model follows the contract.
+`bigtrain.models.equivalence.expert_parallel` tests whether a model follows the contract.
 
 Shapes: T = tokens of this rank, k = experts chosen for each, n = rows that this rank receives.
 """
@@ -51,7 +51,7 @@ class Experts:
 
 
 def expert_modules(model: PreTrainedModel) -> list[Experts]:
-    """The modules of experts, as the model's plan has them, or those that keep the contract.
+    """Return the modules of experts, as the model's plan has them, or those that keep the contract.
 
     Raises ModelError for an architecture without either, or whose experts do not fit its plan.
     """
@@ -89,8 +89,8 @@ def _of_the_plan(model: PreTrainedModel) -> list[Experts]:
 
 
 def _of_the_contract(model: PreTrainedModel) -> list[Experts]:
-    """Modules of `num_experts` experts that are called as the contract says, and all of whose
-    parameters have the rows of one expert after the other (Dbrx)."""
+    """Return modules of `num_experts` experts that are called as the contract says, and all of
+    whose parameters have the rows of one expert after the other (Dbrx)."""
     found = []
     for name, module in model.named_modules():
         num_experts = getattr(module, "num_experts", None)
@@ -116,8 +116,8 @@ def shard_experts(
     experts cut by tensor parallelism; `tensor.shard_model`, called after this, sums it by the
     plan's rule for those.
 
-    No weights move: whoever fills the parameters cuts them (`sharding.cut_parameter`), and the
-    model must not be called before. Call this before a pipeline stage removes layers. Not
+    No weights move: the caller that fills the parameters splits them (`sharding.cut_parameter`),
+    and the model must not be called before. Call this before a pipeline stage removes layers. Not
     collective. Raises ModelError for a model without a plan, and for experts that do not divide.
     """
     for experts in expert_modules(model):
@@ -137,7 +137,8 @@ def shard_experts(
 
 
 def exchange_of(module: Any) -> RowExchange | None:
-    """The exchange of the ranks that divide this `module` of experts; None if it is not divided."""
+    """Return the exchange of the ranks that divide this `module` of experts; None if it is not
+    divided."""
     exchange: RowExchange | None = vars(module).get(_EXCHANGE)
     return exchange
 
@@ -195,7 +196,7 @@ class _Dispatch:
         num_chosen = top_k_index.shape[-1]
         hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
         chosen = top_k_index.reshape(-1)
-        order = torch.argsort(chosen, stable=True)  # experts of one rank lie together
+        order = torch.argsort(chosen, stable=True)  # experts of one rank are adjacent
         own, sent, received = self._counts(chosen)
         rows = exchange_rows(hidden[order // num_chosen], sent, received, self._exchange)
         outputs = exchange_rows(self._compute(rows, own), received, sent, self._exchange)
@@ -218,7 +219,7 @@ class _Dispatch:
         return own, sent, received
 
     def _compute(self, rows: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """Outputs of this rank's experts for `rows` [n, h], ordered by sender and expert."""
+        """Return outputs of this rank's experts for `rows` [n, h], ordered by sender and expert."""
         size, num_own = own.shape
         experts = torch.arange(num_own, device=rows.device).repeat(size)
         experts = experts.repeat_interleave(own.flatten(), output_size=rows.shape[0])

@@ -55,14 +55,15 @@ def fit_experts(model: PreTrainedModel) -> None:
 
 
 def is_odd(parameter: nn.Parameter) -> bool:
-    """Whether grouped products do not support a stack of matrices [experts, rows, columns]."""
+    """Return whether grouped products do not support a stack of matrices [experts, rows,
+    columns]."""
     shape = local_shape(parameter)
     return len(shape) == 3 and any(size % GROUPED_UNIT for size in shape[1:])
 
 
 @cache
 def padded_works() -> bool:
-    """Whether this torch computes padded products and their gradients; registers them if so.
+    """Return whether this torch computes padded products and their gradients; registers them if so.
 
     The result is kept for the process, so it is a function of the installed torch only. It is
     computed in a thread of its own, which has none of the caller's modes: under `no_grad` there is

@@ -35,11 +35,11 @@ class HiddenMatrix:
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, HiddenMatrix]:
-    """By name, in model order: weights of linear layers inside decoder layers, and experts.
+    """Return by name, in model order: weights of linear layers inside decoder layers, and experts.
 
     By role (`bigtrain.models.layers.parameter_roles`), so neither embeddings, heads, norms and
     biases nor routers. Excluded as well: weights that no linear layer and no stack holds; matrices
-    with one row or column. Parameters may be partitioned or cut. Not collective.
+    with one row or column. Parameters may be partitioned or sharded. Not collective.
     """
     roles = {(entry.module, entry.leaf): entry for entry in parameter_roles(model).values()}
     found: dict[str, HiddenMatrix] = {}
@@ -68,8 +68,9 @@ def _weights(module: Any, is_stack: bool) -> Iterator[tuple[str, nn.Parameter, i
 
 
 def _is_transposed(module: Any, shapes: list[tuple[int, ...]]) -> bool:
-    """Whether stacks are [experts, in, out]. Where transformers has not marked them, the widths of
-    two say it that follow each other with a gate: the second takes half of what the first gives."""
+    """Return whether stacks are [experts, in, out]. Where transformers has not marked them, the
+    widths of two show it that follow each other with a gate: the second takes half of what the
+    first gives."""
     marked = getattr(module, "is_transposed", None)
     if marked is not None or len(shapes) != 2:
         return bool(marked)
@@ -81,7 +82,7 @@ def _is_transposed(module: Any, shapes: list[tuple[int, ...]]) -> bool:
 class Box:
     """A box of a full parameter that is a part of one matrix.
 
-    place: where it begins along the matrix' output dimension.
+    offset: where it begins along the matrix' output dimension.
     """
 
     offsets: tuple[int, ...]
@@ -108,8 +109,8 @@ class Matrix:
 
 
 def matrices_of(found: Iterable[HiddenMatrix], splits: Mapping[str, SplitSection]) -> list[Matrix]:
-    """All matrices of these parameters: one each, one per expert of a stack and per group of a
-    grouped layer, and the parts of those that match a pattern of `splits`. Raises ConfigError for
+    """Return all matrices of these parameters: one each, one per expert of a stack and per group of
+    a grouped layer, and the parts of those that match a pattern of `splits`. Raises ConfigError for
     widths that do not add up."""
     matrices = []
     for hidden in found:
@@ -129,7 +130,7 @@ def matrices_of(found: Iterable[HiddenMatrix], splits: Mapping[str, SplitSection
 
 
 def _spans(name: str, width: int, pattern: str, split: SplitSection) -> list[list[tuple[int, int]]]:
-    """For each part its ranges along the output dimension."""
+    """Return for each part its ranges along the output dimension."""
     num_groups = split.interleaved
     group = width // num_groups
     parts = split.parts
@@ -168,15 +169,15 @@ def _boxes(
 
 
 def check_matrices(model: nn.Module, optimizer: OptimizerSection) -> list[Problem]:
-    """Why an optimizer of hidden matrices cannot update `model`, which may be on the meta device:
-    it has no hidden matrix, or `split` does not fit it."""
+    """Return why an optimizer of hidden matrices cannot update `model`, which may be on the meta
+    device: it has no hidden matrix, or `split` does not fit it."""
     found, section = hidden_matrices(model), optimizer.muon
     problems = [
         Problem(
             f"{KEY}.{pattern}",
             split.parts,
             "matches the name of no matrix of a hidden layer",
-            f"a shell pattern of whole names, such as {next(iter(found), 'none')}",
+            f"a shell pattern of full names, such as {next(iter(found), 'none')}",
         )
         for pattern, split in section.split.items()
         if not any(fnmatchcase(name, pattern) for name in found)

@@ -111,7 +111,7 @@ class SequenceParallel:
     def inputs(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """What the model gets for this rank's part of samples, `input_ids` int64 [B, T].
+        """Return the model's inputs for this rank's part of samples, `input_ids` int64 [B, T].
 
         `position_ids` int64 [B, T] isolate documents; None: each sample is one document. The masks
         of the next forward pass are those of these samples.
@@ -133,7 +133,7 @@ class SequenceParallel:
 
     @contextmanager
     def whole_samples(self) -> Iterator[None]:
-        """Inside, every rank computes whole samples on its own."""
+        """Inside, every rank computes full samples on its own."""
         self._exchanging = False
         try:
             yield
@@ -141,7 +141,7 @@ class SequenceParallel:
             self._exchanging = True
 
     def _document_lengths(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """See `bigtrain.models.layers.rotary`: lengths in whole samples, of which `position_ids`
+        """See `bigtrain.models.layers.rotary`: lengths in full samples, of which `position_ids`
         [B, t] are a part."""
         if not self._exchanging:
             return document_lengths(position_ids)
@@ -197,7 +197,7 @@ class SequenceParallel:
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """transformers' mask interface: always the mask of whole samples."""
+        """transformers' mask interface: always the mask of full samples."""
         build: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[self._base]
         if self._exchanging:
             q_length *= self.size
@@ -222,7 +222,7 @@ class SequenceParallel:
     def _all_router_logits(self, _module: Module, _args: Any, outputs: Any) -> None:
         """Pass the head every rank's router logits, as if they came from further layers.
 
-        The auxiliary loss averages over layers and tokens, so it is then that of whole samples, the
+        The auxiliary loss averages over layers and tokens, so it is then that of full samples, the
         same on every rank; its mask keeps the length of a part.
         """
         own = getattr(outputs, experts.KEY, None)
@@ -232,7 +232,8 @@ class SequenceParallel:
             outputs[experts.KEY] = tuple(everyone.flatten(0, 1))
 
     def _to_heads(self, states: torch.Tensor) -> torch.Tensor:
-        """All heads of my tokens [B, H, t, D] to my heads of all tokens [B, H / size, T, D]."""
+        """Return all heads of my tokens [B, H, t, D] to my heads of all tokens [B, H / size, T,
+        D]."""
         blocks = states.unflatten(1, (self.size, -1)).movedim(1, 0)
         return _all_to_all(self.exchange, blocks).permute(1, 2, 0, 3, 4).flatten(2, 3)
 

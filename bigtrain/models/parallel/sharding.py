@@ -19,7 +19,7 @@ _ATTRIBUTE = "bigtrain_shard"
 
 @dataclass(frozen=True)
 class Cut:
-    """A rectangle of a full tensor, and where it lies in a tensor cut out of it."""
+    """A rectangle of a full tensor, and its location in a shard of it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -85,7 +85,7 @@ class Shard:
 
 
 def shard_of(parameter: Any) -> Shard | None:
-    """The shard that `parameter` is; None if it was not tagged."""
+    """Return the shard that `parameter` is; None if it was not tagged."""
     shard: Shard | None = getattr(parameter, _ATTRIBUTE, None)
     return shard
 
@@ -94,7 +94,7 @@ def tag_shard(parameter: nn.Parameter, shard: Shard) -> None:
     """Record on `parameter` which shard it is, for bigtrain and for DeepSpeed's norms.
 
     DeepSpeed counts `tensor_model_parallel` parameters on every rank and others on the first of
-    a tensor-parallel group alone (runtime/utils.py, is_model_parallel_parameter).
+    a tensor-parallel group only (runtime/utils.py, is_model_parallel_parameter).
     """
     setattr(parameter, _ATTRIBUTE, shard)
     parameter.tensor_model_parallel = (  # type: ignore[attr-defined]
@@ -112,7 +112,7 @@ def cut_parameter(parameter: nn.Parameter) -> None:
 
 
 def is_expert(parameter: Any) -> bool:
-    """Whether `parameter` holds some of the experts that expert-parallel ranks divide."""
+    """Return whether `parameter` holds some of the experts that expert-parallel ranks divide."""
     shard = shard_of(parameter)
     return shard is not None and shard.over == "expert"
 

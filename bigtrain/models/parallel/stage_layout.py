@@ -1,4 +1,4 @@
-"""How a model can be cut between its layers: observed in one forward pass of a proxy model.
+"""Layout of pipeline stages of a model: observed in one forward pass of a proxy model.
 
 transformers' models loop over a list of layers inside their own forward method. What one layer
 passes to the next, what else layers get, and which parameters come before and after them is not
@@ -27,10 +27,10 @@ Place = int | str
 
 @dataclass(frozen=True)
 class Handover:
-    """What a layer returns, and where the next layer receives it.
+    """Outputs of a layer, and where the next layer receives them.
 
     num_outputs: 0 if the layer returns a bare tensor, else the length of its tuple.
-    routes: for each output, its place in the next layer's call; None if it is not passed on.
+    routes: for each output, its position in the next layer's call; None if it is not passed on.
     """
 
     num_outputs: int
@@ -39,7 +39,7 @@ class Handover:
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Where and how a model of this architecture can be cut.
+    """Split points of an architecture, and its data between stages.
 
     layers: name of the module list. handovers: one for each layer but the last. shared: keywords
     of dicts that layers write and later layers read. tokens_everywhere: whether every stage needs
@@ -58,9 +58,9 @@ class StageLayout:
 
 
 def find_layout(model: PreTrainedModel, input_ids: torch.Tensor) -> StageLayout:
-    """The layout of `model`, from a forward pass of `input_ids` [samples, tokens].
+    """Return the layout of `model`, from a forward pass of `input_ids` [samples, tokens].
 
-    The model is left as it was; pass a proxy model. Raises ModelError if it cannot be cut.
+    The model is left as it was; pass a proxy model. Raises ModelError if it cannot be split.
     """
     name = _layer_list(model, input_ids)
     layers = list(model.get_submodule(name).children())
@@ -93,7 +93,7 @@ class _Call:
 
 
 def _layer_list(model: PreTrainedModel, input_ids: torch.Tensor) -> str:
-    """The module list whose members a forward pass calls once each, in order.
+    """Return the module list whose members a forward pass calls once each, in order.
 
     A list that the pipeline plan names is preferred, then the one with most parameters.
     """
@@ -136,7 +136,7 @@ def _note(order: list[int], index: int, *_: Any) -> None:
 def _watch(
     model: PreTrainedModel, layers: list[nn.Module], input_ids: torch.Tensor
 ) -> tuple[list[_Call], torch.Tensor]:
-    """The layers' calls in a forward pass, and its logits, detached from the layers."""
+    """Return the layers' calls in a forward pass, and its logits, detached from the layers."""
     calls: list[_Call] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -275,7 +275,7 @@ def _is(tensor: torch.Tensor, input_ids: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """How a model is cut into stages that compute the same as the full model.
+    """Split of a model into stages that compute the same as the full model.
 
     cuts: layer indices, see `bigtrain.models.parallel.stages.Stage`.
     """
@@ -284,7 +284,8 @@ class StagePlan:
     cuts: tuple[int, ...]
 
     def describe(self, num_micro_batches: int) -> str:
-        """The stages and their idle time (the pipeline bubble) as one human-readable line."""
+        """Return the stages and their idle time (the pipeline bubble) as one human-readable
+        line."""
         stages = [f"{start}-{stop - 1}" for start, stop in pairwise(self.cuts)]
         idle = (len(stages) - 1) / (num_micro_batches + len(stages) - 1)
         return (

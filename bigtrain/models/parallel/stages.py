@@ -28,7 +28,7 @@ from bigtrain.models.transformers_patches import mark_initialized
 
 @dataclass(frozen=True)
 class Payload:
-    """What one stage sends to the next: a layer's outputs, and the dicts that layers write.
+    """Message of a stage to the next: a layer's outputs, and the dicts that layers write.
 
     router_logits: of all layers so far, stacked, if the model's loss is computed from them.
     """
@@ -38,7 +38,7 @@ class Payload:
     router_logits: torch.Tensor | None = None
 
     def map(self, function: Callable[[torch.Tensor], Any]) -> Payload:
-        """The payload with `function` applied to every tensor, in a fixed order."""
+        """Return the payload with `function` applied to every tensor, in a fixed order."""
         return Payload(*map_tensors(function, (self.outputs, self.shared, self.router_logits)))
 
 
@@ -123,7 +123,8 @@ class StageOutput(LayerPlaceholder):
 
 
 class Stage(nn.Module):
-    """Stage `index` of a model cut at `cuts`. The model given is cut in place and kept in `model`.
+    """Stage `index` of a model split at `cuts`. The model given is split in place and kept in
+    `model`.
 
     cuts: ascending layer indices from 0 to the number of layers; stage i has layers
     ``cuts[i] : cuts[i + 1]``. Parameters keep their names in the model.
@@ -181,7 +182,7 @@ class Stage(nn.Module):
 def stages_of_parameters(
     model: PreTrainedModel, layout: StageLayout, cuts: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """The stages that hold each parameter of the full model, by its first name, ascending.
+    """Return the stages that hold each parameter of the full model, by its first name, ascending.
 
     Raises ModelError if layers of different stages share parameters.
     """
@@ -209,7 +210,7 @@ def stages_of_parameters(
 def replicated_parameters(
     model: PreTrainedModel, layout: StageLayout, cuts: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """The `stages_of_parameters` on more than one stage, whose gradients must be summed."""
+    """Return the `stages_of_parameters` on more than one stage, whose gradients must be summed."""
     found = stages_of_parameters(model, layout, cuts)
     return {name: stages for name, stages in found.items() if len(stages) > 1}
 
@@ -245,7 +246,7 @@ def _refuse_packed(model: PreTrainedModel, layout: StageLayout) -> None:
         if not parameter.is_floating_point() and not name.startswith(f"{layout.layers}."):
             raise ModelError(
                 f"adapters.quantization: {name} is outside of the layers that stages divide, and "
-                "nothing can stand for a weight in 4 bits on the other stages -> "
+                "no placeholder exists for a weight in 4 bits on the other stages -> "
                 "parallel.pipeline=1, or adapters.quantization=none"
             )
 

@@ -4,7 +4,7 @@ The plan (``base_model_tp_plan`` of the configuration, ``_tp_plan`` of class and
 modules and parameters a style. Here every style that transformers 5.23 registers is implemented on
 plain local tensors (transformers/distributed/tensor_parallel.py uses DTensors, which ZeRO does not
 support), except `sequence_parallel`, which no plan uses. There is no code for single architectures;
-`bigtrain.models.equivalence.tensor_parallel` tries whether a plan is right.
+`bigtrain.models.equivalence.tensor_parallel` tests whether a plan is right.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ ADAPTED = _COLWISE | _ROWWISE | {"mla_kv_a_proj", "replicate"}
 
 
 def tensor_plan(model: PreTrainedModel) -> Plan:
-    """The style of every module and parameter by concrete name, parameters before their module.
+    """Return the style of every module and parameter by concrete name, parameters before their
+    module.
 
     Call it before a pipeline stage removes layers. Raises ModelError for an architecture without a
     plan.
@@ -90,7 +91,7 @@ def tensor_plan(model: PreTrainedModel) -> Plan:
 
 
 def _inside_wrappers(model: PreTrainedModel, rules: Plan) -> Plan:
-    """The style of what peft has wrapped, by the names in the model without adapters."""
+    """Return the style of what peft has wrapped, by the names in the model without adapters."""
     if not has_adapters(model):
         return {}
     names = [base_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -124,10 +125,10 @@ def shard_model(model: PreTrainedModel, plan: Plan, group: Group) -> None:
     """Make `model` compute one rank's part: forwards exchange over `group`, parameters are
     tagged with their shards.
 
-    No weights move: whoever fills the parameters cuts them (`sharding.cut_parameter`), and the
-    model must not be called before. Skips names that the model lacks (another pipeline stage has
-    them) and experts that expert-parallel ranks divide (`experts.shard_experts`). Not collective.
-    Raises ModelError for a plan that cannot be carried out.
+    No weights move: the caller that fills the parameters splits them (`sharding.cut_parameter`),
+    and the model must not be called before. Skips names that the model lacks (another pipeline
+    stage has them) and experts that expert-parallel ranks divide (`experts.shard_experts`). Not
+    collective. Raises ModelError for a plan that cannot be carried out.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     modules = computing_modules(model)
@@ -139,7 +140,9 @@ def shard_model(model: PreTrainedModel, plan: Plan, group: Group) -> None:
         known = shard_of(parameter)
         if known is not None:
             if known != shard:
-                raise ModelError(f"parallel.tensor: tied weight {name} would be cut in two ways")
+                raise ModelError(
+                    f"parallel.tensor: tied weight {name} would be sharded in two ways"
+                )
             continue
         tag_shard(parameter, shard)
         if parameter.requires_grad and style == _PARTIAL_GRADIENT:
@@ -160,7 +163,8 @@ def shard_model(model: PreTrainedModel, plan: Plan, group: Group) -> None:
 
 
 def check_shards(model: PreTrainedModel, plan: Plan, size: int) -> None:
-    """Raise ModelError for a parameter that cannot be cut into `size` shards. Moves no weights."""
+    """Raise ModelError for a parameter that cannot be split into `size` shards. Moves no
+    weights."""
     for name, style, parameter in _styled_parameters(model, plan):
         _shard_of_style(model, name, style, tuple(parameter.shape), 0, size)
 
@@ -208,16 +212,17 @@ def _shard_of_style(
 
 
 def _inner_dropout(model: PreTrainedModel, name: str) -> str | None:
-    """A dropout that may act on the output of the cut parameter `name`; None if there is none.
+    """Return a dropout that may act on the output of the sharded parameter `name`; None if there is
+    none.
 
     It is a module or a number of the block that holds the parameter's layer. Dropout outside of
-    that block acts on full hidden states, and attention's on whole heads: all ranks draw equally
+    that block acts on full hidden states, and attention's on full heads: all ranks draw equally
     many numbers for those. A configuration may hold numbers that its causal model never reads.
     """
     block_name = name.rpartition(".")[0].rpartition(".")[0]
     for prefix, module in model.get_submodule(block_name).named_modules(prefix=block_name):
         if ".lora_dropout." in prefix:
-            continue  # draws for whole inputs
+            continue  # draws for full inputs
         if isinstance(module, nn.Dropout) and module.p > 0 and "att" not in prefix:
             return f"{prefix}.p = {module.p}"
         for key, value in vars(module).items():
@@ -229,14 +234,14 @@ def _inner_dropout(model: PreTrainedModel, name: str) -> str | None:
 def _unpadded(
     name: str, shape: tuple[int, ...], dim: int, packed: int, rank: int, size: int, unit: int
 ) -> Shard:
-    """A shard in multiples of `unit` if there are enough of them, or else of any width."""
+    """Return a shard in multiples of `unit` if there are enough of them, or else of any width."""
     width = shape[dim] // packed
     if width % unit or width // unit < size:
         unit = 1
     if shape[dim] % packed or width < size:
         raise ModelError(
-            f"parallel.tensor: {name} {list(shape)}: dimension {dim} cannot be cut into {packed} x "
-            f"{size} parts -> parallel.tensor={max(1, width)} or less"
+            f"parallel.tensor: {name} {list(shape)}: dimension {dim} cannot be split into {packed} "
+            f"x {size} parts -> parallel.tensor={max(1, width)} or less"
         )
     start, stop = (edge * unit for edge in even_ranges(width // unit, size, rank))
     ranges = tuple((n * width + start, n * width + stop) for n in range(packed))
@@ -247,7 +252,8 @@ def _unpadded(
 
 
 def _key_value_heads(model: PreTrainedModel, size: int) -> int:
-    """The number of key-value heads if there are fewer than ranks and it divides them; else 0."""
+    """Return the number of key-value heads if there are fewer than ranks and it divides them; else
+    0."""
     heads = getattr(text_config(model.config), "num_key_value_heads", None)
     return heads if isinstance(heads, int) and heads < size and size % heads == 0 else 0
 
@@ -267,7 +273,7 @@ def _key_value_shard(
 
 
 def _sum_of_holders(shard: Shard, group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A hook that sums the gradient of a shard over the ranks that hold it."""
+    """Return a hook that sums the gradient of a shard over the ranks that hold it."""
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         assert shard.dim is not None
@@ -308,11 +314,11 @@ def _wrap(model: Any, name: str, module: Any, style: str, group: Group) -> None:
 
 
 def _cut_adapted(model: Any, name: str, layer: Any, style: str, group: Group) -> None:
-    """Wrap a layer with an adapter, whose own weight is tagged, and cut the adapter with it."""
+    """Wrap a layer with an adapter, whose own weight is tagged, and shard the adapter with it."""
     if style not in ADAPTED:
         raise ModelError(
-            f"adapters.targets: {name}: adapters are not known beside a layer of style {style!r} "
-            "in the model's tensor-parallel plan -> leave it out, or parallel.tensor=1"
+            f"adapters.targets: {name}: adapters are not supported on a layer of style {style!r} "
+            "in the model's tensor-parallel plan -> remove it, or parallel.tensor=1"
         )
     if style in _WHOLE:
         _wrap(model, name, layer, style, group)
@@ -329,7 +335,7 @@ def _cut_adapted(model: Any, name: str, layer: Any, style: str, group: Group) ->
 
 
 def _wrapped(model: Any, name: str, module: Any, style: str, group: Group) -> Any:
-    """The replacement of the module's forward; None to keep it."""
+    """Return the replacement of the module's forward; None to keep it."""
     forward = module.forward
     if style in _GATHERED:
         return _gathered(name, module, forward, group)
@@ -387,7 +393,8 @@ def _rowwise(name: str, module: Any, forward: Any, group: Group) -> Any:
 
 
 def _vocabulary_parallel(module: Any, forward: Any, group: Group) -> Any:
-    """Every rank looks up the ids that it holds; the sum of all lookups is the full result."""
+    """Look up the ids of this rank; the sum of all lookups is the full
+    result."""
     rows = _shard(module.weight).local_size
     first = dist.get_rank(group) * rows
     padding = module.padding_idx
@@ -404,7 +411,7 @@ def _vocabulary_parallel(module: Any, forward: Any, group: Group) -> Any:
 
 
 def _experts(forward: Any, group: Group) -> Any:
-    """Each rank has a slice of every expert: (hidden states, chosen, weights, ...)."""
+    """Compute with a slice of every expert on each rank: (hidden states, chosen, weights, ...)."""
 
     def run(hidden: Any, *routing: Any, **kwargs: Any) -> Any:
         shared = [sum_gradient(value, group) for value in routing]
@@ -416,7 +423,8 @@ def _experts(forward: Any, group: Group) -> Any:
 
 
 def _compressed_key_value(forward: Any, rope: int, group: Group) -> Any:
-    """The rotary part goes to all heads directly, so its gradient is partial and must be summed."""
+    """Return the rotary part goes to all heads directly, so its gradient is partial and must be
+    summed."""
 
     def project(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         output = forward(x, *args, **kwargs)

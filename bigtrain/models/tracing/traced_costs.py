@@ -144,8 +144,8 @@ def _trace(config: RunConfig, hf_config: Any) -> ModelCosts:
 
 
 def _section(config: RunConfig) -> ModelSection:
-    """The run's model section; configurations shipped with the recipes replace a hub name, so that
-    they need no network and no access to gated models."""
+    """Return the run's model section; configurations shipped with the recipes replace a hub name,
+    so that they need no network and no access to gated models."""
     section = config.model
     values = written_configuration(section)
     source = section.path or section.config

@@ -48,7 +48,8 @@ class _OfPacked:
 
 
 def magnitude(weight: Any, *, transposed: bool) -> Any:
-    """The 2-norm of the weights of each output of a layer, as peft takes it; lazy as `weight` is.
+    """Return the 2-norm of the weights of each output of a layer, as peft takes it; lazy as
+    `weight` is.
 
     transposed: whether outputs are columns (Conv1D).
     """

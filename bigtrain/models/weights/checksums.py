@@ -1,8 +1,8 @@
 """Checksums of a model's files: those that an export wrote, those a run began with. No torch.
 
-An export lists all of its files but the card in `checksums.json`, as ``{file name: {"bytes": size,
-"xxh3": XXH3-64}}``. A run that starts from pretrained weights records theirs in `base_model.json`,
-by absolute path, so that a later launch that reads them again can compare.
+An export lists all of its files except the README in `checksums.json`, as ``{file name: {"bytes":
+size, "xxh3": XXH3-64}}``. A run that starts from pretrained weights records theirs in
+`base_model.json`, by absolute path, so that a later launch that reads them again can compare.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def read_sums(path: Path) -> Sums:
 
 
 def differences(found: Sums, listed: Sums, where: Path) -> list[str]:
-    """How the files that were `found` differ from those `listed` in the file `where`."""
+    """Return how the files that were `found` differ from those `listed` in the file `where`."""
     return [
         f"{name} has {have.num_bytes} bytes and checksum {have.xxh3}; {where} lists "
         f"{listed[name].num_bytes} and {listed[name].xxh3}"
@@ -71,7 +71,7 @@ def differences(found: Sums, listed: Sums, where: Path) -> list[str]:
 
 
 def corrupt_weights(directory: Path) -> tuple[int, list[str]]:
-    """How many files `checksums.json` of a model's directory lists, and the corrupt ones.
+    """Return how many files `checksums.json` of a model's directory lists, and the corrupt ones.
 
     Raises ModelError without such a list.
     """
@@ -85,7 +85,7 @@ def corrupt_weights(directory: Path) -> tuple[int, list[str]]:
 
 
 def write_checksums(directory: Path) -> None:
-    """List the files of an export in its `checksums.json`, in subfolders too, except for its card
+    """List the files of an export in its `checksums.json`, in subfolders too, except for its README
     and the list itself. Reads all of them."""
     names = [
         name
@@ -97,8 +97,8 @@ def write_checksums(directory: Path) -> None:
 
 
 def files_read_with(weights: Iterable[Path]) -> list[Path]:
-    """The weight files of a model's directory, and those beside them that decide its numbers as
-    well: configuration, index of the weights, tokenizer."""
+    """Return the weight files of a model's directory, and those next to them that decide its
+    numbers as well: configuration, index of the weights, tokenizer."""
     weights = list(weights)
     return [*weights, *_deciding_files(weights[0].parent)]
 
@@ -108,8 +108,9 @@ def _deciding_files(directory: Path) -> list[Path]:
 
 
 def changed_files(directory: Path, run: Path) -> list[str]:
-    """How the small files that decide a model's numbers differ from those that an export listed in
-    the model's `directory`, and from those that the first launch of the run in `run` read.
+    """Return how the small files that decide a model's numbers differ from those that an export
+    listed in the model's `directory`, and from those that the first launch of the run in `run`
+    read.
 
     Weights are compared where they are read. Raises ModelError if a list cannot be read.
     """
@@ -118,8 +119,8 @@ def changed_files(directory: Path, run: Path) -> list[str]:
 
 
 def changes_of(sums: Sums, directory: Path, run: Path) -> list[str]:
-    """How files of the model in `directory` differ from those listed there by an export, and from
-    those that the first launch of the run in `run` read. `sums`: by absolute path.
+    """Return how files of the model in `directory` differ from those listed there by an export, and
+    from those that the first launch of the run in `run` read. `sums`: by absolute path.
 
     Raises ModelError if a list cannot be read.
     """

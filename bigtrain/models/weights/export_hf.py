@@ -87,7 +87,7 @@ def write_model(
     for file_name, names in split.filename_to_tensors.items():
         held = _separate({name: _materialized(stored[name]) for name in names})
         save_file(held, output / file_name, metadata={"format": "pt"})
-        # safetensors writes with permissions for the owner alone, whatever the umask is.
+        # safetensors writes with permissions for the owner only, whatever the umask is.
         shutil.copymode(output / CONFIG_NAME, output / file_name)
         del held
     forget_computed()
@@ -205,8 +205,9 @@ def write_tokenizer(
 
 
 def class_beside(model_type: str, source: Path, texts: Sequence[str]) -> str | None:
-    """The class as which transformers reads the tokenizer in `source` next to a model of this type,
-    if it then gives other tokens for one of `texts`; None if an export with it can be read.
+    """Return the class as which transformers reads the tokenizer in `source` next to a model of
+    this type, if it then gives other tokens for one of `texts`; None if an export with it can be
+    read.
 
     For some types transformers takes a class of its own whatever the tokenizer's files name.
     """
@@ -227,7 +228,7 @@ def class_beside(model_type: str, source: Path, texts: Sequence[str]) -> str | N
 
 
 def _tokenizer_difference(tokenizer: Any, base_files: Path | None) -> str | None:
-    """How the tokenizer differs from the one in `base_files`; None if it does not."""
+    """Describe how the tokenizer differs from the one in `base_files`; None if it does not."""
     names = [] if base_files is None else [n for n in TOKENIZER_FILES if (base_files / n).is_file()]
     if not names:
         return "the base has none"

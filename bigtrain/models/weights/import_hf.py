@@ -62,7 +62,7 @@ class Weights:
     copies: Mapping[str, str] = field(default_factory=dict)
 
     def sources(self) -> dict[str, list[str]]:
-        """Names of the stored tensors that each of `tensors` is made of."""
+        """Return names of the stored tensors that each of `tensors` is made of."""
         return {name: _leaf_names(tensor) for name, tensor in self.tensors.items()}
 
     def unused(self) -> dict[str, LazyTensor]:
@@ -106,7 +106,7 @@ class Weights:
 
 
 def find_weights(source: str, hf_config: PreTrainedConfig, key: str = "model.path") -> Weights:
-    """The lazy weights in `source` for a causal LM with configuration `hf_config`.
+    """Return the lazy weights in `source` for a causal LM with configuration `hf_config`.
 
     `source`: a directory, or the name of a model in the hub's cache or on the hub. `key`: the
     setting that named it, for errors. Reads only headers. Not collective: every rank gets the same
@@ -159,17 +159,19 @@ def find_weights(source: str, hf_config: PreTrainedConfig, key: str = "model.pat
 
 
 def _leaf_names(tensor: LazyTensor) -> list[str]:
-    """Names in their files of the tensors that `tensor` is made of."""
+    """Return names in their files of the tensors that `tensor` is made of."""
     return [leaf.name for leaf in tensor.origin.sources() if isinstance(leaf, _Leaf)]
 
 
 def stored_tensors(file: Path) -> dict[str, LazyTensor]:
-    """All tensors of a safetensors file, unread. Raises ValueError if it cannot be opened."""
+    """Return all tensors of a safetensors file, unread. Raises ValueError if it cannot be
+    opened."""
     return {name: LazyTensor(leaf.shape, leaf.dtype, leaf) for name, leaf in _leaves(file)}
 
 
 def _quantization(source: str) -> str | None:
-    """The method by which the files in `source` are quantized, according to its config.json."""
+    """Return the method by which the files in `source` are quantized, according to its
+    config.json."""
     path = find_file(at_hand(source), CONFIG_NAME)
     with suppress(OSError, ValueError, LookupError, AttributeError):
         if path is not None:
@@ -238,7 +240,7 @@ def _heads(model: Any) -> dict[str, str]:
 
 
 def _where(name: str, found: dict[str, _Leaf]) -> str:
-    """The tensor of a file that becomes `name`, as far as names tell."""
+    """Return the tensor of a file that becomes `name`, as far as names tell."""
     alike = [
         leaf
         for key, leaf in found.items()
@@ -269,8 +271,8 @@ class _Unreadable(Exception):
 
 
 def _leaves_of(files: Sequence[Path]) -> dict[str, _Leaf]:
-    """All tensors of `files` by name. Raises ValueError for a name that two of them hold, with or
-    without an index: transformers would take the one it reads last."""
+    """Return all tensors of `files` by name. Raises ValueError for a name that two of them hold,
+    with or without an index: transformers would take the one it reads last."""
     found: dict[str, _Leaf] = {}
     for path in files:
         for name, leaf in _leaves(path):

@@ -30,7 +30,7 @@ _OWN_BYTES = 1 << 20
 
 
 class Values(Protocol):
-    """Where the values of a lazy tensor come from."""
+    """Source of the values of a lazy tensor."""
 
     def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
         """Write the rectangle at `offsets`, of the shape of `out`, into `out`, in its dtype."""
@@ -64,7 +64,7 @@ class LazyTensor(torch.Tensor):
         self.origin.fill(offsets, out)
 
     def read(self) -> torch.Tensor:
-        """The full tensor."""
+        """Return the full tensor."""
         found = room(tuple(self.shape), self.dtype)
         self.fill((0,) * self.ndim, found)
         return found
@@ -129,7 +129,7 @@ def blocks(sizes: Offsets, itemsize: int) -> Iterator[tuple[Offsets, Offsets]]:
 
 
 def room(shape: Offsets, dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialized tensor whose memory returns to the system as soon as it is freed.
+    """Return an uninitialized tensor whose memory returns to the system as soon as it is freed.
 
     malloc would keep blocks of up to 32 MiB.
     """
@@ -140,7 +140,7 @@ def room(shape: Offsets, dtype: torch.dtype) -> torch.Tensor:
 
 
 def narrowed(tensor: torch.Tensor, offsets: Offsets, sizes: Offsets) -> torch.Tensor:
-    """The view of a rectangle of `tensor`."""
+    """Return the view of a rectangle of `tensor`."""
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor

@@ -80,8 +80,8 @@ def add_legacy_keys(values: dict[str, Any], prefix: str = "") -> tuple[list[str]
 
 
 def legacy_rope(values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The rotary keys of transformers 4 for a configuration's JSON `values` with `rope_parameters`;
-    None if there are none that transformers 5 reads as the same parameters."""
+    """Return the rotary keys of transformers 4 for a configuration's JSON `values` with
+    `rope_parameters`; None if there are none that transformers 5 reads as the same parameters."""
     model_type = values.get("model_type")
     if model_type not in CONFIG_MAPPING:
         return None
@@ -123,7 +123,7 @@ def _effective_key(
     layer_type: str | None,
     field: str,
 ) -> str | None:
-    """The first of `keys` that sets `field` of the class's rotary parameters."""
+    """Return the first of `keys` that sets `field` of the class's rotary parameters."""
     unlikely = 0.375 if field == "partial_rotary_factor" else 123457.0
     for key in keys:
         found = _rope_of(config_class, {**plain, key: unlikely})
@@ -143,8 +143,8 @@ def _rope_of(config_class: type[PreTrainedConfig], values: Mapping[str, Any]) ->
 
 
 def _with_floats(value: Any) -> Any:
-    """A copy of a JSON value with the numbers that JSON has none for, as transformers 5 writes
-    them (``{"__float__": "Infinity"}``), which `from_dict` does not read."""
+    """Return a copy of a JSON value with the numbers that JSON has none for, as transformers 5
+    writes them (``{"__float__": "Infinity"}``), which `from_dict` does not read."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])

@@ -33,7 +33,8 @@ INSTALL = "pip install 'bigtrain[qlora]'"
 
 
 def check_quantization(section: AdaptersSection | None) -> list[Problem]:
-    """A problem where the run needs bitsandbytes and it is not installed. Imports nothing."""
+    """Return a problem where the run needs bitsandbytes and it is not installed. Imports
+    nothing."""
     if section is None or not section.is_quantized or importlib.util.find_spec("bitsandbytes"):
         return []
     rule, remedy = "bitsandbytes is not installed", f"{INSTALL}, or {QUANTIZED_KEY}=none"
@@ -41,13 +42,13 @@ def check_quantization(section: AdaptersSection | None) -> list[Problem]:
 
 
 def is_quantized(module: object) -> bool:
-    """Whether `module` is a layer of `quantize_layers`."""
+    """Return whether `module` is a layer of `quantize_layers`."""
     return hasattr(module, "quantized_from")
 
 
 def is_packed(parameter: object) -> bool:
-    """Whether `parameter` is the weight of such a layer: packed, of one byte for two weights, and
-    not to be read, written or saved as a weight."""
+    """Return whether `parameter` is the weight of such a layer: packed, of one byte for two
+    weights, and not to be read, written or saved as a weight."""
     return hasattr(parameter, "bnb_quantized")
 
 
@@ -67,7 +68,7 @@ def quantize_layers(model: PreTrainedModel, section: AdaptersSection, dtype: tor
                 in_size,
                 out_size,
                 bias=False,
-                compute_dtype=layer.weight.dtype,  # of the adapters that peft makes beside it
+                compute_dtype=layer.weight.dtype,  # of the adapters that peft makes next to it
                 compress_statistics=section.double_quantization,
                 quant_type=section.quantization,
             )
@@ -84,14 +85,14 @@ def quantize_layers(model: PreTrainedModel, section: AdaptersSection, dtype: tor
         )
         model.set_submodule(name, made)
     compute_plainly(model)
-    # What transformers sets, and peft chooses its layers by.
+    # Transformers sets it, and peft chooses its layers by.
     model.is_loaded_in_4bit = True
 
 
 def compute_plainly(model: nn.Module) -> None:
-    """Have layers in 4 bits compute as the run says on every CPU.
+    """Have layers in 4 bits compute as the run sets on every CPU.
 
-    Those with AVX-512 BF16 would pack their weights anew in the first pass without gradients,
+    Those with AVX-512 BF16 would pack their weights again in the first pass without gradients,
     compute in bfloat16 from then on, and give no gradients any more (bitsandbytes 0.50.2,
     nn/modules.py, `Linear4bit.forward`; autograd/_functions.py, `matmul_4bit`).
     """
@@ -178,7 +179,7 @@ def _zeros(layer: Any) -> None:
 
 @torch.no_grad()
 def dequantized(layer: Any) -> torch.Tensor:
-    """The weight of a quantized layer as its products see it [out, in]."""
+    """Return the weight of a quantized layer as its products see it [out, in]."""
     full: torch.Tensor = _library().functional.dequantize_4bit(
         layer.weight.data, layer.weight.quant_state
     )
@@ -186,7 +187,7 @@ def dequantized(layer: Any) -> torch.Tensor:
 
 
 def packed_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """All packed weights, and what is kept beside them: scales, and what codes stand for."""
+    """All packed weights, with their scales and the values of codes."""
     for layer in filter(is_quantized, model.modules()):
         weight: Any = layer.weight
         yield weight.data

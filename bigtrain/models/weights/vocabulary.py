@@ -27,7 +27,7 @@ from bigtrain.models.weights.lazy_tensors import LazyTensor, room, rows_joined
 from bigtrain.settings.run_config import ModelSection
 
 _VARIANCE = 1e-9
-"""What transformers scales the covariance of the old rows by (`mean_resizing`)."""
+"""Factor of the covariance of the old rows in transformers (`mean_resizing`)."""
 
 _KEY = "model.vocabulary"
 
@@ -64,7 +64,7 @@ def grown_configuration(
 
 
 def base_configuration(hf_config: PreTrainedConfig, growth: Growth) -> PreTrainedConfig:
-    """The configuration of the files, from the grown one."""
+    """Return the configuration of the files, from the grown one."""
     base = copy.deepcopy(hf_config)
     text_config(base).vocab_size = growth.before
     return base
@@ -124,7 +124,7 @@ def new_rows(
     section: ModelSection,
     seed: int,
 ) -> Rows:
-    """The new rows of each parameter in ``growth.names``: float32 [after - before, ...].
+    """Return the new rows of each parameter in ``growth.names``: float32 [after - before, ...].
 
     hf_config: the grown one. A function of `seed`, the parameter's name and the old rows, all of
     which are read here. Raises ModelError for a file that cannot be read.

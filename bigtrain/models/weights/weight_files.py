@@ -21,7 +21,8 @@ REWRITE = (
 
 
 def weight_files(source: str, hf_config: PreTrainedConfig) -> list[Path]:
-    """The files with weights, in the order transformers looks for them. Raises ValueError."""
+    """Return the files with weights, in the order transformers looks for them. Raises
+    ValueError."""
     named = getattr(hf_config, "transformers_weights", None)
     names = (named,) if named else (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     path = next(filter(None, (find_file(source, name) for name in names)), None)
@@ -76,7 +77,8 @@ def _refuse_pickle(source: str, path: Path | None) -> None:
 
 
 def find_file(source: str, name: str) -> Path | None:
-    """The file `name` of a directory, or of a model on the hub or in its cache; None without it."""
+    """Return the file `name` of a directory, or of a model on the hub or in its cache; None without
+    it."""
     if Path(source).is_dir():
         path = Path(source, name)
         return path if path.is_file() else None

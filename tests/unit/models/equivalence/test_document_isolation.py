@@ -71,7 +71,7 @@ def test_compiled_layers_get_masks() -> None:
 def test_architectures_that_do_not(model_type: str) -> None:
     for attention in ("auto", "eager"):
         _, reason = find(model_type, attention)
-        assert reason.startswith("it does not: documents that share a sample have other logits")
+        assert reason.startswith("packed documents are not isolated: their logits differ")
 
 
 def test_state_that_runs_through_is_found() -> None:
@@ -103,10 +103,10 @@ def test_a_run_is_refused_before_it_starts(tmp_path: Path) -> None:
         inspect_inputs(resolve_run(RunConfig.model_validate(run_of(data, "bloom")), 1))
     (problem,) = caught.value.problems
     assert str(problem).startswith(
-        "data.document_boundaries = 'isolate': is not supported for model_type bloom: it does not: "
-        "documents that share a sample have other logits than alone"
+        "data.document_boundaries = 'isolate': is not supported for model_type bloom: packed "
+        "documents are not isolated: their logits differ from those of the separate"
     )
-    assert problem.remedy == "set data.document_boundaries=ignore, or take another architecture"
+    assert problem.remedy == "set data.document_boundaries=ignore, or choose another architecture"
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])

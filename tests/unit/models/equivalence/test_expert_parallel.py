@@ -115,7 +115,7 @@ def test_outputs_that_are_not_weighted_last_are_refused(monkeypatch: pytest.Monk
         lambda self, hidden, chosen, weights: forward(self, hidden, chosen, weights.square()),
     )
     (text,) = problems(mixtral())
-    assert "another loss with divided experts" in text
+    assert "expert parallelism changes the loss" in text
 
 
 def test_experts_that_mix_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

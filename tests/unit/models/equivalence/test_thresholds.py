@@ -82,7 +82,7 @@ def test_ignored_windows_and_chunks_are_found(
     assert problems(model_type, sequence_length=16384, **LARGE[model_type]) == []
     monkeypatch.setattr(SequenceParallel, "_mask", without)
     (problem,) = problems(model_type, sequence_length=16384, **LARGE[model_type])
-    assert "other logits in parts than whole" in str(problem)
+    assert "different logits when the sequence is split" in str(problem)
     assert problems(model_type, sequence_length=1024, **LARGE[model_type]) == []
 
 
@@ -99,7 +99,7 @@ def test_a_choice_by_parts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for size in (2, 4):
         for isolate in (False, True):
             (problem,) = problems("phi3", size, sequence_length=8192, isolate=isolate, **keys)
-            assert "other logits in parts than whole" in str(problem)
+            assert "different logits when the sequence is split" in str(problem)
     assert problems("phi3", sequence_length=4096, **keys) == []
 
 
@@ -112,4 +112,6 @@ def test_a_run_is_refused_for_what_its_samples_reach_alone() -> None:
     assert problem.remedy == "parallel.sequence=1"
     config = CONFIG_MAPPING["llama4_text"](**values, num_attention_heads=4, num_key_value_heads=2)
     assert find_isolation(config, "sdpa", 8191)[1] == ""
-    assert "other logits than alone" in find_isolation(config, "sdpa", 8192)[1]
+    assert (
+        "their logits differ from those of the separate" in find_isolation(config, "sdpa", 8192)[1]
+    )

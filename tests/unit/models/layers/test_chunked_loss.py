@@ -197,7 +197,7 @@ def test_auto_goes_back_to_the_plain_loss_with_the_reason(monkeypatch: pytest.Mo
 
 def test_liger_is_refused_where_it_would_be_wrong_or_is_missing() -> None:
     (problem,) = choice("granite", loss="liger")[2]
-    assert "its logits are not what its head gives (they are scaled, say)" in problem
+    assert "its logits are not what its head gives (for example, they are scaled)" in problem
     assert problem.endswith("-> model.loss=chunked or plain")
     for model_type in ("llama", "gemma2"):  # it knows caps
         (problem,) = choice(model_type, loss="liger")[2]

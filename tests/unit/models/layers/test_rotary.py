@@ -130,5 +130,8 @@ def test_the_trial_sees_it(attention: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(
         "bigtrain.models.equivalence.document_isolation.choose_by_document", lambda _: lambda: None
     )
-    assert "other logits than alone" in find_isolation(config, attention, 8192)[1]
+    assert (
+        "their logits differ from those of the separate"
+        in find_isolation(config, attention, 8192)[1]
+    )
     assert find_isolation(config, attention, 4096)[1] == ""  # nothing of it is ever long
