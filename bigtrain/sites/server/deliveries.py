@@ -64,7 +64,7 @@ class ServerExchange:
         if action == "contribute":
             self.contribute(site, header, payload, body)
         elif action == "upload":
-            self.upload(header, payload)
+            self.upload(site, header, payload)
         elif action == "uploaded":
             self.uploaded()
         else:
@@ -87,11 +87,13 @@ class ServerExchange:
     def left(self, site: int, reason: str) -> None:
         """Continue without a site: `tick` does."""
 
-    def upload(self, request: Header, payload: memoryview) -> None:
+    def upload(self, site: int, request: Header, payload: memoryview) -> None:
         """Take initial weights from the site that was asked for them."""
         with self._members.changed:
             if self._weights.is_ready:
                 raise RefusedError("the initial weights are there")
+            if self._uploader != site:  # two that differ would mix
+                raise RefusedError(f"site {site} was not asked for the initial weights")
             if len(payload) % 4 or not payload:
                 raise RefusedError(f"{len(payload)} bytes are not float32 values")
             values = torch.frombuffer(bytearray(payload), dtype=torch.float32)

@@ -164,7 +164,14 @@ class DirectExchange:
             is_new, expected = self._is_new(), self._expected()
             awaited = range(self._count()) if is_new else expected
             missing = sorted(set(awaited) - self._waiting.keys())
-        return {"is_ready": False, "is_known": True, "missing": missing, "is_new": is_new}
+            refused = {site: self._members.refused.get(site, "") for site in missing}
+        return {
+            "is_ready": False,
+            "is_known": True,
+            "missing": missing,
+            "refused": {str(site): why for site, why in refused.items() if why},
+            "is_new": is_new,
+        }
 
     def vote(self, site: int, attempt: str, is_done: bool, unusable: int | None) -> None:
         """Count the result of a site's transfers; the first one of a site counts."""

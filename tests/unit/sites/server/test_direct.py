@@ -39,6 +39,7 @@ def test_a_new_run_begins_with_all_sites_and_makes_rounds(run: DirectRun) -> Non
         "is_ready": False,
         "is_known": True,
         "missing": [2],
+        "refused": {},
         "is_new": True,
     }
     sites[2].join()
