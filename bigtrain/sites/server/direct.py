@@ -178,9 +178,7 @@ class DirectExchange:
         with self._members.changed:
             current, aborted = self._open, self._aborted
             if current is not None and current.plan.attempt == attempt:
-                current.vote(site, is_done, self._members.clock())
-                if not current.votes.get(site, True):
-                    self._end_generation()
+                self._vote(current, site, is_done)
                 if unusable in current.plan.members and site in current.plan.members:
                     current.blamed.add(unusable)
             elif aborted is not None and aborted.attempt == attempt:
@@ -288,6 +286,8 @@ class DirectExchange:
             return
         rows = self._store.sites()
         lost = {site for site in silent if not self._members.is_alive(site, has_heartbeat=True)}
+        if lost:
+            self._end_generation()
         limit = max(rows[site].timeout_seconds for site in plan.members)
         is_over = current.first_vote is not None and now - current.first_vote >= limit
         if silent - lost and not is_over:
@@ -386,13 +386,19 @@ class DirectExchange:
         self._plans.pop(site, None)
         if self._open is not None:
             self._open.absent.discard(site)
-            self._open.vote(site, False, self._members.clock())
+            self._vote(self._open, site, is_done=False)
+
+    def _vote(self, current: _OpenRound, site: int, is_done: bool) -> None:
+        current.vote(site, is_done, self._members.clock())
+        if not current.votes.get(site, True):
+            self._end_generation()
 
     def _end_generation(self) -> None:
         """Refuse `get` and `put` of a round that fails: other members may wait there for a site
-        that has voted against it."""
-        self._incarnations = (), ""
-        self._members.changed.notify_all()
+        that has voted against it, or is lost."""
+        if self._incarnations[1]:
+            self._incarnations = (), ""
+            self._members.changed.notify_all()
 
     def _refuse_blamed(self, row: SiteRow) -> None:
         if row.refused:
