@@ -3,9 +3,10 @@
 python benchmarks/sites_link.py [--rate 100mbit] [--inner-steps 10] [--codecs float32 int8]
 Two hosts in network namespaces on one machine (root, iproute2), one rank each, whose links tc slows
 down. The quickstart's model and text (`make quickstart` makes it) under ZeRO 1 as one world of both
-ranks, then as two sites that exchange directly, then with an overlap of exchange and steps; all
-with the same global batch. Seconds of steps and of outer steps are those of the runs' metrics,
-bytes those that the link of the first host has carried, with all headers.
+ranks, then as two sites that exchange directly or by a server on the first host, then with an
+overlap of exchange and steps; all with the same global batch. Seconds of steps and of outer steps
+are those of the runs' metrics, bytes those that the link of the first host has carried, with all
+headers.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ def run(net: Network, args: argparse.Namespace, directory: Path, sites: dict[str
             token = directory / "token"
             token.write_text("0123456789abcdef")
             own = {
+                "exchange": "direct",
                 **sites,
                 "index": index,
                 "server": f"http://{net.address('s0')}:29700",
                 "token_file": token,
                 "start_server": True,
-                "exchange": "direct",
             }
             words += [f"sites.{key}={value}" for key, value in own.items()]
         else:
@@ -109,6 +110,8 @@ def main() -> int:
     cases: dict[str, dict[str, Any]] = {"synchronous": {}}
     for codec in args.codecs:
         cases[f"sites, {codec}"] = {"codec": codec, "count": 2, "inner_steps": args.inner_steps}
+        # The server is on the first host: its own site's messages are not on a link.
+        cases[f"sites, {codec}, by the server"] = {**cases[f"sites, {codec}"], "exchange": "server"}
     overlap = args.inner_steps // 2 - 1
     if args.codecs and overlap > 0:
         more = {"fragments": 2, "overlap_steps": overlap}

@@ -22,7 +22,7 @@ from bigtrain.sites.client import (
     UnreachableError,
     read_token,
 )
-from bigtrain.sites.protocol import HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT, Header, RoundPlan
+from bigtrain.sites.protocol import HEARTBEAT_TIMEOUT, Header, RoundPlan
 
 _POLL_SECONDS = 15.0
 _LEAVE_SECONDS = 5.0
@@ -57,6 +57,7 @@ class Membership:
         self._run = run
         self._client = ServerClient(sites.server, token, certificate)
         self._ended = threading.Event()
+        self._heartbeat: threading.Thread | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -99,9 +100,8 @@ class Membership:
         """Join, and send heartbeats from now on; return the reply. Raises LaunchError if the server
         is unreachable, serves a different run, or waits for others longer than this site."""
         seconds = self.sites.timeout_seconds
-        reply = self.ask(
-            "join", {**header, "exchange": self.sites.exchange, "timeout_seconds": seconds}
-        )
+        own = {"exchange": self.sites.exchange, "timeout_seconds": seconds}
+        reply = self.ask("join", {**header, **own})
         window = reply["window_seconds"]
         if window >= seconds:
             raise LaunchError(
@@ -109,11 +109,13 @@ class Membership:
                 f"--window-seconds = {window:g}, so this site would time out before the server "
                 "makes a round without a missing one -> a larger sites.timeout_seconds"
             )
-        interval = float(reply.get("heartbeat_seconds", HEARTBEAT_SECONDS))
-        # A daemon: a request that hangs must not keep the process from ending.
-        threading.Thread(
-            target=self._send_heartbeats, args=(interval,), name="heartbeat", daemon=True
-        ).start()
+        if self._heartbeat is None:
+            # A daemon: a request that hangs must not keep the process from ending.
+            interval = (float(reply["heartbeat_seconds"]),)
+            self._heartbeat = threading.Thread(
+                target=self._send_heartbeats, args=interval, name="heartbeat", daemon=True
+            )
+            self._heartbeat.start()
         return reply
 
     def _send_heartbeats(self, interval: float) -> None:
@@ -144,7 +146,7 @@ class Membership:
             if on_wait is not None:
                 on_wait()
             if reply.get("is_new") and time.monotonic() > end:
-                raise _missing_sites(self.sites, reply["missing"])
+                raise _missing_sites(self.sites, reply)
 
     def commit(self, attempt: str, *, is_done: bool, unusable: int | None) -> bool:
         """Vote on an attempt; return whether all members voted that it is done: then it counts, on
@@ -225,10 +227,12 @@ def poll_seconds(deadline: float) -> float:
     return min(_POLL_SECONDS, max(0.1, (deadline - time.monotonic()) / 2))
 
 
-def _missing_sites(sites: SitesSection, missing: Sequence[int]) -> LaunchError:
+def _missing_sites(sites: SitesSection, reply: Header) -> LaunchError:
+    missing = reply["missing"]
     shown = ", ".join(map(str, missing[:_MOST_NAMED])) + (", ..." * (len(missing) > _MOST_NAMED))
+    reasons = [f"; site {site} was refused: {why}" for site, why in reply["refused"].items()]
     return LaunchError(
         f"site {shown} did not join the start within sites.timeout_seconds = "
-        f"{sites.timeout_seconds:g} -> see the logs of that site and of the outer server; a larger "
-        "sites.timeout_seconds waits longer for a slower one"
+        f"{sites.timeout_seconds:g}{''.join(reasons[:_MOST_NAMED])} -> see the logs of that site "
+        "and of the outer server; a larger sites.timeout_seconds waits longer for a slower one"
     )

@@ -283,8 +283,9 @@ class _Plan(_SiteRequest):
     """Poll for the `RoundPlan` of an entry.
 
     Reply: ``is_ready`` and, if so, ``plan`` (`RoundPlan.to_json`). If not: ``is_known`` (False:
-    the server has restarted, enter again), ``missing`` (sites that are waited for), ``is_new`` (a
-    new run, for which all sites are waited for without a limit).
+    the server has restarted, enter again), ``missing`` (sites that are waited for),
+    ``refused`` (by such a site, why its last join was), ``is_new`` (a new run, for which all sites
+    are waited for without a limit).
     """
 
     entry: Id

@@ -68,11 +68,18 @@ class ServerRounds:
         (`RoundMaker.begin`)."""
         membership = self._membership
         header = {**self._join, "number": number, "is_new": is_new}
-        reply = self._ranks.on_main(lambda: membership.join(header))
-        self._is_new, self._is_absolute = is_new, not reply["is_asynchronous"]
-        if reply["uploads"]:
-            self._ranks.agreed(self._upload)
-            self._ranks.on_main(lambda: membership.ask("uploaded", {}))
+        for tries_left in reversed(range(_TRIES)):
+            reply = self._ranks.on_main(lambda: membership.join(header))
+            self._is_new, self._is_absolute = is_new, not reply["is_asynchronous"]
+            try:
+                if reply["uploads"]:
+                    self._ranks.agreed(self._upload)
+                    self._ranks.on_main(lambda: membership.ask("uploaded", {}))
+                return
+            except DetachedError as error:
+                # A server that has started again has no part of them, and asks anew who joins.
+                if not (error.is_refused and tries_left):
+                    raise
 
     def make(self, attempt: OuterRound) -> None:
         """Make an attempt (`RoundMaker.make`)."""

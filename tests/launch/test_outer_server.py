@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,26 +29,31 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 INNER_STEPS = 4
 
 
-@contextmanager
-def outer_server(directory: Path, *options: str, port: int | None = None) -> Iterator[list[str]]:
-    """A server of its own process; the settings with which sites reach it."""
-    options = options or ("--window-seconds", "30")
+def start_server(
+    directory: Path, port: int, *options: str, program: Sequence[str] = ("-m", "bigtrain.cli")
+) -> subprocess.Popen[bytes]:
     directory.mkdir(exist_ok=True)
     token = directory / "token"
     token.write_text("0123456789abcdef0123456789abcdef\n")
-    port = port or free_port()
-    log = directory / "server.log"
-    with log.open("a") as file:
-        process = subprocess.Popen(
+    with (directory / "server.log").open("a") as file:
+        return subprocess.Popen(
             [
-                *(sys.executable, "-m", "bigtrain.cli", "outer-server"),
+                *(sys.executable, *program, "outer-server"),
                 *("--directory", directory / "state", "--token-file", token),
-                *("--host", "127.0.0.1", "--port", str(port), *options),
+                *("--host", "127.0.0.1", "--port", str(port)),
+                *(options or ("--window-seconds", "30")),
             ],
             cwd=ROOT,
             stdout=file,
             stderr=file,
         )
+
+
+@contextmanager
+def outer_server(directory: Path, *options: str, port: int | None = None) -> Iterator[list[str]]:
+    """A server of its own process; the settings with which sites reach it."""
+    port, token = port or free_port(), directory / "token"
+    process = start_server(directory, port, *options)
     try:
         yield [
             f"sites.server=http://127.0.0.1:{port}",
@@ -174,8 +180,6 @@ def test_a_server_that_is_killed_and_started_again_loses_nothing(
     inputs: Inputs, tmp_path: Path
 ) -> None:
     """The same weights as with a server that ran through."""
-    import threading
-
     found = []
     for name, dies in (("through", False), ("restarted", True)):
         directory = tmp_path / name
@@ -209,6 +213,45 @@ def test_a_server_that_is_killed_and_started_again_loses_nothing(
         found.append(load_file(directory / "0" / "hf" / "model.safetensors"))
     for key, weight in found[0].items():
         assert torch.equal(weight, found[1][key]), key
+
+
+DIES = """
+import os, sys
+from bigtrain.cli import main
+from bigtrain.sites.server.deliveries import ServerExchange
+ServerExchange.uploaded = lambda self: os._exit(9)
+sys.exit(main(sys.argv[1:]))
+"""
+"""A server that is killed when it has all initial weights, before it confirms that."""
+
+
+def test_a_server_that_is_killed_with_the_initial_weights_gets_them_again(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    """Without another start of a site."""
+    port, directory = free_port(), tmp_path / "server"
+    first = start_server(directory, port, program=("-c", DIES))
+    servers: list[subprocess.Popen[bytes]] = []
+
+    def start_again() -> None:
+        first.wait(300)
+        servers.append(start_server(directory, port))
+
+    starter = threading.Thread(target=start_again)
+    starter.start()
+    reach = [f"sites.server=http://127.0.0.1:{port}", f"sites.token_file={directory / 'token'}"]
+    settings = ["engine.deepspeed_config=zero1", f"sites.inner_steps={INNER_STEPS}", *reach]
+    try:
+        codes, output = train_sites(inputs, tmp_path, settings, [(), ()])
+    finally:
+        first.kill()
+        starter.join()
+        servers[0].terminate()
+        servers[0].wait(20)
+    assert first.returncode == 9
+    assert codes == [0, 0], output
+    assert_same_weights(tmp_path)
+    assert [line["sites"] for line in outer_lines(tmp_path / "0")] == [[0, 1]] * 3
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ what is refused."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from collections.abc import Sequence
@@ -348,7 +349,8 @@ def test_sites_with_other_settings_are_refused_with_both_values(
     assert "sites.codec: 'float32' there, 'bfloat16' here" in output or (
         "sites.codec: 'bfloat16' there, 'float32' here" in output
     )
-    assert "did not join the start within sites.timeout_seconds = 20" in output
+    assert "did not join the start within sites.timeout_seconds = 20; site " in output
+    assert len(re.findall(r"; site [01] was refused: .*; optimizer.lr: .* -> see", output)) == 1
     assert not [*tmp_path.glob("?/metrics.jsonl")]
 
 

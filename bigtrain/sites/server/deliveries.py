@@ -64,7 +64,7 @@ class ServerExchange:
         if action == "contribute":
             self.contribute(site, header, payload, body)
         elif action == "upload":
-            self.upload(header, payload)
+            self.upload(site, header, payload)
         elif action == "uploaded":
             self.uploaded()
         else:
@@ -87,11 +87,13 @@ class ServerExchange:
     def left(self, site: int, reason: str) -> None:
         """Continue without a site: `tick` does."""
 
-    def upload(self, request: Header, payload: memoryview) -> None:
+    def upload(self, site: int, request: Header, payload: memoryview) -> None:
         """Take initial weights from the site that was asked for them."""
         with self._members.changed:
             if self._weights.is_ready:
                 raise RefusedError("the initial weights are there")
+            if self._uploader != site:  # two that differ would mix
+                raise RefusedError(f"site {site} was not asked for the initial weights")
             if len(payload) % 4 or not payload:
                 raise RefusedError(f"{len(payload)} bytes are not float32 values")
             values = torch.frombuffer(bytearray(payload), dtype=torch.float32)
@@ -150,8 +152,8 @@ class ServerExchange:
                     f"discarded, it takes the weights of {self._weights.number}"
                 )
                 return {**self._members.summary(heard), "late": True}
-            try:
-                self._refuse_incomplete(site, delivery)
+            try:  # every element once, else the mean would be of something else than the model
+                self._weights.refuse_contribution(partial(self._read, site, delivery))
             except UnusableError as error:
                 raise self._refused_unusable(site, error) from error
             except ValueError as error:
@@ -212,10 +214,11 @@ class ServerExchange:
         members, number = self._members, self._weights.number + 1
         told = members.pending()
         events = events_of(told, number - 1)
-        events += [
-            OuterEvent(LEFT_OUT, f"site {site}", "missed the outer step", number - 1)
-            for site in sorted(absent)
-        ]
+        before = self._store.sites()
+        for site in sorted(absent):
+            refusal = "" if site in before else members.refused.get(site, "")
+            reason = f"was refused: {refusal}" if refusal else "missed the outer step"
+            events.append(OuterEvent(LEFT_OUT, f"site {site}", reason, number - 1))
         after.record["events"] = [asdict(event) for event in events]
         after.record["attempts"] = {str(site): one.attempt for site, one in delivered.items()}
         rows = [
@@ -224,7 +227,7 @@ class ServerExchange:
                 is_active=row.is_active and site not in absent,
                 number=number if site in delivered else row.number,
             )
-            for site, row in self._store.sites().items()
+            for site, row in before.items()
         ]
         members.write_round(after.record, rows, told, tensors=after.tensors, used=list(delivered))
         self._weights.commit(after)
@@ -305,10 +308,6 @@ class ServerExchange:
             record.get("attempts", {}).get(str(site)) == delivery.attempt
             for record in self._store.records_after(delivery.base)
         )
-
-    def _refuse_incomplete(self, site: int, delivery: Delivery) -> None:
-        # Every element once, else the mean would be of something else than the model.
-        self._weights.refuse_contribution(partial(self._read, site, delivery))
 
     def _files(self, site: int, delivery: Delivery) -> list[Path]:
         return self._store.parts(site, delivery.attempt)

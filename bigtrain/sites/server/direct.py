@@ -164,16 +164,21 @@ class DirectExchange:
             is_new, expected = self._is_new(), self._expected()
             awaited = range(self._count()) if is_new else expected
             missing = sorted(set(awaited) - self._waiting.keys())
-        return {"is_ready": False, "is_known": True, "missing": missing, "is_new": is_new}
+            refused = {site: self._members.refused.get(site, "") for site in missing}
+        return {
+            "is_ready": False,
+            "is_known": True,
+            "missing": missing,
+            "refused": {str(site): why for site, why in refused.items() if why},
+            "is_new": is_new,
+        }
 
     def vote(self, site: int, attempt: str, is_done: bool, unusable: int | None) -> None:
         """Count the result of a site's transfers; the first one of a site counts."""
         with self._members.changed:
             current, aborted = self._open, self._aborted
             if current is not None and current.plan.attempt == attempt:
-                current.vote(site, is_done, self._members.clock())
-                if not current.votes.get(site, True):
-                    self._end_generation()
+                self._vote(current, site, is_done)
                 if unusable in current.plan.members and site in current.plan.members:
                     current.blamed.add(unusable)
             elif aborted is not None and aborted.attempt == attempt:
@@ -281,6 +286,8 @@ class DirectExchange:
             return
         rows = self._store.sites()
         lost = {site for site in silent if not self._members.is_alive(site, has_heartbeat=True)}
+        if lost:
+            self._end_generation()
         limit = max(rows[site].timeout_seconds for site in plan.members)
         is_over = current.first_vote is not None and now - current.first_vote >= limit
         if silent - lost and not is_over:
@@ -379,13 +386,19 @@ class DirectExchange:
         self._plans.pop(site, None)
         if self._open is not None:
             self._open.absent.discard(site)
-            self._open.vote(site, False, self._members.clock())
+            self._vote(self._open, site, is_done=False)
+
+    def _vote(self, current: _OpenRound, site: int, is_done: bool) -> None:
+        current.vote(site, is_done, self._members.clock())
+        if not current.votes.get(site, True):
+            self._end_generation()
 
     def _end_generation(self) -> None:
         """Refuse `get` and `put` of a round that fails: other members may wait there for a site
-        that has voted against it."""
-        self._incarnations = (), ""
-        self._members.changed.notify_all()
+        that has voted against it, or is lost."""
+        if self._incarnations[1]:
+            self._incarnations = (), ""
+            self._members.changed.notify_all()
 
     def _refuse_blamed(self, row: SiteRow) -> None:
         if row.refused:

@@ -23,6 +23,7 @@ from bigtrain.sites.server.store import SiteRow, Store
 _MOST_EVENTS = 50  # of one outer step
 _KEPT_EVENTS = 500  # for sites that missed outer steps
 _NEW_RUN: Header = {"is_ready": False, "number": 0, "step": 0, "sites": [], "tokens": {}}
+_LONGEST_TEXT = 500
 EventKey = tuple[str, str, str]
 """Event, who, reason."""
 UNUSABLE = "sent values that are not finite, or moved too far"
@@ -66,20 +67,20 @@ class Members:
         self._heard = dict.fromkeys(rows, clock())
         self._beating: set[int] = set()
         self._has_joined = False
+        self.refused: dict[int, str] = {}  # why the last join of a site was refused
         self.last_heard = clock()
 
     def admit(self, site: int, request: Header) -> SiteRow:
         """Count a site that begins, or is back, as a member; return its row before. Raises
         RefusedError if it trains something else than the sites before it."""
         run = self.store.run()
-        own = described(request)
-        if run is None:
-            refuse_index(site, int(own["sites"]["count"]))
         before = self.store.sites().get(site, SiteRow(site))
-        self._refuse_other_run(before, request)
-        document = own if run is None else self._with_changes(run, request)
-        _refuse_differences(_facts_of(document), _facts_of(own))
-        refuse_index(site, int(document["sites"]["count"]))
+        try:
+            document = self._agreed_run(run, before, request)
+        except RefusedError as error:
+            self.refused[site] = "; ".join(map(str.strip, str(error).splitlines()))[:_LONGEST_TEXT]
+            raise
+        self.refused.pop(site, None)
         row = SiteRow(
             site,
             request.get("run", "") or before.run,
@@ -128,6 +129,15 @@ class Members:
             self._heard[site] = self.last_heard = self.clock()
             if is_beat:
                 self._beating.add(site)
+
+    def _agreed_run(self, run: Header | None, before: SiteRow, request: Header) -> Header:
+        """Return the description of the run once a site has joined it. Raises RefusedError."""
+        own = described(request)
+        refuse_index(before.site, int((own if run is None else run)["sites"]["count"]))
+        self._refuse_other_run(before, request)
+        document = own if run is None else self._with_changes(run, request)
+        _refuse_differences(_facts_of(document), _facts_of(own))
+        return document
 
     def _refuse_other_run(self, before: SiteRow, request: Header) -> None:
         """Refuse a second run with the index of a site that takes part."""

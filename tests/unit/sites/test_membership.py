@@ -144,6 +144,16 @@ def test_a_site_that_does_not_join_a_new_run_is_named(reach: dict[str, Any]) -> 
     site.leave()
 
 
+def test_the_others_of_a_new_run_are_told_why_a_site_was_refused(reach: dict[str, Any]) -> None:
+    first = member(reach, 0, seconds=WINDOW + 0.5)
+    join(first, lr=1)
+    with pytest.raises(LaunchError, match="lr: 1 there, 2 here"):
+        join(member(reach, 1), lr=2)
+    with pytest.raises(LaunchError, match=r"site 1 was refused: .*; lr: 1 there, 2 here -> see"):
+        first.enter(entry(0, None))
+    first.leave()
+
+
 def test_other_facts_and_a_second_run_with_one_index_are_refused(reach: dict[str, Any]) -> None:
     site = member(reach, 0)
     join(site, lr=1)

@@ -303,6 +303,20 @@ def test_a_site_that_misses_a_window_is_left_out_and_takes_the_weights_when_it_i
         assert len(server.members.summary()["events"]) == 1
 
 
+def test_the_others_are_told_why_a_site_was_refused(tmp_path: Path) -> None:
+    ledger = ledger_at(tmp_path, seconds=0.0)
+    first, second = Site(ledger, 0, "float32"), Site(ledger, 1, "float32")
+    first.join(start())
+    second.request["facts"]["data"] = "y"
+    with pytest.raises(RefusedError, match="data: 'x' there, 'y' here"):
+        second.join(start())
+    first.deliver(changed(first.weights, 1))
+    (event,) = ledger.members.summary()["events"]
+    assert (event["event"], event["who"]) == ("site_left_out", "site 1")
+    assert event["reason"].startswith("was refused: the server's run has other settings")
+    assert event["reason"].endswith("data: 'x' there, 'y' here")
+
+
 def test_a_new_site_joins_at_a_window_and_one_that_leaves_is_not_waited_for(
     tmp_path: Path,
 ) -> None:

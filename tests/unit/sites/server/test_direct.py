@@ -39,6 +39,7 @@ def test_a_new_run_begins_with_all_sites_and_makes_rounds(run: DirectRun) -> Non
         "is_ready": False,
         "is_known": True,
         "missing": [2],
+        "refused": {},
         "is_new": True,
     }
     sites[2].join()
@@ -319,6 +320,29 @@ def test_values_of_a_handshake_are_of_a_generation(run: DirectRun) -> None:
     assert sites[0].plan().generation != generation
     with pytest.raises(RefusedError, match="the round of this generation is over"):
         sites[0].ask("get", generation=generation, key="a", seconds=0)
+
+
+@pytest.mark.parametrize("how", ["votes", "joins", "enters", "leaves", "silent"])
+def test_a_handshake_with_a_site_that_is_lost_ends_at_once(how: str, run: DirectRun) -> None:
+    """The others would wait for its addresses until their own time limit."""
+    sites = begin(run)
+    for site in sites:
+        site.enter()
+    plan = sites[0].plan()
+    asked = {"generation": plan.generation, "key": "address of 2", "seconds": 0}
+    assert not sites[0].ask("get", **asked)["is_there"]
+    if how == "votes":
+        sites[2].vote(plan.attempt, is_done=False)
+    elif how == "joins":
+        sites[2].join()
+    elif how == "enters":
+        sites[2].enter()
+    elif how == "leaves":
+        sites[2].ask("leave")
+    else:
+        run.pass_time(HEARTBEAT_TIMEOUT, *sites[:2])
+    with pytest.raises(RefusedError, match="the round of this generation is over"):
+        sites[0].ask("get", **asked)
 
 
 def test_layouts_are_kept_by_their_digest(run: DirectRun) -> None:

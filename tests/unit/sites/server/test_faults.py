@@ -248,6 +248,10 @@ def test_initial_weights_may_be_sent_again_and_gaps_are_refused(tmp_path: Path) 
         header = {"boxes": [box.to_json() for box in boxes]}
         site.ask("upload", flat.numpy().tobytes(), **header)
 
+    other = Site(ledger, 1, "float32")
+    assert not other.ask("join", **other.request)["uploads"]
+    with pytest.raises(RefusedError, match="site 1 was not asked for the initial weights"):
+        other.ask("upload", bytes(4), boxes=[])
     upload(0)
     upload(0)  # its reply was lost
     with pytest.raises(RefusedError, match="came twice, with other values"):

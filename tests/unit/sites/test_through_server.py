@@ -1,0 +1,72 @@
+"""Outer steps of two sites through a real server: what an integer codec rounds off comes later."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bigtrain.engine.optimizers.masters import MasterPart
+from bigtrain.models.parallel.sharding import Shard
+from bigtrain.settings.sections.sites import SitesSection
+from bigtrain.sites import outer_state
+from bigtrain.sites.outer_step import OuterStep
+from bigtrain.system.world import World
+from tests.support.outer_servers import outer_server
+
+NUM_STEPS = 12
+SMALL = torch.tensor([[0.0, 0.4, -0.3, 0.2], [0.0, 0.1, -0.2, 0.2]])
+"""Changes of each site before every outer step, in codes of a block whose largest is 1: they round
+to 0 each time."""
+
+
+@pytest.fixture(autouse=True)
+def parts_of_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for DeepSpeed's engine, which needs a process group; all else is a site's own."""
+    monkeypatch.setattr(outer_state, "_trained_parts", lambda engine: engine.parts)
+    monkeypatch.setattr(outer_state, "Replicas", lambda group, device: SimpleNamespace(size=1))
+
+
+def site_of(index: int, codec: str, reach: dict[str, Any]) -> tuple[OuterStep, torch.Tensor]:
+    """A site of one rank, and its masters."""
+    module = torch.nn.Module()
+    module.register_parameter("weight", torch.nn.Parameter(torch.zeros(4)))
+    masters = torch.zeros(4)
+    engine: Any = SimpleNamespace(
+        module=module,
+        parts=[MasterPart("weight", Shard((4,), primary=True), 0, masters, 0, 4)],
+        added_states={"weight": {}},
+        mesh=SimpleNamespace(replicas=None),
+        device=torch.device("cpu"),
+        plan=SimpleNamespace(site_tokens_per_step=10),
+        refresh_parameters=lambda: None,
+    )
+    settings = {"count": 2, "index": index, "inner_steps": 1, "codec": codec, **reach}
+    sites = SitesSection.model_validate({**settings, "outer": {"type": "average"}})
+    return OuterStep(engine, sites, World(0, 1, 0), {}, run=f"{index:032x}"), masters
+
+
+@pytest.mark.parametrize(("codec", "levels"), [("int8", 127), ("int4", 7)])
+def test_what_is_rounded_off_is_sent_later(codec: str, levels: int, tmp_path: Path) -> None:
+    changes = SMALL / levels + torch.tensor([[1.0, 0, 0, 0], [0.5, 0, 0, 0]])
+    with outer_server(tmp_path, window_seconds=60.0) as reach:
+
+        def train(index: int) -> torch.Tensor:
+            site, masters = site_of(index, codec, reach)
+            site.begin(0, 0, is_new=True)
+            for step in range(1, NUM_STEPS + 1):
+                masters += changes[index]
+                site._merge(site._complete(0, step), 0.0)
+            assert site.number == NUM_STEPS
+            site.close()
+            return masters
+
+        with ThreadPoolExecutor(2) as threads:
+            first, second = threads.map(train, range(2))
+    assert torch.equal(first, second)
+    # What is not sent yet: half a code of each site's last change, and of the server's last update.
+    assert (first - NUM_STEPS * changes.mean(0)).abs().max() <= 1.5 / levels
