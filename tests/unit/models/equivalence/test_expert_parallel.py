@@ -126,7 +126,7 @@ def test_experts_that_mix_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         lambda self, hidden, *routing: forward(self, hidden - hidden.mean(0), *routing),
     )
     (text,) = problems(mixtral())
-    assert "divided experts" in text
+    assert "expert parallelism changes the loss" in text
 
 
 def test_experts_used_beside_their_forward_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,4 +137,4 @@ def test_experts_used_beside_their_forward_are_refused(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(MixtralSparseMoeBlock, "forward", decayed)
     (text,) = problems(mixtral())
-    assert "divided experts" in text
+    assert "expert parallelism changes the loss" in text
