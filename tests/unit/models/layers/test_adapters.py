@@ -143,7 +143,7 @@ def test_stacked_weights_are_targets_of_their_own() -> None:
     assert (problem.key, problem.value) == ("adapters.target_parameters", "q_proj")
     assert problem.remedy == "some of: down_proj, gate_up_proj"
     (problem,) = check_adapters(empty_model(LLAMA), STACKS.model_copy(update={"targets": ()}))[:1]
-    assert problem.remedy == "leave it out: the model has none"
+    assert problem.remedy == "remove it: the model has none"
 
 
 @torch.no_grad()
