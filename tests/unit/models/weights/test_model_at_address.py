@@ -58,7 +58,7 @@ def test_a_secret_is_refused() -> None:
             ModelSection(path=name)
         assert "credentials by the environment" in str(error.value)
         with pytest.raises(
-            ConfigError, match=r"model\.path = 'https://host/model': holds a"
+            ConfigError, match=r"model\.path = 'https://host/model': contains a"
         ) as shown:
             load_run_config("quickstart", ["model.config=null", f"model.path={name}"])
         assert "letmein" not in str(shown.value)
