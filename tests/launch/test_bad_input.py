@@ -448,7 +448,7 @@ def test_export_to_a_disk_that_fills(
         subprocess.run(["umount", disk], check=True)
     assert f"{disk / 'hf'}: cannot be written: " in said
     assert "No space left on device" in said
-    assert "-> make room, or export the checkpoint to another place" in said
+    assert "-> make room, or export the checkpoint to another directory" in said
 
 
 def test_export_of_a_run_without_its_tokenizer(

@@ -132,7 +132,7 @@ def test_wrong_plans_are_named_on_every_process(tmp_path: Path) -> None:
     assert said["qwen3_moe"] == said["gemma2"] == ""
     assert said["phi3"] == said["gemma"] == said["minicpm3"] == ""  # with adapters
     assert "model_type apertus is wrong" in said["apertus"]
-    assert "the gradient of model.layers.0.mlp.act_fn.alpha_" in said["apertus"]
+    assert "gradient of model.layers.0.mlp.act_fn.alpha_" in said["apertus"]
     assert "self_attn.k_norm.weight differs from the unsharded model" in said["without_sum"]
     assert "it fails with RuntimeError" in said["uncut"]
     assert "-> parallel.tensor=1" in said["uncut"]
