@@ -92,7 +92,7 @@ def test_a_bad_step_changes_nothing_on_any_process(
     assert second["loss"] is not None
     assert states[8]["guard"]["num_skipped"] == 3
     assert (
-        "step 4: update skipped, loss is not finite (samples 12 to 15; 1 in a row, 2 in all)"
+        "step 4: update skipped, loss is not finite (samples 12 to 15; 1 in a row, 2 in total)"
         in (run / "log.txt").read_text()
     )
 

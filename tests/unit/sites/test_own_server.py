@@ -36,7 +36,9 @@ def test_a_server_is_started_once_and_ends_when_all_have_left(
     sites, directory = section(tmp_path, port), tmp_path / "run" / "outer_server"
     assert start_own_server(sites, directory).startswith("started the outer server at")
     (server,) = [
-        one for one in psutil.process_iter(["cmdline"]) if str(directory) in (one.cmdline() or [])
+        one
+        for one in psutil.process_iter(["cmdline"])
+        if str(directory) in (one.info["cmdline"] or [])
     ]
     request.addfinalizer(lambda: server.is_running() and server.kill())
     # Not a descendant, which a launcher would end, nor in a session that gets its signals.
