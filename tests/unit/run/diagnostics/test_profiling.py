@@ -80,7 +80,9 @@ def test_the_dearest_operations_come_first() -> None:
 
 
 def test_steps_must_ascend() -> None:
-    with pytest.raises(ValidationError, match=r"profile\.steps = \[4, 3\]: the first step is after"):
+    with pytest.raises(
+        ValidationError, match=r"profile\.steps = \[4, 3\]: the first step is after"
+    ):
         config_of(profile={"steps": [4, 3]})
 
 
