@@ -203,7 +203,9 @@ def create_whole(path: Path, content: bytes, draft: Path, durable: bool = True) 
     return True
 
 
-def write_whole(path: Path, content: bytes, draft: Path | None = None) -> None:
+def write_whole(
+    path: Path, content: bytes | bytearray | memoryview, draft: Path | None = None
+) -> None:
     """Write `content` to `path` with `whole_file`."""
     with whole_file(path, draft or path.with_name(f"{path.name}.partial")) as file:
         file.write(content)

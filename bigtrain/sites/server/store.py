@@ -30,7 +30,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from bigtrain.errors import LaunchError
-from bigtrain.system.files import sync_to_disk
+from bigtrain.system.files import sync_to_disk, write_whole
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (document TEXT NOT NULL);
@@ -210,7 +210,7 @@ class Store:
 
     def write_layout(self, digest: str, document: bytes | memoryview) -> None:
         """Store a layout document."""
-        _write_file(self.directory / "layouts" / digest, document)
+        write_whole(self.directory / "layouts" / digest, document)
 
     # Contributions (exchange: server)
 
@@ -218,7 +218,7 @@ class Store:
         """Store a message of a site for the next step. key: attempt, rank and part; the same one
         again replaces it."""
         path = self.directory / "parts" / secrets.token_hex(8)
-        _write_file(path, body)
+        write_whole(path, body)
         where = "site = ? AND attempt = ? AND rank = ? AND part = ?"
         try:
             with self.transaction():
@@ -368,17 +368,3 @@ class Store:
         for pattern in ("parts/*", "layouts/*", "state-*"):
             for path in set(self.directory.glob(pattern)) - named:
                 path.unlink()
-
-
-def _write_file(path: Path, content: bytes | bytearray | memoryview) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-        sync_to_disk(path.parent)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
