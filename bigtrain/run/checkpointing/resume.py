@@ -45,13 +45,7 @@ def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
         if session.run.config.adapters is not None:
             assert session.base_model is not None
             refuse_other_base(document, session.base_model, directory)
-        listing = checkpoints.list_tensors(directory)
-        tensors = directory / checkpoints.TENSORS
-        try:
-            restore_engine(engine, tensors, document["engine"], listing)
-        except CorruptCheckpointError as error:
-            # Raised on all ranks: reading tensors compares their checksums.
-            session.say(checkpoints.passed_over(document["step"], str(error)))
+        if not _is_restored(session, engine, directory, document):
             continue
         state = TrainState(
             document["step"],
@@ -74,6 +68,20 @@ def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
                 session.say(text)
         return state
     return TrainState(phases=(first_phase(session.run.config, session.inputs.sources),))
+
+
+def _is_restored(
+    session: Session, engine: TrainEngine, directory: Path, document: Mapping[str, Any]
+) -> bool:
+    """Restore the engine from a checkpoint; log and return False if it is corrupt. Collective."""
+    listing = checkpoints.list_tensors(directory)
+    try:
+        restore_engine(engine, directory / checkpoints.TENSORS, document["engine"], listing)
+    except CorruptCheckpointError as error:
+        # Raised on all ranks: reading tensors compares their checksums.
+        session.say(checkpoints.passed_over(document["step"], str(error)))
+        return False
+    return True
 
 
 def _pair(numbers: list[int] | None) -> tuple[int, int] | None:
@@ -144,12 +152,7 @@ def roll_back(session: Session, engine: TrainEngine, state: TrainState) -> Train
     good = _good_checkpoints(session, state)
     while (checkpoint := _from_main(session, good)) is not None:
         directory, document = Path(checkpoint[0]), checkpoint[1]
-        listing = checkpoints.list_tensors(directory)
-        tensors = directory / checkpoints.TENSORS
-        try:
-            restore_engine(engine, tensors, document["engine"], listing)
-        except CorruptCheckpointError as error:
-            session.say(checkpoints.passed_over(document["step"], str(error)))
+        if not _is_restored(session, engine, directory, document):
             continue
         there = GuardState.from_json(document.get("guard"))
         again = state.guard.rolled_back_to == document["step"]
