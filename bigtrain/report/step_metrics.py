@@ -176,8 +176,7 @@ class StepMetrics:
     def tracked(self) -> dict[str, Any]:
         """Return the known numbers by the names that trackers get, without the step."""
         values: dict[str, Any] = {}
-        for row in fields(self)[1:]:
-            value = asdict(self)[row.name]
+        for row, value in list(zip(fields(self), asdict(self).values(), strict=True))[1:]:
             if value is None:
                 continue
             if row.metadata["kind"] == "entries":
