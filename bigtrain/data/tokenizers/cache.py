@@ -200,7 +200,7 @@ def files_fingerprint(name: str) -> str | None:
     """XXH3-64 of the files in directory `name`, or of that hub name in the local cache, or at an
     address.
 
-    None where there are none. Weights that lie beside them are left out.
+    None if there are none. Weights in the same directory are skipped.
     """
     directory = Path(at_hand(name, weights=False))
     if not directory.is_dir():
@@ -225,7 +225,7 @@ def files_fingerprint(name: str) -> str | None:
 
 
 def foreign_file(dataset: Path, folder: str) -> str | None:
-    """What of `folder` of a dataset must not be copied, and why; None where all may be.
+    """Return what in `folder` of a dataset must not be copied, and why; None if all may be.
 
     A dataset may come from somebody else: a link in it must not bring a file of this machine into a
     run directory, from where it is handed on. Links may point into the dataset, and, in a snapshot
