@@ -18,7 +18,7 @@ if __name__ == "__main__":
     # names such as `settings`; put the checkout there instead.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-from bigtrain.system.processes import LaunchNotes, exit_process, importing
+from bigtrain.system.processes import HostErrorLog, exit_process, importing
 from bigtrain.system.stop_signals import StopSignals, ask_for_restart
 
 if __name__ == "__main__":
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None, signals: StopSignals | None = None) 
     except BigtrainError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return error.exit_code
-    notes = LaunchNotes(os.environ)
+    notes = HostErrorLog(os.environ)
     with StopSignals() if signals is None else nullcontext(signals) as heard:
         try:
             run = resolve_run_files(
@@ -110,7 +110,7 @@ def _exit_before_start(directory: Path, world: World, received: Signals) -> None
     Not where a rank of this launch has failed: then the signal is the launcher's, which ends the
     other ranks.
     """
-    if LaunchNotes(os.environ).is_any():
+    if HostErrorLog(os.environ).is_any():
         return
     # Failures on another host are not seen here, and a run that was refused there must not leave
     # any files.

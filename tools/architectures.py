@@ -35,7 +35,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from bigtrain.launchers.local_world import free_port  # noqa: E402
-from bigtrain.system.user_cache import builds, cache_get, key_of, source_of  # noqa: E402
+from bigtrain.system.user_cache import cache_get, key_of, package_fingerprints, source_of  # noqa: E402
 
 COLUMNS = ("PP 2", "PP 4", "TP 2", "TP 2 x PP 2", "SP 2", "EP 2", "EP 2 x PP 2")
 WORKER = ROOT / "tools" / "architecture_trials.py"
@@ -98,7 +98,9 @@ def _key(model_type: str) -> str:
 
     tried = sorted((ROOT / "bigtrain" / "models").rglob("*.py"))
     source = source_of(*map(str, [*tried, WORKER, *PARTS]))
-    return key_of([model_type, describe(model_type), builds("torch", "transformers"), source])
+    return key_of(
+        [model_type, describe(model_type), package_fingerprints("torch", "transformers"), source]
+    )
 
 
 def _is_known(task: Mapping[str, Any]) -> bool:

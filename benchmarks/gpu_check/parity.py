@@ -31,7 +31,7 @@ from benchmarks.gpu_check.training import (
 )
 from bigtrain.engine.checkpoint.snapshot import restore_engine
 from bigtrain.parity.comparison import Verdict, compare
-from bigtrain.parity.reference import Figures
+from bigtrain.parity.reference import TrainingTrace
 from bigtrain.parity.topologies import Point
 
 # A first loss scale at which gradients overflow, and steps enough to come down from it.
@@ -187,8 +187,8 @@ def references_of(setup: Setup, case: Case, directory: Path) -> list[Trained]:
     return _REFERENCES[key]
 
 
-def _figures(run: Trained) -> Figures:
-    return Figures(run.losses, run.norms, {}, run.first, run.last)
+def _figures(run: Trained) -> TrainingTrace:
+    return TrainingTrace(run.losses, run.norms, {}, run.first, run.last)
 
 
 def _marks(run: Trained) -> str:

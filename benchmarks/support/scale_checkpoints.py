@@ -189,7 +189,7 @@ def _measure_commit(cutting: Cutting, directory: Path) -> Cost:
     del everyone
     meter = Meter()
     final = _commit(partial, told)
-    reason = checkpoints.corruption(final)
+    reason = checkpoints.find_corruption(final)
     assert reason is None, reason
     small = sum(path.stat().st_size for path in final.iterdir() if path.is_file())
     return meter.read(bytes=small, gathered=len(told))

@@ -32,7 +32,7 @@ from bigtrain.launchers.doctor.examination import Examination, examine
 from bigtrain.launchers.doctor.host_probe import MARK, facts
 from bigtrain.launchers.hostfile import Host
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.equivalence.model_plan import choose_once
+from bigtrain.models.equivalence.model_plan import cached_model_plan
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import DataSection, RunConfig
 from bigtrain.settings.topology import Topology
@@ -213,7 +213,7 @@ def _measure_trials(config: RunConfig, engine: str, num_ranks: int) -> Cost:
     plan = resolve_run(config, num_ranks, engine).plan
     hf_config = load_hf_config(config.model)
     meter = Meter()
-    chosen, problems = choose_once(config, hf_config, plan)
+    chosen, problems = cached_model_plan(config, hf_config, plan)
     assert chosen is not None, problems
     return meter.read()
 

@@ -81,7 +81,7 @@ def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
     model's costs are those of an earlier trace, or of a closed form. Raises LaunchError if the run
     cannot fit `gpu`, ConfigError if that is unknown."""
     from bigtrain.models.tracing.traced_costs import model_costs
-    from bigtrain.planner.run_prediction import predict_run, refuse_too_large, usual_chunk
+    from bigtrain.planner.run_prediction import auto_loss_chunk, predict_run, refuse_too_large
     from bigtrain.planner.tables.engines import cpu_engine
     from bigtrain.planner.tables.hardware import find_device
 
@@ -96,7 +96,7 @@ def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
     section, plan = resolved.config.model, resolved.plan
     tokens = plan.micro_batch_size * resolved.config.batch.sequence_length
     tokens //= resolved.topology.sequence_size
-    chunk = usual_chunk(section.loss, section.loss_chunk_tokens, model.vocabulary_size, tokens)
+    chunk = auto_loss_chunk(section.loss, section.loss_chunk_tokens, model.vocabulary_size, tokens)
     predicted = predict_run(resolved, model, chunk, device, measured)
     lines = [predicted.line()]
     if remark:

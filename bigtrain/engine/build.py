@@ -16,21 +16,21 @@ import torch.distributed as dist
 
 from bigtrain.engine.deepspeed_patches.experts import (
     engine_with_experts,
-    gather_in_one_order,
+    fix_allgather_order,
     set_expert_groups,
 )
 from bigtrain.engine.deepspeed_patches.host_time import HostTime, time_reductions
 from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
 from bigtrain.engine.deepspeed_patches.startup import set_mpu
 from bigtrain.engine.deepspeed_patches.step import skip_redundant_work
-from bigtrain.engine.layer_options import speed_up
+from bigtrain.engine.layer_options import apply_layer_options
 from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker, parameter_groups
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.partitioning import (
     build_dtype,
     copy_of,
-    lend_parameters,
     partitioning_of,
+    register_external_parameters,
     run_dtype,
 )
 from bigtrain.engine.pipeline.build import build_pipeline_engine
@@ -84,7 +84,7 @@ def build_engine(
         sequence = SequenceParallel(model, GroupExchange(mesh.sequence))
     computes_loss = model_plan.loss.install(model) is not None
     exact = ExactParameters(model, model_plan.parameters.kept, device)
-    compiled = speed_up(model, config, engine_config, device)
+    compiled = apply_layer_options(model, config, engine_config, device)
     groups = parameter_groups(
         model, config.optimizer, mesh.topology.expert_size, model_plan.parameters.untrained
     )
@@ -129,9 +129,9 @@ def _initialize(
             mpu=mpu,
         )
     if engine_config.zero_stage == 3 and has_adapters(model):
-        lend_parameters(model)
+        register_external_parameters(model)
     if mesh.topology.expert_size > 1:
-        gather_in_one_order(engine.optimizer)
+        fix_allgather_order(engine.optimizer)
     undo_trial_update(engine)
     attach_optimizer(engine, model)
     return engine

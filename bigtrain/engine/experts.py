@@ -32,7 +32,7 @@ from bigtrain.settings.sections.model import MoeSection
 
 
 @dataclass(frozen=True)
-class LoadFigures:
+class ExpertLoadStats:
     """Load of the experts in one step, the same on every rank.
 
     imbalance: by name of a module of experts, tokens of its busiest expert over the mean of its
@@ -80,7 +80,7 @@ class ExpertLoad:
         dist.all_reduce(total, group=self._mesh.replicas)
         return total
 
-    def read(self) -> LoadFigures | None:
+    def read(self) -> ExpertLoadStats | None:
         """Return the load of the counted step; None without experts. Collective over all ranks;
         waits for the device."""
         if not self._num_experts:
@@ -100,9 +100,9 @@ class ExpertLoad:
             for name, part in zip(self._num_experts, host_totals[:-2].split(sizes), strict=True)
         }
         if self._mesh.topology.expert_size == 1:
-            return LoadFigures(imbalance)
+            return ExpertLoadStats(imbalance)
         sent_bytes, seconds = (host_totals[-2:] / dist.get_world_size()).tolist()
-        return LoadFigures(imbalance, sent_bytes, seconds)
+        return ExpertLoadStats(imbalance, sent_bytes, seconds)
 
 
 class RouterLosses:

@@ -13,7 +13,7 @@ from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
 
 
-def speed_up(
+def apply_layer_options(
     model: Any, config: RunConfig, engine_config: EngineConfig, device: torch.device
 ) -> bool:
     """Apply the run's kernels, activation offload and compilation to `model`; returns whether its

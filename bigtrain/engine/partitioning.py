@@ -121,7 +121,7 @@ def _divide_experts(model: Any, mesh: Mesh, plan: Plan | None) -> None:
             mark_expert(parameter, name_of_experts(mesh.topology.expert_size))
 
 
-def lend_parameters(model: nn.Module) -> None:
+def register_external_parameters(model: nn.Module) -> None:
     """Make ZeRO 3 gather parameters of other modules that peft's layers read.
 
     DeepSpeed gathers parameters only for the module that owns them, and for modules for which they

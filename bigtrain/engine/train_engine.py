@@ -42,7 +42,7 @@ from bigtrain.models.parallel.sequence import SequenceParallel
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import MoeSection
 
-# Arguments of `TrainEngine.mark`.
+# Arguments of `TrainEngine.on_phase`.
 COUNTING_TARGETS = "counting target tokens"
 FORWARD_PASS = "forward pass"
 BACKWARD_PASS = "backward pass"
@@ -67,7 +67,7 @@ class StepResult:
 class TrainEngine:
     """Trains one model by optimizer steps. Every method is collective over all ranks.
 
-    isolation: how the model keeps documents apart. mark: called with a name for what the engine
+    isolation: how the model keeps documents apart. on_phase: called with a name for what the engine
     does next; for watchdog and clocks. added_states: checkpoint contents other than masters and
     optimizer states, by parameter and kind: 1-D, for the elements of this rank's part of its
     master. is_compiled: whether its layers are. host_time: time in DeepSpeed's hooks during the
@@ -100,7 +100,7 @@ class TrainEngine:
         self.is_compiled = is_compiled
         self.host_time = host_time or HostTime()
         self._feed = DeviceFeed(device)
-        self.mark: Callable[[str], object] = _unwatched
+        self.on_phase: Callable[[str], object] = _unwatched
         self.added_states: dict[str, dict[str, torch.Tensor]] = {}
         moe = moe or MoeSection()
         self._router_losses = RouterLosses(self.module, moe, mesh.replicas)
@@ -143,7 +143,7 @@ class TrainEngine:
         """
         assert len(micro_batches) == self.plan.accumulation
         set_learning_rate(self.engine.optimizer, lr)
-        self.mark(COUNTING_TARGETS)
+        self.on_phase(COUNTING_TARGETS)
         num_targets = self._count_targets(micro_batches)
         # DeepSpeed divides the summed gradients by the number of replicas, and counts the ranks
         # that share a sample as replicas.
@@ -151,15 +151,15 @@ class TrainEngine:
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
         if not self.module.training:  # which asks every module; else it is left so
             self.engine.train()
-        self._begin_counts(observe)
+        self._reset_step_counters(observe)
         for batch, moved in self._feed(micro_batches):
             self._accumulate(batch, moved, scale, loss_sum)
             if batch is micro_batches[-1]:
-                self.mark(OPTIMIZER_UPDATE)
+                self.on_phase(OPTIMIZER_UPDATE)
                 self._norm = self._gradient_norm_before_step()
                 self._scale_of_norm = scale_of_norm(self.engine.optimizer)
-                watched = self._noting(skip_policy)
-                self._skip_hook.watch(watched, self._own_share(loss_sum), num_targets)
+                watched = self._recording(skip_policy)
+                self._skip_hook.watch(watched, self._local_contribution(loss_sum), num_targets)
             self.engine.step()
         return StepResult(loss_sum, num_targets, self._end_step())
 
@@ -168,7 +168,7 @@ class TrainEngine:
         refresh_parameters(self.engine)
         self.exact.refresh(self.engine, self.module, self.mesh)
 
-    def _begin_counts(self, observe: bool) -> None:
+    def _reset_step_counters(self, observe: bool) -> None:
         """Begin a step; `observe`: whether the load of its experts will be read."""
         optimizer = inner_optimizer(self.engine)
         if isinstance(optimizer, RuleOptimizer):
@@ -177,7 +177,7 @@ class TrainEngine:
         counting = observe or self._bias.rate > 0
         self.expert_load.begin_step(counting=counting, measuring=observe)
 
-    def _noting(self, skip_policy: SkipPolicy | None) -> SkipPolicy | None:
+    def _recording(self, skip_policy: SkipPolicy | None) -> SkipPolicy | None:
         """Return `skip_policy`, with its answer kept for the end of the step."""
         self._is_updated = True
         if skip_policy is None:
@@ -198,7 +198,7 @@ class TrainEngine:
             self._bias.update()
         return figures
 
-    def _own_share(self, loss_sum: torch.Tensor) -> torch.Tensor:
+    def _local_contribution(self, loss_sum: torch.Tensor) -> torch.Tensor:
         """Return this rank's term of a sum over all ranks, in which each loss counts once."""
         return loss_sum if self._reports_loss else torch.zeros_like(loss_sum)
 
@@ -218,14 +218,14 @@ class TrainEngine:
         self, batch: MicroBatch, moved: MicroBatch, scale: torch.Tensor, loss_sum: torch.Tensor
     ) -> None:
         """Forward and backward of a micro-batch; adds its loss to `loss_sum`."""
-        self.mark(FORWARD_PASS)
+        self.on_phase(FORWARD_PASS)
         cross_entropy, outputs = self._cross_entropy(batch, moved, scale)
         loss_sum += cross_entropy.detach()
         loss = cross_entropy * scale
         added = self._router_losses.of(outputs)
         if added is not None:
             loss = loss + added / self.plan.accumulation
-        self.mark(BACKWARD_PASS)
+        self.on_phase(BACKWARD_PASS)
         self.engine.backward(scaled_loss(loss, self.engine.optimizer), scale_wrt_gas=False)
 
     def _clip_gradients(self) -> None:
@@ -266,7 +266,7 @@ class TrainEngine:
         device."""
         if result.figures is not None:
             return result.figures.loss
-        total = mean_loss(self._own_share(result.loss_sum), result.num_targets)
+        total = mean_loss(self._local_contribution(result.loss_sum), result.num_targets)
         dist.all_reduce(total)
         return float(total)
 

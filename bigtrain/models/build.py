@@ -33,7 +33,7 @@ from bigtrain.models.transformers_patches import (
     mark_initialized,
 )
 from bigtrain.models.weights.import_hf import Weights, find_weights
-from bigtrain.models.weights.lazy_tensors import room
+from bigtrain.models.weights.lazy_tensors import allocate
 from bigtrain.models.weights.quantized import fill_with_zeros, finish_layers, quantize_layers
 from bigtrain.settings.run_config import AdaptersSection, ModelSection
 
@@ -142,7 +142,7 @@ def read_in_turn(model: PreTrainedModel, weights: Weights) -> None:
     """
 
     def read(name: str, parameter: nn.Parameter) -> None:
-        parameter.data = room(tuple(weights.tensors[name].shape), parameter.dtype)
+        parameter.data = allocate(tuple(weights.tensors[name].shape), parameter.dtype)
         weights.fill(name, (0,) * parameter.ndim, parameter.data)
 
     def free(module: nn.Module) -> None:

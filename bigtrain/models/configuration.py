@@ -22,7 +22,7 @@ from transformers.utils import cached_file
 
 from bigtrain.errors import ModelError, first_line
 from bigtrain.settings.hf_config_keys import not_causal
-from bigtrain.system.storage.copies import at_hand
+from bigtrain.system.storage.copies import local_path
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -52,7 +52,7 @@ def load_hf_config(section: ConfigurationSource) -> PreTrainedConfig:
     source = section.path if section.path is not None else section.config
     assert source is not None
     key = "model.path" if section.path is not None else "model.config"
-    directory = at_hand(source, weights=False)  # errors of a store name their own cause
+    directory = local_path(source, weights=False)  # errors of a store name their own cause
     try:
         # Explicit, or transformers asks at the terminal whether to run a model's own code.
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -96,7 +96,7 @@ def save_configuration(
         return
     # None also if the hub cannot be reached: settings that were written before then stay.
     found = cached_file(
-        at_hand(source, weights=False),
+        local_path(source, weights=False),
         GENERATION_CONFIG,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,

@@ -18,7 +18,7 @@ from bigtrain.models.export.verified import end_of_turn_ids
 from bigtrain.models.layers.adapters import quiet_bitsandbytes
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.weights.weight_files import refuse_pickles
-from bigtrain.system.storage.copies import at_hand
+from bigtrain.system.storage.copies import local_path
 from bigtrain.system.text_record import TextRecord, read_record
 
 
@@ -48,7 +48,7 @@ def generate(
     Raises ModelError for a model or tokenizer that cannot be loaded, or an empty prompt.
     """
     tokenizer = tokenizer or _load(AutoTokenizer, model)
-    ids = prompt_ids(tokenizer, prompt, read_record(Path(at_hand(model))))
+    ids = prompt_ids(tokenizer, prompt, read_record(Path(local_path(model))))
     if not ids:
         raise ModelError("--prompt: is empty; give at least one token to continue")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -99,7 +99,7 @@ class Conversation:
         self._max_new_tokens, self._sampling = max_new_tokens, sampling
         known = self._network.generation_config.eos_token_id
         endings = [known] if isinstance(known, int) else list(known or [])
-        record = read_record(Path(at_hand(model)))
+        record = read_record(Path(local_path(model)))
         learned = () if record is None else record.answer_end_ids
         self._endings = list(dict.fromkeys((*endings, *learned, *end_of_turn_ids(self._tokenizer))))
         if not self._endings and self._tokenizer.eos_token_id is not None:
@@ -146,7 +146,7 @@ class _Written(TextStreamer):  # type: ignore[misc]
 
 def _load_network(model: str) -> Any:
     try:
-        refuse_pickles(at_hand(model))
+        refuse_pickles(local_path(model))
     except ValueError as error:
         raise ModelError(f"--model = {model!r}: {error}") from error
     network = _load(AutoModelForCausalLM, model, dtype="auto", use_safetensors=True)
@@ -158,7 +158,7 @@ def _load(factory: Any, model: str, **options: Any) -> Any:
     disable_progress_bar()
     try:
         with quiet_bitsandbytes():  # adapters: transformers loads them by peft
-            return factory.from_pretrained(at_hand(model), trust_remote_code=False, **options)
+            return factory.from_pretrained(local_path(model), trust_remote_code=False, **options)
     except (OSError, ValueError, SafetensorError) as error:
         what = _not_found(model)
         if Path(model).is_dir():

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bigtrain.parity.reference import Figures
+from bigtrain.parity.reference import TrainingTrace
 from bigtrain.parity.topologies import Point
 
 LOSS_TOLERANCE = 1e-5
@@ -65,7 +65,10 @@ class Verdict:
 
 
 def compare(
-    point: Point, references: Sequence[Figures], found: Figures, reordered: Sequence[Figures] = ()
+    point: Point,
+    references: Sequence[TrainingTrace],
+    found: TrainingTrace,
+    reordered: Sequence[TrainingTrace] = (),
 ) -> Verdict:
     """Return the worst differences of `found`, and where the first arises if they are too large.
 
@@ -88,11 +91,11 @@ def compare(
     return Verdict(point, loss, norm, weight, limits, where)
 
 
-def mean_of(references: Sequence[Figures]) -> tuple[Figures, Limits]:
+def mean_of(references: Sequence[TrainingTrace]) -> tuple[TrainingTrace, Limits]:
     """Return the mean of `references`, and the limits from their distances."""
     if len(references) == 1:
         return references[0], Limits()
-    centre = Figures(
+    centre = TrainingTrace(
         _mean_by_step([r.losses for r in references]),
         _mean_by_step([r.norms for r in references]),
         _mean([r.layers for r in references]),
@@ -104,7 +107,7 @@ def mean_of(references: Sequence[Figures]) -> tuple[Figures, Limits]:
     return centre, Limits(loss, norm, weight, layer=2e-2)
 
 
-def _rounding(reference: Figures, reordered: Sequence[Figures]) -> dict[str, float]:
+def _rounding(reference: TrainingTrace, reordered: Sequence[TrainingTrace]) -> dict[str, float]:
     """Return the largest allowed difference of each parameter."""
     floors = [_weight_distance(reference.last, other.last) for other in reordered]
     return {
@@ -121,7 +124,7 @@ def _mean(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
 
 
-def _distances(reference: Figures, found: Figures) -> tuple[float, float, float]:
+def _distances(reference: TrainingTrace, found: TrainingTrace) -> tuple[float, float, float]:
     """Return differences of the loss and the norm at the worst step, and of the worst weight at the
     end."""
     return (
@@ -147,7 +150,7 @@ def _weight_distance(
     }
 
 
-def _first_difference(reference: Figures, found: Figures, limits: Limits) -> str:
+def _first_difference(reference: TrainingTrace, found: TrainingTrace, limits: Limits) -> str:
     for name, expected in reference.layers.items():
         seen = found.layers.get(name)
         if seen is None or _distance(seen, expected) > limits.layer * expected:

@@ -60,7 +60,7 @@ def plain_optimizer(
     own = section.own_settings
     ratio = 1.0 if getattr(own, "lr", None) is None else own.lr / section.lr
     matrices = matrices_of(chosen.values(), getattr(own, "split", {}))
-    return Together(
+    return CombinedOptimizer(
         [(PLAIN_OF_MATRICES[section.type](matrices, masters, section), ratio), (plain, 1.0)]
     )
 
@@ -73,7 +73,7 @@ def check_comparable(section: OptimizerSection) -> None:
         raise ConfigError(Problem("optimizer.type", section.type, rule, f"one of {sorted(known)}"))
 
 
-class Together:
+class CombinedOptimizer:
     """Optimizers that step together; the learning rate of each is the common one times its
     ratio."""
 

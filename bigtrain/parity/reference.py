@@ -41,7 +41,7 @@ _DIVISIONS = 8
 
 
 @dataclass
-class Figures:
+class TrainingTrace:
     """Measurements of a training run of `STEPS` steps.
 
     layers: sums of squares of each layer's output before the first step, in model order. first and
@@ -67,7 +67,7 @@ def without_progress() -> Iterator[None]:
 
 def train_reference(
     config: RunConfig, sum_dtype: torch.dtype | None = None, division: Division | None = None
-) -> list[Figures]:
+) -> list[TrainingTrace]:
     """Train plain transformers with torch's own optimizer in this process.
 
     In float32 once, full batches at a time. In 16 bit, with float32 masters, several times, with
@@ -89,7 +89,7 @@ def train_reference(
     return runs
 
 
-def train_reordered(config: RunConfig, division: Division | None = None) -> list[Figures]:
+def train_reordered(config: RunConfig, division: Division | None = None) -> list[TrainingTrace]:
     """Run `train_reference` in float32, with the sums of linear layers in other orders.
 
     Dividing the work over ranks reorders sums in the same way: these runs differ only by rounding.
@@ -107,7 +107,7 @@ def _whole(config: RunConfig) -> list[torch.Tensor]:
 
 def _train(
     config: RunConfig, chunks: Sequence[Sequence[torch.Tensor]], sum_dtype: torch.dtype | None
-) -> Figures:
+) -> TrainingTrace:
     """Train. chunks: the samples of each micro-batch of each step."""
     section, dtype = config.model, _DTYPES[config.precision.dtype]
     assert section.path is not None
@@ -134,7 +134,7 @@ def _train(
     optimizer = plain_optimizer(model, parameters, masters, config.optimizer)
     samples = config.batch.samples_per_step
     plan = BatchPlan(samples, samples, 1, 1, config.batch.sequence_length)
-    figures = Figures([], [], {})
+    figures = TrainingTrace([], [], {})
     with torch.no_grad():
         model.eval()
         (batch,) = micro_batches(config, plan, 0, 0)

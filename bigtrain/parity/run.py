@@ -17,7 +17,12 @@ from bigtrain.launchers.local_world import run_local_world
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.parity.comparison import Verdict, compare
 from bigtrain.parity.proxy import shrink
-from bigtrain.parity.reference import Figures, train_reference, train_reordered, without_progress
+from bigtrain.parity.reference import (
+    TrainingTrace,
+    train_reference,
+    train_reordered,
+    without_progress,
+)
 from bigtrain.parity.routers import Division, has_auxiliary_loss
 from bigtrain.parity.topologies import Point, points
 from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
@@ -67,7 +72,7 @@ def run_parity(
         return passed
 
 
-def reference_of(point: Point, world_size: int) -> Sequence[Figures]:
+def reference_of(point: Point, world_size: int) -> Sequence[TrainingTrace]:
     """Return plain transformers' results for `point`. Raise ModelError if it fails."""
     stage = resolve_run(point.config, world_size, point.engine, "cpu").engine.zero_stage
     in_float32 = gradient_dtype_of(point.config, stage) == "fp32"
@@ -88,7 +93,7 @@ def _division(point: Point, world_size: int) -> Division | None:
     return Division(plan.micro_batch_size, plan.data_size if is_global else 1)
 
 
-def reordered_of(point: Point, world_size: int) -> Sequence[Figures]:
+def reordered_of(point: Point, world_size: int) -> Sequence[TrainingTrace]:
     """Return runs of the float32 reference with sums in other orders; none in 16 bit, where the
     reference consists of several runs itself."""
     if point.config.precision.dtype != "float32":
@@ -103,20 +108,20 @@ def _key(point: Point) -> str:
 
 
 @cache
-def _reordered(config: str, division: Division | None) -> Sequence[Figures]:
+def _reordered(config: str, division: Division | None) -> Sequence[TrainingTrace]:
     return train_reordered(RunConfig.model_validate_json(config), division)
 
 
 @cache
 def _reference(
     config: str, sum_dtype: torch.dtype | None, division: Division | None
-) -> Sequence[Figures]:
+) -> Sequence[TrainingTrace]:
     return train_reference(RunConfig.model_validate_json(config), sum_dtype, division)
 
 
 def train_points(
     legal: Sequence[Point], world_size: int, directory: Path
-) -> list[tuple[Point, Figures | str]]:
+) -> list[tuple[Point, TrainingTrace | str]]:
     """Train every legal point in a world of `world_size` ranks; yield the first line of the error
     for one that crashes.
 
@@ -155,10 +160,10 @@ def train_points(
     ]
 
 
-def _figures(place: Path) -> Figures:
+def _figures(place: Path) -> TrainingTrace:
     scalars = json.loads((place / "figures.json").read_text())
     first, last = (read_full_masters(place / step) for step in ("first", "last"))
-    return Figures(**scalars, first=first, last=last)
+    return TrainingTrace(**scalars, first=first, last=last)
 
 
 def _reason(place: Path, error: LaunchError) -> str:

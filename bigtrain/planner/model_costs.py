@@ -67,7 +67,7 @@ def packed_bytes(num_weights: int, *, double: bool) -> int:
 
 
 @dataclass(frozen=True)
-class Packed:
+class QuantizedWeights:
     """Weights of a layer stored in 4 bits: their number, their bytes including scales, and the size
     of the largest matrix, which is dequantized for its products."""
 
@@ -76,14 +76,14 @@ class Packed:
     largest: int = 0
 
     @staticmethod
-    def of(sizes: Sequence[int], *, double: bool) -> Packed:
+    def of(sizes: Sequence[int], *, double: bool) -> QuantizedWeights:
         """Build the costs of matrices with these numbers of weights."""
         num_bytes = sum(packed_bytes(size, double=double) for size in sizes)
-        return Packed(sum(sizes), num_bytes, max(sizes, default=0))
+        return QuantizedWeights(sum(sizes), num_bytes, max(sizes, default=0))
 
 
 @dataclass(frozen=True)
-class Others:
+class ExtraAdapterParameters:
     """Costs of adapters in addition to their products: trained elements (copies of modules, DoRA's
     magnitudes) that every tensor-parallel rank has, and those that ranks divide; and elements of
     the sums of stacked weights and adapters, which ranks divide and autograd saves in every
@@ -123,8 +123,8 @@ class LayerCosts:
     score_bytes: float = 0.0
     num_kernels: int = 40
     adapters: tuple[Matmul, ...] = ()
-    others: Others = Others()
-    packed: Packed = Packed()
+    others: ExtraAdapterParameters = ExtraAdapterParameters()
+    packed: QuantizedWeights = QuantizedWeights()
 
     def __hash__(self) -> int:
         return self._hash
@@ -177,7 +177,7 @@ class ModelCosts:
     element_bytes: int = 2
     saved_bytes_outside: float = 0.0
     is_frozen: bool = False
-    others_outside: Others = Others()
+    others_outside: ExtraAdapterParameters = ExtraAdapterParameters()
 
     def __hash__(self) -> int:
         """Return a hash that is computed once: searches look models up in caches tens of thousands
@@ -200,10 +200,10 @@ class ModelCosts:
         return inner + self.embedding_parameters + self.head_parameters + self.num_other_parameters
 
     @functools.cached_property
-    def packed(self) -> Packed:
+    def packed(self) -> QuantizedWeights:
         """Quantized weights of all layers."""
         each = [self.kinds[kind].packed for kind in self.layers]
-        return Packed(
+        return QuantizedWeights(
             sum(one.num_weights for one in each),
             sum(one.num_bytes for one in each),
             max((one.largest for one in each), default=0),
@@ -223,9 +223,12 @@ class ModelCosts:
                 for name in ("matmuls", "adapters")
             }
             attention = kind["attention"] and Attention(**kind["attention"])
-            parts = {"packed": Packed(**kind["packed"]), "others": Others(**kind["others"])}
+            parts = {
+                "packed": QuantizedWeights(**kind["packed"]),
+                "others": ExtraAdapterParameters(**kind["others"]),
+            }
             kinds.append(LayerCosts(**{**kind, **products, **parts, "attention": attention}))
-        outside = Others(**tree["others_outside"])
+        outside = ExtraAdapterParameters(**tree["others_outside"])
         own = {"kinds": tuple(kinds), "layers": tuple(tree["layers"]), "others_outside": outside}
         return ModelCosts(**{**tree, **own})
 
@@ -236,9 +239,9 @@ class AdapterCosts:
     packed: 4-bit weights per layer; empty if there are none."""
 
     products: tuple[tuple[Matmul, ...], ...]
-    others: tuple[Others, ...]
-    outside: Others = Others()
-    packed: tuple[Packed, ...] = ()
+    others: tuple[ExtraAdapterParameters, ...]
+    outside: ExtraAdapterParameters = ExtraAdapterParameters()
+    packed: tuple[QuantizedWeights, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, for a cache."""
@@ -248,9 +251,9 @@ class AdapterCosts:
     def from_json(tree: dict[str, Any]) -> AdapterCosts:
         """Read the output of `to_json`. Raise KeyError or TypeError if it is invalid."""
         products = tuple(tuple(Matmul(**m) for m in layer) for layer in tree["products"])
-        packed = tuple(Packed(**layer) for layer in tree["packed"])
-        others = tuple(Others(**layer) for layer in tree["others"])
-        return AdapterCosts(products, others, Others(**tree["outside"]), packed)
+        packed = tuple(QuantizedWeights(**layer) for layer in tree["packed"])
+        others = tuple(ExtraAdapterParameters(**layer) for layer in tree["others"])
+        return AdapterCosts(products, others, ExtraAdapterParameters(**tree["outside"]), packed)
 
 
 def adapter_of(product: Matmul, rank: int) -> tuple[Matmul, Matmul]:
@@ -269,11 +272,11 @@ def of_all_linear(model: ModelCosts, rank: int, double: bool | None = None) -> A
         for kind in model.kinds
     ]
     products = tuple(each[kind] for kind in model.layers)
-    packed: tuple[Packed, ...] = ()
+    packed: tuple[QuantizedWeights, ...] = ()
     if double is not None:
-        of_kinds = [Packed.of(_dense_sizes(kind), double=double) for kind in model.kinds]
+        of_kinds = [QuantizedWeights.of(_dense_sizes(kind), double=double) for kind in model.kinds]
         packed = tuple(of_kinds[kind] for kind in model.layers)
-    return AdapterCosts(products, (Others(),) * len(products), packed=packed)
+    return AdapterCosts(products, (ExtraAdapterParameters(),) * len(products), packed=packed)
 
 
 def _dense_sizes(kind: LayerCosts) -> list[int]:
@@ -285,7 +288,7 @@ def with_adapters(model: ModelCosts, costs: AdapterCosts) -> ModelCosts:
     """Return `model`, frozen, with `costs` added."""
     kinds: list[LayerCosts] = []
     order: list[int] = []
-    packed = costs.packed or (Packed(),) * len(model.layers)
+    packed = costs.packed or (QuantizedWeights(),) * len(model.layers)
     for index, products, other, own in zip(
         model.layers, costs.products, costs.others, packed, strict=True
     ):

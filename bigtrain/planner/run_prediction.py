@@ -178,7 +178,7 @@ def chunk_tokens(vocabulary_size: int, loss_chunk_tokens: int | None) -> int:
     return loss_chunk_tokens or max(1, LOGITS_BYTES // (4 * vocabulary_size))
 
 
-def usual_chunk(
+def auto_loss_chunk(
     loss: str, loss_chunk_tokens: int | None, vocabulary_size: int, num_tokens: int
 ) -> int | None:
     """Return how many of the `num_tokens` of a rank's micro-batch have logits at a time, by the

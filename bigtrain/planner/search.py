@@ -17,7 +17,7 @@ from typing import Any
 from bigtrain.planner.layout import ADAMW, Layout, OptimizerCosts, Recompute
 from bigtrain.planner.memory import MARGIN, MEMORY_ERROR, MemoryUse, peak_memory, usable_memory
 from bigtrain.planner.model_costs import ModelCosts
-from bigtrain.planner.run_prediction import chunk_tokens, usual_chunk
+from bigtrain.planner.run_prediction import auto_loss_chunk, chunk_tokens
 from bigtrain.planner.step_time import StepTime, step_time
 from bigtrain.planner.tables.engines import Engine
 from bigtrain.planner.tables.hardware import Device
@@ -84,7 +84,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Request:
+class SearchSpace:
     """Parameters that determine the layouts of a run. `facts`: facts of the run, for the rules.
     `varies`: whether loss and buckets may differ from a run's defaults."""
 
@@ -119,7 +119,9 @@ class Ranking:
         return len(self.others) + self.num_larger
 
 
-def search(request: Request, cluster: Cluster, engine: Engine, *, prunes: bool = True) -> Ranking:
+def search(
+    request: SearchSpace, cluster: Cluster, engine: Engine, *, prunes: bool = True
+) -> Ranking:
     """Return all legal layouts. A micro-batch that does not fit is the last of its kind to be
     assessed: every term of memory grows with it (`prunes` False assesses all)."""
     ranking = Ranking([], [], 0)
@@ -136,7 +138,7 @@ def search(request: Request, cluster: Cluster, engine: Engine, *, prunes: bool =
 BUCKETS = (10_000_000, 500_000_000)  # elements, in addition to the run's own
 
 
-def _vary(ranking: Ranking, request: Request, cluster: Cluster, engine: Engine) -> None:
+def _vary(ranking: Ranking, request: SearchSpace, cluster: Cluster, engine: Engine) -> None:
     """Test other buckets, and the loss that `auto` would not choose, for layouts within a tenth of
     the fastest; a variant replaces a layout if it is more than a percent faster. If nothing fits,
     test variants of the smallest."""
@@ -152,20 +154,20 @@ def _vary(ranking: Ranking, request: Request, cluster: Cluster, engine: Engine) 
             (each for each in tried if each.fits), key=lambda c: c.tokens_per_second, default=None
         )
         if best is not None and best.tokens_per_second > 1.01 * candidate.tokens_per_second:
-            ranking.fitting[index] = _told(best, candidate.layout)
+            ranking.fitting[index] = _with_variant_note(best, candidate.layout)
     if not ranking.fitting:
         for candidate in sorted(ranking.others, key=lambda c: c.memory.total)[:_VARIED]:
             for layout in _variants(candidate.layout, request):
                 smaller = assess(request.model, layout, cluster, engine)
                 if smaller.fits:
-                    ranking.fitting.append(_told(smaller, candidate.layout))
+                    ranking.fitting.append(_with_variant_note(smaller, candidate.layout))
     ranking.fitting.sort(key=_preference)
 
 
 _VARIED = 100
 
 
-def _told(candidate: Candidate, usual: Layout) -> Candidate:
+def _with_variant_note(candidate: Candidate, usual: Layout) -> Candidate:
     words, layout = "", candidate.layout
     if layout.loss_chunk_tokens != usual.loss_chunk_tokens:
         words += ", plain loss" if layout.loss_chunk_tokens is None else ", chunked loss"
@@ -174,7 +176,7 @@ def _told(candidate: Candidate, usual: Layout) -> Candidate:
     return replace(candidate, varied=words)
 
 
-def _variants(layout: Layout, request: Request) -> Iterator[Layout]:
+def _variants(layout: Layout, request: SearchSpace) -> Iterator[Layout]:
     """Yield `layout` with each other size of buckets and kind of loss."""
     losses = [layout.loss_chunk_tokens]
     if request.loss == "auto":
@@ -197,7 +199,7 @@ def _variants(layout: Layout, request: Request) -> Iterator[Layout]:
 
 def _of_degrees(
     degrees: _Degrees,
-    request: Request,
+    request: SearchSpace,
     cluster: Cluster,
     engine: Engine,
     ranking: Ranking,
@@ -213,7 +215,7 @@ def _of_degrees(
         layout = first.changed(
             micro_batch_size=micro,
             num_accumulation=accumulation,
-            loss_chunk_tokens=usual_chunk(
+            loss_chunk_tokens=auto_loss_chunk(
                 request.loss,
                 request.loss_chunk_tokens,
                 request.model.vocabulary_size,
@@ -243,7 +245,7 @@ def _of_degrees(
 
 def _recomputed(
     layout: Layout,
-    request: Request,
+    request: SearchSpace,
     cluster: Cluster,
     engine: Engine,
     too_large: set[Recompute | int],
@@ -298,7 +300,7 @@ class _Degrees(Degrees):
     zero_stage: int
 
 
-def _degrees(request: Request, world_size: int) -> Iterator[_Degrees]:
+def _degrees(request: SearchSpace, world_size: int) -> Iterator[_Degrees]:
     """Yield parallel degrees that pass the compatibility rules and divide the batch.
 
     A run checks plans on a proxy model. A trace shows beforehand: a model without a plan of its own
@@ -328,7 +330,7 @@ def _degrees(request: Request, world_size: int) -> Iterator[_Degrees]:
                 yield _Degrees(zero_stage=zero, **degrees.degrees())
 
 
-def _micro_sizes(degrees: _Degrees, request: Request) -> list[tuple[int, int]]:
+def _micro_sizes(degrees: _Degrees, request: SearchSpace) -> list[tuple[int, int]]:
     """Return micro-batch sizes of `degrees`, ascending, and the accumulation steps of each."""
     per_rank = request.global_batch_size // degrees.data_size
     sizes = [(micro, per_rank // micro) for micro in _divisors(per_rank) if micro <= 64]
@@ -336,7 +338,7 @@ def _micro_sizes(degrees: _Degrees, request: Request) -> list[tuple[int, int]]:
     return [one for one in sizes if degrees.pipeline_size == 1 or one[1] >= degrees.pipeline_size]
 
 
-def _smallest(degrees: _Degrees, request: Request) -> Layout:
+def _smallest(degrees: _Degrees, request: SearchSpace) -> Layout:
     """Return the layout of `degrees` with the smallest micro-batch."""
     return Layout(
         **degrees.degrees(),
@@ -364,7 +366,7 @@ def is_legal(facts: Facts, zero_stage: int, degrees: Degrees) -> bool:
     return not is_violated(changed)
 
 
-def _offloads(degrees: _Degrees, request: Request) -> list[dict[str, Any]]:
+def _offloads(degrees: _Degrees, request: SearchSpace) -> list[dict[str, Any]]:
     """Return the offload options of a layout of `degrees`, in increasing order of offloaded
     state."""
     options: list[dict[str, Any]] = []

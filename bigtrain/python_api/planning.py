@@ -15,7 +15,7 @@ from bigtrain.settings.run_config import RunConfig
 if TYPE_CHECKING:
     from bigtrain.planner.layout import Layout
     from bigtrain.planner.model_costs import ModelCosts
-    from bigtrain.planner.search import Candidate, Cluster, Request
+    from bigtrain.planner.search import Candidate, Cluster, SearchSpace
     from bigtrain.planner.tables.engines import MeasuredEngine
     from bigtrain.planner.tables.hardware import Device as Accelerator
     from bigtrain.settings.compatibility.facts import Device
@@ -170,9 +170,9 @@ def _cluster(
     return Cluster(device, number, float(host_memory_bytes)), measured
 
 
-def _request(config: RunConfig, cluster: Cluster, model: Any) -> Request:
+def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
     from bigtrain.planner.run_prediction import optimizer_costs
-    from bigtrain.planner.search import Request
+    from bigtrain.planner.search import SearchSpace
     from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
     from bigtrain.settings.hf_config_keys import inspect_configuration
     from bigtrain.settings.resolve import facts_of
@@ -185,7 +185,7 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> Request:
     facts = facts_of(config, raw, cluster.num_devices, device, "DeepSpeed JSON", True, figures)
     size_of = {"float32": 4, "bfloat16": 2, "float16": 2}
     gradients = gradient_dtype_of(config, 1) or config.precision.dtype
-    return Request(
+    return SearchSpace(
         model=model,
         facts=replace(facts, torch_adam=True),
         sequence_length=config.batch.sequence_length,
@@ -223,7 +223,7 @@ def run_and_engine(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the run YAML and the DeepSpeed JSON of `config` in another layout, as trees. The loss
     is written if it differs from the default of such a run."""
-    from bigtrain.planner.run_prediction import usual_chunk
+    from bigtrain.planner.run_prediction import auto_loss_chunk
 
     offload = "_offload" if layout.offload_optimizer else ""
     # No JSON is shipped for ZeRO 1 with an offloaded optimizer: it is ZeRO 2's with another stage.
@@ -242,7 +242,7 @@ def run_and_engine(
     tree["batch"]["micro_batch_size"] = layout.micro_batch_size
     tree["model"]["gradient_checkpointing"] = layout.gradient_checkpointing
     section, tokens = config.model, layout.tokens_per_micro_batch
-    if layout.loss_chunk_tokens != usual_chunk(
+    if layout.loss_chunk_tokens != auto_loss_chunk(
         section.loss, section.loss_chunk_tokens, vocabulary_size, tokens
     ):
         tree["model"]["loss"] = "plain" if layout.loss_chunk_tokens is None else "chunked"

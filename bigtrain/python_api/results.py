@@ -27,7 +27,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bigtrain.models.weights.vocabulary import Growth
+    from bigtrain.models.weights.vocabulary import VocabularyResize
 from typing import TYPE_CHECKING
 
 from bigtrain.errors import ModelError
@@ -257,7 +257,7 @@ def grow_model(
     new_rows: NewRows = "mean_covariance",
     pad_to_multiple_of: int | None = None,
     seed: int = 0,
-) -> Growth:
+) -> VocabularyResize:
     """Write `model` with rows for the tokens of a grown `tokenizer` into the directory `output`, a
     verified Hugging Face directory; return the growth.
 
@@ -367,13 +367,13 @@ def fetch(
     fetched. say: gets a line on each file. When called again, it resumes. Raises
     DataError; fetched files are kept.
     """
-    from bigtrain.system.storage.copies import fetch_tree, list_tree, newest_first
+    from bigtrain.system.storage.copies import checkpoint_steps, fetch_tree, list_tree
     from bigtrain.system.storage.stores import is_address, without_secrets
 
     if not is_address(address):
         raise DataError(f"{address} is not an address, such as s3://bucket/runs/mine -> cp -r")
     address = address.rstrip("/")
-    steps = newest_first(list(list_tree(address)))
+    steps = checkpoint_steps(list(list_tree(address)))
     if step is not None and step not in steps:
         listed = ", ".join(map(str, steps)) or "none"
         raise DataError(

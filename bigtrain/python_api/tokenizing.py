@@ -190,7 +190,7 @@ def train_tokenizer(
     `tokenize` of these names: text_keys, suffixes, exclude, dataset_config, dataset_split,
     max_document_bytes, read_as, follow_links. Raises DataError; then no files remain.
     """
-    from bigtrain.data.documents.bad_documents import Rejects, require_few
+    from bigtrain.data.documents.bad_documents import RejectedDocuments, require_few
     from bigtrain.data.documents.open_reader import DocumentReader
     from bigtrain.data.sources.discovery import find_sources
     from bigtrain.data.tokenizers.training import train_tokenizer as trained
@@ -200,7 +200,9 @@ def train_tokenizer(
     require_free(target)
     reading = replace(read_options(inputs, **options), scratch=existing_above(target))
     bad: list[BadDocument] = []
-    rejects = Rejects(max_bad_fraction > 0, lambda one: bad.append(one) if not bad else None)
+    rejects = RejectedDocuments(
+        max_bad_fraction > 0, lambda one: bad.append(one) if not bad else None
+    )
     reader = DocumentReader(find_sources(reading.selection), reading, rejects)
     tokenizer = trained(_with_progress(reader), vocab_size)
     if bad:

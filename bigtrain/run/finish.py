@@ -52,12 +52,12 @@ def stop_early(session: Session, engine: TrainEngine, state: TrainState, receive
     """End a run that a signal stopped, after `state` was saved. Collective."""
     engine.close()
     for note in session.copies.wait(STOPPED_WAIT_SECONDS) if session.copies else ():
-        session.say(note)
+        session.log(note)
     if session.world.is_main:
         session.check_run_token()
         with writing(session.directory, OUTPUT_REMEDY):
             leave_marker(session.directory, received, state)
-    session.say(
+    session.log(
         f"stopped by {received.name} after step {state.step} of {session.run.config.train.steps}; "
         "the same command resumes from there"
     )
@@ -84,7 +84,7 @@ def is_complete(session: Session, state: TrainState) -> bool:
     complete = session.long_work.on_main_rank(all_is_written)
     if complete:
         early = " and has stopped early" if has_stopped(config, state) else ""
-        session.say(
+        session.log(
             f"complete: the run is at step {state.step} of {config.train.steps}{early}; nothing to "
             "do"
         )
@@ -145,6 +145,6 @@ def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
 def _leave_unexported(session: Session, state: TrainState, received: Signals) -> None:
     if not session.is_stale():
         leave_marker(session.directory, received, state)
-        session.say(
+        session.log(
             f"stopped by {received.name} after the last step, saved; the same command exports it"
         )

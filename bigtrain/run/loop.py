@@ -7,7 +7,7 @@ from signal import Signals
 from typing import Protocol
 
 from bigtrain.data.loading.micro_batch import MicroBatch
-from bigtrain.engine.experts import LoadFigures
+from bigtrain.engine.experts import ExpertLoadStats
 from bigtrain.engine.startup.process_group import cpu_group
 from bigtrain.engine.train_engine import LossWindow, TrainEngine
 from bigtrain.report.step_metrics import StepMetrics
@@ -48,13 +48,13 @@ def train(
     losses, profiler = LossWindow(engine), Profiler(session)
     limit = config.watchdog.collective_timeout_seconds
     group = cpu_group(limit) if session.world.size > 1 else None
-    stop = StopAgreement(session.signals, group, session.trouble)
+    stop = StopAgreement(session.signals, group, session.write_failure)
     stragglers = StragglerWatch(session, engine, group, state)
     guard = Guard(session)
     received: Signals | None = None
     beat = session.heartbeat
-    beat.follow(engine.module)
-    engine.mark = clock.marking(beat.at)
+    beat.watch_layers(engine.module)
+    engine.on_phase = clock.marking(beat.set_phase)
     with clock.running():
         while not is_over(config, state) and received is None:
             lr = learning_rate_at(
@@ -74,40 +74,40 @@ def train(
             state = guard.end(state, state.after_step(plan))
             losses.add(result, updated=state.guard.streak == 0)
             if guard.rolls_back(state):
-                beat.at("rolling back", slow=True)
+                beat.set_phase("rolling back", slow=True)
                 saver.wait()
                 state = roll_back(session, engine, state)
                 losses.empty()
                 continue
             if outer.is_due(state):
-                beat.at("outer step with the other sites", slow=True)
+                beat.set_phase("outer step with the other sites", slow=True)
                 with clock.paused("outer_step"):
                     state = outer.make(state)
             last = state.step == config.train.steps
             profiler.after(state.step, last=last)
             # Before anything is written: it also detects a later launch that holds the directory.
-            beat.at("agreeing whether to stop")
+            beat.set_phase("agreeing whether to stop")
             received = None if last else stop.agreed()
             if session.metrics is not None:
                 session.metrics.advance(state.step)
             if _is_logged(session, state.step):
-                beat.at("logging")
+                beat.set_phase("logging")
                 num_steps, step_seconds = _log(session, engine, losses, state, lr, clock)
                 stragglers.gather(state, num_steps, step_seconds)
             figures: dict[str, float] = {}
             if last or evaluator.is_due(state):
-                beat.at("evaluating")
+                beat.set_phase("evaluating")
                 with clock.paused("evaluation"):
                     state, figures = evaluator.run(state, last=last)
                 last = is_over(config, state)
             if last or received or _due(state.step, config.checkpoint.every_steps):
-                beat.at("settling the exchange with the other sites", slow=True)
+                beat.set_phase("settling the exchange with the other sites", slow=True)
                 with clock.paused("outer_step"):
                     state = outer.settle(state)
                 with clock.paused("save"):
                     _save(session, saver, state, figures)
             saver.report()
-    beat.at("finishing", slow=True)
+    beat.set_phase("finishing", slow=True)
     return state, received
 
 
@@ -122,9 +122,9 @@ def _due(step: int, every: int | None) -> bool:
 
 def _save(session: Session, saver: Saver, state: TrainState, figures: Mapping[str, float]) -> None:
     # Only the writing is slow; a copy takes no longer than other collectives.
-    session.heartbeat.at("waiting for the previous save", slow=True)
+    session.heartbeat.set_phase("waiting for the previous save", slow=True)
     saver.wait()
-    session.heartbeat.at("saving", slow=not session.run.config.checkpoint.asynchronous)
+    session.heartbeat.set_phase("saving", slow=not session.run.config.checkpoint.asynchronous)
     saver.save(state, figures)
 
 
@@ -165,7 +165,7 @@ def _log(
     return times.num_steps, times.step_seconds
 
 
-def _experts(load: LoadFigures | None) -> dict[str, dict[str, float]]:
+def _experts(load: ExpertLoadStats | None) -> dict[str, dict[str, float]]:
     """Return the fields of `StepMetrics` that only a mixture of experts has."""
     if load is None:
         return {}

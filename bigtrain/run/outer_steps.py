@@ -47,7 +47,7 @@ class OuterSteps:
                 allowed,
                 run,
                 # Other sites may be far from their next outer step: not a hang of this one.
-                on_wait=lambda: beat.at("waiting for the other sites", slow=True),
+                on_wait=lambda: beat.set_phase("waiting for the other sites", slow=True),
             )
 
     def begin(self, state: TrainState) -> TrainState:
@@ -56,14 +56,14 @@ class OuterSteps:
         have other weights."""
         if self._step is None:
             return state
-        self._session.heartbeat.at("joining the other sites", slow=True)
+        self._session.heartbeat.set_phase("joining the other sites", slow=True)
         sites = self._step.sites
         if sites.start_server and sites.index == 0:
             directory = self._session.directory / _SERVER_DIRECTORY
             start = self._session.long_work.on_main_rank
-            self._session.say(start(lambda: start_own_server(sites, directory)))
+            self._session.log(start(lambda: start_own_server(sites, directory)))
         if sites.count > 1:
-            self._session.say(f"site {sites.index} of {sites.count}, server {sites.server}")
+            self._session.log(f"site {sites.index} of {sites.count}, server {sites.server}")
         self._step.begin(
             state.outer_steps,
             state.step,
@@ -97,7 +97,7 @@ class OuterSteps:
         """`state` after outer steps; shows what is noted of them."""
         assert self._step is not None
         while self._step.notes:
-            self._session.say(self._step.notes.pop(0))
+            self._session.log(self._step.notes.pop(0))
         self._log_events(state, self._step.events)
         state = replace(
             state,
@@ -145,7 +145,7 @@ class OuterSteps:
         """Leave, after the last outer step or before an early end: others do not wait for this
         site then."""
         if self._step is not None:
-            self._session.heartbeat.at("leaving the other sites", slow=True)
+            self._session.heartbeat.set_phase("leaving the other sites", slow=True)
             self._step.close()
             while self._step.notes:
-                self._session.say(self._step.notes.pop(0))
+                self._session.log(self._step.notes.pop(0))

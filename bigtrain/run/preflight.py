@@ -22,7 +22,7 @@ from bigtrain.data.tokenizers.training import check_added_tokens
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
 from bigtrain.models.equivalence.expert_parallel import check_expert_gathering
-from bigtrain.models.equivalence.model_plan import ModelPlan, choose_once
+from bigtrain.models.equivalence.model_plan import ModelPlan, cached_model_plan
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.models.layers.kernels import check_kernels
 from bigtrain.models.lm_eval_tasks import check_tasks
@@ -31,7 +31,11 @@ from bigtrain.models.weights.checksums import changed_files
 from bigtrain.models.weights.export_hf import TOKENIZER_REMEDY, class_beside
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.models.weights.quantized import check_quantization
-from bigtrain.models.weights.vocabulary import Growth, base_configuration, grown_configuration
+from bigtrain.models.weights.vocabulary import (
+    VocabularyResize,
+    base_configuration,
+    grown_configuration,
+)
 from bigtrain.run.output_directory import check_output
 from bigtrain.run.reporting.metrics import check_trackers
 from bigtrain.settings.compatibility.check import Facts, check_model
@@ -57,7 +61,7 @@ class Inputs:
     datasets: tuple[TokenDataset, ...]
     packing: tuple[PackingReport, ...]
     model_plan: ModelPlan
-    growth: Growth | None = None
+    growth: VocabularyResize | None = None
     held_out_sets: tuple[TokenDataset, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -103,7 +107,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
     problems += check_expert_gathering(hf_config, run.engine.zero_stage, num_replicas)
     model_plan = None
     if not problems:
-        model_plan, problems = choose_once(config, hf_config, run.plan)
+        model_plan, problems = cached_model_plan(config, hf_config, run.plan)
     if model_plan is None or problems:
         raise ConfigError(problems, "the run's inputs")
     return Inputs(

@@ -89,7 +89,7 @@ class Session:
         if self.run_token is not None:
             self.run_token.check()
 
-    def trouble(self) -> BigtrainError | None:
+    def write_failure(self) -> BigtrainError | None:
         """Return the error after which the main rank cannot write, or None; checks at most twice a
         second."""
         failure = None if self.metrics is None else self.metrics.failure
@@ -161,7 +161,7 @@ class Session:
         while self._noted_early:
             self.metrics.note(self._noted_early.pop(0))
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Show a line, on the main rank; it is written to log.txt as soon as that is open."""
         if self.metrics is not None:
             self.metrics.info(text)
@@ -170,7 +170,7 @@ class Session:
             # earlier launch has saved since: skip repeated lines.
             self._said_early.append(text)
 
-    def note(self, text: str) -> None:
+    def log_to_file(self, text: str) -> None:
         """Write a line to log.txt only, as soon as that is open; on the main rank."""
         if self.metrics is not None:
             self.metrics.note(text)
@@ -261,11 +261,11 @@ def open_session(
                 session.is_stale,
                 session.hosts,
             ),
-            deepspeed_log(session.note, shown=run.config.logging.deepspeed == "shown"),
+            deepspeed_log(session.log_to_file, shown=run.config.logging.deepspeed == "shown"),
         ):
             try:
                 for line in settings:
-                    session.say(line)
+                    session.log(line)
                 yield session
             finally:
                 session.close()

@@ -21,7 +21,7 @@ from bigtrain.data.loading.loader import (
     open_training_data,
 )
 from bigtrain.data.shards.block_checksums import NOT_VERIFIED
-from bigtrain.data.shards.verification import ListedShards, share_of
+from bigtrain.data.shards.verification import ListedShards, rank_slice
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.startup.mesh import Mesh, open_mesh, warm_up
 from bigtrain.engine.train_engine import TrainEngine
@@ -68,17 +68,17 @@ def train_inputs(
     weights = source.find(run.config, inputs)
     with open_session(run, inputs, world, signals) as session:
         for line in notes:
-            session.note(line)
+            session.log_to_file(line)
         if run.config.data.verify == "contents":
             verify_data(session)
         limit = run.config.watchdog.collective_timeout_seconds
         _predict(session, inputs)
         mesh = open_mesh(run.topology, world.rank, limit)
-        session.heartbeat.at("opening the connections of all groups", slow=True)
+        session.heartbeat.set_phase("opening the connections of all groups", slow=True)
         warm_up(mesh, session.device)
-        session.heartbeat.at("building the model", slow=True)
+        session.heartbeat.set_phase("building the model", slow=True)
         engine = _build(session, inputs, source, mesh)
-        session.note(f"DeepSpeed speed patches: {', '.join(engine.speed_patches) or 'none'}")
+        session.log_to_file(f"DeepSpeed speed patches: {', '.join(engine.speed_patches) or 'none'}")
         outer = OuterSteps(session, inputs, engine)
         _say_plan(session, inputs)
         begun = _begin(session, engine, inputs, mesh, source, weights)
@@ -111,12 +111,12 @@ def _predict(session: Session, inputs: Inputs) -> None:
         prediction, reason = predict(
             session.run, inputs.hf_config, inputs.model_plan.loss, session.device
         )
-        session.say(f"no prediction: {reason}" if prediction is None else prediction.line())
+        session.log(f"no prediction: {reason}" if prediction is None else prediction.line())
         if prediction is not None and session.device.type == "cuda":
             memory = torch.cuda.get_device_properties(session.device).total_memory
             refuses = session.run.config.engine.refuse_too_large
             if warning := refuse_too_large(prediction, float(memory), refuses=refuses):
-                session.say(warning)
+                session.log(warning)
         return prediction
 
     session.prediction = session.long_work.on_main_rank(find)
@@ -167,7 +167,7 @@ def _say_plan(session: Session, inputs: Inputs) -> None:
     topology = session.run.topology
     engine = session.run.engine
     if engine.not_tried:
-        session.say(
+        session.log(
             f"{engine.source}: not covered by bigtrain's tests: {', '.join(engine.not_tried)} "
             "(docs/reference/deepspeed_keys.md)"
         )
@@ -175,12 +175,12 @@ def _say_plan(session: Session, inputs: Inputs) -> None:
     plan = inputs.model_plan.lines(session.run.plan.accumulation)
     for line in (*placement, *plan, *inputs.notes):
         if line:
-            session.say(line)
+            session.log(line)
     for report in inputs.packing:
-        session.say(str(report))
+        session.log(str(report))
     for dataset in inputs.datasets:
         if not dataset.table.has_blocks:
-            session.say(f"{dataset.path}: {NOT_VERIFIED}")
+            session.log(f"{dataset.path}: {NOT_VERIFIED}")
 
 
 def _begin(
@@ -231,7 +231,7 @@ def verify_data(session: Session) -> None:
     """
     begun = time.perf_counter()
     shards = ListedShards(session.run.config.data)
-    share = share_of(shards.num_bytes.tolist(), session.world.rank, session.world.size)
+    share = rank_slice(shards.num_bytes.tolist(), session.world.rank, session.world.size)
     texts_by_rank = session.long_work.on_every_rank(
         lambda: [text for number in share for text in shards[number].problems()]
     )
@@ -245,7 +245,7 @@ def verify_data(session: Session) -> None:
             "or remove the dataset and tokenize again:\n" + "\n".join(f"  {text}" for text in shown)
         )
     gigabytes = shards.num_bytes.sum() / 1e9
-    session.say(
+    session.log(
         f"data verified: {shards.num_files} files, {gigabytes:.3g} GB of tokens in "
         f"{time.perf_counter() - begun:.1f} s"
     )

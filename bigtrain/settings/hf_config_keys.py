@@ -54,7 +54,7 @@ _NAME_A_MODEL = "name a directory of a Hugging Face model, or a model of the hub
 
 
 @dataclass(frozen=True)
-class ModelFigures:
+class ModelDimensions:
     """Dimensions of a model, known before it is built; None if unknown.
 
     cut_heads, cut_key_heads: query and key-value heads, where tensor-parallel ranks divide them.
@@ -79,7 +79,7 @@ def key_table() -> Mapping[str, Any]:
     return table
 
 
-def inspect_configuration(section: ModelSection) -> tuple[ModelFigures, list[Problem]]:
+def inspect_configuration(section: ModelSection) -> tuple[ModelDimensions, list[Problem]]:
     """Return the dimensions of the run's model, and every problem of its model section.
 
     A hub name, which may have to be downloaded, is only known if its configuration ships with the
@@ -102,7 +102,7 @@ def inspect_configuration(section: ModelSection) -> tuple[ModelFigures, list[Pro
     problems += _check_values(section.overrides, "model.overrides", model_type, known)
     problems += check_layer_drop({**written, **section.overrides}, where, section.overrides)
     if problems or not written:
-        return ModelFigures(), problems
+        return ModelDimensions(), problems
     return _figures({**written, **section.overrides}, where, known)
 
 
@@ -284,7 +284,7 @@ def _same_release() -> bool:
 
 def _figures(
     values: Mapping[str, Any], where: str, known: Mapping[str, Any] | None
-) -> tuple[ModelFigures, list[Problem]]:
+) -> tuple[ModelDimensions, list[Problem]]:
     """Return the dimensions of the language model in a configuration (`get_text_config`)."""
     text = values.get("text_config")
     of_text = known
@@ -315,7 +315,7 @@ def _figures(
     experts = [values[name] for name in EXPERTS if type(values.get(name)) is int]
     if experts and experts[0] > 0:
         dimensions["num_experts"] = experts[0]
-    return ModelFigures(**dimensions), problems
+    return ModelDimensions(**dimensions), problems
 
 
 def _has_experts(values: Mapping[str, Any]) -> bool:

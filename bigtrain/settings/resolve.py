@@ -27,12 +27,12 @@ from bigtrain.settings.deepspeed.engine_config import (
 )
 from bigtrain.settings.deepspeed.keys import AUTO
 from bigtrain.settings.deepspeed.ownership import optimizer_is_torch
-from bigtrain.settings.hf_config_keys import ModelFigures, inspect_configuration
+from bigtrain.settings.hf_config_keys import ModelDimensions, inspect_configuration
 from bigtrain.settings.loading import apply_overrides, find_config, load_run_config, parse_yaml
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.topology import Topology, derive_topology
 
-_UNKNOWN_MODEL = ModelFigures()
+_UNKNOWN_MODEL = ModelDimensions()
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def facts_of(
     device: Device | None,
     source: str,
     async_io: bool | None = None,
-    model: ModelFigures = _UNKNOWN_MODEL,
+    model: ModelDimensions = _UNKNOWN_MODEL,
 ) -> Facts:
     """Return the facts for `bigtrain.settings.compatibility.check`; values of a wrong type count as
     absent."""

@@ -55,7 +55,7 @@ def exit_process(status: int) -> NoReturn:
 _BEGAN = time.time()
 
 
-class LaunchNotes:
+class HostErrorLog:
     """The errors that processes of one launch on this host have printed so far.
 
     An error that all ranks raise is printed once, and no rank waits for another. A folder of

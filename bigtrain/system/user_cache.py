@@ -85,7 +85,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return fact if isinstance(fact, dict) else None
 
 
-def builds(*libraries: str) -> str:
+def package_fingerprints(*libraries: str) -> str:
     """Return the installed versions of `libraries`, with a checksum of their RECORD files.
 
     Raises LookupError for an editable install, which may change at any time.
@@ -141,7 +141,7 @@ def cache_directory() -> Path:
     return root / "bigtrain"
 
 
-def beside_or_cached(directory: Path, kind: str, name: str) -> list[Path]:
+def cache_locations(directory: Path, kind: str, name: str) -> list[Path]:
     """Return the locations for a file derived from `directory`: in it, shared by all its readers,
     or else in the user's cache."""
     places = [directory / kind / name]

@@ -96,5 +96,5 @@ def uninterrupted(server: Server, run_yaml: Path, tmp_path_factory: pytest.TempP
     run = tmp_path_factory.mktemp("uninterrupted") / "run"
     codes, text = server.live(arguments(run_yaml, run))
     assert codes == [0, 0], text
-    assert checkpoints.steps(run) == [8, 16, 22, 24]
+    assert checkpoints.list_steps(run) == [8, 16, 22, 24]
     return run

@@ -66,12 +66,12 @@ def test_the_files_are_all_there_are(uninterrupted: Path) -> None:
 def test_damage_is_named(run: Path, name: str, kind: str) -> None:
     directory = checkpoints.checkpoint_path(run, NEWEST)
     DAMAGES[kind](directory / name)
-    reason = checkpoints.corruption(directory)
+    reason = checkpoints.find_corruption(directory)
     if name.startswith("tensors/") and kind == "flip":
         assert reason is None  # found when a resume reads it, and by `bigtrain verify`
         with pytest.raises(CorruptCheckpointError, match=rf"{name}: contents do not match"):
             read_full(directory / checkpoints.TENSORS)
-        reason = checkpoints.corruption(directory, "all")
+        reason = checkpoints.find_corruption(directory, "all")
     assert reason is not None
     assert reason.startswith(str(directory / name)) or name == "manifest.json"
     assert str(directory) in reason
@@ -88,7 +88,7 @@ def test_no_flipped_byte_changes_what_is_read(run: Path, name: str) -> None:
     num_refused = 0
     for _ in range(60):
         flip(path, chooser.randrange(len(contents)), 1 << chooser.randrange(8))
-        if checkpoints.corruption(directory) is not None:
+        if checkpoints.find_corruption(directory) is not None:
             num_refused += 1
         else:
             try:
@@ -110,7 +110,7 @@ def fall_back(server: Server, run_yaml: Path, run: Path, uninterrupted: Path, na
     assert text.count(line) == 1
     assert f"resumed at step {BEFORE} " in text
     assert_same_run(run, uninterrupted)
-    assert checkpoints.steps(run) == [8, 16, 22, 24]
+    assert checkpoints.list_steps(run) == [8, 16, 22, 24]
 
 
 def test_damage_found_while_reading_falls_back(

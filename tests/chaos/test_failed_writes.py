@@ -39,7 +39,7 @@ def test_full_disk_is_survived_until_it_is_too_much(
         assert f"checkpoint of step {step} could not be written: [Errno 27] File too large" in text
         assert f"(failure {number} of checkpoint.max_failures = 3)" in text
     assert "3 checkpoints in a row could not be written, the last one of step 14" in text
-    assert checkpoints.steps(run) == [6, 8]
+    assert checkpoints.list_steps(run) == [6, 8]
     assert {path.name for path in (run / "checkpoints").iterdir()} == {
         "step-00000006",
         "step-00000008",
@@ -66,7 +66,7 @@ def test_weights_that_are_not_finite_are_never_saved(
     for number, step in ((1, 12), (2, 14), (3, 16)):
         assert f"checkpoint of step {step} could not be written: {reason}" in text
         assert f"(failure {number} of checkpoint.max_failures = 3)" in text
-    assert checkpoints.steps(run) == [8, 10]
+    assert checkpoints.list_steps(run) == [8, 10]
     assert all(tensor.isfinite().all() for tensor in final_tensors(run, 10).values())
     codes, text = server.live(words)
     assert codes == [0, 0], text
@@ -83,7 +83,7 @@ def test_a_last_checkpoint_that_is_not_finite_ends_the_run_with_an_error(
     )
     assert 2 in codes, text
     assert "1 checkpoint in a row could not be written, the last one of step 4" in text
-    assert checkpoints.steps(run) == [2]
+    assert checkpoints.list_steps(run) == [2]
 
 
 @contextmanager
@@ -131,7 +131,7 @@ def test_a_disk_that_fills_later_ends_the_run_with_one_text(
         assert "Traceback" not in text
         assert text.count("No space left on device") == 1
         assert ": cannot be written: [Errno 28] No space left on device -> make room" in text
-        saved = checkpoints.steps(run)[-1]
+        saved = checkpoints.list_steps(run)[-1]
         # A look for it twice a second: on a quick machine all steps are made by then.
         assert 4 <= saved <= STEPS
         (run / "filler").unlink()
@@ -184,5 +184,5 @@ def test_a_failed_save_in_between_costs_that_save_alone(
     codes, text = server.live(arguments(run_yaml, run), full_disk=limit)
     assert codes == [0, 0], text
     assert text.count("could not be written") == 1
-    assert checkpoints.steps(run) == [8, 16, 22, 24]
+    assert checkpoints.list_steps(run) == [8, 16, 22, 24]
     assert_same_run(run, uninterrupted)

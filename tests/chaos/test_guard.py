@@ -133,7 +133,7 @@ def test_bad_steps_that_do_not_end_are_gone_back_from(
     assert codes == [0, 0], text
     assert "resumed at step 12 " in text
     assert_same_run(again, run)
-    assert checkpoints.steps(again) == [12, STEPS]
+    assert checkpoints.list_steps(again) == [12, STEPS]
     assert events(again, "skipped") == events(run, "skipped")
 
 

@@ -113,7 +113,7 @@ def test_a_run_with_nothing_whole_is_refused(
 ) -> None:
     corrupt = tmp_path / "corrupt"
     shutil.copytree(uninterrupted, corrupt)
-    for step in checkpoints.steps(corrupt):
+    for step in checkpoints.list_steps(corrupt):
         (checkpoints.checkpoint_path(corrupt, step) / "state.json").unlink()
     codes, text = live(server, new_run(run_yaml, corrupt, tmp_path / "run"), tmp_path)
     assert 2 in codes, text

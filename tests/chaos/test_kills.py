@@ -54,9 +54,9 @@ def survive(server: Server, run_yaml: Path, run: Path, num_kills: int, seed: int
             codes, text = kill_within_operation(server, words, chooser)
         assert codes == [0, 0] or -signal.SIGKILL in codes, text
         assert "is corrupt" not in text, text
-        for step in checkpoints.steps(run):
+        for step in checkpoints.list_steps(run):
             directory = checkpoints.checkpoint_path(run, step)
-            assert checkpoints.corruption(directory, "all") is None
+            assert checkpoints.find_corruption(directory, "all") is None
         if codes == [0, 0]:
             break
     codes, text = server.live(words)
@@ -96,7 +96,7 @@ def test_what_a_kill_after_the_last_checkpoint_left_is_removed(
     run = tmp_path / "run"
     codes, text = server.live(arguments(run_yaml, run, "checkpoint.keep_last=4"))
     assert codes == [0, 0], text
-    assert checkpoints.steps(run) == [8, 16, 18, 20, 22, 24]
+    assert checkpoints.list_steps(run) == [8, 16, 18, 20, 22, 24]
     codes, text = server.live(arguments(run_yaml, run))
     assert codes == [0, 0], text
     assert "nothing to do" not in text
@@ -116,7 +116,7 @@ def test_signal_to_one_process_saves_and_stops_all(
     assert codes == [75, 75], text
     [step] = [int(line.split()[5]) for line in text.splitlines() if "stopped by" in line]
     assert f"stopped by {received.name} after step {step} of 24" in text
-    assert checkpoints.steps(run)[-1] == step < 24
+    assert checkpoints.list_steps(run)[-1] == step < 24
     assert (run / "requeue").exists() == (received != signal.SIGINT)
     codes, text = server.live(words)
     assert codes == [0, 0], text

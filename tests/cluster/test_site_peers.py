@@ -125,7 +125,7 @@ def finish(lab: Lab, *settings: str) -> None:
     """Stop all, and let them train on for some steps to an end with the same weights."""
     for site in list(lab.running):
         assert lab.end(site, signal.SIGTERM) == 75, lab.text(site)[-3000:]
-    newest = [max(checkpoints.steps(lab.folder / str(site))) for site in range(lab.count)]
+    newest = [max(checkpoints.list_steps(lab.folder / str(site))) for site in range(lab.count)]
     last = max(newest) // INNER_STEPS * INNER_STEPS + 4 * INNER_STEPS
     for site in range(lab.count):
         lab.train(site, last, "output.export=true", *settings)

@@ -100,7 +100,7 @@ def stop_and_finish(lab: Lab, *settings: str) -> None:
     """Stop both sites, and let them train on for some steps to an end with the same weights."""
     for name in ("s0", "s1"):
         assert lab.end(name, signal.SIGTERM) == 75
-    steps = [max(checkpoints.steps(lab.folder / str(site))) for site in (0, 1)]
+    steps = [max(checkpoints.list_steps(lab.folder / str(site))) for site in (0, 1)]
     last = max(steps) // INNER_STEPS * INNER_STEPS
     for site in (0, 1):
         lab.train(site, last + 4 * INNER_STEPS, "output.export=true", *settings)

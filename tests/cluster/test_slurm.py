@@ -142,7 +142,7 @@ def test_a_run_outlives_its_time_limit_and_a_hang(lab: Lab, submit: Submit) -> N
 
     found = [p for p in lab.cluster.processes("n2", "train.py --config") if is_training(p)]
     assert len(found) == 1
-    newest = checkpoints.steps(lab.folder / "run")[-1]
+    newest = checkpoints.list_steps(lab.folder / "run")[-1]
     found[0].suspend()
     assert wait_for_resume(lab, log, 2) >= newest
     assert ended(lab, job, log, 300) == "COMPLETED", log.read_text()
@@ -203,8 +203,8 @@ def test_a_limit_without_a_warning_requeues_and_scancel_does_not(lab: Lab, submi
     options = ["--nodes=2", "--signal=B:CONT@10", *NODE[:-1], "--time=1"]
     endless = ["train.steps=1000000", *LONG[1:], "checkpoint.every_steps=20"]
     job, log = submit(SBATCH, options, [lab.run_yaml, *endless])
-    wait_until("a save", lambda: checkpoints.steps(lab.folder / "run"), 100)
-    newest = checkpoints.steps(lab.folder / "run")[-1]
+    wait_until("a save", lambda: checkpoints.list_steps(lab.folder / "run"), 100)
+    newest = checkpoints.list_steps(lab.folder / "run")[-1]
     assert wait_for_resume(lab, log, 1) >= newest
     story = log.read_text()
     assert "the time limit is reached; back into the queue" in story
@@ -238,8 +238,8 @@ def test_a_cancelled_run_submitted_again_outlives_a_node_failure(lab: Lab, submi
     options = ["--nodes=1-2", "--signal=B:USR1@60", *NODE]
     arguments = [lab.run_yaml, *LONG, "checkpoint.every_steps=20"]
     job, log = submit(SBATCH, options, arguments)
-    wait_until("a save", lambda: checkpoints.steps(lab.folder / "run"), 250)
-    newest = checkpoints.steps(lab.folder / "run")[-1]
+    wait_until("a save", lambda: checkpoints.list_steps(lab.folder / "run"), 250)
+    newest = checkpoints.list_steps(lab.folder / "run")[-1]
     lab.run("n0", "scancel", job)
     assert ended(lab, job, log) == "CANCELLED", log.read_text()
     wait_until("its nodes are free", lambda: "n[1-2]" in idle(lab))
@@ -250,7 +250,7 @@ def test_a_cancelled_run_submitted_again_outlives_a_node_failure(lab: Lab, submi
 
     job, log = submit(SBATCH, options, arguments, name="again.log")
     assert wait_for_resume(lab, log, 1) >= newest
-    newest = checkpoints.steps(lab.folder / "run")[-1]
+    newest = checkpoints.list_steps(lab.folder / "run")[-1]
     update = ["scontrol", "update", "nodename=n2", "reason=test"]
     try:
         for new in ("down", "drain"):  # drained, it does not come back by itself

@@ -318,7 +318,7 @@ def run_figures(directory: Path) -> dict[str, Any]:
         "metrics": [{key: line[key] for key in METRICS if key in line} for line in lines],
         "checkpoints": {
             str(step): digest(read_full(checkpoints.find(directory, step) / checkpoints.TENSORS))
-            for step in checkpoints.steps(directory)
+            for step in checkpoints.list_steps(directory)
         },
         "export": digest(
             {

@@ -107,9 +107,9 @@ def test_an_evicted_pod_saves_its_run(inputs: Inputs, home: Path, tmp_path: Path
             break
     finished = wait(process)
     assert finished.code == EXIT_STOPPED, finished.output
-    step = checkpoints.steps(run)[-1]
+    step = checkpoints.list_steps(run)[-1]
     assert f"stopped by SIGTERM after step {step} of 1000000" in finished.output
-    assert checkpoints.corruption(checkpoints.checkpoint_path(run, step), "all") is None
+    assert checkpoints.find_corruption(checkpoints.checkpoint_path(run, step), "all") is None
 
 
 def test_sigterm_before_there_are_processes() -> None:

@@ -156,7 +156,7 @@ def test_the_best_checkpoint_stays_and_is_exported(evaluated: Path, tmp_path: Pa
         if "held_out_sources" in line
     }
     best = min((figures[step], step) for step in (4, 8, 12))[1]
-    assert checkpoints.steps(evaluated) == sorted({best, 12})
+    assert checkpoints.list_steps(evaluated) == sorted({best, 12})
     state = checkpoints.read_state(checkpoints.checkpoint_path(evaluated, 12))
     assert state["evaluation"]["held_out_bits_per_byte/others"] == figures[12]
     lowest = min((value, step) for step, value in figures.items())
@@ -180,7 +180,7 @@ def test_a_run_that_gets_no_better_ends_and_is_complete(inputs: Inputs, tmp_path
         "evaluations; its best value is "
     )
     assert expected in finished.output
-    assert checkpoints.steps(run) == [4, 6]
+    assert checkpoints.list_steps(run) == [4, 6]
     assert json.loads((run / "exported.json").read_text()) == {"step": 6}
     again = train(*settings, stop)
     assert again.code == 0, again.output

@@ -104,12 +104,12 @@ def test_run_directory_is_whole(
         "tokenizer",
         *(["profile"] if name == "torchrun" else []),
     }
-    assert checkpoints.steps(run) == [8, 12]  # keep_last: 2
+    assert checkpoints.list_steps(run) == [8, 12]  # keep_last: 2
     assert {path.name for path in (run / "checkpoints").iterdir()} == {
         "step-00000008",
         "step-00000012",
     }
-    assert checkpoints.corruption(run / "checkpoints" / "step-00000012", "all") is None
+    assert checkpoints.find_corruption(run / "checkpoints" / "step-00000012", "all") is None
     world_size = 1 if name == "python" else 2
     environment = read_json(run / "environment.json")
     assert environment["topology"]["world_size"] == world_size
@@ -212,8 +212,8 @@ def test_killed_run_goes_on_bit_for_bit(
     assert killed.code == -signal.SIGKILL, "".join(seen) + killed.output
     port = command[command.index("--master_port") + 1]
     assert not list(Path("/dev/shm").glob(f"*_{port}_*")), "DeepSpeed's buffers are left behind"
-    assert SAVE_EVERY in checkpoints.steps(run)
-    assert STEPS not in checkpoints.steps(run), "the run was over before it was killed"
+    assert SAVE_EVERY in checkpoints.list_steps(run)
+    assert STEPS not in checkpoints.list_steps(run), "the run was over before it was killed"
     assert not (run / "hf").exists()
     # What a kill in the middle of a save leaves behind.
     half = checkpoints.checkpoint_path(run, STEPS)
@@ -311,7 +311,7 @@ def test_corrupt_newest_checkpoint_is_passed_over(
         assert "metrics.jsonl: dropped" in text
     for key in ("loss", "grad_norm", "lr", "samples", "held_out_loss"):
         assert metrics(run, key) == metrics(finished_run, key), key
-    assert checkpoints.corruption(run / "checkpoints" / "step-00000012", "all") is None
+    assert checkpoints.find_corruption(run / "checkpoints" / "step-00000012", "all") is None
 
 
 def test_another_run_is_refused_with_what_differs(

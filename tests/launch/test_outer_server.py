@@ -146,7 +146,7 @@ def test_a_site_with_a_weight_that_is_not_finite_ends_and_the_other_goes_on(
         log = (tmp_path / "server/server.log").read_text()
         assert "site 1 left: a change with NaN or an infinity" in log
         assert [line["sites"] for line in outer_lines(tmp_path / "0")] == [[0, 1], [0], [0]]
-        assert max(checkpoints.steps(tmp_path / "1")) == 6
+        assert max(checkpoints.list_steps(tmp_path / "1")) == 6
         weights = load_file(tmp_path / "0" / "hf" / "model.safetensors")
         assert all(weight.isfinite().all() for weight in weights.values())
 
@@ -267,4 +267,4 @@ def test_a_wrong_token_and_a_server_that_is_not_there_are_named(
     assert codes == [2, 2]
     assert "not of this server's token" in output or "not signed with sites.token_file" in output
     assert "did not answer in time (ConnectionRefusedError" in output
-    assert checkpoints.steps(tmp_path / "0") == []
+    assert checkpoints.list_steps(tmp_path / "0") == []

@@ -143,8 +143,8 @@ def test_stops_under_launcher(
     assert f"stopped by {received.name} after step " in output
     # Launchers end with codes of their own.
     assert finished.code == 75 if name == "python" else finished.code != 0, output
-    step = checkpoints.steps(run)[-1]
-    assert checkpoints.corruption(checkpoints.checkpoint_path(run, step), "all") is None
+    step = checkpoints.list_steps(run)[-1]
+    assert checkpoints.find_corruption(checkpoints.checkpoint_path(run, step), "all") is None
     assert max(metrics(run)) == step
     assert f"stopped by {received.name} after step {step} of 1000000" in output
     assert (run / "requeue").exists() == (received != signal.SIGINT)

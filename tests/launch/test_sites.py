@@ -196,7 +196,7 @@ def test_a_site_with_a_weight_that_is_not_finite_is_left_out(
         assert "outer step 2: site 1 is left out: a change with NaN or an infinity" in output
     else:
         assert "site 1 is left out: sent values that are not finite, or moved too far" in output
-    assert max(checkpoints.steps(tmp_path / "1")) == MIDDLE
+    assert max(checkpoints.list_steps(tmp_path / "1")) == MIDDLE
     weights = load_file(tmp_path / "0" / "hf" / "model.safetensors")
     assert all(weight.isfinite().all() for weight in weights.values())
 
@@ -278,7 +278,7 @@ def come_back(
 ) -> None:
     """Site 0 resumes after its first outer step, where site 1 begins."""
     shutil.copytree(trained / "0", directory / "0")
-    for step in checkpoints.steps(directory / "0"):
+    for step in checkpoints.list_steps(directory / "0"):
         if step != MIDDLE:
             checkpoints.remove(checkpoints.checkpoint_path(directory / "0", step))
     shutil.rmtree(directory / "0" / "hf")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from bigtrain.parity.optimizers import Together
+from bigtrain.parity.optimizers import CombinedOptimizer
 from tests.parity.plain import adamw, decay_groups
 
 HIDDEN = r".*layers\.\d+\..*(proj|dense|dense_h_to_4h|dense_4h_to_h|key_value)(\.weight)?"
@@ -91,12 +91,12 @@ class KeptMuon:
             master.add_(update, alpha=-0.2 * lr * math.sqrt(max(master.shape)))
 
 
-def kept_muon(masters: dict[str, torch.Tensor], section: dict[str, Any]) -> Together:
+def kept_muon(masters: dict[str, torch.Tensor], section: dict[str, Any]) -> CombinedOptimizer:
     """Muon and AdamW with states in bfloat16, of a model without experts."""
     hidden = [name for name in masters if re.fullmatch(HIDDEN, name) and masters[name].ndim == 2]
     rest = {name: tensor for name, tensor in masters.items() if name not in hidden}
     matrices = KeptMuon([masters[name] for name in hidden], section.get("weight_decay", 0.1))
-    return Together([(matrices, 1.0), (kept_adamw(rest, section), 1.0)])
+    return CombinedOptimizer([(matrices, 1.0), (kept_adamw(rest, section), 1.0)])
 
 
 class SlicedMuon:
@@ -129,7 +129,7 @@ def muon(
     splits: Any = None,
     matrices: str = HIDDEN,
     exempt: Sequence[torch.Tensor] = (),
-) -> Together:
+) -> CombinedOptimizer:
     """torch's Muon of hidden matrices, of stacked experts one by one, and AdamW of the rest.
 
     splits: from the name of a fused projection to the slices of its matrices. matrices: a regular
@@ -152,7 +152,7 @@ def muon(
         "adjust_lr_fn": own.get("adjust_lr", "match_rms_adamw"),
         "weight_decay": own.get("weight_decay", section.get("weight_decay", 0.1)),
     }
-    return Together(
+    return CombinedOptimizer(
         [
             (
                 SlicedMuon(slices, own.get("ns_dtype") == "float32", lr=1.0, **options),

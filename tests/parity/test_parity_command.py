@@ -21,7 +21,7 @@ from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.parity.comparison import compare, mean_of
 from bigtrain.parity.proxy import Proxy, micro_batches, shrink
-from bigtrain.parity.reference import Figures, train_reference, train_reordered
+from bigtrain.parity.reference import TrainingTrace, train_reference, train_reordered
 from bigtrain.parity.run import reference_of, train_points
 from bigtrain.parity.topologies import Point, points
 from bigtrain.settings.batch_plan import BatchPlan
@@ -55,7 +55,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Proxy:
 
 
 @pytest.fixture(scope="module")
-def reference(small: Proxy) -> Figures:
+def reference(small: Proxy) -> TrainingTrace:
     (figures,) = train_reference(small.config)
     return figures
 
@@ -142,19 +142,19 @@ def test_other_optimizers_pass(
 
 
 def test_another_model_is_found_out(
-    small: Proxy, reference: Figures, tmp_path: Path, forked: None
+    small: Proxy, reference: TrainingTrace, tmp_path: Path, forked: None
 ) -> None:
     point = next(p for p in points(small, 2) if p.name == "zero1, data 2")
     model = point.config.model.model_copy(update={"overrides": {"rms_norm_eps": 0.1}})
     changed = replace(point, config=point.config.model_copy(update={"model": model}))
     ((_, found),) = train_points([changed], 2, tmp_path)
-    assert isinstance(found, Figures)
+    assert isinstance(found, TrainingTrace)
     verdict = compare(point, [reference], found)
     assert not verdict.passed
     assert "layers.0, in the forward pass" in verdict.where
 
 
-def test_where_a_difference_arises(small: Proxy, reference: Figures) -> None:
+def test_where_a_difference_arises(small: Proxy, reference: TrainingTrace) -> None:
     point: Point = points(small, 2)[0]
     assert compare(point, [reference], reference).passed
 
@@ -217,7 +217,7 @@ def test_the_runs_own_engine_is_compared_too(tmp_path: Path) -> None:
 
 def test_16_bit_is_compared_with_runs_that_only_rounding_puts_apart() -> None:
     runs = [
-        Figures([1.0 + off], [2.0], {"layer": 4.0}, {}, {"w": torch.tensor([off])})
+        TrainingTrace([1.0 + off], [2.0], {"layer": 4.0}, {}, {"w": torch.tensor([off])})
         for off in (-1e-3, 0.0, 1e-3)
     ]
     centre, limits = mean_of(runs)
@@ -283,9 +283,9 @@ def test_a_crash_is_a_row(small: Proxy, tmp_path: Path, forked: None) -> None:
     crashing = replace(second, config=second.config.model_copy(update={"model": model}))
     found = train_points([first, crashing, third], 1, tmp_path)
     assert [point for point, _ in found] == [first, crashing, third]
-    assert isinstance(found[0][1], Figures)
+    assert isinstance(found[0][1], TrainingTrace)
     assert str(found[1][1]).startswith("ModelError: model.path = ")
-    assert isinstance(found[2][1], Figures)
+    assert isinstance(found[2][1], TrainingTrace)
 
 
 def alone(config: RunConfig) -> RunConfig:
@@ -487,7 +487,7 @@ def test_routers_and_adapters_are_compared(
     chosen = [point for point in points(proxy, 2) if point.name in names]
     assert [point.refusal for point in chosen] == [None] * len(names)
     for point, found in train_points(chosen, 2, tmp_path):
-        assert isinstance(found, Figures), found
+        assert isinstance(found, TrainingTrace), found
         assert compare(point, reference_of(point, 2), found).passed
         # Without the term the reference is another one.
         model = point.config.model.model_copy(update={"overrides": {"router_aux_loss_coef": 0.0}})
@@ -516,7 +516,9 @@ def test_the_proxy_says_what_it_changes_of_routers_and_adapters(tmp_path: Path) 
         shrink(RunConfig.model_validate(deep), 2, tmp_path / "none")
 
 
-def test_rounding_is_what_plain_training_shows_of_it(small: Proxy, reference: Figures) -> None:
+def test_rounding_is_what_plain_training_shows_of_it(
+    small: Proxy, reference: TrainingTrace
+) -> None:
     """A weight may be as far off as sums in other orders take that very parameter, no farther."""
     point = points(small, 2)[0]
     reordered = train_reordered(small.config)
@@ -529,7 +531,7 @@ def test_rounding_is_what_plain_training_shows_of_it(small: Proxy, reference: Fi
 
     name, second, *_ = reference.last
 
-    def moved(name: str, by: float) -> Figures:
+    def moved(name: str, by: float) -> TrainingTrace:
         return replace(reference, last={**reference.last, name: reference.last[name] + by})
 
     rough = [moved(name, 1e-4)]

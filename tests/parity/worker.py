@@ -48,7 +48,7 @@ from bigtrain.models.layers.isolation import Isolation
 from bigtrain.models.parallel.stage_layout import StagePlan
 from bigtrain.models.weights.import_hf import Weights, find_weights
 from bigtrain.models.weights.vocabulary import (
-    Growth,
+    VocabularyResize,
     base_configuration,
     grown_configuration,
     grown_weights,
@@ -157,7 +157,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     return found if masks is None else found | {"masks": masks.of_all_processes()}
 
 
-def weights_of(config: RunConfig, hf_config: Any, growth: Growth | None) -> Weights:
+def weights_of(config: RunConfig, hf_config: Any, growth: VocabularyResize | None) -> Weights:
     """Those that the run starts from."""
     assert config.model.path is not None
     if growth is None:

@@ -42,7 +42,7 @@ class BadDocument:
 
 
 @dataclass
-class Rejects:
+class RejectedDocuments:
     """Collector of unreadable documents.
 
     Unless `allowed`, the first is an error. Otherwise each is counted and passed to `keep`.

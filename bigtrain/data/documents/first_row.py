@@ -45,7 +45,7 @@ def sources_to_look_at(options: ReadOptions) -> list[Source]:
 
 def keys_in(source: Source, options: ReadOptions, *, strict: bool = False) -> Collection[str]:
     """Return `keys_of_first_row` of one source."""
-    if source.is_unpacked or source.read_once:
+    if source.needs_decompression or source.read_once:
         return ()
     find = _KEYS.get(source.kind)
     if find is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from bigtrain.data.documents.bad_documents import Rejects
+from bigtrain.data.documents.bad_documents import RejectedDocuments
 from bigtrain.data.documents.line_readers import JsonLinesReader, JsonReader, TextReader
 from bigtrain.data.documents.reader import Part, PartReader, ReadOptions, whole
 from bigtrain.data.documents.table_readers import CsvReader, TableReader
@@ -21,7 +21,7 @@ BATCH_BYTES = 1 << 20
 BATCH_DOCUMENTS = 2048
 
 
-def part_reader(part: Part, options: ReadOptions, rejects: Rejects) -> PartReader:
+def part_reader(part: Part, options: ReadOptions, rejects: RejectedDocuments) -> PartReader:
     """Return the reader for the kind of `part`'s source."""
     return READERS.get(part.source.kind, TableReader)(part, options, rejects)
 
@@ -29,7 +29,9 @@ def part_reader(part: Part, options: ReadOptions, rejects: Rejects) -> PartReade
 class DocumentReader:
     """Reader of the documents of `sources`, in order. `bytes_done` is updated for progress."""
 
-    def __init__(self, sources: Sequence[Source], options: ReadOptions, rejects: Rejects) -> None:
+    def __init__(
+        self, sources: Sequence[Source], options: ReadOptions, rejects: RejectedDocuments
+    ) -> None:
         self.sources = sources
         self.options = options
         self.rejects = rejects
@@ -40,7 +42,7 @@ class DocumentReader:
 
     def text_batches(self) -> Iterator[list[str]]:
         """Yield texts in lists of about a million bytes. Raise DataError with file and line of
-        unreadable documents; see `Rejects`."""
+        unreadable documents; see `RejectedDocuments`."""
         for contents in batched(self.blocks()):
             yield [content.decode("utf-8") for content in contents]
 

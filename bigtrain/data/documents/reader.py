@@ -17,7 +17,7 @@ from typing import IO
 
 import xxhash
 
-from bigtrain.data.documents.bad_documents import BadDocument, Rejects
+from bigtrain.data.documents.bad_documents import BadDocument, RejectedDocuments
 from bigtrain.data.documents.chat_formats import FORMATS
 from bigtrain.data.documents.fields import Conversations
 from bigtrain.data.documents.table_rows import Keys
@@ -36,7 +36,7 @@ class PartReader(ABC):
     `BadDocument`; for conversations only.
     """
 
-    def __init__(self, part: Part, options: ReadOptions, rejects: Rejects) -> None:
+    def __init__(self, part: Part, options: ReadOptions, rejects: RejectedDocuments) -> None:
         self.part = part
         self.options = options
         self.rejects = rejects
@@ -49,8 +49,8 @@ class PartReader(ABC):
     def blocks(self) -> Iterator[list[bytes]]:
         """Yield the documents as UTF-8, in lists of those that were read together.
 
-        Raises DataError with file and line of unreadable content (see `Rejects`), and for a file
-        that is corrupt, or changed since it was listed.
+        Raises DataError with file and line of unreadable content (see `RejectedDocuments`), and for
+        a file that is corrupt, or changed since it was listed.
         """
         try:
             yield from self._blocks()
@@ -76,7 +76,7 @@ class PartReader(ABC):
         self._hash.update(data)
         self.bytes_done += len(data)
 
-    def skim(self) -> None:
+    def scan_layout(self) -> None:
         """Compute `checksum` and `layout` only; for a checksum of bytes, without decompressing or
         parsing them. Raises as `blocks`."""
         try:
@@ -106,7 +106,7 @@ class ReadOptions:
     have the first (keys of a turn may follow), `last_only` whether only the last answer has loss,
     and `roles` the meaning of role names in the data, as ``NAME=ROLE``. `max_document_bytes`: of a
     document's UTF-8, or of its line in a file of lines. `scratch`: a folder for sources with
-    `Source.is_unpacked`; must exist when documents are read.
+    `Source.needs_decompression`; must exist when documents are read.
     """
 
     selection: Selection

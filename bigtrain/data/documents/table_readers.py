@@ -51,17 +51,17 @@ class CsvReader(PartReader):
 class TableReader(PartReader):
     """Reader of rows of parquet, arrow or a dataset."""
 
-    def skim(self) -> None:
+    def scan_layout(self) -> None:
         """Read all documents, which their checksum requires; see `PartReader`."""
         if not self.part.source.is_hashed_by_documents:
-            super().skim()
+            super().scan_layout()
             return
         for _ in self.blocks():
             pass
 
     def _blocks(self) -> Iterator[list[bytes]]:
         source, scratch = self.part.source, self.options.scratch
-        if source.is_unpacked:
+        if source.needs_decompression:
             assert scratch is not None, "ReadOptions.scratch is for this source"
             with unpacked(source, self._hash, scratch) as file:
                 yield from self._table(file)

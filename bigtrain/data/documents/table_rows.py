@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain.data.documents.bad_documents import BadDocument, Rejects
+from bigtrain.data.documents.bad_documents import BadDocument, RejectedDocuments
 from bigtrain.data.documents.chat_formats import remedy_for_row
 from bigtrain.data.documents.fields import value_at
 from bigtrain.data.sources.discovery import Selection, Source, without_compression
@@ -247,7 +247,7 @@ def _is_ipc_file(mapped: Any) -> bool:
 
 
 def csv_rows(
-    source: Source, keys: Keys, chunks: Iterator[bytes], max_bytes: int, rejects: Rejects
+    source: Source, keys: Keys, chunks: Iterator[bytes], max_bytes: int, rejects: RejectedDocuments
 ) -> Iterator[tuple[int, list[str | None]]]:
     """Yield (line number, its row) of a file with a header by RFC 4180; in a ``.tsv`` with tabs
     instead of commas.

@@ -21,7 +21,7 @@ from bigtrain.data.shards.shard_table import ShardTable
 from bigtrain.data.tokenizers.cache import foreign_file
 from bigtrain.errors import DataError, Problem
 from bigtrain.settings.run_config import ModelSection, RunConfig
-from bigtrain.system.storage.copies import at_hand
+from bigtrain.system.storage.copies import local_path
 
 MAX_PADDING_ROWS = 1024
 """Rows of an embedding beyond the tokenizer's vocabulary: it is padded to multiples of at most
@@ -288,7 +288,7 @@ def known_vocab_size(model: ModelSection) -> int | None:
     tree: Any = model.config
     if not isinstance(tree, dict):
         name = str(model.path if tree is None else tree)
-        path = Path(at_hand(name, weights=False)) / "config.json"
+        path = Path(local_path(name, weights=False)) / "config.json"
         try:
             tree = json.loads(path.read_bytes())
         except (OSError, ValueError):

@@ -41,7 +41,7 @@ from bigtrain.data.shards.format import Shard
 from bigtrain.data.shards.manifest import Split
 from bigtrain.errors import DataError
 from bigtrain.settings.run_config import RunConfig
-from bigtrain.system.user_cache import beside_or_cached, made_once
+from bigtrain.system.user_cache import cache_locations, made_once
 
 MAGIC = b"BTPLAN1\n"
 HEADER = struct.Struct(f"<8sQQ{len(fields(PackingCounts))}Q")
@@ -118,7 +118,7 @@ def open_plan(
     def make(file: IO[bytes]) -> None:
         _write(file, dataset.shards(split), sequence_length, long_documents)
 
-    plan = made_once(beside_or_cached(dataset.path, DIRECTORY, name), read, make)
+    plan = made_once(cache_locations(dataset.path, DIRECTORY, name), read, make)
     if plan is not None:
         return plan
     try:

@@ -37,7 +37,7 @@ from bigtrain.data.shards.manifest import (
     read_manifest,
 )
 from bigtrain.system.files import file_checksum
-from bigtrain.system.user_cache import beside_or_cached, made_once
+from bigtrain.system.user_cache import cache_locations, made_once
 
 MAGIC = b"BTSHARD2"
 DIRECTORY = "tables"
@@ -126,7 +126,7 @@ def read_table(directory: Path) -> ShardTable:
         def make(file: IO[bytes]) -> None:
             file.write(_pack(read_manifest(directory)))
 
-        table = made_once(beside_or_cached(directory, DIRECTORY, name), _map, make)
+        table = made_once(cache_locations(directory, DIRECTORY, name), _map, make)
         if table is not None:
             return table
     content = _pack(read_manifest(directory))

@@ -77,7 +77,7 @@ class ListedShards(Sequence[ListedShard]):
         )
 
 
-def share_of(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
+def rank_slice(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
     """Return the indices of the items that `rank` reads; all ranks read about equally many
     bytes."""
     shares: list[list[int]] = [[] for _ in range(world_size)]

@@ -33,12 +33,12 @@ from bigtrain.data.sources.links import Links
 from bigtrain.errors import DataError, first_line
 from bigtrain.system.storage.remote_file import store_of
 from bigtrain.system.storage.stores import (
-    Gone,
+    NotFoundError,
     RemoteStat,
     is_address,
     name_of,
-    persistently,
     scheme_of,
+    with_retries,
     without_secrets,
 )
 
@@ -102,7 +102,7 @@ class Source:
         return self.file_name.lower().endswith(COMPRESSION_SUFFIXES)
 
     @property
-    def is_unpacked(self) -> bool:
+    def needs_decompression(self) -> bool:
         """True if `bigtrain.data.sources.files` decompresses it to a file before
         reading."""
         only_forward = self.compressed or self.record.bytes is None
@@ -111,7 +111,7 @@ class Source:
     @property
     def is_hashed_by_documents(self) -> bool:
         """True if its checksum covers documents; for other sources it covers bytes of the file."""
-        if self.is_unpacked:
+        if self.needs_decompression:
             return False
         return self.kind in ("parquet", "arrow", "saved_dataset", "hub_dataset")
 
@@ -395,9 +395,9 @@ def file_at(address: str) -> RemoteEntry | None:
     is_folder = address.endswith("/") and scheme_of(address) not in ("http", "https")
     try:
         if not is_folder:
-            stat = persistently(address, "cannot be read", lambda: store.stat(address))
+            stat = with_retries(address, "cannot be read", lambda: store.stat(address))
             return RemoteEntry(address, name_of(address).rpartition("/")[2], stat)
-    except Gone:
+    except NotFoundError:
         if scheme_of(address) in ("http", "https"):
             raise
     return None
@@ -413,7 +413,7 @@ def find_remote_files(pattern: str) -> list[RemoteEntry]:
     folder = pattern
     if is_pattern(pattern):
         folder = re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
-    entries = persistently(folder, "cannot be listed", lambda: store.find(folder))
+    entries = with_retries(folder, "cannot be listed", lambda: store.find(folder))
     if is_pattern(pattern):
         known = re.compile(_pattern_of(pattern))
         entries = [entry for entry in entries if known.fullmatch(entry[0])]

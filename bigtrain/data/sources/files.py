@@ -27,7 +27,7 @@ from typing import IO, Any, Protocol, cast
 from bigtrain.data.sources.discovery import Source
 from bigtrain.errors import DataError
 from bigtrain.system.storage.remote_file import RemoteFile, store_of
-from bigtrain.system.storage.stores import persistently
+from bigtrain.system.storage.stores import with_retries
 
 
 def _open_zstd(raw: Any) -> Any:
@@ -110,7 +110,7 @@ def require_unchanged(source: Source, descriptor: int | None = None) -> None:
         return
     if source.address is not None:
         store, address = store_of(source.address), source.address
-        now = persistently(address, "cannot be read", lambda: store.stat(address))
+        now = with_retries(address, "cannot be read", lambda: store.stat(address))
         same = source.stat.is_same(now)
     elif source.record.modified_ns is None or os.path.isdir(source.path):
         return

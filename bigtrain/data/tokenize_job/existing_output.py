@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from bigtrain.data.documents.bad_documents import Rejects
+from bigtrain.data.documents.bad_documents import RejectedDocuments
 from bigtrain.data.documents.open_reader import part_reader
 from bigtrain.data.documents.reader import Part, ReadOptions
 from bigtrain.data.shards.dataset import open_dataset
@@ -240,9 +240,9 @@ def _holds(part: Part, xxh3: str, layout_xxh3: str | None, options: ReadOptions)
     tables."""
     if part.source.read_once or (layout_xxh3 is None and part.source.is_hashed_by_documents):
         return False
-    reader = part_reader(part, options, Rejects(True, lambda bad: None))
+    reader = part_reader(part, options, RejectedDocuments(True, lambda bad: None))
     try:
-        reader.skim()
+        reader.scan_layout()
     except DataError:
         return False  # the next reader reports the error
     return reader.checksum() == xxh3 and layout_xxh3 in (None, reader.layout())

@@ -109,7 +109,7 @@ def _groups(
 def _cut(source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
     """Return `source` in parts of about `shard_bytes`, if it can be split."""
     num_bytes = source.record.bytes
-    if source.is_unpacked or (num_bytes is None and source.kind != "hub_dataset"):
+    if source.needs_decompression or (num_bytes is None and source.kind != "hub_dataset"):
         return [whole(source)]
     if source.kind == "jsonl" and not source.compressed:
         return _even(source, num_bytes or 0, shard_bytes)

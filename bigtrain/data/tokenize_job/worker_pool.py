@@ -32,7 +32,7 @@ import numpy.typing as npt
 import xxhash
 
 from bigtrain.data.chat.encoder import ChatEncoder, EncodedChats
-from bigtrain.data.documents.bad_documents import BadDocument, Rejects
+from bigtrain.data.documents.bad_documents import BadDocument, RejectedDocuments
 from bigtrain.data.documents.open_reader import batched, part_reader
 from bigtrain.data.documents.reader import ReadOptions
 from bigtrain.data.shards.format import Mask, Tokens
@@ -223,7 +223,7 @@ class _UnitReader:
         self.counts = counts
         self.done: list[PartDone] = []
         self._part_of_bad: int | None = None  # the one being read
-        self.rejects = Rejects(job.allow_bad, self._keep)
+        self.rejects = RejectedDocuments(job.allow_bad, self._keep)
         self._errors_path: Path = workspace.directory / errors_name(unit.key, workspace.token)
         self._errors: IO[str] | None = None
         self._places: deque[tuple[int, int]] = deque()  # part, and line or row, of conversations
@@ -239,7 +239,7 @@ class _UnitReader:
             self.inside_answers |= batch.chats.inside
 
     def reject(self, batch: Batch) -> None:
-        """Reject the next conversations that failed in encoding. Raises as `Rejects`."""
+        """Reject the next conversations that failed in encoding. Raises as `RejectedDocuments`."""
         read = [self._places.popleft() for _ in range(batch.num_read)]
         for number, why in batch.problems:
             part_number, place = read[number]

@@ -24,8 +24,8 @@ from typing import Any
 import orjson
 import xxhash
 
-from bigtrain.system.storage.copies import WEIGHT_SUFFIXES, at_hand
-from bigtrain.system.user_cache import builds, cache_get, cache_put, key_of, source_of
+from bigtrain.system.storage.copies import WEIGHT_SUFFIXES, local_path
+from bigtrain.system.user_cache import cache_get, cache_put, key_of, package_fingerprints, source_of
 
 KIND = "tokenizers"
 BACKEND_FILE = "tokenizer.json"
@@ -87,7 +87,7 @@ def fingerprint(directory: Path, name: str) -> str | None:
     of the libraries and the modules that load tokenizers.
     """
     try:
-        parts: list[str | bytes] = [name, builds(*LIBRARIES), _own_source()]
+        parts: list[str | bytes] = [name, package_fingerprints(*LIBRARIES), _own_source()]
         for path in _files(directory):
             if path.stat().st_size > MAX_FILE_BYTES:
                 return None
@@ -202,7 +202,7 @@ def files_fingerprint(name: str) -> str | None:
 
     None if there are none. Weights in the same directory are skipped.
     """
-    directory = Path(at_hand(name, weights=False))
+    directory = Path(local_path(name, weights=False))
     if not directory.is_dir():
         from huggingface_hub import try_to_load_from_cache
 

@@ -19,7 +19,14 @@ import numpy as np
 
 from bigtrain.data.tokenizers import encoders as encoders_module
 from bigtrain.data.tokenizers.encoders import Encoded, Encoder, EncoderError
-from bigtrain.system.user_cache import builds, cache_get, cache_put, key_of, processor, source_of
+from bigtrain.system.user_cache import (
+    cache_get,
+    cache_put,
+    key_of,
+    package_fingerprints,
+    processor,
+    source_of,
+)
 
 FIRST_CHECKED = 64
 CHECKED_ONE_IN = 1000
@@ -53,7 +60,7 @@ def _compare(
             )
 
 
-def prove(fast: Encoder, reference: Encoder) -> None:
+def check_equivalence(fast: Encoder, reference: Encoder) -> None:
     """Compare on the edge cases, once for these encoders, versions, tokenizer and CPU.
 
     Raises EncoderError if they differ; a difference is not cached, so it is raised every time.
@@ -71,7 +78,7 @@ def _proof_key(fast: Encoder, reference: Encoder) -> str | None:
     try:
         parts: list[str | bytes] = [
             source_of(__file__, encoders_module.__file__),
-            builds(fast.library, reference.library),
+            package_fingerprints(fast.library, reference.library),
             reference.tokenizer_json,
             processor(),
         ]

@@ -17,7 +17,7 @@ from bigtrain.data.tokenizers.equivalence import tokenizer_edge_cases
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer, own_file
 from bigtrain.errors import DataError, Problem
 from bigtrain.settings.run_config import RunConfig
-from bigtrain.system.storage.copies import at_hand
+from bigtrain.system.storage.copies import local_path
 
 KEY, INITIAL = "data.allow_other_tokenizer", "checkpoint.initialize_from"
 _PARTS = ("normalizer", "pre_tokenizer", "model")
@@ -76,7 +76,7 @@ def _listed(ids: Sequence[int] | None) -> str:
 def _tokenizer_file(name: str) -> Path | None:
     """Return the tokenizer.json of a Hugging Face directory or hub name, a run, or a checkpoint in
     it."""
-    place = at_hand(name, weights=False)
+    place = local_path(name, weights=False)
     for folder in (place, f"{place}/tokenizer", f"{place}/../../tokenizer"):
         if Path(folder, "tokenizer.json").is_file():
             return Path(folder, "tokenizer.json")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from bigtrain.data.tokenizers.encoders import FAST_ENCODERS, Encoder, EncoderError, ReferenceEncoder
-from bigtrain.data.tokenizers.equivalence import prove
+from bigtrain.data.tokenizers.equivalence import check_equivalence
 from bigtrain.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class EncoderQueue:
                 reference.beginning_ids,
             )
             try:
-                prove(encoder, reference)
+                check_equivalence(encoder, reference)
             except EncoderError as error:
                 self._note(encoder, str(error))
                 continue

@@ -31,7 +31,7 @@ from bigtrain.data.tokenizers.own_file import FILE as OWN_FILE
 from bigtrain.data.tokenizers.own_file import as_in_file, without_class
 from bigtrain.data.tokenizers.transformers_patches import decodes_plainly, template_syntax_tree
 from bigtrain.errors import DataError, first_line
-from bigtrain.system.storage.copies import at_hand
+from bigtrain.system.storage.copies import local_path
 from bigtrain.system.storage.stores import is_address, without_secrets
 
 logger = logging.getLogger(__name__)
@@ -229,7 +229,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     and where the tokenizer has no fast implementation or no end-of-sequence token.
     """
     if is_address(name):
-        place = at_hand(name, weights=False)
+        place = local_path(name, weights=False)
         return replace(load_tokenizer(place), name=without_secrets(name), directory=place)
     directory = Path(name)
     if not directory.is_dir():

@@ -24,7 +24,7 @@ from bigtrain.engine.checkpoint.tensor_files import (
     refuse_other_shape,
 )
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
-from bigtrain.models.weights.lazy_tensors import LazyTensor, Offsets, blocks, narrowed, room
+from bigtrain.models.weights.lazy_tensors import LazyTensor, Offsets, allocate, blocks, narrowed
 
 BUFFER = "buffer"
 
@@ -149,7 +149,7 @@ def _fill(part: Part, offsets: Offsets, out: torch.Tensor) -> None:
                     and target.device.type == "cpu"
                     and target.is_contiguous()
                 )
-                buffer = target if is_direct else room(rows, dtype)
+                buffer = target if is_direct else allocate(rows, dtype)
                 part.read(file.fileno(), first * dtype.itemsize, memory_of(buffer))
                 if not is_direct:
                     inner = narrowed(buffer, (0, *there[dim + 1 :]), block[dim:])

@@ -106,7 +106,7 @@ def count_absent_experts(optimizer: Any, name: str) -> None:
     optimizer.get_grads_for_norm = find_all
 
 
-def gather_in_one_order(optimizer: Any) -> None:
+def fix_allgather_order(optimizer: Any) -> None:
     """Make ZeRO-3 gather parameters of several groups in the same order on every rank.
 
     DeepSpeed 0.19.8 takes them from a set (zero/partitioned_param_coordinator.py:569) and makes a

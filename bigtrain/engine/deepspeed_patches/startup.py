@@ -26,7 +26,7 @@ def set_mpu(mpu: Any) -> None:
 
 
 @contextmanager
-def process_as_before() -> Iterator[None]:
+def restore_process_state() -> Iterator[None]:
     """Restore on exit the process state that DeepSpeed changes when it builds an engine.
 
     ZeRO 3 replaces `torch.nn.functional.linear` (0.19.8, runtime/zero/partition_parameters.py:417),

@@ -79,7 +79,7 @@ SPEED_PATCHES = (
         "one overflow check",
         "runtime/fp16/unfused_optimizer.py, overflow_checker (16-bit ZeRO 0)",
         "a wait for the device per gradient",
-        lambda engine: isinstance(vars(engine.optimizer).get("overflow_checker"), _NotYetKnown),
+        lambda engine: isinstance(vars(engine.optimizer).get("overflow_checker"), _NoOverflowCheck),
     ),
     SpeedPatch(
         "no usage reports",
@@ -171,10 +171,10 @@ def skip_overflow_check(optimizer: Any) -> None:
     Does nothing to other optimizers.
     """
     if isinstance(optimizer, FP16_UnfusedOptimizer) and not optimizer.fused_lamb_legacy:
-        optimizer.overflow_checker = _NotYetKnown()
+        optimizer.overflow_checker = _NoOverflowCheck()
 
 
-class _NotYetKnown:
+class _NoOverflowCheck:
     """Stands for DeepSpeed's `CheckOverflow`."""
 
     def check(self) -> bool:

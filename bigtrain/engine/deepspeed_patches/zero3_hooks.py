@@ -78,7 +78,7 @@ def replace_hooks(optimizer: Any, host_time: HostTime) -> bool:
         release.hooks_dict_ref()[release.id] = hooks[module].after_forward
         before_backward.remove()
         after_backward.remove()
-    cut = offload.module.register_forward_pre_hook(_StackCut(), prepend=True)
+    cut = offload.module.register_forward_pre_hook(_ModuleStackReset(), prepend=True)
     offload.forward_hooks.append(cut)
     return True
 
@@ -204,7 +204,7 @@ class _ModuleHooks:
         return tuple({*self._params, *external.values()}) if external else self._params
 
 
-class _StackCut:
+class _ModuleStackReset:
     """Before a forward pass of the model: pops what the last pass left on the module stack.
 
     With torch's checkpointing a pass ends in the middle of a layer, by an exception, and the hooks

@@ -67,7 +67,7 @@ def master_parts(engine: Any, model: nn.Module) -> Iterator[MasterPart]:
         location = find(parameter) if parameter.requires_grad else frozen_range(parameter)
         if location is None:
             continue
-        whole = isinstance(location, _Whole) or (
+        whole = isinstance(location, ReplicatedRange) or (
             not parameter.requires_grad and location.capacity is None
         )
         yield MasterPart(
@@ -82,13 +82,13 @@ def master_parts(engine: Any, model: nn.Module) -> Iterator[MasterPart]:
         )
 
 
-class _Whole(MasterRange):
+class ReplicatedRange(MasterRange):
     """The range of a parameter that every replica holds in full."""
 
 
 def _finder(optimizer: Any) -> Any:
     if isinstance(optimizer, torch.optim.Optimizer):
-        return lambda p: _Whole(p, 0, p.numel(), 0)
+        return lambda p: ReplicatedRange(p, 0, p.numel(), 0)
     if is_zero3(optimizer):
         return lambda p: zero3_range(p, optimizer)
     partitions = flat_partitions(optimizer)
@@ -97,7 +97,7 @@ def _finder(optimizer: Any) -> Any:
         return lambda p: ranges.get(id(p))
     layout = {id(p): (flat, offset) for p, flat, offset in zero0_layout(optimizer)}
     if layout:
-        return lambda p: _Whole(*layout[id(p)], p.numel(), 0)
+        return lambda p: ReplicatedRange(*layout[id(p)], p.numel(), 0)
     raise CheckpointError(
         f"the optimizer {type(optimizer).__name__} keeps its masters in a way that bigtrain does "
         "not know how to save"

@@ -95,11 +95,11 @@ ROUND_ELEMENTS = 1 << 25
 round."""
 
 
-_Item = TypeVar("_Item", Piece, "_Place")
+_Item = TypeVar("_Item", Piece, "_ReceivedSlice")
 
 
 @dataclass(frozen=True)
-class Holding:
+class HeldShard:
     """A piece that this rank holds. is_sent: whether this rank sends it to an owner (rank in the
     group); of the ranks that hold the same piece, one does."""
 
@@ -108,7 +108,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ReceivedSlice:
     """Position of a rectangle received from another rank in a matrix of this one."""
 
     matrix: int
@@ -122,15 +122,15 @@ class _Place:
 
 
 @dataclass
-class _Round:
+class _ExchangeRound:
     """Per rank of the group: pieces to send and rectangles to receive; then pieces to get back and
     rectangles of results to return."""
 
     size: int
     sent: list[list[Piece]] = field(default_factory=list)
-    received: list[list[_Place]] = field(default_factory=list)
+    received: list[list[_ReceivedSlice]] = field(default_factory=list)
     wanted: list[list[Piece]] = field(default_factory=list)
-    returned: list[list[_Place]] = field(default_factory=list)
+    returned: list[list[_ReceivedSlice]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for lists in (self.sent, self.received, self.wanted, self.returned):
@@ -147,7 +147,7 @@ class MatrixExchange:
         self,
         shapes: Mapping[int, tuple[int, int]],
         cost: Callable[[tuple[int, int]], int],
-        holdings: Sequence[Holding],
+        holdings: Sequence[HeldShard],
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
@@ -163,7 +163,7 @@ class MatrixExchange:
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         owners = assign({number: cost(shape) for number, shape in shapes.items()}, size)
         numbers = _rounds(shapes, owners, size)
-        self._rounds = [_Round(size) for _ in range(max(numbers.values(), default=-1) + 1)]
+        self._rounds = [_ExchangeRound(size) for _ in range(max(numbers.values(), default=-1) + 1)]
         for holding in holdings:
             number = holding.piece.matrix
             plan, owner = self._rounds[numbers[number]], owners[number]
@@ -183,7 +183,7 @@ class MatrixExchange:
     def _count_sent(self, rank: int) -> int:
         total = 0
         for plan in self._rounds:
-            lists: Sequence[Sequence[Sequence[Piece | _Place]]] = (plan.sent, plan.returned)
+            lists: Sequence[Sequence[Sequence[Piece | _ReceivedSlice]]] = (plan.sent, plan.returned)
             total += sum(_numel(items) for own in lists for n, items in enumerate(own) if n != rank)
         return total
 
@@ -219,15 +219,15 @@ class MatrixExchange:
                 write(piece, part)
 
     def _buffer(
-        self, lists: Sequence[Sequence[Piece | _Place]], dtype: torch.dtype
+        self, lists: Sequence[Sequence[Piece | _ReceivedSlice]], dtype: torch.dtype
     ) -> torch.Tensor:
         return torch.empty(sum(map(_numel, lists)), dtype=dtype, device=self._device)
 
     def _exchange(
         self,
         out: torch.Tensor,
-        sent: Sequence[Sequence[Piece | _Place]],
-        received: Sequence[Sequence[Piece | _Place]],
+        sent: Sequence[Sequence[Piece | _ReceivedSlice]],
+        received: Sequence[Sequence[Piece | _ReceivedSlice]],
     ) -> torch.Tensor:
         if len(sent) == 1:
             return out
@@ -238,7 +238,7 @@ class MatrixExchange:
         )
         return incoming
 
-    def _announce(self, lists: Sequence[Sequence[Piece]]) -> list[list[_Place]]:
+    def _announce(self, lists: Sequence[Sequence[Piece]]) -> list[list[_ReceivedSlice]]:
         """Exchange the lists: what each rank of the group lists for this one. Collective."""
         rows = torch.tensor(
             [[p.matrix, p.row, p.column, *p.shape] for p in chain.from_iterable(lists)],
@@ -255,7 +255,7 @@ class MatrixExchange:
             sizes = [len(items) for items in lists]
             dist.all_to_all_single(incoming, rows, counts, sizes, group=self._group)
             rows = incoming
-        places = [_Place(n, row, column, (h, w)) for n, row, column, h, w in rows.tolist()]
+        places = [_ReceivedSlice(n, row, column, (h, w)) for n, row, column, h, w in rows.tolist()]
         ends = list(accumulate(counts))
         return [places[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
@@ -301,7 +301,7 @@ def _rounds(
     return numbers
 
 
-def _numel(items: Sequence[Piece | _Place]) -> int:
+def _numel(items: Sequence[Piece | _ReceivedSlice]) -> int:
     return sum(item.shape[0] * item.shape[1] for item in items)
 
 

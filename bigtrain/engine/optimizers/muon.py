@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bigtrain.engine.optimizers.masters import MasterPart
-from bigtrain.engine.optimizers.matrix_exchange import Holding, MatrixExchange, Piece, pieces_of
+from bigtrain.engine.optimizers.matrix_exchange import HeldShard, MatrixExchange, Piece, pieces_of
 from bigtrain.engine.optimizers.update_rule import (
     Master,
     RuleInputs,
@@ -150,7 +150,7 @@ class Muon(UpdateRule):
         group = self._groups[is_of_experts]
         ranks = dist.get_process_group_ranks(group)
         holdings = [
-            Holding(piece, partial(self._sends, part, ranks))
+            HeldShard(piece, partial(self._sends, part, ranks))
             for part in self._parts
             if part.name in numbered
             for piece in pieces_of(part, places[id(part.master)], numbered)

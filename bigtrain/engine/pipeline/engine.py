@@ -104,9 +104,9 @@ class PipelineTrainEngine(TrainEngine):
         """
         assert len(micro_batches) == self.plan.accumulation
         set_learning_rate(self.engine.optimizer, lr)
-        self.mark(COUNTING_TARGETS)
+        self.on_phase(COUNTING_TARGETS)
         num_targets = self._count_targets(micro_batches)
-        self.mark(BOTH_PASSES)
+        self.on_phase(BOTH_PASSES)
         # DeepSpeed divides by the data-parallel size, and by the accumulation.
         factor = self.plan.data_size * self.plan.accumulation
         self._scale = factor / num_targets.clamp(min=1)
@@ -114,8 +114,8 @@ class PipelineTrainEngine(TrainEngine):
         # DeepSpeed takes the mean of it over micro-batches.
         factor_of_loss = self._scale / self.plan.accumulation
         self._stage.feed(micro_batches, factor_of_loss, self._router_losses.of)
-        self._skip_policy, self._num_targets = self._noting(skip_policy), num_targets
-        self._begin_counts(observe)
+        self._skip_policy, self._num_targets = self._recording(skip_policy), num_targets
+        self._reset_step_counters(observe)
         self.engine.train_batch(data_iter=((b.input_ids, b.labels) for b in micro_batches))
         return StepResult(self._loss_sum, num_targets, self._end_step())
 
@@ -219,9 +219,11 @@ class PipelineTrainEngine(TrainEngine):
                 dist.all_reduce(accumulated_gradient(parameters[name], optimizer), group=group)
 
     def _optimizer_step(self, engine: Any) -> None:
-        self.mark(OPTIMIZER_UPDATE)
+        self.on_phase(OPTIMIZER_UPDATE)
         self._norm = self._gradient_norm_before_step()
-        self._skip_hook.watch(self._skip_policy, self._own_share(self._loss_sum), self._num_targets)
+        self._skip_hook.watch(
+            self._skip_policy, self._local_contribution(self._loss_sum), self._num_targets
+        )
         run_optimizer_step(engine)
 
 

@@ -23,7 +23,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from bigtrain.engine.deepspeed_patches.startup import process_as_before
+from bigtrain.engine.deepspeed_patches.startup import restore_process_state
 from bigtrain.engine.startup.device import device_kind
 from bigtrain.engine.startup.long_work import LongWork
 from bigtrain.engine.startup.operators import operators_without_locks
@@ -68,7 +68,7 @@ def process_group(
     Raises LaunchError if ranks cannot reach the main rank, if some have not joined within
     `rendezvous_timeout_seconds`, or if hosts have different versions.
     """
-    with process_as_before(), without_foreign(world, os.environ):
+    with restore_process_state(), without_foreign(world, os.environ):
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         with _opened_group(world, rendezvous_timeout_seconds, collective_timeout_seconds) as joined:
             yield joined

@@ -213,7 +213,7 @@ def check_expert_balance(
     """
     section, problems = config.moe, []
     kind, attention = hf_config.model_type, config.model.attention
-    tried = cache(partial(_tried, hf_config, attention))
+    tried = cache(partial(_run_proxy, hf_config, attention))
     if section.bias_update_rate and (reason := _without_biases(hf_config, attention, reach)):
         problems.append(Problem(_BIAS, section.bias_update_rate, reason, "0"))
     if section.auxiliary_loss == "global_batch":
@@ -348,7 +348,7 @@ def _are_probabilities(layer: torch.Tensor) -> bool:
     return in_range or torch.allclose(layer.float().exp().sum(-1), torch.ones(layer.shape[0]))
 
 
-def _tried(hf_config: PreTrainedConfig, attention: str) -> tuple[Any, PreTrainedModel]:
+def _run_proxy(hf_config: PreTrainedConfig, attention: str) -> tuple[Any, PreTrainedModel]:
     """Return the outputs of a proxy model with router logits, and the model."""
     model = _proxy(hf_config, attention)
     ask_for_router_logits(model)

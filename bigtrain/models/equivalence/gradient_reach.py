@@ -29,7 +29,7 @@ from bigtrain.models.equivalence.proxy_model import (
     with_heads,
 )
 from bigtrain.models.experts import auxiliary_loss
-from bigtrain.models.layers.document_masks import documents_known
+from bigtrain.models.layers.document_masks import document_boundaries
 from bigtrain.models.torch_patches import OperatorMode
 
 _META_TOKENS = 32
@@ -104,7 +104,7 @@ def _on_cpu(hf_config: PreTrainedConfig, attention: str) -> tuple[str, ...]:
 
 
 def _unreached(model: Any, ids: torch.Tensor) -> tuple[str, ...]:
-    with torch.enable_grad(), documents_known(packed=False):
+    with torch.enable_grad(), document_boundaries(packed=False):
         outputs = model(input_ids=ids, use_cache=False)
         extra = auxiliary_loss(outputs)
         roots = [outputs.logits] if extra is None else [outputs.logits, extra]

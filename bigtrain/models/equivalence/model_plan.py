@@ -36,7 +36,13 @@ from bigtrain.models.parallel.hidden_matrices import check_matrices
 from bigtrain.models.parallel.stage_layout import StagePlan
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
-from bigtrain.system.user_cache import builds, cached, key_of, package_source, processor
+from bigtrain.system.user_cache import (
+    cached,
+    key_of,
+    package_fingerprints,
+    package_source,
+    processor,
+)
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,7 @@ class _RefusedError(Exception):
         self.problems = problems
 
 
-def choose_once(
+def cached_model_plan(
     config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
 ) -> tuple[ModelPlan | None, list[Problem]]:
     """Call `choose` on one of the ranks that share a cache; the others wait."""
@@ -184,7 +190,7 @@ def trial_key(hf_config: PreTrainedConfig, *settings: object) -> str | None:
     if not type(hf_config).__module__.startswith("transformers."):
         return None
     try:
-        libraries = builds(*_LIBRARIES)
+        libraries = package_fingerprints(*_LIBRARIES)
     except LookupError:
         return None
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()

@@ -37,7 +37,7 @@ from bigtrain.models.weights.older_readers import (
     add_legacy_keys,
     write_json,
 )
-from bigtrain.system.storage.copies import WEIGHT_SUFFIXES, at_hand
+from bigtrain.system.storage.copies import WEIGHT_SUFFIXES, local_path
 
 BASE = "base"
 """Folder of a run directory with the record of its base."""
@@ -96,7 +96,7 @@ def record_base(source: str, weights: Weights, directory: Path) -> None:
 def _local_directory(source: str, weights: Weights) -> Path:
     """Return a directory of this host with the small files of `source`; of a hub model those that
     the cache holds next to the weights, if the hub cannot be reached."""
-    path = Path(at_hand(source))
+    path = Path(local_path(source))
     if path.is_dir():
         return path
     revision = weights.files[0].parent.name  # of a snapshot in the hub's cache

@@ -16,7 +16,7 @@ from bigtrain.models.export.verified import Probe, export_model
 from bigtrain.models.weights.export_hf import DTYPES
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.models.weights.vocabulary import (
-    Growth,
+    VocabularyResize,
     base_configuration,
     grown_configuration,
     grown_weights,
@@ -33,7 +33,7 @@ def export_grown(
     output: Path,
     vocabulary: VocabularySection,
     seed: int,
-) -> Growth:
+) -> VocabularyResize:
     """Write the model `source` (directory or hub name) with rows for a tokenizer of `tokens`
     tokens; returns how it has grown, and a note for each other thing that differs from `source`.
 

@@ -51,7 +51,7 @@ def sizes_of_documents(position_ids: torch.Tensor) -> tuple[int, ...]:
 
 
 @contextmanager
-def documents_alone(position_ids: torch.Tensor) -> Iterator[None]:
+def per_document_attention(position_ids: torch.Tensor) -> Iterator[None]:
     """Inside, models with this attention get the documents of `position_ids` instead of masks.
 
     [B, T] on the host, of full samples.
@@ -66,8 +66,8 @@ def documents_alone(position_ids: torch.Tensor) -> Iterator[None]:
 def attend_by_document(model: PreTrainedModel) -> Callable[[], None]:
     """Make `model`, whose attention is sdpa or eager, attend by document; returns an undo function.
 
-    Outside of `documents_alone` it attends as before. A forward pass inside raises ModelError if
-    the model asks for a mask that is not causal (with or without a sliding window).
+    Outside of `per_document_attention` it attends as before. A forward pass inside raises
+    ModelError if the model asks for a mask that is not causal (with or without a sliding window).
     """
     before = attention_name(model)
     name = IMPLEMENTATIONS[before]

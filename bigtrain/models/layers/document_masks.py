@@ -63,7 +63,7 @@ def document_numbers(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def documents_known(*, packed: bool) -> Iterator[None]:
+def document_boundaries(*, packed: bool) -> Iterator[None]:
     """Inside, `packed` tells models whether documents share samples.
 
     Otherwise transformers reads the positions in every forward pass, and a GPU's host waits.

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from bigtrain.models.layers.document_attention import attend_by_document, documents_alone
+from bigtrain.models.layers.document_attention import attend_by_document, per_document_attention
 from bigtrain.models.layers.document_masks import (
-    documents_known,
+    document_boundaries,
     lengths_of_documents,
 )
 from bigtrain.models.layers.rotary import choose_by_document
@@ -51,10 +51,10 @@ class Isolation:
         """Enter around every forward pass: `position_ids` [B, T] on the host, full samples; None
         if each sample is one document."""
         if position_ids is None or self.kind != "documents":
-            with documents_known(packed=position_ids is not None):
+            with document_boundaries(packed=position_ids is not None):
                 yield
         else:
-            with documents_known(packed=False), documents_alone(position_ids):
+            with document_boundaries(packed=False), per_document_attention(position_ids):
                 yield
 
     def arguments(self, position_ids: torch.Tensor | None) -> dict[str, Any]:

@@ -17,7 +17,13 @@ from bigtrain.models.layers.adapters import (
 )
 from bigtrain.models.layers.parameters import listed_layers
 from bigtrain.models.parallel.tensor import Plan, tensor_plan
-from bigtrain.planner.model_costs import AdapterCosts, Matmul, Others, Packed, adapter_of
+from bigtrain.planner.model_costs import (
+    AdapterCosts,
+    ExtraAdapterParameters,
+    Matmul,
+    QuantizedWeights,
+    adapter_of,
+)
 from bigtrain.settings.hf_config_keys import CHOSEN_EXPERTS, number_of
 from bigtrain.settings.sections.adapters import AdaptersSection
 
@@ -61,7 +67,7 @@ def adapter_costs(model: PreTrainedModel, section: AdaptersSection) -> AdapterCo
             full = f"{name}.{leaf}"
             add(full, [], parameter.numel(), cut=_is_cut(full, plan))
     packed = _packed(model, section, prefixes) if section.is_quantized else ()
-    *inside, outside = (Others(*parts) for parts in others)
+    *inside, outside = (ExtraAdapterParameters(*parts) for parts in others)
     return AdapterCosts(tuple(map(tuple, products)), tuple(inside), outside, packed)
 
 
@@ -86,7 +92,7 @@ def _is_cut(name: str, plan: Plan) -> bool:
 
 def _packed(
     model: PreTrainedModel, section: AdaptersSection, prefixes: list[str]
-) -> tuple[Packed, ...]:
+) -> tuple[QuantizedWeights, ...]:
     """Return costs of each decoder layer; the few linear layers outside of those count as if they
     were plain."""
     sizes: dict[str, list[int]] = {prefix: [] for prefix in prefixes}
@@ -95,7 +101,7 @@ def _packed(
         if of_layer is not None:
             of_layer.append(model.get_submodule(name).weight.numel())
     double = section.double_quantization
-    return tuple(Packed.of(found, double=double) for found in sizes.values())
+    return tuple(QuantizedWeights.of(found, double=double) for found in sizes.values())
 
 
 def _product(model: PreTrainedModel, name: str, plan: Plan) -> Matmul:

@@ -41,7 +41,7 @@ from transformers.initialization import no_init_weights
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES
-from bigtrain.models.layers.document_masks import documents_known
+from bigtrain.models.layers.document_masks import document_boundaries
 from bigtrain.models.layers.parameter_roles import parameter_roles
 from bigtrain.models.layers.parameters import listed_layers
 from bigtrain.models.parallel.tensor import tensor_plan
@@ -246,7 +246,7 @@ def _trace(hf_config: PreTrainedConfig, dtype: torch.dtype, sequence_length: int
     tracer.own = {storage_of(p) for p in model.parameters()}
     with ExitStack() as stack:
         stack.enter_context(_watched(model, layers, tracer))
-        stack.enter_context(documents_known(packed=False))
+        stack.enter_context(document_boundaries(packed=False))
         stack.enter_context(tracer.saving())
         stack.enter_context(tracer)
         model(input_ids=ids, use_cache=False)

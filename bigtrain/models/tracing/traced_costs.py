@@ -27,11 +27,11 @@ from bigtrain.settings.hf_config_keys import written_configuration
 from bigtrain.settings.run_config import AdaptersSection, ModelSection, RunConfig
 from bigtrain.settings.sections.base import Section
 from bigtrain.system.user_cache import (
-    builds,
     cache_get,
     cache_put,
     cached,
     key_of,
+    package_fingerprints,
     package_source,
 )
 
@@ -120,7 +120,7 @@ def _key(
                 json.dumps(values, sort_keys=True),
                 grown,
                 config.precision.dtype,
-                builds("torch", "transformers", *(("peft",) if more else ())),
+                package_fingerprints("torch", "transformers", *(("peft",) if more else ())),
                 package_source(),
                 *(section.model_dump_json() for section in more),
             ]

@@ -26,7 +26,9 @@ def with_magnitudes(weights: Weights, model: nn.Module) -> Weights:
             layer: Any = model.get_submodule(layer_name)
             own = layer.base_layer
             if is_quantized(own):
-                tensors[name] = LazyTensor((own.out_features,), torch.float32, _OfPacked(own))
+                tensors[name] = LazyTensor(
+                    (own.out_features,), torch.float32, _DequantizedView(own)
+                )
                 continue
             base = weights.tensors[f"{layer_name}.weight"]
             tensors[name] = magnitude(base, transposed=bool(layer.fan_in_fan_out))
@@ -34,7 +36,7 @@ def with_magnitudes(weights: Weights, model: nn.Module) -> Weights:
 
 
 @dataclass(frozen=True)
-class _OfPacked:
+class _DequantizedView:
     """The magnitudes of a layer in 4 bits: not those of the weights in the files."""
 
     layer: Any

@@ -39,7 +39,7 @@ from bigtrain.models.weights.lazy_tensors import (
     narrowed,
 )
 from bigtrain.models.weights.weight_files import REWRITE, find_file, weight_files
-from bigtrain.system.storage.copies import at_hand
+from bigtrain.system.storage.copies import local_path
 
 _SHOWN = 5
 _UNKNOWN = ": the model has none"
@@ -117,7 +117,7 @@ def find_weights(source: str, hf_config: PreTrainedConfig, key: str = "model.pat
     if source.startswith((".", "/", "~")) and not Path(source).exists():
         raise ModelError(f"{setting}: no such directory -> restore it, or name where it is now")
     try:
-        files = tuple(weight_files(at_hand(source), hf_config))
+        files = tuple(weight_files(local_path(source), hf_config))
         found = _leaves_of(files)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"{setting}: {_sentence(error)}") from error
@@ -172,7 +172,7 @@ def stored_tensors(file: Path) -> dict[str, LazyTensor]:
 def _quantization(source: str) -> str | None:
     """Return the method by which the files in `source` are quantized, according to its
     config.json."""
-    path = find_file(at_hand(source), CONFIG_NAME)
+    path = find_file(local_path(source), CONFIG_NAME)
     with suppress(OSError, ValueError, LookupError, AttributeError):
         if path is not None:
             method = json.loads(path.read_text())["quantization_config"].get("quant_method")

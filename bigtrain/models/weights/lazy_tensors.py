@@ -65,7 +65,7 @@ class LazyTensor(torch.Tensor):
 
     def read(self) -> torch.Tensor:
         """Return the full tensor."""
-        found = room(tuple(self.shape), self.dtype)
+        found = allocate(tuple(self.shape), self.dtype)
         self.fill((0,) * self.ndim, found)
         return found
 
@@ -128,7 +128,7 @@ def blocks(sizes: Offsets, itemsize: int) -> Iterator[tuple[Offsets, Offsets]]:
         yield (start, *(0,) * (len(sizes) - 1)), (min(step, sizes[0] - start), *sizes[1:])
 
 
-def room(shape: Offsets, dtype: torch.dtype) -> torch.Tensor:
+def allocate(shape: Offsets, dtype: torch.dtype) -> torch.Tensor:
     """Return an uninitialized tensor whose memory returns to the system as soon as it is freed.
 
     malloc would keep blocks of up to 32 MiB.

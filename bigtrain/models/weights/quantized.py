@@ -25,7 +25,7 @@ from bigtrain.models.layers.adapters import (
     quiet_bitsandbytes,
 )
 from bigtrain.models.weights.import_hf import Weights
-from bigtrain.models.weights.lazy_tensors import forget_computed, room
+from bigtrain.models.weights.lazy_tensors import allocate, forget_computed
 from bigtrain.planner.model_costs import BLOCK_SIZE
 from bigtrain.settings.sections.adapters import AdaptersSection
 
@@ -145,7 +145,7 @@ def read_quantized(model: nn.Module, weights: Weights, device: torch.device) -> 
             continue
         layer: Any = module
         source = base_name(f"{name}.weight")
-        full = room(tuple(weights.tensors[source].shape), layer.quantized_from)
+        full = allocate(tuple(weights.tensors[source].shape), layer.quantized_from)
         weights.fill(source, (0, 0), full)
         full = (full.T if layer.is_transposed else full).contiguous().to(device)
         packed, state = library.functional.quantize_4bit(

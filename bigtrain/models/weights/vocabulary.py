@@ -23,7 +23,7 @@ from bigtrain.models.configuration import text_config, vocabulary_size
 from bigtrain.models.layers.parameters import seed_of
 from bigtrain.models.transformers_patches import initialize_module
 from bigtrain.models.weights.import_hf import Weights
-from bigtrain.models.weights.lazy_tensors import LazyTensor, room, rows_joined
+from bigtrain.models.weights.lazy_tensors import LazyTensor, allocate, rows_joined
 from bigtrain.settings.run_config import ModelSection
 
 _VARIANCE = 1e-9
@@ -36,7 +36,7 @@ Rows = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Growth:
+class VocabularyResize:
     """A vocabulary that grows. before: rows in the files. names: of the parameters with a row for
     each token, tied ones apart. notes: what else an export changed, a line each."""
 
@@ -48,7 +48,7 @@ class Growth:
 
 def grown_configuration(
     section: ModelSection, hf_config: PreTrainedConfig, tokens: int
-) -> tuple[PreTrainedConfig, Growth | None]:
+) -> tuple[PreTrainedConfig, VocabularyResize | None]:
     """`hf_config` with the vocabulary that `section` asks for where the tokenizer has `tokens`;
     the same one and None where it does not grow.
 
@@ -60,10 +60,10 @@ def grown_configuration(
         return hf_config, None
     grown = copy.deepcopy(hf_config)
     text_config(grown).vocab_size = after
-    return grown, Growth(before, after, _growing(hf_config, grown))
+    return grown, VocabularyResize(before, after, _growing(hf_config, grown))
 
 
-def base_configuration(hf_config: PreTrainedConfig, growth: Growth) -> PreTrainedConfig:
+def base_configuration(hf_config: PreTrainedConfig, growth: VocabularyResize) -> PreTrainedConfig:
     """Return the configuration of the files, from the grown one."""
     base = copy.deepcopy(hf_config)
     text_config(base).vocab_size = growth.before
@@ -102,7 +102,7 @@ def _by_token(model: Any) -> list[nn.Module]:
 def grown_weights(
     weights: Weights,
     hf_config: PreTrainedConfig,
-    growth: Growth,
+    growth: VocabularyResize,
     section: ModelSection,
     seed: int,
     on_main_rank: Callable[[Callable[[], Rows]], Rows],
@@ -120,7 +120,7 @@ def grown_weights(
 def new_rows(
     weights: Weights,
     hf_config: PreTrainedConfig,
-    growth: Growth,
+    growth: VocabularyResize,
     section: ModelSection,
     seed: int,
 ) -> Rows:
@@ -139,13 +139,13 @@ def new_rows(
                 found[name] = _initialized(hf_config, name, count)
                 continue
             lazy = weights.tensors[name]
-            old = room(tuple(lazy.shape), torch.float32)
+            old = allocate(tuple(lazy.shape), torch.float32)
             weights.fill(name, (0,) * lazy.ndim, old)
-            found[name] = _around_the_mean(old, count, spread=kind == "mean_covariance")
+            found[name] = _initialize_near_mean(old, count, spread=kind == "mean_covariance")
     return found
 
 
-def _around_the_mean(old: torch.Tensor, count: int, *, spread: bool) -> torch.Tensor:
+def _initialize_near_mean(old: torch.Tensor, count: int, *, spread: bool) -> torch.Tensor:
     """`count` rows drawn as transformers draws them from the `old` ones, which are overwritten;
     without `spread` their mean."""
     mean = torch.mean(old, 0)

@@ -16,7 +16,7 @@ from pathlib import Path
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.planner.memory import MemoryUse, peak_memory
 from bigtrain.planner.published.rows import RowRun, run_of
-from bigtrain.planner.published.words import is_told
+from bigtrain.planner.published.words import has_value
 from bigtrain.planner.step_time import step_time
 from bigtrain.planner.tables.engines import Engine
 
@@ -66,7 +66,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 def _why_not_measured(row: Mapping[str, str]) -> str:
     """Why a row has no measurement: it needs throughput or memory, as positive numbers; empty if it
     has one, and no wrong one."""
-    given = [name for name in ("tokens_per_s_per_gpu", "peak_gib") if is_told(row, name)]
+    given = [name for name in ("tokens_per_s_per_gpu", "peak_gib") if has_value(row, name)]
     for name in given:
         try:
             right = (_measured(row, name) or 0.0) > 0
@@ -80,7 +80,7 @@ def _why_not_measured(row: Mapping[str, str]) -> str:
 def _measured(row: Mapping[str, str], name: str = "tokens_per_s_per_gpu") -> float | None:
     """A figure that was measured, None where the column says nothing. Also "1,039" and "77 GiB".
     Raises ValueError where it is something else."""
-    if not is_told(row, name):
+    if not has_value(row, name):
         return None
     text = re.sub(r"[,_]|\s*(gib|gb|tokens/s.*)$", "", row[name].strip().lower())
     value = float(text)

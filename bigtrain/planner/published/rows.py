@@ -33,10 +33,10 @@ from bigtrain.planner.published.words import (
     degree,
     engine_name,
     has_float32_gradients,
+    has_value,
     is_float4,
     is_float8,
     is_single_precision,
-    is_told,
     network_bits,
     number,
     recompute,
@@ -88,7 +88,7 @@ def _model(row: Row, engine: Engine, element_bytes: int) -> ModelCosts:
     known = known_figures(row["model"])
     gated = known.get("gated", bool(known) or bool(re.search(_GATED, said)))
     usual = known
-    if not known and not (is_told(row, "layers") and is_told(row, "hidden")):
+    if not known and not (has_value(row, "layers") and has_value(row, "hidden")):
         size = billions(row) or active_billions(row)
         usual = usual_shape(size, gated=gated) if size else known
 
@@ -267,7 +267,7 @@ def _with_batch(
     if batch:
         micro = math.ceil(batch // dp / number_of)  # of uneven ones the mean
     layout = replace(layout, micro_batch_size=micro, num_accumulation=number_of)
-    if not is_told(row, "recompute") and words(row, "recompute").strip() != "none":
+    if not has_value(row, "recompute") and words(row, "recompute").strip() != "none":
         return _as_much_recomputed_as_fits(layout, engine, model, device)
     return layout
 

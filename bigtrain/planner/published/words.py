@@ -50,7 +50,7 @@ def words(row: Row, *names: str) -> str:
     return " ".join((row.get(name) or "") for name in names).lower()
 
 
-def is_told(row: Row, name: str) -> bool:
+def has_value(row: Row, name: str) -> bool:
     """Whether a column says anything."""
     return (row.get(name) or "").strip().lower() not in NOTHING
 
@@ -60,7 +60,7 @@ def number(row: Row, name: str, default: int | None = None) -> int:
     1024 where that makes a power of two, as of tokens, else 1000. Raises ValueError where there is
     none, or something else."""
     text = (row.get(name) or "").strip()
-    if not is_told(row, name):
+    if not has_value(row, name):
         if default is not None:
             return default
         raise ValueError(f"{name} is empty")
@@ -223,7 +223,7 @@ def sequence_length(row: Row) -> int:
     said = re.search(
         r"(?:seq\w*(?: length)?|context)\D{0,6}(\d[\d,]*\s*k?)\b", words(row, "notes", "model")
     )
-    told = number({"seq": said[1]}, "seq") if said and not is_told(row, "seq") else 2048
+    told = number({"seq": said[1]}, "seq") if said and not has_value(row, "seq") else 2048
     return number(row, "seq", told)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.planner.tables.engines import MeasuredEngine, measured_engine
 from bigtrain.planner.tables.hardware import Device, Reach
-from bigtrain.system.user_cache import builds, cache_get, cache_put, key_of, processor
+from bigtrain.system.user_cache import cache_get, cache_put, key_of, package_fingerprints, processor
 
 KIND = "calibration"
 _NOT_ONE = (OSError, ValueError, KeyError, TypeError)
@@ -58,7 +58,7 @@ def _machine() -> str:
     """Return the key of what a measurement depends on: the machine, and the libraries on it."""
     libraries = "editable"
     with suppress(LookupError):
-        libraries = builds("torch", "deepspeed")
+        libraries = package_fingerprints("torch", "deepspeed")
     return key_of([platform.node(), processor(), str(os.cpu_count()), libraries])
 
 

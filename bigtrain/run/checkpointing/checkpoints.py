@@ -200,7 +200,7 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def corruption(directory: Path, contents: Contents = "small") -> str | None:
+def find_corruption(directory: Path, contents: Contents = "small") -> str | None:
     """Return why the checkpoint cannot be used, with the file; None if it can."""
     try:
         _verify(directory, contents)
@@ -272,7 +272,7 @@ def make_run_id(run_directory: Path) -> str:
     run_id = read_run_id(run_directory)
     if run_id is None:
         run_id = secrets.token_hex(8)
-        for step in reversed(steps(run_directory)):
+        for step in reversed(list_steps(run_directory)):
             with suppress(CorruptCheckpointError):
                 run_id = read_manifest(checkpoint_path(run_directory, step)).identity.run
                 break
@@ -287,7 +287,7 @@ def make_run_id(run_directory: Path) -> str:
     return run_id
 
 
-def steps(run_directory: Path) -> list[int]:
+def list_steps(run_directory: Path) -> list[int]:
     """Return steps that have a checkpoint, complete or corrupt, oldest first: also entries that
     only have the name of one, such as a broken link: they must not be skipped silently.
     """
@@ -303,16 +303,16 @@ def usable(
     run_directory: Path, warn: Callable[[str], None], contents: Contents = "small"
 ) -> Iterator[Path]:
     """Yield complete checkpoints, newest first; call `warn` for each corrupt one on the way."""
-    for step in reversed(steps(run_directory)):
+    for step in reversed(list_steps(run_directory)):
         directory = checkpoint_path(run_directory, step)
-        reason = corruption(directory, contents)
+        reason = find_corruption(directory, contents)
         if reason is None:
             yield directory
         else:
-            warn(passed_over(step, reason))
+            warn(skipped_message(step, reason))
 
 
-def passed_over(step: int, reason: str) -> str:
+def skipped_message(step: int, reason: str) -> str:
     """Return the message about a corrupt checkpoint that is replaced by an older one."""
     return f"skipping corrupt checkpoint at step {step}: {reason}"
 
@@ -328,13 +328,13 @@ def find(
 
     Raises CheckpointError if there is none.
     """
-    available = steps(run_directory)
+    available = list_steps(run_directory)
     if step is not None:
         directory = checkpoint_path(run_directory, step)
         if step not in available:
             known = ", ".join(map(str, available)) or "none"
             raise CheckpointError(f"{run_directory}: no checkpoint of step {step}; steps: {known}")
-        reason = corruption(directory, contents)
+        reason = find_corruption(directory, contents)
         if reason is not None:
             raise CheckpointError(f"checkpoint of step {step} is corrupt: {reason}")
         return directory

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigtrain.data.shards.verification import share_of
+from bigtrain.data.shards.verification import rank_slice
 from bigtrain.engine.checkpoint.snapshot import read_weights, restore_weights
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem
@@ -57,7 +57,7 @@ class WeightsSource:
 
         Reads file headers only; every rank may call it. Raises ModelError as `find_weights`.
         """
-        if self.hugging_face is None or checkpoints.steps(Path(config.output.directory)):
+        if self.hugging_face is None or checkpoints.list_steps(Path(config.output.directory)):
             return None
         return self._find_weights(config, inputs)
 
@@ -81,7 +81,7 @@ class WeightsSource:
             session.base_model = verify_weights(session, weights)
             session.base_weights = weights
             if unused := weights.unused():
-                session.say(
+                session.log(
                     f"{weights.setting}: these tensors are not part of the model that transformers "
                     f"builds, and are not trained: {shortened(unused)}"
                 )
@@ -90,12 +90,12 @@ class WeightsSource:
         if checkpoint is None:
             return
         try:
-            directory = session.long_work.on_main_rank(lambda: _find(checkpoint, session.say))
+            directory = session.long_work.on_main_rank(lambda: _find(checkpoint, session.log))
             listing = checkpoints.list_tensors(directory)
             restore_weights(engine, directory / checkpoints.TENSORS, listing)
         except CheckpointError as error:
             raise CheckpointError(f"{KEY}: {error}") from error
-        session.say(f"weights initialized from {directory}")
+        session.log(f"weights initialized from {directory}")
 
 
 def _grown(session: Session, weights: Weights) -> Weights:
@@ -108,7 +108,7 @@ def _grown(session: Session, weights: Weights) -> Weights:
         weights, hf_config, growth, config.model, config.seed, session.long_work.on_main_rank
     )
     assert config.model.vocabulary is not None
-    session.say(
+    session.log(
         f"vocabulary grown from {growth.before} to {growth.after} rows "
         f"({config.model.vocabulary.new_rows}): {', '.join(growth.names)}"
     )
@@ -129,7 +129,7 @@ def verify_weights(session: Session, weights: Weights) -> Sums:
         try:
             files = [path.absolute() for path in files_read_with(weights.files)]
             sizes = [path.stat().st_size for path in files]
-            for file in (files[n] for n in share_of(sizes, world.rank, world.size)):
+            for file in (files[n] for n in rank_slice(sizes, world.rank, world.size)):
                 sums[str(file)] = sum_of(file)
             problems += changes_of(sums, directory, session.directory)
         except (OSError, ModelError) as error:
@@ -175,7 +175,7 @@ def weights_source(config: RunConfig) -> WeightsSource:
 def _find(directory: Path, warn: Callable[[str], None]) -> Path:
     if not (directory / checkpoints.MANIFEST).is_file():
         return checkpoints.find(directory, None, "small", warn)
-    reason = checkpoints.corruption(directory)
+    reason = checkpoints.find_corruption(directory)
     if reason is not None:
         raise CheckpointError(f"corrupt: {reason}")
     return directory

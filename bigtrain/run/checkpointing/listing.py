@@ -45,7 +45,7 @@ def listed_checkpoints(run_directory: Path) -> list[ListedCheckpoint]:
     steps = _steps(run_directory)
     section, best = _sections(run_directory)
     corruption = {
-        step: checkpoints.corruption(checkpoints.checkpoint_path(run_directory, step))
+        step: checkpoints.find_corruption(checkpoints.checkpoint_path(run_directory, step))
         for step in steps
     }
     complete = [step for step, reason in corruption.items() if reason is None]
@@ -112,7 +112,7 @@ def verify_checkpoints(run_directory: Path, step: int | None) -> Iterator[tuple[
         raise CheckpointError(f"{run_directory}: no checkpoint of step {step}; steps: {known}")
     for number in steps if step is None else [step]:
         directory = checkpoints.checkpoint_path(run_directory, number)
-        yield number, checkpoints.corruption(directory, "all")
+        yield number, checkpoints.find_corruption(directory, "all")
 
 
 def best_step(run_directory: Path) -> int:
@@ -126,7 +126,7 @@ def best_step(run_directory: Path) -> int:
     for step in _steps(run_directory):
         directory = checkpoints.checkpoint_path(run_directory, step)
         value = best_value(directory, looked_up, best)
-        if value is not None and checkpoints.corruption(directory) is None:
+        if value is not None and checkpoints.find_corruption(directory) is None:
             values[step] = value if best.mode == "min" else -value
     if not values:
         raise CheckpointError(
@@ -136,7 +136,7 @@ def best_step(run_directory: Path) -> int:
 
 
 def _steps(run_directory: Path) -> list[int]:
-    steps = checkpoints.steps(run_directory)
+    steps = checkpoints.list_steps(run_directory)
     if not steps:
         raise CheckpointError(f"{run_directory}: has no checkpoint")
     return steps
@@ -257,9 +257,9 @@ def _read(run: Path) -> _Adapters | None:
         section = config.get("adapters")
         if section is None:
             return None
-        for step in reversed(checkpoints.steps(run)):
+        for step in reversed(checkpoints.list_steps(run)):
             path = checkpoints.checkpoint_path(run, step)
-            if checkpoints.corruption(path) is None:
+            if checkpoints.find_corruption(path) is None:
                 state = checkpoints.read_state(path)
                 return _Adapters(
                     run,

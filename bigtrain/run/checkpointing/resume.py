@@ -58,14 +58,14 @@ def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
             _pair(document.get("outer_sent")),
             document.get("outer_tokens", 0),
         )
-        session.say(f"resumed at step {state.step} from {directory}")
+        session.log(f"resumed at step {state.step} from {directory}")
         if jump := changed_rate(document, session.run.config):
-            session.say(jump)
+            session.log(jump)
         if len(phases) > 1 and phases[-1].first_sample == state.samples:
             changes = "; ".join(f"{key}: {text}" for key, text in differences(*phases[-2:]))
-            session.say(f"other data from sample {state.samples} on: {changes}")
+            session.log(f"other data from sample {state.samples} on: {changes}")
             for text in phases[-1].describe_rests():
-                session.say(text)
+                session.log(text)
         return state
     return TrainState(phases=(first_phase(session.run.config, session.inputs.sources),))
 
@@ -79,7 +79,7 @@ def _is_restored(
         restore_engine(engine, directory / checkpoints.TENSORS, document["engine"], listing)
     except CorruptCheckpointError as error:
         # Raised on all ranks: reading tensors compares their checksums.
-        session.say(checkpoints.passed_over(document["step"], str(error)))
+        session.log(checkpoints.skipped_message(document["step"], str(error)))
         return False
     return True
 
@@ -94,9 +94,9 @@ def _usable(session: Session) -> Iterator[str]:
     contents: checkpoints.Contents = (
         "all" if session.run.config.checkpoint.verify == "contents" else "small"
     )
-    for directory in checkpoints.usable(session.directory, session.say, contents):
+    for directory in checkpoints.usable(session.directory, session.log, contents):
         yield str(directory)
-    if checkpoints.steps(session.directory):
+    if checkpoints.list_steps(session.directory):
         raise CheckpointError(
             f"{session.directory}: every checkpoint is corrupt, so the run cannot resume; fix one, "
             "or delete them all to start over"
@@ -127,7 +127,7 @@ def acquire_run_directory(session: Session, state: TrainState) -> bool:
             with writing(session.directory, OUTPUT_REMEDY):
                 session.run_token = fencing.acquire(session.directory, os.environ)
             # A newer one that was skipped as corrupt is skipped again.
-            is_newest = max(checkpoints.steps(session.directory), default=0) <= state.step
+            is_newest = max(checkpoints.list_steps(session.directory), default=0) <= state.step
         return is_newest, session.run_token.holder.generation
 
     is_newest, session.generation = session.long_work.on_main_rank(acquire)
@@ -177,7 +177,7 @@ def roll_back(session: Session, engine: TrainEngine, state: TrainState) -> Train
                 num_samples=state.samples - document["samples"],
                 to_step=document["step"],
             )
-        session.say(
+        session.log(
             f"step {state.step}: {state.guard.streak} bad steps in a row; rolled back to step "
             f"{document['step']}, samples {document['samples']} to {state.samples - 1} skipped"
         )
@@ -193,7 +193,7 @@ def roll_back(session: Session, engine: TrainEngine, state: TrainState) -> Train
 def _good_checkpoints(
     session: Session, state: TrainState
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for directory in checkpoints.usable(session.directory, session.say):
+    for directory in checkpoints.usable(session.directory, session.log):
         document = checkpoints.read_state(directory)
         streak = GuardState.from_json(document.get("guard")).streak
         if document["step"] < state.step and streak == 0:

@@ -74,12 +74,13 @@ def superfluous(
     ``keep_every_steps`` are kept even if they look corrupt, since a file may be missing
     temporarily. only.
     """
-    steps = checkpoints.steps(run_directory)
+    steps = checkpoints.list_steps(run_directory)
     measured = {
         step: best_value(checkpoints.checkpoint_path(run_directory, step), section, best)
         for step in steps
         if step <= saved_step
-        and checkpoints.corruption(checkpoints.checkpoint_path(run_directory, step), "none") is None
+        and checkpoints.find_corruption(checkpoints.checkpoint_path(run_directory, step), "none")
+        is None
     }
     kept = set(reasons_to_keep(measured, section, newest_good(run_directory, measured), best))
     if section.keep_every_steps is not None:

@@ -162,7 +162,7 @@ class Saver:
         """Log the result of the last save, if it ended since the last call, and that of
         copies. Does not block."""
         for note in self._session.copies.notes() if self._session.copies else ():
-            self._session.say(note)
+            self._session.log(note)
         write = self._pending
         if write is None or write.is_reported or (write.thread and write.thread.is_alive()):
             return
@@ -170,9 +170,9 @@ class Saver:
             return  # log.txt belongs to the later launch, or was deleted
         write.is_reported = True
         for note in write.notes:
-            self._session.say(note)
+            self._session.log(note)
         if write.error is not None:
-            self._session.say(
+            self._session.log(
                 f"checkpoint of step {write.step} could not be written: {write.error}; older ones "
                 f"are kept (failure {self._num_failures + 1} of checkpoint.max_failures = "
                 f"{self._section.max_failures})"
@@ -294,7 +294,7 @@ class Saver:
         """Remove checkpoints that the run no longer keeps, if an earlier launch was killed after it
         saved the last checkpoint, of `step`, and before it removed them."""
         for note in self._on_main(lambda: self._retain(step)):
-            self._session.say(note)
+            self._session.log(note)
 
     def _retain(self, step: int) -> list[str]:
         best = self._session.run.config.evaluation.best

@@ -55,9 +55,9 @@ class Profiler:
         rank = self._session.world.rank
         path = directory / f"rank_{rank}_steps_{self._begun_at}-{step}.json"
         running.export_chrome_trace(str(path))
-        self._session.say(f"profile of steps {self._begun_at} to {step}: {path}")
+        self._session.log(f"profile of steps {self._begun_at} to {step}: {path}")
         for line in top_ops(running, self._session.device.type):
-            self._session.say(line)
+            self._session.log(line)
 
 
 def top_ops(recorded: profile, device_type: str) -> list[str]:

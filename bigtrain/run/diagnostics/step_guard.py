@@ -71,7 +71,7 @@ class Guard:
                 grad_norm=self._stats.grad_norm,
                 consecutive=guard.streak,
             )
-            self._session.say(
+            self._session.log(
                 f"step {after.step}: update skipped, {self._reason} (samples {before.samples} to "
                 f"{after.samples - 1}; {guard.streak} in a row, {guard.num_skipped} in total)"
             )

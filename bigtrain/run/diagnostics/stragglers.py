@@ -211,7 +211,7 @@ class StragglerWatch:
                 work_seconds=one.work_seconds,
                 median_seconds=one.median_seconds,
             )
-            self._session.say(
+            self._session.log(
                 f"rank {one.rank} on {host} is slow: {one.work_seconds:.3g} s of its own work a "
                 f"step, {one.work_seconds / one.median_seconds:.1f} times the median of its peers"
             )

@@ -90,7 +90,7 @@ class Evaluator:
         stopping = self._section.early_stopping
         if stopping is not None and has_stopped(config, evaluated) and not last:
             best = evaluated.best
-            self._session.say(
+            self._session.log(
                 f"step {state.step}: early stopping: {best.metric} has not improved by more than "
                 f"{stopping.min_delta:g} for {best.num_since} evaluations; its best value is "
                 f"{best.value:.6g}, at step {best.step}"
@@ -101,7 +101,7 @@ class Evaluator:
         """Return the finite metrics of lm-eval's tasks, as ``tasks/TASK/METRIC``."""
         if self._tasks is None:
             return {}
-        self._session.heartbeat.at("evaluating tasks", slow=True)
+        self._session.heartbeat.set_phase("evaluating tasks", slow=True)
         metrics = self._tasks.figures()
         return {f"{TASKS}/{name}": value for name, value in metrics.items() if math.isfinite(value)}
 

@@ -60,7 +60,7 @@ class TaskRunner:
             if lead.is_computing:
                 raise  # the other ranks are in the model, not waiting
             reason = " ".join(str(error).split())[:300] or type(error).__name__
-            self._session.say(f"the tasks of lm-eval failed, training continues: {reason}")
+            self._session.log(f"the tasks of lm-eval failed, training continues: {reason}")
             metrics = {}
         lead.send("done", metrics)
         return metrics

@@ -36,7 +36,7 @@ class Heartbeat:
         self.count = 0
         self._num_steps_begun = 0
 
-    def at(self, phase: str, *, slow: bool = False) -> None:
+    def set_phase(self, phase: str, *, slow: bool = False) -> None:
         """Begin `phase` in the training thread. In its first step every phase may take long."""
         self.phase, self.module, self._announced = phase, None, phase
         self.slow = slow or self._num_steps_begun <= 1
@@ -46,7 +46,7 @@ class Heartbeat:
         """Begin step `step`, counted from 1."""
         self.step = step
         self._num_steps_begun += 1
-        self.at("reading the batch")
+        self.set_phase("reading the batch")
 
     def _enter(self, phase: str, module: str) -> None:
         if phase == "forward pass" and self._announced == "backward pass":
@@ -54,7 +54,7 @@ class Heartbeat:
         self.phase, self.module = phase, module
         self.count += 1
 
-    def follow(self, model: nn.Module) -> None:
+    def watch_layers(self, model: nn.Module) -> None:
         """Mark every layer of `model` at the start of its forward and backward pass, from now on.
 
         Layers are the members of the outermost module lists. It adds a hook before each, and one on
@@ -78,7 +78,7 @@ class Transfers:
     def __init__(self) -> None:
         self._seen = self._num_bytes()
 
-    def went_on(self) -> bool:
+    def made_progress(self) -> bool:
         """Return whether at least a MiB was transferred since the last call that returned True."""
         now = self._num_bytes()
         if now - self._seen < _LEAST_TRANSFER_BYTES:

@@ -113,7 +113,7 @@ class Watchdog:
             if overslept > 2 * self._look_seconds:
                 self._moved_at += overslept  # a stopped process; its training was stopped as well
             moved = self._heartbeat.count != count
-            moved |= self._heartbeat.slow and self._transfers.went_on()
+            moved |= self._heartbeat.slow and self._transfers.made_progress()
             count = self._heartbeat.count
             if moved:
                 self._moved_at = now

@@ -17,7 +17,7 @@ from pathlib import Path
 from bigtrain.errors import DataError
 from bigtrain.system.storage.copies import copy_tree
 from bigtrain.system.storage.remote_file import store_of
-from bigtrain.system.storage.stores import joined, persistently
+from bigtrain.system.storage.stores import joined, with_retries
 
 STOPPED_WAIT_SECONDS = 20.0
 """Limit for a copy in progress when a signal stops the run: a scheduler waits half a minute."""
@@ -113,7 +113,7 @@ class RunCopies:
             if file.is_file():
                 # The current content: the file grows while it is sent.
                 content = file.read_bytes()
-                persistently(place, "cannot be written", partial(store.put_bytes, place, content))
+                with_retries(place, "cannot be written", partial(store.put_bytes, place, content))
         for name in _RUN_FOLDERS:
             if (self.directory / name).is_dir():
                 copy_tree(self.directory / name, joined(self.address, name))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from bigtrain.system.storage.stores import Refused
+from bigtrain.system.storage.stores import AccessDeniedError
 
 _READ_AGAIN = timedelta(minutes=5)
 """Interval after which credentials are obtained again: keys may be rotated, and roles expire."""
@@ -47,14 +47,14 @@ def read_profile() -> AwsProfile | None:
             return None
         if asked is not None and asked not in profiles:
             known = ", ".join(sorted(profiles)) or "none"
-            raise Refused(
+            raise AccessDeniedError(
                 f"AWS_PROFILE = {asked!r}: neither file of ~/.aws has such a profile -> one of "
                 f"these: {known}"
             )
         settings = session.get_scoped_config()
         services = session.full_config.get("services", {}).get(settings.get("services"), {})
     except botocore.exceptions.BotoCoreError as error:  # its text may quote lines of the file
-        raise Refused(f"~/.aws cannot be read: {type(error).__name__}") from None
+        raise AccessDeniedError(f"~/.aws cannot be read: {type(error).__name__}") from None
     own = services.get("s3", {})
     endpoint = own.get("endpoint_url") if isinstance(own, Mapping) else None
     return AwsProfile(asked or "default", settings, endpoint or settings.get("endpoint_url"))
@@ -125,8 +125,8 @@ class ProfileCredentials:
             "expires_at": datetime.now(UTC) + _READ_AGAIN,
         }
 
-    def _refused(self, reason: str) -> Refused:
-        return Refused(
+    def _refused(self, reason: str) -> AccessDeniedError:
+        return AccessDeniedError(
             f"profile {self._name} of ~/.aws: no credentials ({reason}) -> aws sts "
             f"get-caller-identity --profile {self._name} (for SSO: aws sso login)"
         )

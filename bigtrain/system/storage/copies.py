@@ -18,12 +18,12 @@ from pathlib import Path
 
 from bigtrain.system.storage.remote_file import resumed, store_of
 from bigtrain.system.storage.stores import (
-    Gone,
+    NotFoundError,
     RemoteStat,
     StorageError,
     is_address,
     joined,
-    persistently,
+    with_retries,
     without_secrets,
 )
 from bigtrain.system.user_cache import cache_directory
@@ -40,7 +40,7 @@ def list_tree(address: str, wanted: Wanted = lambda name: True) -> dict[str, Rem
     """Return the files below `address` by their paths, with slashes. Raise Gone if there are
     none."""
     store = store_of(address)
-    entries = persistently(address, "cannot be listed", lambda: store.find(address))
+    entries = with_retries(address, "cannot be listed", lambda: store.find(address))
     begin = len(address.rstrip("/")) + 1
     files = {
         name[begin:]: stat
@@ -48,7 +48,7 @@ def list_tree(address: str, wanted: Wanted = lambda name: True) -> dict[str, Rem
         if not f"/{name}".endswith(f"/{MARK}") and wanted(name[begin:])
     }
     if not files:
-        raise Gone(f"{without_secrets(address)}: no file there")
+        raise NotFoundError(f"{without_secrets(address)}: no file there")
     return files
 
 
@@ -100,14 +100,14 @@ def copy_tree(directory: Path, address: str, last: str | None = None) -> int:
         if last in there:
             return 0
         place = joined(address, MARK)
-        persistently(place, "cannot be written", lambda: store.put_bytes(place, mark.encode()))
+        with_retries(place, "cannot be written", lambda: store.put_bytes(place, mark.encode()))
     num_bytes = 0
     for name in names:
         file, place = directory / name, joined(address, name)
         size = file.stat().st_size
         if name in there and there[name].size == size:
             continue
-        persistently(place, "cannot be written", partial(store.put, place, file))
+        with_retries(place, "cannot be written", partial(store.put, place, file))
         num_bytes += size
     return num_bytes
 
@@ -132,7 +132,7 @@ def local_copy(address: str, *, weights: bool = True) -> Path:
 def fetched_copy(address: str, place: Path, weights: bool) -> Path:
     """Copy the files at `address` to `place`, and return `place`. Raises StorageError."""
     try:
-        with _alone(place):
+        with _exclusive(place):
             fetch_tree(
                 address.rstrip("/"), place, lambda n: weights or not n.endswith(WEIGHT_SUFFIXES)
             )
@@ -143,7 +143,7 @@ def fetched_copy(address: str, place: Path, weights: bool) -> Path:
     return place
 
 
-def at_hand(name: str, *, weights: bool = True) -> str:
+def local_path(name: str, *, weights: bool = True) -> str:
     """Return `name`, or for an address the directory of this host that has a copy. Raises as
     `local_copy`."""
     return str(local_copy(name, weights=weights)) if is_address(name) else name
@@ -172,11 +172,11 @@ def _fetch(address: str, stat: RemoteStat, target: Path) -> int:
 def _of_same_copy(address: str, mark: bytes) -> dict[str, RemoteStat]:
     store, place = store_of(address), joined(address, MARK)
     try:
-        stat = persistently(place, "cannot be read", lambda: store.stat(place))
+        stat = with_retries(place, "cannot be read", lambda: store.stat(place))
         if b"".join(resumed(store, place, stat, 0, stat.size)) != mark:
             return {}
         return list_tree(address)
-    except Gone:
+    except NotFoundError:
         return {}
 
 
@@ -208,14 +208,14 @@ def _short_name(address: str) -> str:
 
 
 @contextmanager
-def _alone(place: Path) -> Iterator[None]:
+def _exclusive(place: Path) -> Iterator[None]:
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.with_name(f"{place.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def newest_first(files: Sequence[str]) -> list[int]:
+def checkpoint_steps(files: Sequence[str]) -> list[int]:
     """Return the steps of the complete checkpoints among the files of a copied run."""
     steps = (
         name.split("/")[1].removeprefix("step-")

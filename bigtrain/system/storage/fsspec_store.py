@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.system.storage.stores import (
-    Broken,
-    Gone,
-    Refused,
+    AccessDeniedError,
+    NotFoundError,
     RemoteStat,
     StorageError,
     Store,
+    TransientError,
     changed,
     joined,
     unreadable,
@@ -36,7 +36,7 @@ class FsspecStore(Store):
 
     def stat(self, address: str) -> RemoteStat:
         files, path = self._open(address)
-        with _telling(address):
+        with _translated_errors(address):
             files.invalidate_cache()  # earlier listings may be outdated
             info = files.info(path)
             if info.get("type") == "directory":
@@ -51,22 +51,22 @@ class FsspecStore(Store):
         files, path = self._open(address)
         stop = known.size if end is None else end
         if stop is None:  # its length is known only at its end
-            with _telling(address):
+            with _translated_errors(address):
                 content: bytes = files.cat_file(path)
             yield content[begin:]
             return
         while begin < stop:
             upto = min(stop, begin + BLOCK_BYTES)
-            with _telling(address):
+            with _translated_errors(address):
                 content = files.cat_file(path, start=begin, end=upto)
             if len(content) != upto - begin:
-                raise Broken("the connection ended early")
+                raise TransientError("the connection ended early")
             yield content
             begin = upto
 
     def find(self, address: str) -> list[tuple[str, RemoteStat]]:
         files, path = self._open(address)
-        with _telling(address):
+        with _translated_errors(address):
             files_by_path = files.find(path, detail=True)
         begin = f"{path.rstrip('/')}/"
         listed = [
@@ -78,13 +78,13 @@ class FsspecStore(Store):
 
     def put(self, address: str, file: Path) -> None:
         files, path = self._open(address)
-        with _telling(address):
+        with _translated_errors(address):
             files.makedirs(path.rpartition("/")[0], exist_ok=True)
             files.put_file(str(file), path)
 
     def put_bytes(self, address: str, content: bytes) -> None:
         files, path = self._open(address)
-        with _telling(address):
+        with _translated_errors(address):
             files.makedirs(path.rpartition("/")[0], exist_ok=True)
             files.pipe_file(path, content)
 
@@ -102,18 +102,18 @@ class FsspecStore(Store):
 
 
 @contextmanager
-def _telling(address: str) -> Iterator[None]:
+def _translated_errors(address: str) -> Iterator[None]:
     """Translate the errors that a file system raises."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
-        raise Gone(f"{without_secrets(address)} does not exist") from None
+        raise NotFoundError(f"{without_secrets(address)} does not exist") from None
     except PermissionError as error:
-        raise Refused(without_secrets(f"{address} cannot be read: {error}")) from None
+        raise AccessDeniedError(without_secrets(f"{address} cannot be read: {error}")) from None
     except (IsADirectoryError, NotImplementedError, ValueError) as error:
         raise unreadable(address, f"{type(error).__name__}: {error}") from None
     except Exception as error:  # every file system has its own transport errors
-        raise Broken(without_secrets(f"{type(error).__name__}: {error}")) from None
+        raise TransientError(without_secrets(f"{type(error).__name__}: {error}")) from None
 
 
 def _stat(info: dict[str, Any]) -> RemoteStat:

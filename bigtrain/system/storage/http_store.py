@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.system.storage.stores import (
-    Broken,
-    Gone,
-    Refused,
+    AccessDeniedError,
+    NotFoundError,
     RemoteStat,
     StorageError,
     Store,
+    TransientError,
     changed,
     unreadable,
     without_secrets,
@@ -73,16 +73,18 @@ class HttpStore(Store):
         try:
             answer = requests.get(address, headers=headers, stream=True, timeout=TIMEOUT_S)
         except (requests.ConnectionError, requests.Timeout) as error:
-            raise Broken(_reason(error)) from None
+            raise TransientError(_reason(error)) from None
         except requests.RequestException as error:
             raise unreadable(address, _reason(error)) from None
         with answer:
             if answer.status_code in AGAIN:
-                raise Broken(f"the server responds {answer.status_code} {answer.reason}")
+                raise TransientError(f"the server responds {answer.status_code} {answer.reason}")
             if answer.status_code in (404, 410):
-                raise Gone(f"{without_secrets(address)} does not exist ({answer.status_code})")
+                raise NotFoundError(
+                    f"{without_secrets(address)} does not exist ({answer.status_code})"
+                )
             if answer.status_code in (401, 403):
-                raise Refused(
+                raise AccessDeniedError(
                     f"{without_secrets(address)} cannot be read: {answer.status_code} "
                     f"{answer.reason} -> give the server's user and password in ~/.netrc"
                 )
@@ -107,9 +109,9 @@ def _body(answer: Any, skip: int, left: int | None) -> Iterator[bytes]:
                 left = None if left is None else left - len(chunk)
                 yield chunk
     except (HTTPError, OSError) as error:
-        raise Broken(_reason(error)) from None
+        raise TransientError(_reason(error)) from None
     if left:
-        raise Broken("the connection ended early")
+        raise TransientError("the connection ended early")
 
 
 def _first_byte(answer: Any) -> int:

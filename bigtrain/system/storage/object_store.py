@@ -12,11 +12,11 @@ from typing import Any
 
 from bigtrain.system.storage.aws_files import read_profile, s3_options
 from bigtrain.system.storage.stores import (
-    Broken,
-    Gone,
-    Refused,
+    AccessDeniedError,
+    NotFoundError,
     RemoteStat,
     Store,
+    TransientError,
     changed,
     joined,
     scheme_of,
@@ -40,7 +40,7 @@ class ObjectStore(Store):
         import obstore
 
         bucket, path = _split(address)
-        with _telling(address):
+        with _translated_errors(address):
             return _stat(obstore.head(bucket_client(bucket), path))
 
     def read(
@@ -56,7 +56,7 @@ class ObjectStore(Store):
             {"range": (begin, stop)} if stop is not None else {"range": {"offset": begin}}
         )
         arrived = begin
-        with _telling(address):
+        with _translated_errors(address):
             answer = obstore.get(bucket_client(bucket), path, options=options)
             if not known.is_same(_stat(answer.meta)):  # not every server supports If-Match
                 raise changed(address)
@@ -65,13 +65,13 @@ class ObjectStore(Store):
                 arrived += len(view)
                 yield view
         if stop is not None and arrived < stop:
-            raise Broken("the connection ended early")
+            raise TransientError("the connection ended early")
 
     def find(self, address: str) -> list[tuple[str, RemoteStat]]:
         import obstore
 
         bucket, path = _split(address)
-        with _telling(address):
+        with _translated_errors(address):
             batches = obstore.list(bucket_client(bucket), prefix=path.rstrip("/") or None)
             entries = [entry for batch in batches for entry in batch]
         listed = [(joined(bucket, entry["path"]), _stat(entry)) for entry in entries]
@@ -81,14 +81,14 @@ class ObjectStore(Store):
         import obstore
 
         bucket, path = _split(address)
-        with _telling(address):
+        with _translated_errors(address):
             obstore.put(bucket_client(bucket), path, file)
 
     def put_bytes(self, address: str, content: bytes) -> None:
         import obstore
 
         bucket, path = _split(address)
-        with _telling(address):
+        with _translated_errors(address):
             obstore.put(bucket_client(bucket), path, content)
 
 
@@ -128,26 +128,26 @@ def kept_client(address: str, _environment: tuple[tuple[str, str], ...], _profil
 
 
 @contextmanager
-def _telling(address: str) -> Iterator[None]:
+def _translated_errors(address: str) -> Iterator[None]:
     """Translate obstore's errors."""
     from obstore import exceptions
 
     try:
         yield
     except FileNotFoundError:
-        raise Gone(f"{without_secrets(address)} does not exist") from None
+        raise NotFoundError(f"{without_secrets(address)} does not exist") from None
     except exceptions.PreconditionError:
         raise changed(address) from None
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
         names = CREDENTIALS.get(scheme_of(address)[:2], "the variables of its vendor's tools")
-        raise Refused(
+        raise AccessDeniedError(
             f"{without_secrets(address)}: access denied by the server -> credentials are read "
             f"from {names}"
         ) from None
     except (ValueError, exceptions.InvalidPathError, exceptions.NotSupportedError) as error:
         raise unreadable(address, _reason(error)) from None
     except (exceptions.BaseError, OSError) as error:
-        raise Broken(_reason(error)) from None
+        raise TransientError(_reason(error)) from None
 
 
 def _reason(error: Exception) -> str:

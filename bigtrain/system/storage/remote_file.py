@@ -27,11 +27,11 @@ from bigtrain.system.storage.http_store import HttpStore
 from bigtrain.system.storage.object_store import ObjectStore
 from bigtrain.system.storage.stores import (
     PATIENCE,
-    Broken,
-    Patience,
     RemoteStat,
+    RetryPolicy,
     StorageError,
     Store,
+    TransientError,
     scheme_of,
     without_secrets,
 )
@@ -50,7 +50,7 @@ def resumed(
     known: RemoteStat,
     begin: int,
     end: int | None,
-    patience: Patience | None = None,
+    patience: RetryPolicy | None = None,
 ) -> Iterator[bytes | memoryview]:
     """Yield bytes [begin, end) of a file that matches `known`; without `end`, to its end.
 
@@ -67,7 +67,7 @@ def resumed(
                     failed = 0
                     yield chunk
             return
-        except Broken as error:
+        except TransientError as error:
             failed += 1
             name, why = without_secrets(address), without_secrets(str(error))
             if failed >= patience.tries:

@@ -49,19 +49,19 @@ class StorageError(DataError):
     """Failed access to an address; the text contains no secret."""
 
 
-class Gone(StorageError):
+class NotFoundError(StorageError):
     """No file at the address."""
 
 
-class Refused(StorageError):
+class AccessDeniedError(StorageError):
     """Permission denied or unauthenticated."""
 
 
-class Changed(StorageError):
+class ModifiedError(StorageError):
     """File changed since it was listed."""
 
 
-class Broken(Exception):
+class TransientError(Exception):
     """Transient failure: a retry may succeed; the text is the reason."""
 
 
@@ -95,9 +95,9 @@ class Store(ABC):
         """Store `content` atomically."""
 
 
-def changed(address: str) -> Changed:
+def changed(address: str) -> ModifiedError:
     """Return the error for a file that changed since it was listed."""
-    return Changed(
+    return ModifiedError(
         f"{without_secrets(address)} was changed while it was read -> start again when it is "
         "complete"
     )
@@ -161,7 +161,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """Retry policy: `tries` attempts in a row without a byte of progress are an error. `seconds`
     gives the delay before each: doubling from half a second to at most half a minute, with
     jitter."""
@@ -177,11 +177,11 @@ class Patience:
         self.sleep(seconds * random.uniform(0.5, 1.0))
 
 
-PATIENCE = Patience()
+PATIENCE = RetryPolicy()
 
 
-def persistently(
-    address: str, what: str, act: Callable[[], T], patience: Patience | None = None
+def with_retries(
+    address: str, what: str, act: Callable[[], T], patience: RetryPolicy | None = None
 ) -> T:
     """Return `act()`, retried while it raises `Broken`. Raise StorageError after the last
     attempt."""
@@ -189,7 +189,7 @@ def persistently(
     for failed in range(1, patience.tries + 1):
         try:
             return act()
-        except Broken as error:
+        except TransientError as error:
             why = without_secrets(str(error))
             if failed == patience.tries:
                 raise StorageError(

@@ -12,7 +12,7 @@ from bigtrain.planner import stages
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import DenseShape, Matmul, ModelCosts, closed_form
 from bigtrain.planner.plan_text import as_json, nothing_fits, plan_table
-from bigtrain.planner.search import Candidate, Cluster, Request, assess
+from bigtrain.planner.search import Candidate, Cluster, SearchSpace, assess
 from bigtrain.planner.search import search as whole_search
 from bigtrain.planner.seconds import layer as layer_seconds
 from bigtrain.planner.tables.engines import Engine, engine_named
@@ -27,7 +27,7 @@ FACTS = Facts(
 )  # fmt: skip
 SMALL = closed_form(DenseShape(32, 1024, 32, 8, 2816, 32000))
 LARGE = closed_form(DenseShape(80, 8192, 64, 8, 28672, 128256))
-REQUEST = Request(SMALL, FACTS, 2048, 64, 2, 4, 50_000_000, "auto", None)
+REQUEST = SearchSpace(SMALL, FACTS, 2048, 64, 2, 4, 50_000_000, "auto", None)
 
 
 def cluster(num_devices: int, name: str = "H100", host_memory: float = 1e12) -> Cluster:
@@ -35,7 +35,7 @@ def cluster(num_devices: int, name: str = "H100", host_memory: float = 1e12) -> 
 
 
 def search(
-    request: Request, cluster: Cluster, engine: Engine
+    request: SearchSpace, cluster: Cluster, engine: Engine
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Every layout looked at."""
     found = whole_search(request, cluster, engine, prunes=False)

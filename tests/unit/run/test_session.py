@@ -20,8 +20,8 @@ def test_a_line_that_is_said_again_before_the_log_is_open_is_shown_once(
     device = torch.device("cpu")
     session = Session(none, World(0, 1, 0), device, tmp_path, none, none, ("host",), none)
     for _ in range(2):
-        session.say("skipping corrupt checkpoint at step 12")
-        session.say("resumed at step 8")
+        session.log("skipping corrupt checkpoint at step 12")
+        session.log("resumed at step 8")
     session.close()
     assert capsys.readouterr().err.splitlines() == [
         "skipping corrupt checkpoint at step 12",

@@ -18,7 +18,7 @@ from bigtrain.models.configuration import load_hf_config, text_config
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.settings.compatibility.check import Facts, check_model
 from bigtrain.settings.hf_config_keys import (
-    ModelFigures,
+    ModelDimensions,
     check_layer_drop,
     inspect_configuration,
     missing_model,
@@ -161,7 +161,7 @@ def test_local_configuration_is_read_with_overrides(tmp_path: Path) -> None:
     config = {"model_type": "gpt2", "n_layer": 3, "n_head": 4, "n_embd": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     section = ModelSection(path=str(tmp_path), overrides={"n_positions": 128})
-    assert inspect_configuration(section) == (ModelFigures(4, 3, 128), [])
+    assert inspect_configuration(section) == (ModelDimensions(4, 3, 128), [])
     section = ModelSection(path=str(tmp_path), overrides={"n_position": 128})
     (problem,) = inspect_configuration(section)[1]
     assert "model.overrides.n_position = 128: model_type gpt2 has no such key" in str(problem)
@@ -215,7 +215,7 @@ def test_a_path_that_is_not_there_is_refused(key: str, name: str) -> None:
 
 def test_hub_names_are_left_to_the_run() -> None:
     section = ModelSection(path="nobody/has-this-model")
-    assert inspect_configuration(section) == (ModelFigures(), [])
+    assert inspect_configuration(section) == (ModelDimensions(), [])
 
 
 @pytest.mark.slow

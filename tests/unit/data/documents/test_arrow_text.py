@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from bigtrain.data.documents.bad_documents import BadDocument, Rejects
+from bigtrain.data.documents.bad_documents import BadDocument, RejectedDocuments
 from bigtrain.data.documents.open_reader import DocumentReader
 from bigtrain.data.documents.reader import ReadOptions
 from bigtrain.data.documents.table_rows import text_column
@@ -58,7 +58,7 @@ def test_what_is_not_text_is_left_to_the_careful_way(column: pa.Array) -> None:
 def read(path: Path, limit: int = 1000) -> tuple[list[str], list[BadDocument]]:
     selection, bad = Selection(inputs=[str(path)]), []  # type: ignore[var-annotated]
     options = ReadOptions(selection, max_document_bytes=limit)
-    reader = DocumentReader(find_sources(selection), options, Rejects(True, bad.append))
+    reader = DocumentReader(find_sources(selection), options, RejectedDocuments(True, bad.append))
     return [text for batch in reader.text_batches() for text in batch], bad
 
 
@@ -71,7 +71,9 @@ def test_bad_rows_among_good_ones(tmp_path: Path) -> None:
         (1, "not UTF-8, or half of a surrogate pair")
     ]
     selection = Selection(inputs=[str(path)])
-    reader = DocumentReader(find_sources(selection), ReadOptions(selection), Rejects(False))
+    reader = DocumentReader(
+        find_sources(selection), ReadOptions(selection), RejectedDocuments(False)
+    )
     with pytest.raises(DataError, match=r"x\.parquet row 1: not UTF-8"):
         list(reader.text_batches())
     parquet.write_table(pa.table({"text": ["é" * 5, "é" * 6, "", "x"]}), path)

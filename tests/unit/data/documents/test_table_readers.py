@@ -12,7 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from bigtrain.data.documents import table_rows as tables
-from bigtrain.data.documents.bad_documents import BadDocument, Rejects
+from bigtrain.data.documents.bad_documents import BadDocument, RejectedDocuments
 from bigtrain.data.documents.open_reader import part_reader
 from bigtrain.data.documents.reader import PartReader, ReadOptions, whole
 from bigtrain.data.sources.discovery import Selection, find_sources
@@ -41,7 +41,9 @@ def name_of(kind: str, stem: str = "x") -> str:
 def reader_of(path: Path, bad: list[BadDocument], limit: int = 1 << 26) -> PartReader:
     selection = Selection(inputs=[str(path)])
     options = ReadOptions(selection, max_document_bytes=limit)
-    return part_reader(whole(find_sources(selection)[0]), options, Rejects(True, bad.append))
+    return part_reader(
+        whole(find_sources(selection)[0]), options, RejectedDocuments(True, bad.append)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -159,7 +161,7 @@ def test_two_columns_of_one_name(kind: str, tmp_path: Path) -> None:
             path.write_text("\n".join(separator.join(row) for row in (columns, "abc")) + "\n")
         options = ReadOptions(Selection([str(path)]))
         (source,) = find_sources(options.selection)
-        reader = part_reader(whole(source), options, Rejects(False))
+        reader = part_reader(whole(source), options, RejectedDocuments(False))
         if is_refused:
             with pytest.raises(DataError, match=r"2 columns are named 'text'.* -> rename them"):
                 list(reader.blocks())

@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigtrain.data.shards.verification import ListedShards, share_of
+from bigtrain.data.shards.verification import ListedShards, rank_slice
 from bigtrain.settings.run_config import DataSection, SourceSection
 from tests.support.datasets import write_dataset
 
@@ -39,7 +39,7 @@ def test_every_file_of_every_source_is_compared(tmp_path: Path) -> None:
 
 @given(sizes=st.lists(st.integers(0, 10**12), max_size=40), size=st.integers(1, 16))
 def test_shares_are_all_files_once_and_about_equal(sizes: list[int], size: int) -> None:
-    shares = [share_of(sizes, rank, size) for rank in range(size)]
+    shares = [rank_slice(sizes, rank, size) for rank in range(size)]
     assert sorted(number for share in shares for number in share) == list(range(len(sizes)))
     loads = [sum(sizes[number] for number in share) for share in shares]
     assert max(loads) - min(loads) <= max(sizes, default=0)

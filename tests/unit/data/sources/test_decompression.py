@@ -21,7 +21,7 @@ import zstandard
 from pyarrow import parquet
 
 from bigtrain.cli import main
-from bigtrain.data.documents.bad_documents import Rejects
+from bigtrain.data.documents.bad_documents import RejectedDocuments
 from bigtrain.data.documents.open_reader import DocumentReader
 from bigtrain.data.documents.reader import ReadOptions
 from bigtrain.data.sources.discovery import Selection, find_sources
@@ -66,7 +66,7 @@ def packed(folder: Path, kind: str, compression: str, texts: list[str] = TEXTS) 
 def reader(path: Path, scratch: Path) -> DocumentReader:
     selection = Selection([str(path)])
     options = ReadOptions(selection, scratch=scratch)
-    return DocumentReader(find_sources(selection), options, Rejects(False))
+    return DocumentReader(find_sources(selection), options, RejectedDocuments(False))
 
 
 def nameless() -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from bigtrain.data.documents.bad_documents import BadDocument, Rejects
+from bigtrain.data.documents.bad_documents import BadDocument, RejectedDocuments
 from bigtrain.data.documents.open_reader import DocumentReader, part_reader
 from bigtrain.data.documents.reader import Part, ReadOptions
 from bigtrain.data.sources.discovery import Selection, find_sources
@@ -42,7 +42,7 @@ def read(
 ) -> list[str]:
     chosen = Selection(inputs=[str(i) for i in inputs], **selection)
     options = ReadOptions(chosen, tuple(text_key.split(",")), limit)
-    rejects = Rejects(skip, (bad if bad is not None else []).append)
+    rejects = RejectedDocuments(skip, (bad if bad is not None else []).append)
     reader = DocumentReader(find_sources(chosen), options, rejects)
     documents = [text for batch in reader.text_batches() for text in batch]
     assert reader.total_bytes is None or reader.bytes_done == reader.total_bytes
@@ -203,7 +203,7 @@ def test_true_lines_in_the_middle_of_a_file(tmp_path: Path) -> None:
     (source,) = find_sources(selection)
     for begin in range(0, len(good) * 7 + 1):
         part = Part(source, begin, size, size - begin)
-        reader = part_reader(part, ReadOptions(selection), Rejects(False))
+        reader = part_reader(part, ReadOptions(selection), RejectedDocuments(False))
         with pytest.raises(DataError, match=r"a\.jsonl:8: 'text' is not text but int"):
             list(reader.blocks())
 

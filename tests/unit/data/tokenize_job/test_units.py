@@ -19,7 +19,7 @@ import xxhash
 import zstandard
 from pyarrow import parquet
 
-from bigtrain.data.documents.bad_documents import Rejects
+from bigtrain.data.documents.bad_documents import RejectedDocuments
 from bigtrain.data.documents.open_reader import part_reader
 from bigtrain.data.documents.reader import ReadOptions
 from bigtrain.data.shards.manifest import SourceRecord
@@ -100,7 +100,7 @@ def read(units: list[Unit], options: ReadOptions = OPTIONS) -> list[str]:
     found: list[str] = []
     for unit in units:
         for part in unit.parts:
-            reader = part_reader(part, options, Rejects(False))
+            reader = part_reader(part, options, RejectedDocuments(False))
             done = [0]
             for block in reader.blocks():
                 found += [content.decode() for content in block]
@@ -213,7 +213,7 @@ def test_checksums_of_ranges_are_those_of_the_file(tmp_path: Path) -> None:
     content = path.read_bytes()
     for unit in plan_units(sources_of(path, "jsonl"), OPTIONS, 5000, []):
         (part,) = unit.parts
-        reader = part_reader(part, OPTIONS, Rejects(False))
+        reader = part_reader(part, OPTIONS, RejectedDocuments(False))
         for _ in reader.blocks():
             pass
         assert reader.checksum() == xxhash.xxh3_64_hexdigest(content[part.begin : part.end])

@@ -17,7 +17,7 @@ from bigtrain.data.tokenizers import encoders
 from bigtrain.data.tokenizers import equivalence as encoder_checks
 from bigtrain.data.tokenizers.cache import _changes, _normal, fingerprint, get_cached_tokenizer
 from bigtrain.data.tokenizers.encoders import GigatokenEncoder
-from bigtrain.data.tokenizers.equivalence import SENTENCES, prove
+from bigtrain.data.tokenizers.equivalence import SENTENCES, check_equivalence
 from bigtrain.data.tokenizers.selection import choose_encoder
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.data.tokenizers.training import train_tokenizer
@@ -226,19 +226,19 @@ def test_the_hard_sample_is_compared_once(directory: Path, monkeypatch: pytest.M
     def fast(kind: type[GigatokenEncoder], parse: bool = False) -> GigatokenEncoder:
         return kind(reference.tokenizer_json, reference.end_of_document_id, parse)
 
-    prove(fast(GigatokenEncoder), reference)
-    prove(fast(GigatokenEncoder), reference)
+    check_equivalence(fast(GigatokenEncoder), reference)
+    check_equivalence(fast(GigatokenEncoder), reference)
     assert len(calls) == 1
-    prove(fast(GigatokenEncoder, True), load_tokenizer(str(directory)).encoder(True))
+    check_equivalence(fast(GigatokenEncoder, True), load_tokenizer(str(directory)).encoder(True))
     assert len(calls) == 2
     for number in (3, 4):
         with pytest.raises(encoders.EncoderError):
-            prove(fast(Wrong), reference)
+            check_equivalence(fast(Wrong), reference)
         assert len(calls) == number, "what differs is compared every time"
     monkeypatch.setattr(known.metadata, "distribution", Installed)
-    prove(fast(GigatokenEncoder), reference)
+    check_equivalence(fast(GigatokenEncoder), reference)
     assert len(calls) == 5
     monkeypatch.setattr(Installed, "editable", "true")
     for number in (6, 7):
-        prove(fast(GigatokenEncoder), reference)
+        check_equivalence(fast(GigatokenEncoder), reference)
         assert len(calls) == number, "it may have changed"

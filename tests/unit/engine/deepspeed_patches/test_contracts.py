@@ -625,9 +625,9 @@ CONTRACTS = [
     # startup
     reads(startup.set_mpu, lambda: DeepSpeedEngine, "groups.mpu = self.mpu"),
     has(startup.set_mpu, lambda: groups, "mpu"),
-    has(startup.process_as_before, lambda: groups, "_release_process_group_references"),
+    has(startup.restore_process_state, lambda: groups, "_release_process_group_references"),
     reads(
-        startup.process_as_before,
+        startup.restore_process_state,
         lambda: partition_parameters,
         "torch.nn.functional.linear = zero3_linear_wrap",
     ),

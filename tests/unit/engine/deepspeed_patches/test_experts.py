@@ -130,7 +130,7 @@ CONTRACTS = [
         "moe_ep_group=groups._get_expert_parallel_group(exp_name)",
     ),
     reads(
-        experts.gather_in_one_order,
+        experts.fix_allgather_order,
         lambda: PartitionedParameterCoordinator,
         "def __all_gather_params(self, params: Set[Parameter], forward: bool) -> None:",
         "self.__all_gather_params(params_to_fetch, forward)",
@@ -154,7 +154,7 @@ def test_parameters_are_gathered_by_number() -> None:
     name = "_PartitionedParameterCoordinator__all_gather_params"
     setattr(coordinator, name, lambda params, forward: gathered.append([p.ds_id for p in params]))
     offload = SimpleNamespace(get_param_coordinator=lambda: coordinator)
-    experts.gather_in_one_order(SimpleNamespace(parameter_offload=offload))
+    experts.fix_allgather_order(SimpleNamespace(parameter_offload=offload))
     getattr(coordinator, name)([SimpleNamespace(ds_id=n) for n in (5, 2, 9)], True)
     assert gathered == [[2, 5, 9]]
-    experts.gather_in_one_order(torch.optim.SGD([torch.zeros(1, requires_grad=True)]))
+    experts.fix_allgather_order(torch.optim.SGD([torch.zeros(1, requires_grad=True)]))

@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from bigtrain.engine.deepspeed_patches import zero12_reduction
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
 from bigtrain.engine.deepspeed_patches.reduction_plan import Plan, Slot, Target, plan_of
-from bigtrain.engine.deepspeed_patches.startup import process_as_before
+from bigtrain.engine.deepspeed_patches.startup import restore_process_state
 from bigtrain.engine.deepspeed_patches.zero12 import (
     _UsedParameters,
     keep_accumulating_nodes,
@@ -246,7 +246,7 @@ def test_parameters_that_take_part_are_counted_as_before() -> None:
 
 def test_what_holds_parameters_ends_with_the_process_group() -> None:
     before = stage_1_and_2.count_used_parameters_in_backward
-    with process_as_before():
+    with restore_process_state():
         keep_accumulating_nodes()
         assert isinstance(stage_1_and_2.count_used_parameters_in_backward, _UsedParameters)
     assert stage_1_and_2.count_used_parameters_in_backward is before

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from bigtrain.engine.optimizers import matrix_exchange as module
 from bigtrain.engine.optimizers.masters import MasterPart
-from bigtrain.engine.optimizers.matrix_exchange import Holding, MatrixExchange, pieces_of
+from bigtrain.engine.optimizers.matrix_exchange import HeldShard, MatrixExchange, pieces_of
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.models.parallel.hidden_matrices import HiddenMatrix, matrices_of
 from bigtrain.models.parallel.sharding import Shard
@@ -62,7 +62,7 @@ def main(directory: Path, round_elements: int) -> None:
             shard = Shard(tuple(tensor.shape), primary=True)
             part = MasterPart(name, shard, first - begin, master, first - low, last - first)
             holdings += [
-                Holding(piece, lambda _owner: True) for piece in pieces_of(part, 0, numbered)
+                HeldShard(piece, lambda _owner: True) for piece in pieces_of(part, 0, numbered)
             ]
         begin += tensor.numel()
     with process_group(world):

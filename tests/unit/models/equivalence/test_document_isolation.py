@@ -18,13 +18,13 @@ from bigtrain.models.equivalence.proxy_model import build_proxy_model, with_head
 from bigtrain.models.layers.document_attention import (
     Documents,
     attend_by_document,
-    documents_alone,
+    per_document_attention,
     sizes_of_documents,
 )
 from bigtrain.models.layers.document_masks import (
     document_attention,
+    document_boundaries,
     document_numbers,
-    documents_known,
     lengths_of_documents,
 )
 from bigtrain.models.layers.isolation import Isolation
@@ -136,13 +136,13 @@ def test_models_are_told_whether_documents_share_samples() -> None:
     inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False}
     with torch.no_grad():
         looked = model(**inputs).logits
-        with documents_known(packed=True):
+        with document_boundaries(packed=True):
             told = model(**inputs).logits
-        with documents_known(packed=False):
+        with document_boundaries(packed=False):
             mixed = model(**inputs).logits
     assert torch.equal(told, looked)
     assert not torch.allclose(mixed, looked, atol=1e-3)
-    with pytest.raises(ZeroDivisionError), documents_known(packed=True):
+    with pytest.raises(ZeroDivisionError), document_boundaries(packed=True):
         _ = 1 / 0
     assert masking_utils.find_packed_sequence_indices is look
 
@@ -248,7 +248,7 @@ def test_other_masks_than_causal_ones_are_not_made_up() -> None:
     common = {"batch_size": 1, "q_length": 24, "kv_length": 24, "config": model.config}
     sliding = masking_utils.sliding_window_causal_mask_function(5)
     chunks = masking_utils.chunked_causal_mask_function(5, torch.zeros(1, dtype=torch.int64))
-    with documents_alone(POSITIONS[:1]):
+    with per_document_attention(POSITIONS[:1]):
         causal = masks(mask_function=masking_utils.causal_mask_function, **common)
         assert causal == Documents((7, 9, 8), None)
         assert masks(mask_function=sliding, local_size=5, **common) == Documents((7, 9, 8), 5)

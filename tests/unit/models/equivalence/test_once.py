@@ -10,7 +10,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence import model_plan
-from bigtrain.models.equivalence.model_plan import choose, choose_once, trial_key
+from bigtrain.models.equivalence.model_plan import cached_model_plan, choose, trial_key
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.adapters import AdaptersSection
@@ -68,9 +68,9 @@ def test_what_is_kept_is_what_was_found(name: str, monkeypatch: pytest.MonkeyPat
     run = run_of(model, world_size, **sections)
     expected, problems = choose(*run)
     assert problems == []
-    assert choose_once(*run) == (expected, [])
+    assert cached_model_plan(*run) == (expected, [])
     monkeypatch.setattr(model_plan, "choose", None)  # is not called again
-    assert choose_once(*run) == (expected, [])
+    assert cached_model_plan(*run) == (expected, [])
 
 
 def test_a_refusal_is_not_kept(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_refusal_is_not_kept(tmp_path: Path) -> None:
     expected = choose(*run)
     assert expected[1]
     for _ in range(2):
-        assert choose_once(*run) == expected
+        assert cached_model_plan(*run) == expected
     assert list((tmp_path / "cache").rglob("*.*")) == []
 
 
@@ -97,12 +97,12 @@ def test_every_setting_is_another_trial(monkeypatch: pytest.MonkeyPatch) -> None
         {"precision": {"dtype": "float32"}},
     ]
     for changed in sections:
-        choose_once(*run_of(LLAMA, 1, **changed))
+        cached_model_plan(*run_of(LLAMA, 1, **changed))
     assert len(set(keys)) == len(keys) == len(sections)
-    choose_once(*run_of(LLAMA, 1, optimizer={"lr": 1e-4}))  # no trial depends on it
+    cached_model_plan(*run_of(LLAMA, 1, optimizer={"lr": 1e-4}))  # no trial depends on it
     assert keys[-1] == keys[0]
     monkeypatch.setattr(model_plan, "package_source", lambda: b"another bigtrain")
-    choose_once(*run_of(LLAMA, 1))
+    cached_model_plan(*run_of(LLAMA, 1))
     assert keys[-1] not in keys[:-1]
 
 
@@ -125,10 +125,10 @@ def test_another_processor_is_another_trial(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_adapters_are_another_trial() -> None:
     config, hf_config, plan = run_of(LLAMA, 1)
-    assert choose_once(config, hf_config, plan)[1] == []
+    assert cached_model_plan(config, hf_config, plan)[1] == []
     adapters = AdaptersSection(targets=("no_such_layer",))
     changed = config.model_copy(update={"adapters": adapters})
-    assert choose_once(changed, hf_config, plan)[1] != []
+    assert cached_model_plan(changed, hf_config, plan)[1] != []
 
 
 def test_a_model_of_foreign_code_is_tried_every_time() -> None:

@@ -17,7 +17,7 @@ from bigtrain.settings.hf_config_keys import missing_model
 from bigtrain.settings.loading import load_run_config
 from bigtrain.settings.run_config import ModelSection
 from bigtrain.system.storage.copies import fetched_copy
-from bigtrain.system.storage.stores import Gone
+from bigtrain.system.storage.stores import NotFoundError
 
 ADDRESS = "memory://bucket/models/of/tiny"
 
@@ -48,7 +48,7 @@ def test_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         find_weights(source, here).fill_model(model)
     first, second = (model.state_dict() for model in models)
     assert all(torch.equal(first[name], second[name]) for name in first)
-    with pytest.raises(Gone, match="memory://bucket/none: no file there"):
+    with pytest.raises(NotFoundError, match="memory://bucket/none: no file there"):
         load_hf_config(ModelSection(path="memory://bucket/none"))
 
 

@@ -71,8 +71,8 @@ def shown(reason: str | None) -> str:
 def test_committed_checkpoint_is_whole(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, 200)
     assert directory == tmp_path / "checkpoints" / "step-00000200"
-    assert checkpoints.corruption(directory, "all") is None
-    assert checkpoints.steps(tmp_path) == [200]
+    assert checkpoints.find_corruption(directory, "all") is None
+    assert checkpoints.list_steps(tmp_path) == [200]
     assert newest(tmp_path, pytest.fail) == directory
     assert checkpoints.read_state(directory) == {"run": RUN, "step": 200, "held_out_loss": None}
     listed = json.loads((directory / checkpoints.MANIFEST).read_text())["files"]
@@ -83,9 +83,11 @@ def test_committed_checkpoint_is_whole(tmp_path: Path) -> None:
 
 def test_unfinished_checkpoint_does_not_exist(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, 4, finished=False)
-    assert checkpoints.steps(tmp_path) == []
+    assert checkpoints.list_steps(tmp_path) == []
     assert newest(tmp_path, pytest.fail) is None
-    assert shown(checkpoints.corruption(directory)) == f"{directory / 'manifest.json'}: missing"
+    assert (
+        shown(checkpoints.find_corruption(directory)) == f"{directory / 'manifest.json'}: missing"
+    )
     with pytest.raises(CheckpointError, match="no checkpoint of step 4; steps: none"):
         checkpoints.find(tmp_path, 4)
 
@@ -96,7 +98,7 @@ def test_truncated_file_is_damage(tmp_path: Path) -> None:
     contents = file.read_bytes()
     file.write_bytes(contents[:-1])
     expected = f"{file}: {len(contents) - 1} bytes, should be {len(contents)}"
-    assert checkpoints.corruption(directory) == expected
+    assert checkpoints.find_corruption(directory) == expected
 
 
 def test_flipped_byte_is_found_by_checksum_only(tmp_path: Path) -> None:
@@ -105,16 +107,16 @@ def test_flipped_byte_is_found_by_checksum_only(tmp_path: Path) -> None:
     flipped = bytearray(file.read_bytes())
     flipped[-5000] ^= 1
     file.write_bytes(flipped)
-    assert checkpoints.corruption(directory) is None
+    assert checkpoints.find_corruption(directory) is None
     expected = f"{file}: contents do not match their checksum"
-    assert checkpoints.corruption(directory, "all") == expected
+    assert checkpoints.find_corruption(directory, "all") == expected
 
 
 @pytest.mark.parametrize("name", [f"tensors/{FILE}", "state.json"])
 def test_missing_file_is_damage(tmp_path: Path, name: str) -> None:
     directory = write_checkpoint(tmp_path, 1)
     (directory / name).unlink()
-    assert checkpoints.corruption(directory) == f"{directory / name}: missing"
+    assert checkpoints.find_corruption(directory) == f"{directory / name}: missing"
 
 
 @pytest.mark.parametrize(
@@ -133,21 +135,21 @@ def test_manifest_of_garbage_is_damage(tmp_path: Path, text: str) -> None:
     directory = write_checkpoint(tmp_path, 1)
     manifest = directory / checkpoints.MANIFEST
     manifest.write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert shown(checkpoints.corruption(directory)).startswith(f"{manifest}: unreadable (")
+    assert shown(checkpoints.find_corruption(directory)).startswith(f"{manifest}: unreadable (")
 
 
 def test_manifest_of_a_later_format_is_refused(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, 1)
     manifest = directory / checkpoints.MANIFEST
     rewrite(manifest, format=3)
-    assert checkpoints.corruption(directory) == f"{manifest}: format 3, this is format 2"
+    assert checkpoints.find_corruption(directory) == f"{manifest}: format 3, this is format 2"
 
 
 def test_a_checkpoint_with_an_index_that_is_a_pickle_is_refused(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, 1)
     manifest = directory / checkpoints.MANIFEST
     manifest.write_text('{"format": 1, "files": {"tensors/.metadata": {"bytes": 1, "xxh3": "0"}}}')
-    assert checkpoints.corruption(directory) == (
+    assert checkpoints.find_corruption(directory) == (
         f"{manifest}: format 1, whose pickle index is no longer supported, this is format 2 "
         "-> export it with the version of bigtrain that wrote it, and start a new run from it with "
         "checkpoint.initialize_from"
@@ -170,7 +172,7 @@ def test_manifest_of_other_things_is_damage(tmp_path: Path, files: object) -> No
     directory = write_checkpoint(tmp_path, 1)
     manifest = directory / checkpoints.MANIFEST
     rewrite(manifest, files=files)
-    assert shown(checkpoints.corruption(directory)).startswith(f"{manifest}: unreadable (")
+    assert shown(checkpoints.find_corruption(directory)).startswith(f"{manifest}: unreadable (")
 
 
 def test_any_other_manifest_does_not_match_its_checksum(tmp_path: Path) -> None:
@@ -178,7 +180,7 @@ def test_any_other_manifest_does_not_match_its_checksum(tmp_path: Path) -> None:
     manifest = directory / checkpoints.MANIFEST
     manifest.write_text(manifest.read_text().replace("0123abcd", "0123abce"))
     expected = f"{manifest}: contents do not match their checksum"
-    assert checkpoints.corruption(directory) == expected
+    assert checkpoints.find_corruption(directory) == expected
 
 
 def test_an_older_checkpoint_under_a_newer_name_is_damage(tmp_path: Path) -> None:
@@ -186,12 +188,12 @@ def test_an_older_checkpoint_under_a_newer_name_is_damage(tmp_path: Path) -> Non
     newer = checkpoints.checkpoint_path(tmp_path, 20)
     shutil.copytree(older, newer)
     expected = f"{newer / 'manifest.json'}: is of step 10, unlike step-00000020"
-    assert checkpoints.corruption(newer, "none") == expected
+    assert checkpoints.find_corruption(newer, "none") == expected
     rewrite(newer / "manifest.json", step=20)
     expected = (
         f"{newer / 'state.json'}: is of run {RUN}, step 10, the manifest of run {RUN}, step 20"
     )
-    assert checkpoints.corruption(newer) == expected
+    assert checkpoints.find_corruption(newer) == expected
     said: list[str] = []
     assert newest(tmp_path, said.append) == older
     assert len(said) == 1
@@ -202,12 +204,14 @@ def test_a_tensor_file_of_another_step_is_damage(tmp_path: Path) -> None:
     file = newer / "tensors" / FILE
     shutil.copyfile(older / "tensors" / FILE, file)
     assert file.stat().st_size == (older / "tensors" / FILE).stat().st_size
-    assert checkpoints.corruption(newer, "all") == f"{file}: contents do not match their checksum"
+    assert (
+        checkpoints.find_corruption(newer, "all") == f"{file}: contents do not match their checksum"
+    )
     files = json.loads((older / "manifest.json").read_text())["files"]
     state = json.loads((newer / "manifest.json").read_text())["files"]["state.json"]
     rewrite(newer / "manifest.json", files={**files, "state.json": state})
     expected = f"{file}: is of run {RUN}, step 10, and not of run {RUN}, step 20"
-    assert checkpoints.corruption(newer, "all") == expected
+    assert checkpoints.find_corruption(newer, "all") == expected
     with pytest.raises(CorruptCheckpointError, match=expected):
         find_parts(newer / "tensors", checkpoints.list_tensors(newer))
 
@@ -232,20 +236,20 @@ def test_a_corrupt_run_id_is_written_anew(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_run_is_damage(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "run", 10)
-    assert checkpoints.corruption(directory) is None
+    assert checkpoints.find_corruption(directory) is None
     assert checkpoints.make_run_id(tmp_path / "run") == RUN  # as its checkpoints say
     assert checkpoints.make_run_id(tmp_path / "run") == RUN
-    assert checkpoints.corruption(directory) is None
+    assert checkpoints.find_corruption(directory) is None
     own = checkpoints.make_run_id(tmp_path / "other")
     assert own != RUN
     copy = checkpoints.checkpoint_path(tmp_path / "other", 10)
     shutil.copytree(directory, copy)
-    said = shown(checkpoints.corruption(copy))
+    said = shown(checkpoints.find_corruption(copy))
     assert (
         f"{copy / 'manifest.json'}: is of run {RUN}, but {tmp_path}/other/run_id is {own}" in said
     )
     (tmp_path / "other" / "run_id").unlink()
-    assert checkpoints.corruption(copy) is None
+    assert checkpoints.find_corruption(copy) is None
 
 
 def test_newest_valid_passes_over_damage_and_says_so(tmp_path: Path) -> None:
@@ -302,7 +306,7 @@ def test_retain_keeps_the_newest(tmp_path: Path, keep_last: int, left: list[int]
     for step in (10, 40, 20, 30):
         write_checkpoint(tmp_path, step)
     retain(tmp_path, 40, keep(keep_last))
-    assert checkpoints.steps(tmp_path) == left
+    assert checkpoints.list_steps(tmp_path) == left
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert names == {f"step-{step:08d}" for step in left}
 
@@ -312,7 +316,7 @@ def test_retain_removes_what_unfinished_saves_left(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 20, finished=False)
     (tmp_path / "checkpoints" / "notes.txt").write_text("not ours")
     retain(tmp_path, 10, keep(1))
-    assert checkpoints.corruption(kept, "all") is None
+    assert checkpoints.find_corruption(kept, "all") is None
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
         "notes.txt",
         "step-00000010",
@@ -325,14 +329,14 @@ def test_retain_never_gives_up_what_was_just_saved(tmp_path: Path) -> None:
         write_checkpoint(tmp_path, step)
     (checkpoints.checkpoint_path(tmp_path, 12) / "state.json").unlink()
     retain(tmp_path, 10, keep(1))
-    assert checkpoints.steps(tmp_path) == [10]
+    assert checkpoints.list_steps(tmp_path) == [10]
 
 
 def test_commit_replaces_a_corrupt_checkpoint_of_the_step(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, 10)
     (directory / "state.json").unlink()
     assert write_checkpoint(tmp_path, 10) == directory
-    assert checkpoints.corruption(directory, "all") is None
+    assert checkpoints.find_corruption(directory, "all") is None
     assert [path.name for path in directory.parent.iterdir()] == [directory.name]
 
 
@@ -343,7 +347,7 @@ def test_commit_refuses_files_that_are_not_what_was_written(tmp_path: Path) -> N
         checkpoints.commit(partial, {FILE: (99, "0" * 16)}, Identity())
     with pytest.raises(CheckpointError, match=r"rank-00001\.\w+: missing on the main .* share"):
         checkpoints.commit(partial, {"rank-00001.safetensors": (99, "0" * 16)}, Identity())
-    assert checkpoints.steps(tmp_path) == []
+    assert checkpoints.list_steps(tmp_path) == []
 
 
 def test_removal_renames_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +361,7 @@ def test_removal_renames_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         checkpoints.remove(directory)
-    assert checkpoints.steps(tmp_path) == []
+    assert checkpoints.list_steps(tmp_path) == []
     [left] = directory.parent.iterdir()
     assert (left / "tensors" / FILE).exists()
     monkeypatch.setattr(shutil, "rmtree", rmtree)
@@ -382,7 +386,7 @@ def test_retain_keeps_the_best_and_what_stays_for_good(tmp_path: Path) -> None:
     for step, loss in ((10, 3.0), (20, 1.5), (30, 2.0), (40, 2.5), (50, float("nan"))):
         write_checkpoint(tmp_path, step, held_out_loss=loss)
     retain(tmp_path, 50, keep(1, keep_every_steps=40, keep_best=1))
-    assert checkpoints.steps(tmp_path) == [20, 40, 50]
+    assert checkpoints.list_steps(tmp_path) == [20, 40, 50]
 
 
 def test_retain_keeps_what_a_run_may_go_back_to(tmp_path: Path) -> None:
@@ -391,7 +395,7 @@ def test_retain_keeps_what_a_run_may_go_back_to(tmp_path: Path) -> None:
         write_state(partial, step, guard={"streak": streak})
         commit(partial, step)
     retain(tmp_path, 40, keep(1))
-    assert checkpoints.steps(tmp_path) == [20, 40]
+    assert checkpoints.list_steps(tmp_path) == [20, 40]
     reasons = reasons_to_keep({20: None, 40: None}, keep(1), 20)
     assert reasons == {40: ["newest"], 20: ["newest before bad steps"]}
 
@@ -402,7 +406,7 @@ def test_retain_counts_whole_checkpoints_only(tmp_path: Path) -> None:
     for step in (20, 30):
         (checkpoints.checkpoint_path(tmp_path, step) / "state.json").unlink()
     retain(tmp_path, 40, keep(2, keep_every_steps=20))
-    assert checkpoints.steps(tmp_path) == [10, 20, 40]
+    assert checkpoints.list_steps(tmp_path) == [10, 20, 40]
 
 
 @pytest.mark.parametrize("missing", ["state.json", f"tensors/{FILE}"])
@@ -411,7 +415,7 @@ def test_manifest_that_lists_too_little_is_damage(tmp_path: Path, missing: str) 
     files = json.loads(manifest.read_text())["files"]
     del files[missing]
     rewrite(manifest, files=files)
-    assert checkpoints.corruption(manifest.parent) == (
+    assert checkpoints.find_corruption(manifest.parent) == (
         f"{manifest}: does not list {missing.removesuffix(FILE)}"
     )
 
@@ -421,7 +425,7 @@ def test_steps_of_more_digits_are_in_order(tmp_path: Path) -> None:
         write_checkpoint(tmp_path, step)
     (tmp_path / "checkpoints" / "step-7").mkdir()
     (tmp_path / "checkpoints" / "step-00000007.partial-0123abcd").mkdir()
-    assert checkpoints.steps(tmp_path) == [5, 99_999_999, 123_456_789]
+    assert checkpoints.list_steps(tmp_path) == [5, 99_999_999, 123_456_789]
 
 
 def test_the_best_is_by_any_metric(tmp_path: Path) -> None:
@@ -455,7 +459,7 @@ def test_what_is_no_directory_is_not_passed_over_in_silence(
     assert newest(tmp_path, said.append) == checkpoints.checkpoint_path(tmp_path, 1)
     (message,) = said
     assert message.startswith(f"skipping corrupt checkpoint at step 2: {odd}: is a")
-    assert checkpoints.corruption(odd, "all") in message
+    assert checkpoints.find_corruption(odd, "all") in message
     assert newest_step_after_save(tmp_path) == 2
     assert [
         path.name for path in odd.parent.iterdir() if path.name.startswith("step-00000002")
@@ -478,7 +482,7 @@ def test_what_is_no_file_is_named_and_not_waited_for(
     path.unlink()
     make(path)
     assert "not a regular file" in shown(
-        checkpoints.corruption(path.parent if "/" not in name else path.parent.parent)
+        checkpoints.find_corruption(path.parent if "/" not in name else path.parent.parent)
     )
     (tmp_path / checkpoints.RUN_ID).unlink(missing_ok=True)
     make(tmp_path / checkpoints.RUN_ID)

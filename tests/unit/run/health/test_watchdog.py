@@ -120,7 +120,7 @@ def test_marks_of_layers_in_both_passes_change_no_number() -> None:
     model.zero_grad()
     seen: list[tuple[str, str | None]] = []
     beat._enter = lambda *place: seen.append(place)  # type: ignore[method-assign]
-    beat.follow(model)
+    beat.watch_layers(model)
     model(example).sum().backward()
     assert seen == [
         ("forward pass", "layers.0"),
@@ -139,21 +139,21 @@ def test_the_first_step_of_a_process_may_take_long() -> None:
     assert beat.slow
     beat.begin_step(502)
     assert not beat.slow
-    beat.at("saving", slow=True)
+    beat.set_phase("saving", slow=True)
     assert beat.slow
     assert beat.count == 3
 
 
 def test_large_files_are_progress(tmp_path: Path) -> None:
     transfers = Transfers()
-    assert not transfers.went_on()
+    assert not transfers.made_progress()
     (tmp_path / "weights").write_bytes(bytes(1 << 20))
-    assert transfers.went_on()
-    assert not transfers.went_on()
+    assert transfers.made_progress()
+    assert not transfers.made_progress()
     (tmp_path / "log").write_text("a line")
-    assert not transfers.went_on()
+    assert not transfers.made_progress()
     (tmp_path / "weights").read_bytes()
-    assert transfers.went_on()
+    assert transfers.made_progress()
 
 
 def test_thousands_of_ranks_are_read_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:

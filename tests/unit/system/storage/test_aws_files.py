@@ -17,7 +17,7 @@ import pytest
 from bigtrain.system.storage.aws_files import ProfileCredentials, read_profile, s3_options
 from bigtrain.system.storage.object_store import bucket_client, kept_client
 from bigtrain.system.storage.remote_file import store_of
-from bigtrain.system.storage.stores import Refused
+from bigtrain.system.storage.stores import AccessDeniedError
 from tests.support.remote_servers import S3_VARIABLES, s3_server
 
 KEY, SECRET = S3_VARIABLES["AWS_ACCESS_KEY_ID"], S3_VARIABLES["AWS_SECRET_ACCESS_KEY"]
@@ -94,12 +94,14 @@ def test_keys_of_a_process(aws: Path, port: int, monkeypatch: pytest.MonkeyPatch
     assert size() == 5
     kept_client.cache_clear()  # the keys are valid for a century
     program.write_text(f"#!/bin/sh\necho {SECRET} >&2\necho {SECRET}\nexit 7\n")
-    with pytest.raises(Refused, match=r"profile default .* \(CredentialRetrievalError\)") as error:
+    with pytest.raises(
+        AccessDeniedError, match=r"profile default .* \(CredentialRetrievalError\)"
+    ) as error:
         size()
     assert SECRET not in str(error.value)
     kept_client.cache_clear()
     program.write_text(f"#!/bin/sh\necho {SECRET}\n")
-    with pytest.raises(Refused, match=r"credential_process: JSONDecodeError") as error:
+    with pytest.raises(AccessDeniedError, match=r"credential_process: JSONDecodeError") as error:
         size()
     assert SECRET not in str(error.value)
 
@@ -115,7 +117,7 @@ def test_variables_come_before_files(aws: Path, port: int, monkeypatch: pytest.M
     assert s3_options() == {}
     assert size() == 5
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    with pytest.raises(Refused, match=r"the profile AWS_PROFILE of ~/\.aws"):
+    with pytest.raises(AccessDeniedError, match=r"the profile AWS_PROFILE of ~/\.aws"):
         size()  # by the wrong keys of the file
 
 
@@ -147,7 +149,7 @@ def test_what_is_refused(
 ) -> None:
     (aws / "config").write_text(config)
     monkeypatch.setenv("AWS_PROFILE", profile)
-    with pytest.raises(Refused, match=message) as error:
+    with pytest.raises(AccessDeniedError, match=message) as error:
         s3_options()
     assert SECRET not in str(error.value)
 

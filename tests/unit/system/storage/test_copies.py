@@ -21,7 +21,7 @@ from bigtrain.system.storage.copies import (
     list_tree,
     local_copy,
 )
-from bigtrain.system.storage.stores import Gone, Patience, RemoteStat, StorageError
+from bigtrain.system.storage.stores import NotFoundError, RemoteStat, RetryPolicy, StorageError
 from tests.support.remote_servers import S3_VARIABLES, BreakingLine, s3_server
 
 CONTENT = random.Random(2).randbytes(2_500_000)
@@ -29,7 +29,7 @@ CONTENT = random.Random(2).randbytes(2_500_000)
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    soon = Patience(tries=4, sleep=lambda seconds: None)
+    soon = RetryPolicy(tries=4, sleep=lambda seconds: None)
     monkeypatch.setattr(remote_file, "PATIENCE", soon)
     monkeypatch.setattr(stores, "PATIENCE", soon)
     monkeypatch.setenv("BIGTRAIN_CACHE", str(tmp_path / "cache"))
@@ -100,7 +100,8 @@ def test_a_copy_that_stopped_goes_on(
         copy_tree(place, "s3://bucket/c", "manifest.json")
     # Without its last file it is no checkpoint.
     assert (
-        copies.newest_first([f"checkpoints/step-4/{n}" for n in list_tree("s3://bucket/c")]) == []
+        copies.checkpoint_steps([f"checkpoints/step-4/{n}" for n in list_tree("s3://bucket/c")])
+        == []
     )
     sent.append("the server has room again")
     assert (
@@ -175,6 +176,6 @@ def test_a_copy_of_this_host(tmp_path: Path) -> None:
     assert (small / "model.safetensors").read_bytes() == CONTENT
     shutil.rmtree(small)  # as of any cache
     assert (local_copy("memory://models/tiny") / "model.safetensors").read_bytes() == CONTENT
-    assert copies.at_hand("models/tiny") == "models/tiny"
-    with pytest.raises(Gone):
+    assert copies.local_path("models/tiny") == "models/tiny"
+    with pytest.raises(NotFoundError):
         local_copy("memory://models/none")

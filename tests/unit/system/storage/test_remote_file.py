@@ -13,11 +13,17 @@ import pytest
 
 from bigtrain.system.storage import remote_file
 from bigtrain.system.storage.remote_file import RemoteFile, store_of
-from bigtrain.system.storage.stores import Changed, Gone, Patience, Refused, StorageError
+from bigtrain.system.storage.stores import (
+    AccessDeniedError,
+    ModifiedError,
+    NotFoundError,
+    RetryPolicy,
+    StorageError,
+)
 from tests.support.remote_servers import S3_VARIABLES, BreakingLine, WebServer, s3_server
 
 CONTENT = random.Random(7).randbytes(3_000_000)
-SOON = Patience(tries=3, sleep=lambda seconds: None)
+SOON = RetryPolicy(tries=3, sleep=lambda seconds: None)
 
 
 @pytest.fixture
@@ -119,7 +125,9 @@ def test_a_changed_file_is_refused(
         (tmp_path / "bucket/a.bin").write_bytes(changed)
         os.utime(tmp_path / "bucket/a.bin", (1, 1))
         file.seek(2_000_000)
-        with pytest.raises(Changed, match=r"a\.bin was changed while it was read -> start again"):
+        with pytest.raises(
+            ModifiedError, match=r"a\.bin was changed while it was read -> start again"
+        ):
             file.read(10)
 
 
@@ -158,20 +166,20 @@ def test_what_cannot_be_read(
     site = WebServer(tmp_path, password="letmein")
     address, _ = address_of("http", tmp_path, stack, monkeypatch, (), site)
     store = store_of(address)
-    with pytest.raises(Refused, match=r"a\.bin cannot be read: 401 .*netrc"):
+    with pytest.raises(AccessDeniedError, match=r"a\.bin cannot be read: 401 .*netrc"):
         store.stat(address)
     host = address.removeprefix("http://")
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(AccessDeniedError) as refused:
         store.stat(f"http://me:wrong@{host}?token=abc")
     assert not {"wrong", "abc"} & set(str(refused.value).replace("=", " ").split())
     assert store.stat(f"http://me:letmein@{host}").size == len(CONTENT)
-    with pytest.raises(Gone, match="does not exist"):
+    with pytest.raises(NotFoundError, match="does not exist"):
         store.stat(f"http://me:letmein@{host}.gone")
     address, _ = address_of("s3", tmp_path, stack, monkeypatch)
-    with pytest.raises(Gone, match="s3://bucket/none does not exist"):
+    with pytest.raises(NotFoundError, match="s3://bucket/none does not exist"):
         store_of(address).stat("s3://bucket/none")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "other")
-    with pytest.raises(Refused, match="AWS_ACCESS_KEY_ID") as refused:
+    with pytest.raises(AccessDeniedError, match="AWS_ACCESS_KEY_ID") as refused:
         store_of(address).stat(address)
     assert S3_VARIABLES["AWS_SECRET_ACCESS_KEY"] not in str(refused.value)
 
@@ -205,7 +213,7 @@ def test_other_file_systems(monkeypatch: pytest.MonkeyPatch) -> None:
         "memory://folder/a.bin",
         "memory://folder/b/c.bin",
     ]
-    with pytest.raises(Gone):
+    with pytest.raises(NotFoundError):
         store.stat("memory://folder")
     with pytest.raises(StorageError, match="nosuch"):
         store_of("nosuch://x").stat("nosuch://x")
