@@ -10,7 +10,12 @@ from tests.support.error_texts import error_texts
 from tests.support.worlds import ROOT
 
 PAGE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
-TEXTS = error_texts()
+
+
+@pytest.fixture(scope="module")
+def texts() -> str:
+    """Texts of all errors of the code; seconds, which collecting the tests need not take."""
+    return error_texts()
 
 
 def quotes() -> list[str]:
@@ -25,9 +30,9 @@ def test_there_are_quotes() -> None:
 
 
 @pytest.mark.parametrize("quote", quotes())
-def test_every_quote_is_an_error_of_the_code(quote: str) -> None:
+def test_every_quote_is_an_error_of_the_code(quote: str, texts: str) -> None:
     assert quote[0] == quote[-1] == "`"
-    assert quote.strip("`") in TEXTS, "correct the quote: the error has another text now"
+    assert quote.strip("`") in texts, "correct the quote: the error has another text now"
 
 
 @pytest.mark.parametrize(
@@ -38,6 +43,6 @@ def test_every_quote_is_an_error_of_the_code(quote: str) -> None:
         "a sequence between … and … has negative length",
     ],
 )
-def test_texts_of_errors_are_collected(text: str) -> None:
+def test_texts_of_errors_are_collected(text: str, texts: str) -> None:
     """Also those that helpers add through a function, a name or a loop over problems."""
-    assert text in TEXTS
+    assert text in texts

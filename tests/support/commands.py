@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from tests.support.parent_death import die_with_parent
+
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = ("link", "mkdir", "rename", "rmdir", "unlink", "fsync")
 
@@ -46,7 +48,7 @@ class Commands:
 
     def __enter__(self) -> Self:
         self._server = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, __file__, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -124,6 +126,8 @@ class Running:
 
 
 def _serve() -> None:
+    die_with_parent(int(sys.argv[1]))
+    server = os.getpid()
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
     import bigtrain.commands.tokenize
@@ -137,14 +141,15 @@ def _serve() -> None:
         else:
             answer = os.fork()
             if answer == 0:
-                _become(request)
+                _become(request, server)
             os.waitid(os.P_PID, answer, os.WSTOPPED | os.WNOWAIT)
             os.kill(answer, signal.SIGCONT)
         print(json.dumps(answer), flush=True)
 
 
-def _become(request: dict[str, Any]) -> None:
+def _become(request: dict[str, Any], server: int) -> None:
     """Run the command in the child; never returns."""
+    die_with_parent(server)
     code = 70
     try:
         os.setsid()

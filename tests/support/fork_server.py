@@ -47,6 +47,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from tests.support.parent_death import die_with_parent
+
 _WORDS = ("step-", "checkpoints", "rank-", "state.json", "manifest.json", "tensors")
 _EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.listdir", "os.scandir"}
 # Time in which survivors of a kill may do harm; they notice within a second or hang.
@@ -183,7 +185,8 @@ def tell(pid: int) -> None:
     MetricsWriter.info = first  # type: ignore[method-assign]
 
 
-def child(rank: int, request: dict[str, Any]) -> None:
+def child(rank: int, request: dict[str, Any], server: int) -> None:
+    die_with_parent(server)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED_FOR)
     # train.py's own defaults, whatever this server inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -279,10 +282,11 @@ def serve(request: dict[str, Any]) -> list[int]:
 def start(request: dict[str, Any]) -> dict[int, int]:
     """Return the processes of a world: rank by process id."""
     processes = {}
+    server = os.getpid()
     for rank in range(request["world_size"]):
         pid = os.fork()
         if pid == 0:
-            child(rank, request)
+            child(rank, request, server)
         processes[pid] = rank
     return processes
 
@@ -300,8 +304,10 @@ def overtake(overtaken: dict[str, Any], processes: dict[int, int]) -> None:
         return
     request = overtaken["request"] | {"tell": os.getpid()}
     # A process of its own, so that both worlds can be waited for.
+    server = os.getpid()
     newer = os.fork()
     if newer == 0:
+        die_with_parent(server)
         answer(serve(request))
         os._exit(0)
     while signal.sigwait(_WAITED_FOR) != signal.SIGUSR1:
@@ -318,6 +324,7 @@ def answer(codes: list[int]) -> None:
 
 
 def main() -> None:
+    die_with_parent(int(sys.argv[1]))
     # Libraries print while they are imported.
     os.dup2(1, _ANSWERS)
     os.dup2(2, 1)

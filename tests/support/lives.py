@@ -42,7 +42,7 @@ class Server:
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "support" / "fork_server.py")],
+            [sys.executable, str(ROOT / "tests/support/fork_server.py"), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,  # `select` does not see what a buffer holds
