@@ -12,12 +12,13 @@ STAMP := $(VENV)/.installed
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-full test-oldest check format docs reference bench gpu-check gpu-wheels cluster-deps clean
+.PHONY: help install quickstart test test-full test-shard slow-times test-oldest check format docs reference bench gpu-check gpu-wheels cluster-deps clean
 
 help:
 	@echo "make install     create .venv with the exact versions of constraints.txt"
 	@echo "make quickstart  tokenizer, shards, training, export, a sample: the main job on real text"
 	@echo "make test        tests that take seconds;  make test-full: all of them"
+	@echo "make test-shard  one shard of the slow tests, ten minutes: SHARD=3, or by the commit;  make slow-times: time them all"
 	@echo "make test-oldest the tests that take seconds, with the lowest versions of pyproject.toml (6 GB)"
 	@echo "make check       ruff and mypy;  make format: let ruff rewrite the files"
 	@echo "make docs        build the site of docs/ into site/;  make reference: write docs/reference/ and the YAML's schema anew"
@@ -45,9 +46,9 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 quickstart: $(STAMP)
 	$(BIN)/python tools/quickstart.py
 
-test test-full: export OMP_NUM_THREADS = 1
-test test-full: export HF_HUB_OFFLINE = 1
-test test-full: export TOKENIZERS_PARALLELISM = false
+test test-full test-shard slow-times: export OMP_NUM_THREADS = 1
+test test-full test-shard slow-times: export HF_HUB_OFFLINE = 1
+test test-full test-shard slow-times: export TOKENIZERS_PARALLELISM = false
 
 # Two files side by side: their worlds of processes wait for each other much of the time.
 SIDE_BY_SIDE := -n $(or $(TEST_PROCESSES),2) --dist loadfile --no-loadscope-reorder
@@ -60,6 +61,16 @@ test: $(STAMP)
 
 test-full: $(STAMP)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
+
+# Successive commits take different shards (tests/support/shards.py).
+SHARD ?= $(shell git rev-parse HEAD 2>/dev/null || echo 1)
+
+test-shard: $(STAMP)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --slow-shard $(SHARD)
+
+# One after the other: the seconds of each are to be its own. On a quiet machine.
+slow-times: $(STAMP)
+	$(BIN)/python -m pytest -m slow --slow-times
 
 # In an environment of its own; torch's own index of CPU builds would spare it the CUDA libraries.
 test-oldest:

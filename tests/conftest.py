@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
+from tests.support import shards
 from tests.support.worlds import ROOT
 from tests.support.worlds import free_port as find_free_port
 
@@ -27,6 +28,60 @@ _IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 _running: dict[str, float] = {}
 """Tests that have begun and not ended, and when (s), in the process that prints."""
+
+
+_slow_seconds: dict[str, float] = {}
+"""Seconds of tests with their set-up and tear-down, where they are asked for."""
+
+
+SLOW_TIMEOUT_SECONDS = 1800
+"""For a slow test without a time-out of its own: minutes on a machine with nothing else to do."""
+
+_shards_run: set[str] = set()
+"""The chosen shard of the slow tests, in the process that prints."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow-shard", help="run one shard of the slow tests: number or commit hash")
+    parser.addoption(
+        "--slow-times", action="store_true", help="write tests/slow_times.json from this run"
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the chosen shard of the slow tests (`tests/support/shards.py`); none if it does not
+    exist, which the last lines say."""
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    for item in slow:
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_SECONDS))
+    choice = config.getoption("--slow-shard")
+    if choice is None:
+        return
+    tests: frozenset[str] = frozenset()
+    try:
+        shard = shards.choose(
+            shards.cut([item.nodeid for item in slow], shards.read_times()), choice
+        )
+        text, tests = str(shard), shard.tests
+    except ValueError as error:
+        text = str(error)
+    if _IS_WORKER:
+        config.workeroutput["slow_shard"] = text  # type: ignore[attr-defined]
+    else:
+        _shards_run.add(text)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in tests])
+    items[:] = [item for item in items if item.nodeid in tests]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _slow_seconds[report.nodeid] = _slow_seconds.get(report.nodeid, 0.0) + report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("--slow-times") and not _IS_WORKER:
+        shards.write_times(_slow_seconds, shards.read_times())
 
 
 def pytest_configure() -> None:
@@ -71,8 +126,18 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
     _running.pop(nodeid, None)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over from a worker of xdist, which alone collects tests, which shard it chose."""
+    shard = getattr(node, "workeroutput", {}).get("slow_shard")
+    if shard is not None:
+        _shards_run.add(shard)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What an interruption met: of tests that take too long, this one is to be fixed."""
+    for shard in _shards_run:
+        terminalreporter.write_line(shard)
     for nodeid, began in _running.items():
         seconds = time.monotonic() - began
         terminalreporter.write_line(f"NOT ENDED {nodeid} after {seconds:.0f} s", red=True)
