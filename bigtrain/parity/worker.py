@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.checkpoint.snapshot import read_weights, save_engine
+from bigtrain.engine.deepspeed_patches.startup import destroyed_groups
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.models.configuration import load_hf_config
@@ -75,7 +76,8 @@ def main() -> None:
     with process_group(world) as joined:
         for case in json.loads(Path(sys.argv[1]).read_text()):
             try:
-                train_case(case, world, joined.device)
+                with destroyed_groups():
+                    train_case(case, world, joined.device)
             except Exception as error:
                 _write_reason(error, Path(case["directory"]) / f"error{world.rank}")
                 traceback.print_exc()

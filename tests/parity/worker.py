@@ -32,6 +32,7 @@ from bigtrain.engine.build import build_engine
 from bigtrain.engine.checkpoint.fragments import MASTER, ensure_optimizer_states, owned_fragments
 from bigtrain.engine.checkpoint.snapshot import read_weights, restore_engine, save_engine
 from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer
+from bigtrain.engine.deepspeed_patches.startup import destroyed_groups
 from bigtrain.engine.optimizers.skip_step import StepStats
 from bigtrain.engine.startup.long_work import on_main_rank
 from bigtrain.engine.startup.mesh import open_mesh
@@ -339,7 +340,8 @@ def main() -> None:
     results = {}
     with process_group(world) as joined:
         for name, case in cases.items():
-            results[name] = run_case(case, world, joined.device)
+            with destroyed_groups():
+                results[name] = run_case(case, world, joined.device)
     if world.is_main:
         Path(sys.argv[2]).write_text(json.dumps(results))
 
