@@ -111,8 +111,8 @@ def test_data_of_another_tokenizer_is_refused(place: Path, inputs: Inputs, tmp_p
     assert "-> tokenizer.base=DIRECTORY, or a hub name" in nowhere
     grown = place / "grown-tokenizer"
     known = adding(place, tmp_path, f"tokenizer.base={grown}")
-    assert "= '<|im_start|>': is a token of" in known
-    assert "already, with id 320 -> leave it out" in known
+    assert "= '<|im_start|>': is already a token of" in known
+    assert "with id 320 -> remove it" in known
     train_tokenizer([["another text"]], 257).save(tmp_path / "other")
     other = adding(place, tmp_path, f"tokenizer.base={tmp_path / 'other'}")
     assert "was made from another one -> name the one that it was made from" in other
@@ -224,8 +224,8 @@ def test_adapters_learn_the_new_rows_of_a_grown_base(place: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--add-token", "<|endoftext|>"], "is a token of .* already, with id 0 -> leave it out"),
-        (["--add-token", " "], "must have other characters than space"),
+        (["--add-token", "<|endoftext|>"], "is already a token of .*, with id 0 -> remove it"),
+        (["--add-token", " "], "must have a non-space character"),
         (["--add-token", "ab cd", "--add-special-token", "ab cd"], "added twice"),
         ([], "nothing to add to the tokenizer"),
         (["--add-token", "xyz", "--vocab-size", "300"], "--base uses a trained tokenizer"),

@@ -1,12 +1,11 @@
-"""Makes every learned answer end in a token that ends generation.
+"""Ends of answers: every learned answer must end in a token that ends generation.
 
-A model that never learned such a token does not stop. Most templates write one behind an answer
-(``<|im_end|>``), inside of what is learned. Some end an answer by the token of the next role
-(GLM-4.5: ``<|user|>``): then that token is learned, and is added behind the last answer of a
-conversation, as TRL's training templates do. All other answers are refused.
-
-A control token that the template also writes inside of answers (gpt-oss: ``<|end|>`` between
-reasoning and answer) ends none.
+A model that never learned such a token does not stop. Most templates write one after an answer
+(``<|im_end|>``), inside the learned range. Some end an answer by the token of the next role
+(GLM-4.5: ``<|user|>``): that token is then learned, and appended to the last answer of a
+conversation, like in TRL's training templates. All other answers are refused. A control token that
+the template also writes inside answers (gpt-oss: ``<|end|>`` between reasoning and answer) does not
+end one.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _ANSWERED = {"role": "assistant", "content": _ANSWER}
 
 @dataclass(frozen=True)
 class Answer:
-    """A learned message: its number from 1, and its character ranges in the rendering."""
+    """Learned message: its number from 1, and its character ranges in the rendering."""
 
     number: int
     spans: tuple[Span, ...]
@@ -38,10 +37,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Ended:
-    """A rendering whose learned answers all end in a token that ends generation.
+    """Rendering whose learned answers all end in a token that ends generation.
 
-    `text`, `spans` and `control` as of the encoder's rendering; `ends`: the texts of the tokens
-    that end answers; `inside`: of other control tokens in answers.
+    `text`, `spans` and `control` as in the encoder's rendering; `ends`: texts of the tokens that
+    end answers; `inside`: texts of other control tokens in answers.
     """
 
     text: str
@@ -52,9 +51,9 @@ class Ended:
 
 
 class AnswerEnds:
-    """The tokens that end answers under a chat template. Can be pickled.
+    """Tokens that end answers under a chat template. Can be pickled.
 
-    by_next_role: whether the token of the next role ends an answer.
+    by_next_role: the token of the next role ends an answer.
     """
 
     def __init__(
@@ -85,8 +84,8 @@ class AnswerEnds:
         """Return the rendering `text` with the ends of its `answers` learned.
 
         `control`: ranges of control tokens, None if every control token's text is one. `marked`:
-        the template has ``{% generation %}`` blocks, so that what is learned is the author's
-        choice. Raises ConversationError for an answer without an end.
+        the template has ``{% generation %}`` blocks, so its author decided which text is learned.
+        Raises ConversationError for an answer without an end.
         """
         found = [match.span() for match in self._control.find(text)] if control is None else control
         spans: list[Span] = []
@@ -106,7 +105,7 @@ class AnswerEnds:
         for name in sorted(ends - self.eos):
             if name in inside:
                 raise ConversationError(
-                    f"the chat template ends an answer in {name}, which it also writes inside of "
+                    f"the chat template ends an answer in {name}, which it also writes inside "
                     "answers, so generation cannot stop there -> learn only the last answer: "
                     "--learn last; or use a template that ends every answer in "
                     f"{' or '.join(sorted(self.eos)) or 'eos_token'}: --chat-template FILE"
@@ -119,8 +118,8 @@ class AnswerEnds:
     def _last(self, text: str, own: Sequence[Span], end: int) -> Span | None:
         """Return the control token that ends the answer `text[:end]`; None if there is none.
 
-        Several may follow each other at its end: Phi 3 writes the end of the text behind that of
-        the last answer, Cohere the end of a turn behind that of a response.
+        Several may follow each other at its end: Phi 3 writes the end of the text after that of the
+        last answer, Cohere the end of a turn after that of a response.
         """
         group: list[Span] = []
         for token in reversed(own):
@@ -132,7 +131,7 @@ class AnswerEnds:
                 return token
         if group and not self.by_next_role:
             return group[0]
-        for name in self.eos:  # one that is no control token
+        for name in self.eos:  # one that is not a control token
             if text[:end].rstrip().endswith(name):
                 stop = len(text[:end].rstrip())
                 return stop - len(name), stop
@@ -147,8 +146,8 @@ class AnswerEnds:
         found: Sequence[Span],
         marked: bool,
     ) -> tuple[Span, str]:
-        """Return the token behind an answer that ends it, and the text, to which it may be
-        added."""
+        """Return the token after an answer that ends it, and the text with an appended token, if
+        any."""
         end = answer.spans[-1][1]
         behind = next((one for one in found if one[0] >= end), None)
         if behind is not None and not text[end : behind[0]].strip():
@@ -167,8 +166,7 @@ class AnswerEnds:
         return (len(text), len(text) + len(role)), text + role
 
     def _next_role(self, messages: Messages, tools: Tools, text: str) -> str | None:
-        """Return the token that begins the message after the last one: a tool's answer or the
-        user's."""
+        """Return the token that begins the next message: a tool's response or the user's."""
         if not messages[-1].get("tool_calls"):
             return self.usual
         reply = {"role": "tool", "name": "a", "tool_call_id": "a", "content": "a"}
@@ -179,7 +177,8 @@ class AnswerEnds:
         return self._first_token(longer[len(text) :]) if longer.startswith(text) else None
 
     def _after_answer(self, messages: Messages) -> str | None:
-        """What follows the answer in a probe's rendering; None if it is not rendered once."""
+        """Return the text after the answer in a probe; None if that is not rendered exactly
+        once."""
         try:
             text, _ = self._template.render(messages)
         except ConversationError:
@@ -187,7 +186,7 @@ class AnswerEnds:
         return text.partition(_ANSWER)[2] if text.count(_ANSWER) == 1 else None
 
     def _first_token(self, text: str) -> str | None:
-        """Return the control token, or end of generation, that `text` begins with after white
+        """Return the control token or end of generation at the start of `text`, after white
         space."""
         text = text.lstrip()
         match = next(self._control.find(text), None)
@@ -214,12 +213,12 @@ def _closed_early(number: int, name: str) -> ConversationError:
     return ConversationError(
         f"the chat template closes the {{% generation %}} block of message {number} before {name}, "
         "the token that ends the answer: it would not be learned, and generation would not stop "
-        f"-> write {{% endgeneration %}} behind {name} in the template: --chat-template FILE"
+        f"-> write {{% endgeneration %}} after {name} in the template: --chat-template FILE"
     )
 
 
 def _without_end(number: int, marked: bool) -> ConversationError:
-    where = "inside the {% generation %} block" if marked else "behind the answer"
+    where = "inside the {% generation %} block" if marked else "after the answer"
     return ConversationError(
         f"the chat template ends message {number}, an answer, in no token that ends generation: "
         f"the model would not learn to stop -> write {{{{ eos_token }}}} {where} in the template: "

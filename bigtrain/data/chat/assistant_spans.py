@@ -1,11 +1,11 @@
-"""Finds the assistant's text in a rendering whose chat template has no ``{% generation %}`` marks.
+"""Location of the assistant's text in renderings of templates without ``{% generation %}`` marks.
 
-A turn begins at the end of the prompt that a model would be given for it: the earlier messages,
-rendered with the generation prompt. It ends where the rendering of the messages up to and including
-it ends, provided that the template renders a turn the same inside a longer conversation. Templates
-that remove the reasoning of earlier turns do not: there the end is found by rendering again with a
-placeholder as the turn's content. Every step is checked against the rendering of the full
-conversation. White space after the control token that ends a turn does not belong to the turn.
+A turn begins at the end of the prompt that a model would get for it: the earlier messages, rendered
+with the generation prompt. It ends with the rendering of the messages up to and including it, if
+the template renders a turn the same inside a longer conversation. Templates that remove the
+reasoning of earlier turns do not: then the end is determined by rendering again with a placeholder
+as the turn's content. Every step is compared with the rendering of the full conversation. White
+space after the control token that ends a turn does not belong to the turn.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Spans = Sequence[tuple[int, int]]
 
 PLACEHOLDER = "\U0010fffb"
 REMEDY = (
-    "the chat template does not mark what the assistant wrote, and it cannot be told from its "
-    "renderings ({}) -> give one with {{% generation %}} marks: --chat-template FILE"
+    "the chat template does not mark the assistant's text, and its renderings do not determine it "
+    "({}) -> use one with {{% generation %}} marks: --chat-template FILE"
 )
 
 WEIGHT_REMEDY = (
-    "a message has weight 0, and which {{% generation %}} blocks of the chat template are message "
-    "{}'s cannot be told -> one block for each message of the assistant"
+    "a message has weight 0, and it is ambiguous which {{% generation %}} blocks of the chat "
+    "template belong to message {} -> write one block for each message of the assistant"
 )
 
 
@@ -38,10 +38,7 @@ def assistant_spans(
     template: ChatTemplate, control: ControlTokens, messages: Messages, tools: Tools, text: str
 ) -> list[Answer]:
     """Return the assistant's messages in `text`, the rendering of `messages`, except those of
-    weight 0.
-
-    Raises ConversationError if their character ranges cannot be determined.
-    """
+    weight 0. Raise ConversationError if their character ranges cannot be determined."""
     answers = []
     for number, message in enumerate(messages):
         if not is_learned(message):
@@ -57,11 +54,11 @@ def assistant_spans(
 def learned_blocks(
     template: ChatTemplate, messages: Messages, tools: Tools, blocks: Spans
 ) -> list[Answer]:
-    """`blocks`, the ``{% generation %}`` blocks of a rendering of `messages`, by message, without
-    those of messages of weight 0.
+    """Assign `blocks`, the ``{% generation %}`` blocks of a rendering, to messages; without weight
+    0.
 
     A block is assigned to a message by counting the blocks in renderings of prefixes. If that is
-    ambiguous, each block is an answer of its own, and ConversationError is raised if a message has
+    ambiguous, each block is a separate answer, and ConversationError is raised if a message has
     weight 0.
     """
     turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
@@ -92,7 +89,7 @@ def learned_blocks(
 
 
 def _singly(turns: Sequence[int], blocks: Spans) -> list[Answer]:
-    """Return each block as an answer, named by the last message of the assistant."""
+    """Return each block as an answer with the number of the assistant's last message."""
     return [Answer(turns[-1] + 1 if turns else 1, (block,)) for block in blocks]
 
 
@@ -122,8 +119,8 @@ def _span(
 def _around_content(
     template: ChatTemplate, messages: Messages, tools: Tools, text: str, number: int
 ) -> tuple[int, int]:
-    """Return where the content of a message begins in `text`, or the name of its last tool call
-    where it has no content, and where its turn ends."""
+    """Return the start of a message's content in `text`, or of the name of its last tool call if it
+    has no content, and the end of its turn."""
     other = [*messages]
     other[number] = _with_placeholder(messages[number])
     before, found, after = template.render(other, tools)[0].partition(PLACEHOLDER)
@@ -135,14 +132,14 @@ def _around_content(
         or len(before) + len(after) > len(text)
     ):
         raise ConversationError(
-            REMEDY.format(f"message {number + 1} is written otherwise in a longer conversation")
+            REMEDY.format(f"message {number + 1} is rendered differently in a longer conversation")
         )
     return len(before), len(text) - len(after) + len(ending)
 
 
 def _with_placeholder(message: dict[str, Any]) -> dict[str, Any]:
-    """`message` with the placeholder as its content, or as the name of its last tool call if it has
-    no content: templates write an empty content otherwise than others."""
+    """Return `message` with the placeholder as its content, or as the name of its last tool call if
+    it has no content: templates render empty content differently."""
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, str) and (content.strip() or not calls):
         return {**message, "content": PLACEHOLDER}

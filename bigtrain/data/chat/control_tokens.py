@@ -1,12 +1,12 @@
-"""Against injection of control tokens: only those that the chat template itself writes are encoded.
+"""Protection against injected control tokens: only those written by the chat template are encoded.
 
-A tokenizer turns the text ``<|im_end|>`` into its control token, whoever wrote it. A conversation
-whose strings cannot form a control token's text, alone or together with the template's text around
-them, is encoded as it is. Any other is rendered again with a mark inserted into its strings
-wherever they contain, or could be part of, a control token's text: control tokens that are then
+A tokenizer converts the text ``<|im_end|>`` to its control token, also in user data. A conversation
+whose strings cannot form a control token's text, by themselves or together with the adjacent text
+of the template, is encoded unchanged. Any other is rendered again with a mark inserted into its
+strings wherever they contain, or could be part of, a control token's text: control tokens that are
 still intact were written by the template. Without the marks this must equal the first rendering,
-else the conversation is refused. It is encoded by a copy of the tokenizer in which the control
-tokens are renamed to private-use characters, which replace those of the template.
+otherwise the conversation is refused. It is encoded by a copy of the tokenizer whose control tokens
+are renamed to private-use characters, which replace those of the template.
 
 A template that splits strings and rejoins the pieces can defeat this.
 """
@@ -35,10 +35,10 @@ KNOWN_ROLES = frozenset(
 
 
 class ControlTokens:
-    """The special tokens of a tokenizer, by its ``tokenizer.json``. Can be pickled.
+    """Special tokens of a tokenizer, read from its ``tokenizer.json``. Can be pickled.
 
-    `literals`: the strings that stand in the chat template. `are_normalized`: the tokenizer also
-    finds them in text that only a normalizer makes theirs, such as capital letters.
+    `literals`: strings in the chat template. `are_normalized`: the tokenizer also finds them in
+    text that only a normalizer makes equal to theirs, such as capital letters.
     """
 
     def __init__(self, tokenizer_json: str, literals: Collection[str]) -> None:
@@ -70,19 +70,19 @@ class ControlTokens:
         return {key: value for key, value in self.__dict__.items() if key != "_renamed"}
 
     def find(self, text: str) -> Iterator[re.Match[str]]:
-        """The control tokens' texts in `text`, as the tokenizer finds them."""
+        """Yield the control tokens' texts in `text`, as the tokenizer finds them."""
         return self._whole.finditer(text)
 
     def could_be_from(self, value: object) -> bool:
-        """Return whether strings in `value` (messages, tools) could make up a control token's text.
+        """Return whether strings in `value` (messages, tools) could form a control token's text.
 
-        Raises ConversationError for a key that does, and for a role that is a part of one and not
-        known.
+        Raises ConversationError for a key that does, and for an unknown role that is part of one.
         """
         return any([self._cuts(string) for string in self._strings(value)])
 
     def marked(self, value: Any) -> Any:
-        """`value` with `MARK` in its strings wherever they could be part of a control token."""
+        """Return `value` with `MARK` in its strings wherever they could be part of a control
+        token."""
         if isinstance(value, str):
             for place in sorted(set(self._cuts(value)), reverse=True):
                 value = value[:place] + MARK + value[place:]
@@ -97,15 +97,16 @@ class ControlTokens:
         return value
 
     def written_by_template(self, text: str, marked_text: str) -> list[tuple[int, int]]:
-        """Return where the template itself wrote control tokens: character ranges of `text`.
+        """Return the character ranges of `text` with the template's own control tokens.
 
-        `marked_text` is the rendering of `marked` strings. Raises ConversationError where the two
+        `marked_text` is the rendering of `marked` strings. Raises ConversationError if the two
         differ in more than the marks.
         """
         if marked_text.replace(MARK, "") != text:
             raise ConversationError(
-                "it holds the text of a control token, and the template does not let tell it from "
-                "its own -> leave it out, or trust the data: --parse-special-tokens"
+                "it contains the text of a control token, and the rendering does not distinguish "
+                "it from the template's own -> remove it, or trust the data: "
+                "--parse-special-tokens"
             )
         found, counted, marks = [], 0, 0
         for match in self.find(marked_text):
@@ -117,10 +118,10 @@ class ControlTokens:
     def encode(
         self, text: str, control: Sequence[tuple[int, int]] | None = None
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Token ids [n] and their character ranges [n, 2] in `text`, by the reference tokenizer.
+        """Encode `text` by the reference tokenizer; return ids [n] and character ranges [n, 2].
 
-        `control`: which ranges of it are control tokens; None where the tokenizer finds them
-        itself. Raises ConversationError where it would make a control token of other text.
+        `control`: ranges that are control tokens; None: those that the tokenizer finds. Raises
+        ConversationError if it would encode other text as a control token.
         """
         backend, originals, names = self._renamed
         given = control is not None
@@ -128,21 +129,21 @@ class ControlTokens:
             control = [match.span() for match in self.find(text)]
         parts, end = [], 0
         if any(FIRST_NAME <= ord(character) for character in set(text)):
-            raise ConversationError("it holds private-use characters of planes 15 and 16")
+            raise ConversationError("it contains private-use characters of planes 15 and 16")
         for low, high in control:
             parts += [text[end:low], names[text[low:high]]]
             end = high
         encoding = backend.encode("".join([*parts, text[end:]]), add_special_tokens=False)
         ids = originals[np.array(encoding.ids, np.int64)]
         if given and np.isin(ids, self._control_ids).sum() > len(control):
-            raise ConversationError("the tokenizer makes a control token of text that is none")
+            raise ConversationError("the tokenizer encodes other text as a control token")
         return ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
     @cached_property
     def _renamed(self) -> tuple[Any, npt.NDArray[np.int64], dict[str, str]]:
-        """The copy of the tokenizer, the ids of its tokens in the tokenizer, and the new names.
+        """Copy of the tokenizer with renamed control tokens, the original ids, and the new names.
 
-        A name has as many characters as the token's own text, so ranges stay what they are.
+        A name has as many characters as the token's own text, so character ranges do not change.
         """
         from tokenizers import Tokenizer
 
@@ -168,7 +169,7 @@ class ControlTokens:
     def _strings(self, value: object) -> Iterator[str]:
         if isinstance(value, str):
             if MARK in value:
-                raise ConversationError(f"it holds the character {MARK!a}, which is not text")
+                raise ConversationError(f"it contains the character {MARK!a}, which is not text")
             yield value
         elif isinstance(value, list):
             for item in value:
@@ -176,7 +177,7 @@ class ControlTokens:
         elif isinstance(value, dict):
             for key, item in value.items():
                 if self._whole.search(key):
-                    raise ConversationError(f"the key {key!r} holds the text of a control token")
+                    raise ConversationError(f"the key {key!r} contains a control token's text")
                 if key == "role" and isinstance(item, str):
                     if item not in KNOWN_ROLES and self._cuts(item):
                         raise ConversationError(f"the role {item!r} is part of a control token")
@@ -184,7 +185,7 @@ class ControlTokens:
                     yield from self._strings(item)
 
     def _cuts(self, string: str) -> list[int]:
-        """Return where to cut `string`: inside of every control token it is, or could be, part
+        """Return positions in `string` inside every control token that it is, or could be, part
         of."""
         places = (match.start() for match in self._first.finditer(string))
         cuts = [place + 1 for place in places if self._whole.match(string, place)]
@@ -218,12 +219,12 @@ def _any_of(characters: Iterable[str]) -> re.Pattern[str]:
 
 
 def _ends_of(name: str, literals: Collection[str]) -> list[str]:
-    """Return beginnings of `name`, not the whole, that a literal ends with."""
+    """Return proper prefixes of `name` that a literal ends with."""
     found = (name[:end] for end in range(1, len(name)))
     return [part for part in found if any(literal.endswith(part) for literal in literals)]
 
 
 def _begins_of(name: str, literals: Collection[str]) -> list[str]:
-    """Return endings of `name`, not the whole, that a literal begins with."""
+    """Return proper suffixes of `name` that a literal begins with."""
     found = (name[begin:] for begin in range(1, len(name)))
     return [part for part in found if any(literal.startswith(part) for literal in literals)]

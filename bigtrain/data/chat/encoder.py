@@ -1,21 +1,21 @@
-"""Encodes conversations to tokens and a mask of the assistant's tokens.
+"""Encoder of conversations: tokens, and a mask of the assistant's tokens.
 
-A conversation is a list of messages as transformers' ``apply_chat_template`` takes them. The tokens
-are the same as that function's, and so is the mask (``return_assistant_tokens_mask``) of templates
+A conversation is a list of messages in the format of transformers' ``apply_chat_template``. The
+tokens equal that function's, and so does the mask (``return_assistant_tokens_mask``) of templates
 with ``{% generation %}`` blocks; for others see `bigtrain.data.chat.assistant_spans`. A block ends
-with the first token that holds a part of its last character. Where transformers does not find the
-last token of a block, it marks everything after it, and where it does not find the first, no
-further block: here the tokens that hold characters of the block are marked. A message of
-``weight: 0`` is not marked.
+with the first token that contains part of its last character. If transformers does not find the
+last token of a block, it marks everything after it, and if it does not find the first, no further
+block: here the tokens that contain characters of the block are marked. A message of ``weight: 0``
+is not marked.
 
-A prompt and its completion that are plain text (`completion_bytes`) are encoded as they stand, as
-TRL's SFTTrainer encodes them: after the special tokens that the tokenizer begins every text with,
-before one end-of-document token. Marked is what follows the tokens that the text has in common with
-the prompt alone, the end included.
+A plain-text prompt and completion (`completion_bytes`) are encoded unchanged, as by TRL's
+SFTTrainer: after the special tokens that the tokenizer adds at the start of every text, before one
+end-of-document token. All tokens after the common prefix with the encoded prompt are marked,
+including the end.
 
-Conversations are encoded in batches. The characters of each token follow from the tokens' bytes;
-where these do not add up to the text (a normalizer changed it), the conversation is encoded again
-by the reference tokenizer, which returns offsets.
+Conversations are encoded in batches. Token bytes determine the characters of each token; if these
+do not add up to the text (a normalizer changed it), the conversation is encoded again by the
+reference tokenizer, which returns offsets.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ Spans = Sequence[tuple[int, int]]
 class EncodedChats:
     """Conversations as tokens.
 
-    `tokens` [sum of lengths], `mask` bool of the same length, true for the assistant's; `lengths`
-    and `text_bytes`, UTF-8 bytes of the rendered text, int64 [conversations]. `problems`: number
-    and reason of each conversation that cannot be used, whose length is 0. `unrendered`: of the
-    others, how many parts of each kind the template drops; `ends`, `inside`: the texts of the
-    control tokens that end answers, and of others in them.
+    `tokens` [sum of lengths]; `mask` bool of the same length, true for the assistant's; `lengths`
+    and `text_bytes` (UTF-8 of the rendered text), int64 [conversations]. `problems`: number and
+    reason of each unusable conversation, whose length is 0. `unrendered`: number of parts of each
+    kind that the template drops from the others; `ends`, `inside`: texts of the control tokens that
+    end answers, and of others in them.
     """
 
     tokens: npt.NDArray[np.integer[Any]]
@@ -71,8 +71,8 @@ class EncodedChats:
 
 @dataclass(frozen=True)
 class ChatRules:
-    """What a conversation must fulfil. `eos`: texts of the tokens that end generation by the
-    tokenizer's settings; `allow_unrendered`: whether the template may drop parts."""
+    """Rules for a conversation. `eos`: texts of the tokens that end generation by the tokenizer's
+    settings; `allow_unrendered`: the template may drop parts."""
 
     eos: tuple[str, ...]
     allow_unrendered: bool = False
@@ -80,9 +80,8 @@ class ChatRules:
 
 @dataclass(frozen=True)
 class _Rendered:
-    """A conversation as text, the assistant's character ranges of it, and the template's control
-    tokens where not every control token's text is one. `prompt`: what `text` begins with, where it
-    is plain text."""
+    """Conversation as text, its assistant's character ranges, and the template's control tokens if
+    not every control token's text is one. `prompt`: start of `text` if it is plain text."""
 
     text: str
     spans: Spans = ()
@@ -95,8 +94,8 @@ class _Rendered:
 
 @dataclass(frozen=True)
 class TextEnds:
-    """What a tokenizer begins every text with by itself, and the token that ends a document, with
-    the letters of it."""
+    """Tokens that the tokenizer adds at the start of every text, and the token (id and text) that
+    ends a document."""
 
     prefix: tuple[int, ...]
     end_id: int
@@ -105,12 +104,12 @@ class TextEnds:
 
 @dataclass
 class ChatEncoder:
-    """Turns conversations into tokens and masks. Can be pickled; for any number of threads.
+    """Encoder of conversations to tokens and masks. Can be pickled; thread-safe.
 
-    `encoder` adds no ends and parses special tokens; so does `reference`, which says what it should
-    have found. With `trusted` the text of control tokens in a conversation makes control tokens.
-    `template`: None where only plain text can be encoded. `plain_ends`: what plain text begins and
-    ends with. `rules`: None for the template's rendering as it is.
+    `encoder` and `reference` add no ends and parse special tokens. With `trusted` the text of
+    control tokens in a conversation becomes control tokens. `template`: None: only plain text can
+    be encoded. `plain_ends`: start and end of plain text. `rules`: None: accept the template's
+    rendering unchecked.
     """
 
     encoder: Encoder
@@ -135,7 +134,7 @@ class ChatEncoder:
     def encode(self, contents: Sequence[bytes], checks: Checks | None = None) -> EncodedChats:
         """Encode conversations given as `bigtrain.data.documents.conversations.conversation_bytes`.
 
-        Raises EncoderError where the encoder is found wrong by `checks` (of their texts).
+        Raises EncoderError if `checks` (of their texts) find the encoder wrong.
         """
         rendered: list[_Rendered] = []
         problems: dict[int, str] = {}
@@ -162,7 +161,7 @@ class ChatEncoder:
                 elif slow[number]:
                     tokens, own_mask = self._encode_slowly(chat)
                 if number not in problems and not own_mask[1:].any():
-                    raise ConversationError("there is no token of an assistant to learn from")
+                    raise ConversationError("no assistant tokens to train on")
             except ConversationError as error:
                 problems[number] = str(error)
             if number in problems:
@@ -178,7 +177,7 @@ class ChatEncoder:
         )
 
     def _prompts(self, rendered: Sequence[_Rendered]) -> dict[int, list[int]]:
-        """Of each that is plain text the tokens of its prompt alone."""
+        """Return the tokens of each plain-text prompt, encoded separately."""
         known = {number: chat for number, chat in enumerate(rendered) if chat.prompt is not None}
         quick = {number: chat for number, chat in known.items() if chat.control is None}
         found = self.encoder.encode_utf8([(c.prompt or "").encode() for c in quick.values()])
@@ -192,10 +191,10 @@ class ChatEncoder:
     def _completion(
         self, chat: _Rendered, tokens: npt.NDArray[np.integer[Any]], prompt: list[int]
     ) -> tuple[Integers, Mask]:
-        """Return tokens and mask of plain text, whose `tokens` are known where no control token is
-        in it.
+        """Return tokens and mask of plain text; its `tokens` are given if it has no control token.
 
-        As TRL's, also where a token holds the end of the prompt and the begin of the completion.
+        Equals TRL's, also if a token contains the end of the prompt and the start of the
+        completion.
         """
         assert self.plain_ends is not None
         if chat.control is not None:
@@ -209,7 +208,7 @@ class ChatEncoder:
 
     def _render_plain(self, prompt: str, completion: str) -> _Rendered:
         assert self.plain_ends is not None
-        # Data that was made for others may bring the end along, in letters.
+        # Data made for other tools may contain the end as text.
         text = prompt + completion.removesuffix(self.plain_ends.end_text)
         doubtful = self.control.are_normalized or self.control.could_be_from([prompt, completion])
         return _Rendered(text, (), () if doubtful and not self.trusted else None, prompt)
@@ -219,7 +218,7 @@ class ChatEncoder:
             return self._render_plain(conversation["prompt"], conversation["completion"])
         if self.template is None:
             raise ConversationError(
-                "it is of messages, and the tokenizer has no chat template -> give one: "
+                "it consists of messages, and the tokenizer has no chat template -> specify one: "
                 "--chat-template FILE"
             )
         tools = conversation.get("tools")
@@ -239,7 +238,7 @@ class ChatEncoder:
             every = [span for answer in answers for span in answer.spans]
             return _Rendered(text, every, control, lost=lost)
         kept = [one for one in map(_without_empty, answers) if one.spans]
-        if lost:  # of an answer that was dropped nothing but its end is left
+        if lost:  # only the end of a dropped answer remains
             dropped = {part.message for part in lost if part.kind in (CONTENT, CALLS)}
             kept = [n for n in kept if n.number not in dropped or self._says_something(text, n)]
         ended = self.answer_ends.finish(messages, tools, text, kept, control, marked=marked)
@@ -255,8 +254,8 @@ class ChatEncoder:
     def _written_control(
         self, template: ChatTemplate, text: str, messages: Any, tools: Any
     ) -> Spans | None:
-        """Return the control tokens of the template in `text`; None if every control token's text
-        is."""
+        """Return the template's control tokens in `text`; None if every control token's text is
+        one."""
         if not self.trusted and self.control.could_be_from([messages, tools]):
             marked, marked_tools = self.control.marked([messages, tools])
             marked_text, _ = template.render(marked, marked_tools)
@@ -270,8 +269,8 @@ class ChatEncoder:
         tokens, ranges = self.control.encode(chat.text, chat.control)
         mask = np.zeros(len(tokens), np.bool_)
         for begin, end in chat.spans:
-            # transformers' rule: from the first token that holds the first character to the first
-            # that holds the last one. Or else, where a tokenizer drops characters, inside of them.
+            # transformers' rule: from the first token with the first character to the first with
+            # the last one. If a tokenizer drops characters: the tokens inside the range.
             first, last = _first_at(ranges, begin), _first_at(ranges, end - 1)
             if first is None or last is None:
                 inside = np.flatnonzero((ranges[:, 1] > begin) & (ranges[:, 0] < end))
@@ -289,8 +288,7 @@ class ChatEncoder:
         rendered: Sequence[_Rendered],
         texts: Sequence[bytes],
     ) -> tuple[Mask, npt.NDArray[np.bool_]]:
-        """Return the mask of all tokens, and which conversations have to be encoded again,
-        slowly."""
+        """Return the mask of all tokens, and which conversations must be encoded again, slowly."""
         slow = np.fromiter((chat.control is not None for chat in rendered), bool, len(rendered))
         table = self._token_bytes
         if table is None:
@@ -322,7 +320,7 @@ class ChatEncoder:
                 begins_at.append(base + begin)
                 ends_at.append(base + last)
         marks = np.zeros(len(tokens) + 1, np.int64)
-        # The token that holds byte b is the first that ends after it.
+        # The token that contains byte b is the first that ends after it.
         np.add.at(marks, np.searchsorted(ends[1:], np.array(begins_at, np.int64), "right"), 1)
         np.add.at(marks, np.searchsorted(ends[1:], np.array(ends_at, np.int64), "right") + 1, -1)
         return np.cumsum(marks[:-1]) > 0, slow
@@ -340,10 +338,10 @@ def _first_at(ranges: Integers, place: int) -> int | None:
 def _rendered(
     template: ChatTemplate, messages: list[dict[str, Any]], tools: Any
 ) -> tuple[list[dict[str, Any]], str, list[tuple[int, int]]]:
-    """Return the rendering of messages, and the messages as the template takes them.
+    """Return the messages in the form that the template accepts, their rendering and its blocks.
 
-    Some templates (DeepSeek's) want tool calls as OpenAI's interface has them: arguments as JSON
-    text, and null as the content. Raises ConversationError if the template takes neither.
+    Some templates (DeepSeek's) require tool calls in OpenAI's format: arguments as JSON text, and
+    null as the content. Raises ConversationError if the template accepts neither.
     """
     try:
         return (messages, *template.render(messages, tools))

@@ -1,15 +1,13 @@
-"""Finds what a chat template drops of a conversation: content, tool calls, tools, reasoning.
+"""Parts of a conversation that a chat template drops: content, tool calls, tools, reasoning.
 
 Every string of a conversation gets a pair of unique private-use characters around its text, and the
-conversation is rendered again. A string whose two characters are in the rendering was written by
-the template, however short it is and however the template escapes it. Without the characters the
-rendering must equal the first one; a template that looks into strings (``startswith``) may render
-them otherwise. Then each string is marked alone, and one that cannot be marked is searched as text.
+conversation is rendered again. If the rendering contains both characters, the template wrote the
+string, however short or escaped. Without the characters the rendering must equal the first one; a
+template that inspects strings (``startswith``) may render them differently. Then each string is
+marked in a separate rendering, and one that cannot be marked is searched as text.
 
-Keys of a message that it does not read, such as ``name``, are counted as `IGNORED`.
-
-Reasoning that the template writes in a conversation that ends with its message, and not in a longer
-one, is dropped by design: it is counted as `STRIPPED`.
+Message keys that the template does not read, such as ``name``, are counted as `IGNORED`. Reasoning
+that it writes only in the last message is dropped by design: counted as `STRIPPED`.
 """
 
 from __future__ import annotations
@@ -27,12 +25,12 @@ from bigtrain.data.tokenizers.chat_template import ChatTemplate
 CONTENT, CALLS, TOOLS, REASONING = "content", "tool_calls", "tools", "reasoning"
 STRIPPED, IGNORED = "stripped_reasoning", "message_keys"
 COUNTED_ONLY = (STRIPPED, IGNORED)
-"""Kinds of parts that are counted and reported, and refuse nothing."""
+"""Kinds of parts that are counted and reported, and cause no refusal."""
 REASONING_KEYS = tuple(key for key in WORDLESS if key != "tool_calls")
 
 FIRST_MARK = 0x100000
 MAX_MARKED = 32_000
-"""Strings of a conversation that get marks: two code points of plane 16 each."""
+"""Maximum strings of a conversation that get marks: two code points of plane 16 each."""
 MAX_SINGLE_RENDERINGS = 64
 _ESCAPED = re.compile(r"\\+udb[c-f][0-9a-f]\\+ud[c-f][0-9a-f]{2}|\\+U0010[0-9a-f]{4}")
 _ESCAPE = re.compile(
@@ -44,18 +42,18 @@ _NESTED_ESCAPES = 3
 _MARKS = re.compile("[\U00100000-\U0010ffef]")
 _THINKING = re.compile("(<think>|</think>)")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
-"""Keys of a JSON schema whose value has names of the author's as keys."""
+"""Keys of a JSON schema whose value has author-defined names as keys."""
 _WORDS = ("description", "title", "enum", "default", "examples", "const")
-"""Keys of a JSON schema whose strings are the author's."""
+"""Keys of a JSON schema with author-written strings."""
 _READ_KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS}
-"""Keys of a message that are looked at by themselves, and the id that links a result to a call."""
+"""Keys of a message that are checked separately, and the id that links a result to a call."""
 USUAL_ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A part of a conversation that the template drops. message: its number from 1, None for tools.
-    name: how an error names the part; number: of a tool call in its message, or of a tool."""
+    """Part of a conversation that the template drops. message: its number from 1, None for tools.
+    name: of the part in an error; number: of a tool call in its message, or of a tool."""
 
     kind: str
     message: int | None
@@ -65,8 +63,8 @@ class Lost:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A string of a part. is_key: of an object, marked only at its end, so that sorting is as it
-    was. is_marked: whether it can be marked; numbers and schema keywords cannot."""
+    """String of a part. is_key: of an object, marked only at its end, which keeps the sort order.
+    is_marked: can be marked; numbers and schema keywords cannot."""
 
     part: Lost
     text: str
@@ -76,16 +74,17 @@ class _Piece:
 
 @dataclass
 class _Marking:
-    """Copies values with marks in their strings, and lists the strings as `pieces`.
+    """Copier of values that marks their strings and lists them as `pieces`.
 
-    only: number of the one piece to mark; None for all of them.
+    only: number of the one piece to mark; None: all of them.
     """
 
     only: int | None = None
     pieces: list[_Piece] = field(default_factory=list)
 
     def text(self, part: Lost, value: str, thinks: bool = False) -> str:
-        """`value` with marks around its text, or around what is before and after ``</think>``."""
+        """Return `value` with marks around its text, or around the parts before and after
+        ``</think>``."""
         segments = _THINKING.split(value) if thinks and "</think>" in value else [value]
         last = len(segments) - 1 - segments[::-1].index("</think>") if len(segments) > 1 else 0
         marked = []
@@ -106,7 +105,7 @@ class _Marking:
         return value + self._add(_Piece(part, value, is_key=True))[1]
 
     def plain(self, part: Lost, value: object) -> None:
-        """Note a value that is searched as it is written in JSON."""
+        """Record a value that is searched in its JSON form."""
         shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         if shown.strip():
             self._add(_Piece(part, shown.strip(), is_marked=False))
@@ -249,8 +248,7 @@ def unrendered(
 
 
 def _rendered(template: ChatTemplate, messages: Any, tools: Any) -> str | None:
-    """Return the rendering of marked messages, with escaped marks as characters; None if
-    refused."""
+    """Return the rendering of marked messages, escaped marks decoded; None if refused."""
     try:
         text, _ = template.render(messages, tools)
     except ConversationError:
@@ -286,8 +284,7 @@ def _is_in(number: int, piece: _Piece, marked: str, text: str) -> bool:
 
 
 def _says(written: str, text: str) -> bool:
-    """Return whether `written` is `text`, character for character, behind escapes of JSON, Python
-    or HTML that may be nested."""
+    """Return whether `written` is `text`, possibly in nested escapes of JSON, Python or HTML."""
     found = {written}
     for _ in range(_NESTED_ESCAPES):
         if text in found:
@@ -308,7 +305,7 @@ def _unescaped_one(match: re.Match[str]) -> str:
 
 
 def _forms(text: str) -> set[str]:
-    """Return how templates write a string: as it is, and as JSON."""
+    """Return the forms in which templates write a string: unchanged, and as JSON."""
     return {text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]}
 
 
@@ -319,7 +316,7 @@ def _missing_singly(
     text: str,
     pieces: Sequence[_Piece],
 ) -> Iterator[int]:
-    """The pieces that are missing in `text`, each marked in a rendering of its own."""
+    """Yield the pieces that are missing in `text`, each marked in a separate rendering."""
     for number, piece in enumerate(pieces):
         marked = None
         if piece.is_marked and number < MAX_SINGLE_RENDERINGS and not _MARKS.search(text):
@@ -335,8 +332,7 @@ def _missing_singly(
 def _is_written_otherwise(
     part: Lost, messages: Sequence[Mapping[str, Any]], lost: Sequence[Lost]
 ) -> bool:
-    """Return whether lost reasoning is the text of another key of its message, which is not
-    lost."""
+    """Return whether lost reasoning is also the text of another key of its message, not lost."""
     if part.kind != REASONING or part.message is None:
         return False
     message = messages[part.message - 1]
@@ -353,8 +349,8 @@ def _require_role(message: Mapping[str, Any], number: int) -> None:
     if role not in USUAL_ROLES and isinstance(message.get("content"), str):
         meant = "system" if role == "developer" else "tool" if role in RESULTS else "user"
         raise ConversationError(
-            f"message {number} has role {role!r}, and the chat template writes nothing of it "
-            f"-> say what it is: --role {role}={meant}"
+            f"the chat template ignores message {number} (role {role!r}) -> map the role: "
+            f"--role {role}={meant}"
         )
 
 
@@ -364,7 +360,7 @@ def _by_design(
     tools: Sequence[dict[str, Any]] | None,
     part: Lost,
 ) -> Lost:
-    """`part`, as `STRIPPED` if a conversation that ends with its message would keep it."""
+    """Return `part`, as `STRIPPED` if a conversation that ends with its message would keep it."""
     if part.kind != REASONING or part.message is None or part.message == len(messages):
         return part
     shorter = messages[: part.message]
@@ -377,8 +373,7 @@ def _by_design(
 
 
 def reading_hint(template: ChatTemplate, part: Lost) -> str:
-    """Return the key under which the template reads reasoning, for an error; empty if it reads
-    none."""
+    """Return the key of reasoning that the template reads, for an error; empty if none."""
     if part.kind != REASONING:
         return ""
     sources = template.source + template.source_with_tools
@@ -390,6 +385,5 @@ def refuse(template: ChatTemplate, part: Lost) -> ConversationError:
     """Return the error for a part that the template drops."""
     return ConversationError(
         f"the chat template does not write {part.name}{reading_hint(template, part)} -> use a "
-        "template that does: --chat-template FILE; or allow so many parts to be dropped: "
-        "--max-unrendered N"
+        "template that does: --chat-template FILE; or allow dropped parts: --max-unrendered N"
     )

@@ -1,4 +1,4 @@
-"""The bytes of every token of a byte-level tokenizer, by which characters are found in tokens."""
+"""Bytes of every token of a byte-level tokenizer, which map characters to tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """The bytes of every token: `contents`, and their `sizes`, int64 [vocabulary].
+    """Bytes of every token: `contents`, and their `sizes`, int64 [vocabulary].
 
-    sums_prove: if the sizes of a text's tokens sum up to its own, their bytes are the text's.
-    keeps_ascii: the same, of a text in ASCII.
+    sums_prove: if the sizes of a text's tokens add up to its own, their bytes equal the text's.
+    keeps_ascii: the same, only for ASCII text.
     """
 
     contents: Sequence[bytes]
@@ -27,7 +27,7 @@ class TokenBytes:
 
 
 def token_bytes(tree: dict[str, Any]) -> TokenBytes | None:
-    """None of a tokenizer whose tokens are not bytes of the text (``ByteLevel``)."""
+    """Return the bytes of all tokens; None if they are not bytes of the text (``ByteLevel``)."""
     parts = {part["type"]: part for part in _steps(tree.get("pre_tokenizer"), "pretokenizers")}
     if "ByteLevel" not in parts or tree["model"]["type"] != "BPE":
         return None
@@ -58,7 +58,7 @@ def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the characters that byte-level tokens are written in (OpenAI's GPT-2)."""
+    """Return the characters that represent bytes in byte-level tokens (OpenAI's GPT-2)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))

@@ -1,12 +1,10 @@
-"""Disk cache of tokenizers that transformers has loaded, so that later loads need no transformers.
+"""Disk cache of tokenizers loaded by transformers, so that later loads do not need transformers.
 
 Importing transformers and loading cost each process of a tokenize job 6.4 s of CPU time
-(transformers 5.23, two cores), more than tokenizing 100 MB. The result is a function of the
-directory's files and of the libraries' versions, so the first load stores in
-`bigtrain.system.user_cache` what it changed in ``tokenizer.json``, and the files it would save. If
+(transformers 5.23, two cores), more than tokenizing 100 MB. The result depends only on the
+directory's files and the libraries' versions, so the first load stores in
+`bigtrain.system.user_cache` its changes to ``tokenizer.json``, and the files that it would save. If
 it changed the vocabulary or the merges, nothing is cached, and every load uses transformers.
-
-Checks whether a tokenizer's files are those a dataset was made with, without loading it.
 """
 
 from __future__ import annotations
@@ -31,22 +29,22 @@ KIND = "tokenizers"
 BACKEND_FILE = "tokenizer.json"
 LIBRARIES = (
     *("transformers", "tokenizers", "huggingface_hub"),
-    # What is installed of these decides which class loads a tokenizer.
+    # Which of these are installed determines the class that loads a tokenizer.
     *("mistral_common", "sentencepiece", "tiktoken", "protobuf"),
 )
 SUBFOLDER = "additional_chat_templates"
-"""The only folder in a tokenizer's directory that transformers looks into."""
+"""The only folder in a tokenizer's directory that transformers reads."""
 MAX_FILE_BYTES = 1 << 28
-"""Of one file that is read to tell whether it changed."""
+"""Maximum size of a file that is read to detect changes."""
 MAX_SAVED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class CachedTokenizer:
-    """What ``AutoTokenizer`` made of a directory: `content` is its ``tokenizer.json``.
+    """Result of ``AutoTokenizer`` for a directory: `content` is its ``tokenizer.json``.
 
-    `changes` are the parts that loading changed, `files` what `save_pretrained` writes besides.
-    `remark`: what loading had to say, for the log.
+    `changes`: parts changed by loading; `files`: further files written by `save_pretrained`.
+    `remark`: note of the load, for the log.
     """
 
     hash: str
@@ -60,7 +58,7 @@ class CachedTokenizer:
 
     @cached_property
     def backend_json(self) -> str:
-        """Of the loaded tokenizer, for `tokenizers`."""
+        """``tokenizer.json`` of the loaded tokenizer, for `tokenizers`."""
         return _with_changes(self.content, self.changes)
 
     @cached_property
@@ -70,7 +68,8 @@ class CachedTokenizer:
         return Tokenizer.from_str(self.backend_json)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of `ids`, special tokens included; as transformers' where it `decodes_plainly`."""
+        """Return the text of `ids`, including special tokens; equals transformers' if
+        `decodes_plainly`."""
         return str(self._backend.decode(ids, skip_special_tokens=False))
 
     def save(self, directory: Path) -> None:
@@ -83,8 +82,8 @@ class CachedTokenizer:
 def fingerprint(directory: Path, name: str) -> str | None:
     """Return the cache key of loading `directory` by `name`; None if its files cannot be read.
 
-    Covers its files except weights, the name (transformers knows some models by it), the versions
-    of the libraries and the modules that load tokenizers.
+    Covers its files except weights, the name (transformers recognises some models by it), the
+    versions of the libraries and the modules that load tokenizers.
     """
     try:
         parts: list[str | bytes] = [name, package_fingerprints(*LIBRARIES), _own_source()]
@@ -102,12 +101,11 @@ def _own_source() -> bytes:
 
 
 def get_cached_tokenizer(directory: Path, key: str) -> CachedTokenizer | None:
-    """Return the cached tokenizer for `key`, the fingerprint of `directory`; None if there is
-    none."""
+    """Return the cached tokenizer for `key`, the fingerprint of `directory`; None if not cached."""
     fact = cache_get(KIND, key)
     if fact is None:
         return None
-    with suppress(OSError, TypeError):  # an entry that someone edited is none
+    with suppress(OSError, TypeError):  # an edited entry
         return CachedTokenizer(content=(directory / BACKEND_FILE).read_bytes(), **fact)
     return None
 
@@ -115,7 +113,7 @@ def get_cached_tokenizer(directory: Path, key: str) -> CachedTokenizer | None:
 def put_cached_tokenizer(
     directory: Path, key: str, huggingface: Any, facts: dict[str, Any], decodes_plainly: bool
 ) -> CachedTokenizer | None:
-    """Cache what transformers loaded from `directory`.
+    """Cache the tokenizer that transformers loaded from `directory`.
 
     None if it has no ``tokenizer.json``, or transformers changed vocabulary or merges. `facts`:
     `hash`, `vocab_size` and `end_of_document_id`.
@@ -124,7 +122,7 @@ def put_cached_tokenizer(
         content = (directory / BACKEND_FILE).read_bytes()
         changes = _changes(content, json.loads(huggingface.backend_tokenizer.to_str()))
         files = _saved_files(huggingface)
-    except Exception:  # whatever a foreign tokenizer raises: it is not cached then
+    except Exception:  # a foreign tokenizer may raise anything; then it is not cached
         return None
     if changes is None or files is None:
         return None
@@ -142,10 +140,10 @@ def _files(directory: Path) -> Iterator[Path]:
 
 
 def _changes(content: bytes, loaded: dict[str, Any]) -> dict[str, Any] | None:
-    """What differs in `loaded` from the tokenizer in `content`: parts, and settings of the model.
+    """Return the parts and model settings of `loaded` that differ from the tokenizer in `content`.
 
-    None where the vocabulary or the merges differ. Compared as `tokenizers` itself reads and
-    writes both.
+    None if the vocabulary or the merges differ. Both are compared in the canonical form of
+    `tokenizers`.
     """
     plain = _normal(content.decode("utf-8"))
     changes = _differences(loaded, plain)
@@ -181,7 +179,8 @@ def _with_changes(content: bytes, changes: dict[str, Any]) -> str:
 
 
 def _saved_files(huggingface: Any) -> dict[str, str] | None:
-    """What `save_pretrained` writes beside `BACKEND_FILE`; None where that is not small text."""
+    """Return the files that `save_pretrained` writes next to `BACKEND_FILE`; None unless small
+    text."""
     with tempfile.TemporaryDirectory() as temporary:
         huggingface.save_pretrained(temporary)
         paths = [path for path in Path(temporary).rglob("*") if path.is_file()]
@@ -197,11 +196,8 @@ SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 
 
 def files_fingerprint(name: str) -> str | None:
-    """XXH3-64 of the files in directory `name`, or of that hub name in the local cache, or at an
-    address.
-
-    None if there are none. Weights in the same directory are skipped.
-    """
+    """Return the XXH3-64 of the tokenizer files in directory `name`, at an address, or of a Hub
+    name in the local cache; None if there are none. Weights are skipped."""
     directory = Path(local_path(name, weights=False))
     if not directory.is_dir():
         from huggingface_hub import try_to_load_from_cache
@@ -225,21 +221,19 @@ def files_fingerprint(name: str) -> str | None:
 
 
 def foreign_file(dataset: Path, folder: str) -> str | None:
-    """Return what in `folder` of a dataset must not be copied, and why; None if all may be.
+    """Return the first file in `folder` of a dataset that must not be copied, and why; None if
+    none.
 
-    A dataset may come from somebody else: a link in it must not bring a file of this machine into a
-    run directory, from where it is handed on. Links may point into the dataset, and, in a snapshot
-    of the Hugging Face cache, into the blobs that are the files of its repository.
+    A dataset may be untrusted: a link in it must not copy a file of this machine into a run
+    directory, which may be shared. Links may point into the dataset, and, in a snapshot of the
+    Hugging Face cache, to the blobs of its repository.
     """
     root = os.path.realpath(dataset)
-    allowed = [root]
-    for parent in Path(root).parents:
-        if parent.name == "snapshots":
-            allowed.append(str(parent.with_name("blobs")))
-            break
+    parents = Path(root).parents
+    blobs = [str(parent.with_name("blobs")) for parent in parents if parent.name == "snapshots"]
     for path in sorted([dataset / folder, *(dataset / folder).rglob("*")]):
         real = os.path.realpath(path)
-        if not any(real.startswith(place + os.sep) for place in allowed):
+        if not real.startswith(tuple(place + os.sep for place in (root, *blobs[:1]))):
             return f"{path} is a link to {real}, outside of the dataset"
         if os.path.lexists(path) and not (os.path.isfile(real) or os.path.isdir(real)):
             return f"{path} is not a file"

@@ -1,4 +1,4 @@
-"""Chat templates: render conversations to text, with the assistant's character ranges."""
+"""Chat templates: rendering of conversations to text, with the assistant's character ranges."""
 
 from __future__ import annotations
 
@@ -15,21 +15,19 @@ from bigtrain.data.documents.conversations import ConversationError
 from bigtrain.errors import first_line
 
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
-"""As transformers calls it, and prefers it to what stands in tokenizer_config.json."""
-
-# As transformers looks for it.
+"""Name used by transformers, which prefers this file to the one in tokenizer_config.json."""
 _GENERATION = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
-
+"""Pattern used by transformers."""
 _RENDERING = Lock()
-"""transformers keeps the ranges of a rendering in the compiled template, which threads share."""
+"""transformers stores the ranges of a rendering in the compiled template, shared by threads."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template, rendered by transformers. Can be pickled.
+    """Chat template, rendered by transformers. Can be pickled.
 
-    source: the Jinja text; source_with_tools: that of conversations with tools. variables: the
-    special tokens by name. literals: the strings that stand in the two.
+    source: the Jinja text; source_with_tools: for conversations with tools. variables: the special
+    tokens by name. literals: the strings in both sources.
     """
 
     source: str
@@ -39,13 +37,12 @@ class ChatTemplate:
 
     @property
     def hash(self) -> str:
-        """SHA-256 of all that decides what is rendered, as 64 hexadecimal digits."""
+        """SHA-256 of all inputs of a rendering, as 64 hexadecimal digits."""
         parts = [self.source, self.source_with_tools, self.variables]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def marks_assistant(self, tools: object) -> bool:
-        """Return whether the template itself says, by ``{% generation %}``, what the assistant
-        wrote."""
+        """Return whether the template itself marks the assistant's text by ``{% generation %}``."""
         return _GENERATION.search(self._source(tools)) is not None
 
     def render(
@@ -55,7 +52,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, and the character ranges of it that are in ``{% generation %}`` blocks.
+        """Return the text, and its character ranges in ``{% generation %}`` blocks.
 
         Raises ConversationError.
         """
@@ -72,7 +69,7 @@ class ChatTemplate:
                     add_generation_prompt=add_generation_prompt,
                     **self.variables,
                 )
-        except Exception as error:  # whatever a foreign template raises
+        except Exception as error:  # a foreign template may raise anything
             raise ConversationError(
                 f"the chat template refuses it: {type(error).__name__}: {first_line(error)}"
                 + self._remedy(error, messages, tools)
@@ -80,14 +77,13 @@ class ChatTemplate:
         return texts[0], ranges[0] if ranges else []
 
     def _remedy(self, error: Exception, messages: Sequence[dict[str, Any]], tools: object) -> str:
-        """Return the end of an error for a fault of the template; empty for a refusal of its
-        author."""
+        """Return the end of an error for a fault of the template; empty if its author refuses."""
         if type(error).__name__ == "TemplateError":  # of raise_exception
             return ""
         calls = any(message.get("tool_calls") for message in messages)
-        knows = "tool_calls" in self._source(tools)
-        what = ", which does not know tool calls" if calls and not knows else ""
-        return f"{what} -> use a template for such messages: --chat-template FILE"
+        unsupported = calls and "tool_calls" not in self._source(tools)
+        why = ", which does not support tool calls" if unsupported else ""
+        return f"{why} -> use a template for such messages: --chat-template FILE"
 
     def save(self, directory: Path) -> None:
         (directory / CHAT_TEMPLATE_NAME).write_text(self.source, encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Encoders: documents to tokens. The reference is `tokenizers`, with which `transformers` encodes.
+"""Encoders of documents to tokens. The reference is `tokenizers`, which `transformers` uses.
 
 gigatoken and fastokens are 20 to 40 times faster, but young: `bigtrain.data.tokenizers.selection`
-uses one only as long as `bigtrain.data.tokenizers.equivalence` finds it equal.
+uses one only while `bigtrain.data.tokenizers.equivalence` finds no difference.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy.typing as npt
 class Encoded:
     """Documents as tokens: `tokens` integers [sum of lengths], `lengths` int64 [documents].
 
-    Each document begins with the tokens that begin a text and ends with the end-of-document token,
+    Each document begins with the beginning-of-text tokens and ends with the end-of-document token,
     counted in its length; a document without tokens has length 0 and neither, as in Megatron's
     ``preprocess_data.py``.
     """
@@ -32,23 +32,22 @@ class Encoded:
 
 
 class EncoderError(Exception):
-    """A fast encoder cannot be used: the text is the reason, for the log and the manifest."""
+    """Failure of a fast encoder: the text is the reason, for the log and the manifest."""
 
 
 @dataclass(eq=False)
 class Encoder(ABC):
-    """Turns documents into tokens. Can be pickled; the library is loaded at the first use.
+    """Encoder of documents to tokens. Can be pickled; the library is loaded at the first use.
 
-    `end_of_document_id` is None where documents get no end (chat, whose template writes it);
-    `beginning_ids` begin every document. Other special tokens are not added. Without
-    `parse_special_tokens` they are not recognised either: a document that holds the letters
-    ``<|endoftext|>`` becomes the tokens of these letters, so no document can inject a control
-    token.
+    `end_of_document_id`: None if documents get no end (chat, whose template writes it);
+    `beginning_ids`: start of every document. Other special tokens are not added. Without
+    `parse_special_tokens` they are not recognised either: a document with the text
+    ``<|endoftext|>`` gets the tokens of these letters, so no document can inject a control token.
     """
 
     library: ClassVar[str]
     uses_all_cores: ClassVar[bool] = False
-    """Whether a call does; calls beside it then use what its last documents leave idle."""
+    """True if a call does; concurrent calls then use cores that its last documents leave idle."""
 
     tokenizer_json: str = field(repr=False)
     end_of_document_id: int | None
@@ -63,9 +62,10 @@ class Encoder(ABC):
         return self.encode_utf8([text.encode("utf-8") for text in texts])
 
     def encode_utf8(self, contents: Sequence[bytes]) -> Encoded:
-        """Encode documents given as UTF-8, in all threads the library was given.
+        """Encode documents given as UTF-8, in all threads of the library.
 
-        That is RAYON_NUM_THREADS, or all cores. Raises EncoderError where a fast library fails.
+        Their number is RAYON_NUM_THREADS, or that of the cores. Raises EncoderError if a fast
+        library fails.
         """
         if self._backend is None:
             self._backend = self._load()
@@ -91,7 +91,7 @@ class Encoder(ABC):
 
     @classmethod
     def engine(cls) -> str:
-        """Library and version, for the manifest; of one that is missing, that it is."""
+        """Return library and version, for the manifest; if it is missing, that."""
         try:
             return f"{cls.library} {metadata.version(cls.library)}"
         except metadata.PackageNotFoundError:
@@ -102,11 +102,11 @@ class Encoder(ABC):
 
     @abstractmethod
     def _encode(self, contents: Sequence[bytes]) -> Encoded:
-        """Return all documents, without ends."""
+        """Encode documents without beginnings and ends."""
 
 
 class ReferenceEncoder(Encoder):
-    """What `transformers` itself encodes with."""
+    """Encoder that `transformers` itself uses."""
 
     library = "tokenizers"
     uses_all_cores = True
@@ -132,12 +132,12 @@ class ReferenceEncoder(Encoder):
 
 
 def hide_words(model: dict[str, Any], words: Collection[str]) -> dict[str, str]:
-    """Rename `words` in the vocabulary of a `tokenizer.json`'s ``model``, so that no text becomes
-    them; returns their new names. Ids stay.
+    """Rename `words` in the vocabulary of a `tokenizer.json`'s ``model``, so that no text is
+    encoded as one of them; return their new names. Ids do not change.
 
-    A Unigram, WordPiece or WordLevel model makes a token of any text that is in its vocabulary,
-    its special tokens among them. One of BPE follows its merges, unless it ignores them for words
-    that are tokens.
+    A Unigram, WordPiece or WordLevel model encodes any text in its vocabulary as a token, including
+    special tokens. A BPE model follows its merges, unless it ignores them for words that are
+    tokens.
     """
     vocabulary = model.get("vocab") or []
     kept = {model.get("unk_token")}  # models look it up by its name
@@ -157,7 +157,7 @@ def hide_words(model: dict[str, Any], words: Collection[str]) -> dict[str, str]:
 
 
 def _without_special_words(tokenizer_json: str) -> str:
-    """Return the tokenizer whose model makes no special token of any text."""
+    """Return the tokenizer whose model encodes no text as a special token."""
     tree = json.loads(tokenizer_json)
     added = tree.get("added_tokens") or []
     hidden = hide_words(tree["model"], {token["content"] for token in added if token["special"]})
@@ -170,21 +170,22 @@ def _without_special_words(tokenizer_json: str) -> str:
 
 
 class _FastEncoder(Encoder):
-    """A library whose failures mean that it cannot be used, not that the input is wrong."""
+    """Encoder by a library whose failures mean that it cannot be used, not that the input is
+    wrong."""
 
     def encode_utf8(self, contents: Sequence[bytes]) -> Encoded:
         try:
             return super().encode_utf8(contents)
         except (KeyboardInterrupt, SystemExit, MemoryError, EncoderError):
             raise
-        except BaseException as error:  # a panic in Rust is no Exception
+        except BaseException as error:  # a panic in Rust is not an Exception
             raise EncoderError(
                 f"it fails with {type(error).__name__}: {str(error)[:200]}"
             ) from error
 
 
 class GigatokenEncoder(_FastEncoder):
-    """gigatoken, which takes UTF-8 without a copy. One thread in a worker process."""
+    """Encoder by gigatoken, which reads UTF-8 without a copy. One thread in a worker process."""
 
     library = "gigatoken"
 
@@ -193,7 +194,7 @@ class GigatokenEncoder(_FastEncoder):
 
         tree = json.loads(self.tokenizer_json)
         if not self.parse_special_tokens:
-            # As `encode_special_tokens` of the reference: added tokens that are not special stay.
+            # Like `encode_special_tokens` of the reference: added tokens that are not special stay.
             tree["added_tokens"] = [t for t in tree.get("added_tokens", []) if not t["special"]]
         return gigatoken.Tokenizer.from_json(json.dumps(tree))
 
@@ -205,7 +206,7 @@ class GigatokenEncoder(_FastEncoder):
 
 
 class FastokensEncoder(_FastEncoder):
-    """fastokens."""
+    """Encoder by fastokens."""
 
     library = "fastokens"
 

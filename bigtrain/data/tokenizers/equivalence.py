@@ -1,10 +1,7 @@
-"""Compares a fast encoder with the reference: on edge cases once, then on a share of the documents.
+"""Comparison of a fast encoder with the reference.
 
-The edge cases (`edge_cases`) are compared once per tokenizer, library versions and CPU; of an
-input's documents a share is compared in every run.
-
-Edge cases on which tokenizers tend to disagree, for comparing two of them. Fixed texts and a
-seeded generator: the same for every run and machine with the same Python.
+The edge cases (fixed texts and a seeded generator) are compared once per tokenizer, library
+versions and CPU; in every run also a fraction of the input's documents.
 """
 
 from __future__ import annotations
@@ -32,20 +29,20 @@ FIRST_CHECKED = 64
 CHECKED_ONE_IN = 1000
 CHECKED_PER_LEAD_BYTE = 8
 PIECE_BYTES = 1 << 12
-"""Most of one document that is compared: the reference takes a few milliseconds for it."""
+"""Maximum of one document that is compared: the reference takes a few milliseconds for it."""
 FIRST_LEAD_BYTE = 0xC2
-"""Of UTF-8: bytes below are ASCII or continue a character."""
+"""First lead byte of UTF-8: bytes below are ASCII or continue a character."""
 
 
 def require_equal(fast: Encoder, reference: Encoder, contents: Sequence[bytes]) -> None:
-    """Raises EncoderError naming the first of `contents` that `fast` encodes differently."""
+    """Raise EncoderError with the first of `contents` that `fast` encodes differently."""
     _compare(fast.encode_utf8(contents), range(len(contents)), reference, contents)
 
 
 def _compare(
     found: Encoded, documents: Sequence[int], reference: Encoder, contents: Sequence[bytes]
 ) -> None:
-    """`found` at `documents` against the reference's encoding of `contents`, one for one."""
+    """Compare `documents` of the encoding `found` with the reference's encoding of `contents`."""
     expected = reference.encode_utf8(contents)
     found_ends, expected_ends = np.cumsum(found.lengths), np.cumsum(expected.lengths)
     for number, document in enumerate(documents):
@@ -55,13 +52,13 @@ def _compare(
             text = contents[number].decode("utf-8")
             shown = ascii(text if len(text) <= 60 else text[:60] + "...")
             raise EncoderError(
-                f"it encodes a text of {len(text)} characters, {shown}, otherwise than "
+                f"it encodes a text of {len(text)} characters, {shown}, differently from "
                 f"{reference.engine()}"
             )
 
 
 def check_equivalence(fast: Encoder, reference: Encoder) -> None:
-    """Compare on the edge cases, once for these encoders, versions, tokenizer and CPU.
+    """Compare encoders on the edge cases, once for these encoders, versions, tokenizer and CPU.
 
     Raises EncoderError if they differ; a difference is not cached, so it is raised every time.
     """
@@ -94,7 +91,7 @@ def _proof_key(fast: Encoder, reference: Encoder) -> str | None:
 
 @dataclass(frozen=True)
 class Checks:
-    """What is compared of a batch: documents as encoded, and pieces of long ones by themselves."""
+    """Documents of a batch to compare: complete ones by number, and pieces of long ones."""
 
     documents: tuple[int, ...] = ()
     pieces: tuple[bytes, ...] = ()
@@ -102,7 +99,7 @@ class Checks:
     def run(
         self, fast: Encoder, reference: Encoder, contents: Sequence[bytes], encoded: Encoded
     ) -> None:
-        """Raises EncoderError where `encoded` is not what the reference makes of `contents`."""
+        """Raise EncoderError if `encoded` differs from the reference's encoding of `contents`."""
         if self.documents:
             _compare(encoded, self.documents, reference, [contents[i] for i in self.documents])
         if self.pieces:
@@ -110,8 +107,8 @@ class Checks:
 
 
 class CheckSampler:
-    """Chooses the documents that are compared, by them and their order alone: the first 64, then
-    one in 1,000, and the first 8 of every script, as told by the first bytes of UTF-8."""
+    """Sampler of the documents to compare, determined by them and their order: the first 64, then
+    one in 1,000, and the first 8 of every script, identified by the first bytes of UTF-8."""
 
     def __init__(self) -> None:
         self._seen = 0
@@ -121,7 +118,7 @@ class CheckSampler:
     def choose(self, contents: Sequence[bytes]) -> Checks:
         documents: list[int] = []
         pieces: list[bytes] = []
-        # All at once: of most batches none has a letter of a new script.
+        # All at once: most batches have no letter of a new script.
         any_new = self._new_lead_bytes(b"".join(c for c in contents if not c.isascii()))
         for index, content in enumerate(contents):
             number = self._seen + index
@@ -144,7 +141,7 @@ class CheckSampler:
         return Checks(tuple(documents), tuple(pieces))
 
     def _new_lead_bytes(self, content: bytes) -> bytes:
-        """Return those in `content` that have not been seen often enough, in its order."""
+        """Return lead bytes in `content` that were not seen often enough yet, in order."""
         units = np.frombuffer(content, np.uint8)
         leads = units[units >= FIRST_LEAD_BYTE]
         return leads[self._is_new[leads]].tobytes()
@@ -193,7 +190,8 @@ SPECIALS = ("<|endoftext|>", "<s>", "</s>", "<unk>", "<|im_start|>", "<pad>", "[
 
 
 def tokenizer_edge_cases(tokenizer_json: str) -> list[str]:
-    """About 300 kB of texts, and every added token of the tokenizer as letters in a text."""
+    """Return about 300 kB of texts, and texts with every added token of the tokenizer as
+    letters."""
     return [
         *SENTENCES,
         *_whitespace_runs(),
@@ -211,7 +209,7 @@ def _whitespace_runs() -> Iterator[str]:
 
 
 def _code_points() -> Iterator[str]:
-    """Every seventh code point, assigned or not: versions of Unicode differ between libraries."""
+    """Yield every seventh code point, assigned or not: libraries differ in Unicode versions."""
     points = [
         chr(point)
         for planes in (range(0x0, 0xD800), range(0xE000, 0x20000), range(0xE0000, 0xE0200))

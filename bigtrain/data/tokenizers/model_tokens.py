@@ -1,8 +1,8 @@
-"""Compares the tokenizer of a dataset with the one beside a model's weights.
+"""Comparison of a dataset's tokenizer with the one next to a model's weights.
 
-By the two ``tokenizer.json`` files, without transformers: a token that both know must have one id,
-and a text must become the same tokens. Tokens that only one of them has are no difference: a
-vocabulary may have grown, or have room for tokens that the data lacks.
+Compares the two ``tokenizer.json`` files, without transformers: a token in both must have one id,
+and a text must be encoded as the same tokens. Tokens that only one of them has are allowed: a
+vocabulary may have grown, or have space for tokens that the data lacks.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _PARTS = ("normalizer", "pre_tokenizer", "model")
 def check_model_tokens(
     config: RunConfig, directory: Path, source: str, *, resumes: bool = False
 ) -> list[Problem]:
-    """Return why the tokens of a dataset, whose tokenizer is in `directory`, do not mean what they
-    mean to the weights that the run begins with: ``model.path`` or ``checkpoint.initialize_from``,
-    or, if it `resumes`, its own. Nothing is known of weights without a ``tokenizer.json``.
+    """Check that a dataset's tokens, whose tokenizer is in `directory`, have the meaning that they
+    have for the run's initial weights: ``model.path`` or ``checkpoint.initialize_from``, or, if it
+    `resumes`, its own. Weights without a ``tokenizer.json`` are not checked.
 
     source: the dataset, for the message.
     """
@@ -47,11 +47,10 @@ def check_model_tokens(
 
 
 def beginning_note(config: RunConfig, dataset: TokenDataset) -> str:
-    """Return a line for the log where texts of the data do not begin as the tokenizer next to the
-    weights of ``model.path`` begins them by itself; empty where they do, or where nothing is known
-    of it.
+    """Return a log line if texts of the data begin differently than the tokenizer next to the
+    weights of ``model.path`` begins them; empty if they do not, or if that is unknown.
 
-    Conversations begin as their template writes, and resumed runs read nothing of the base.
+    Conversations begin as their template writes, and resumed runs do not read the base.
     """
     record, base = dataset.table.tokenizer, config.model.path
     if base is None or record.chat_template is not None or _tokenizer_file(base) is None:
@@ -70,12 +69,11 @@ def beginning_note(config: RunConfig, dataset: TokenDataset) -> str:
 
 
 def _listed(ids: Sequence[int] | None) -> str:
-    return f"token {', '.join(map(str, ids))}" if ids else "no token of their own"
+    return f"token {', '.join(map(str, ids))}" if ids else "no special token"
 
 
 def _tokenizer_file(name: str) -> Path | None:
-    """Return the tokenizer.json of a Hugging Face directory or hub name, a run, or a checkpoint in
-    it."""
+    """Return the tokenizer.json of a Hugging Face directory, Hub name, run, or checkpoint in it."""
     place = local_path(name, weights=False)
     for folder in (place, f"{place}/tokenizer", f"{place}/../../tokenizer"):
         if Path(folder, "tokenizer.json").is_file():
@@ -94,7 +92,7 @@ def _check(config: RunConfig, directory: Path, source: str, key: str, name: str)
         trees: list[dict[str, Any]] = [json.loads(content) for content in contents]
         vocabularies = [_vocabulary(tree) for tree in trees]
     except (ValueError, KeyError, TypeError, AttributeError):
-        return []  # not of tokenizers: the model layer, or whoever loads it, refuses it
+        return []  # not a file of `tokenizers`: loading it is refused elsewhere
     why = _other_ids(*vocabularies) or _other_splits(trees, vocabularies)
     if not why:
         return []
@@ -102,7 +100,7 @@ def _check(config: RunConfig, directory: Path, source: str, key: str, name: str)
         Problem(
             config.data.key_of(0),
             source,
-            f"was tokenized with another tokenizer than that of {key} = {name}: {why}",
+            f"was tokenized with a different tokenizer than that of {key} = {name}: {why}",
             f"tokenize with the model's own (bigtrain tokenize --tokenizer {theirs.parent}), or, "
             f"if this is meant, {KEY}=true",
         )
@@ -119,7 +117,7 @@ def _vocabulary(tree: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _other_ids(data: Mapping[str, int], model: Mapping[str, int]) -> str:
-    """Return ids that mean different tokens, and tokens with different ids; empty for none."""
+    """Describe ids that mean different tokens, and tokens with different ids; empty for none."""
     of_data = {number: text for text, number in data.items()}
     of_model = {number: text for text, number in model.items()}
     wrong = sorted(n for n in of_data.keys() & of_model.keys() if of_data[n] != of_model[n])
@@ -137,7 +135,7 @@ def _other_ids(data: Mapping[str, int], model: Mapping[str, int]) -> str:
 
 
 def _other_splits(trees: list[dict[str, Any]], vocabularies: list[dict[str, int]]) -> str:
-    """Return a text that the two split into other tokens, though their ids agree; empty for
+    """Describe a text that the two split into different tokens, though their ids agree; empty for
     none."""
     if all(_parts(trees[0], part) == _parts(trees[1], part) for part in _PARTS):
         return ""
@@ -154,7 +152,8 @@ def _other_splits(trees: list[dict[str, Any]], vocabularies: list[dict[str, int]
             continue
         if found[0] != found[1]:
             return (
-                f"its tokens have the same ids, but it splits text otherwise, such as {text[:40]!a}"
+                "its tokens have the same ids, but it splits text differently, such as "
+                f"{text[:40]!a}"
             )
     return ""
 

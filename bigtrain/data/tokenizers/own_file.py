@@ -1,11 +1,10 @@
-"""A directory's ``tokenizer.json`` wins over the class that transformers builds a tokenizer with.
+"""Precedence of a directory's ``tokenizer.json`` over the class with which transformers loads it.
 
-transformers 5 takes vocabulary and merges from the file and gives classes such as `GPT2Tokenizer`
-and `Qwen2Tokenizer` a normalizer, pre-tokenizer and decoder of their own, whatever the file says
-(tokenization_utils_tokenizers.py, `convert_to_native_format`). A directory whose
-``tokenizer_config.json`` names a class that is not its own then gives other tokens. Here the result
-is compared with the file, and loaded again without the class if it encodes or decodes otherwise.
-transformers is imported when these are called, as in `bigtrain.data.tokenizers.tokenizer`.
+transformers 5 reads vocabulary and merges from the file, but gives classes such as `GPT2Tokenizer`
+and `Qwen2Tokenizer` their own normalizer, pre-tokenizer and decoder, regardless of the file
+(tokenization_utils_tokenizers.py, `convert_to_native_format`). If ``tokenizer_config.json`` names
+the wrong class, the tokens differ. Here the result is compared with the file, and loaded again
+without the class if it encodes or decodes differently.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 
 def as_in_file(tokenizer: Any, path: Path, **options: Any) -> tuple[Any, str]:
-    """`tokenizer`, which transformers loaded, if it does as the tokenizer in `path` does; else that
-    one, and why. `options`: of `from_pretrained`.
+    """Return `tokenizer`, which transformers loaded, if it equals the tokenizer in `path`;
+    otherwise the latter, and why. `options`: of `from_pretrained`.
 
-    Raises DataError for a file that the library `tokenizers` cannot read, or that not even
-    transformers' plain class takes as it is.
+    Raises DataError for a file that the library `tokenizers` cannot read, or that transformers'
+    plain class also changes.
     """
     own = _read(path)
     why = _differences(tokenizer, own, path)
@@ -40,12 +39,13 @@ def as_in_file(tokenizer: Any, path: Path, **options: Any) -> tuple[Any, str]:
     still = _differences(rebuilt, own, path)
     if still:
         raise DataError(
-            f"{path} is not what transformers loads of it, with the class that is named beside it "
-            f"({why}) and without ({still}) -> save the tokenizer anew with PreTrainedTokenizerFast"
+            f"{path} differs from the tokenizer that transformers loads from it, with the class "
+            f"that tokenizer_config.json names ({why}) and without it ({still}) -> save the "
+            "tokenizer again with PreTrainedTokenizerFast"
         )
     return rebuilt, (
         f"transformers' class {type(tokenizer).__name__} does not follow {path} ({why}): the file "
-        "is used as it is"
+        "is used unchanged"
     )
 
 
@@ -71,8 +71,8 @@ def _read(path: Path) -> Any:
 
 
 def _differences(tokenizer: Any, own: Any, path: Path) -> str:
-    """What of `tokenizer` is not as `own`, the tokenizer of the file, has it; empty for nothing
-    that changes tokens or text."""
+    """Describe how `tokenizer` differs from `own`, the tokenizer of the file; empty if tokens and
+    text are the same."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return ""
@@ -87,7 +87,7 @@ def _differences(tokenizer: Any, own: Any, path: Path) -> str:
     changed += ["added_tokens"] * bool(lost)
     if changed and (text := _encoded_otherwise(backend, own)) is not None:
         return f"{', '.join(changed)}; for example {text[:40]!a}"
-    # Of a difference in these, some other text would show it.
+    # A difference in these affects some text that is not an edge case.
     if sure := [part for part in changed if part in ("normalizer", "pre_tokenizer")]:
         return ", ".join(sure)
     if "model" in changed and _bare_model(found) != _bare_model(expected):
@@ -100,7 +100,7 @@ def _differences(tokenizer: Any, own: Any, path: Path) -> str:
 
 
 def _steps(tree: Any, part: str) -> Any:
-    """Return a part of a tokenizer without what changes no tokens."""
+    """Return a part of a tokenizer without settings that do not affect tokens."""
 
     def bare(value: Any) -> Any:
         if isinstance(value, dict):
@@ -115,24 +115,19 @@ def _steps(tree: Any, part: str) -> Any:
 
 
 def _bare_model(tree: Any) -> Any:
-    """Return the model without the settings of a token for what is unknown, which most never
-    need."""
+    """Return the model without the settings of its unknown token, which most never need."""
     without = {**tree["model"], "unk_token": None, "fuse_unk": None}
-    return {key: value or None for key, value in without.items()}  # "" is no prefix, as null
-
-
-def _texts(own: Any) -> Iterator[str]:
-    yield from tokenizer_edge_cases(own.to_str())
+    return {key: value or None for key, value in without.items()}  # "" is no prefix, like null
 
 
 def _encoded_otherwise(backend: Any, own: Any) -> str | None:
-    """Return the first edge case that is encoded otherwise, or not at all."""
-    for text in _texts(own):
+    """Return the first edge case that is encoded differently, or not at all."""
+    for text in tokenizer_edge_cases(own.to_str()):
         expected = own.encode(text, add_special_tokens=False).ids
         try:
             if backend.encode(text, add_special_tokens=False).ids != expected:
                 return text
-        except Exception:  # as for an unknown token that is none
+        except Exception:  # such as for an unknown token that is not in the vocabulary
             return text
     return None
 
@@ -153,7 +148,6 @@ def _settings(path: Path) -> str:
 
 
 def _sets_ends(path: Path) -> bool:
-    """Return whether the settings say which special tokens a text gets, so that the file need
-    not."""
+    """Return whether the settings define the special tokens of a text, so the file need not."""
     settings = _settings(path)
     return '"add_bos_token"' in settings or '"add_eos_token"' in settings

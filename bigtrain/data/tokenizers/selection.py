@@ -1,7 +1,7 @@
-"""Selects the fastest encoder that equals the reference, and the next one if it does not.
+"""Selection of the fastest encoder that equals the reference, and of the next one if it does not.
 
-Units that a fast encoder wrote before it was found wrong are built again, so no token depends on
-the choice.
+Units written by a fast encoder before it was found wrong are built again, so no token depends on
+the selection.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ CHOICES: tuple[Choice, ...] = get_args(Choice)
 
 @dataclass
 class EncoderQueue:
-    """The encoders to try, fastest first, and the reasons why earlier ones were rejected.
+    """Encoders to use, fastest first, and the reasons why earlier ones were rejected.
 
-    `current` agrees with the reference on the edge cases. Raises nothing: the reference is always
-    the last.
+    `current` agrees with the reference on the edge cases; the reference itself is the last.
     """
 
     reference: ReferenceEncoder
@@ -38,11 +37,11 @@ class EncoderQueue:
 
     @property
     def reason(self) -> str:
-        """Why this encoder and no faster one; empty for the fastest there is."""
+        """Reason why this encoder is used and no faster one; empty for the fastest."""
         return "; ".join(self.reasons)
 
     def reject(self, why: str) -> None:
-        """Reject the current encoder, take the next, and log it."""
+        """Reject the current encoder, select the next, and log it."""
         self._note(self.current, why)
         self._advance()
 
@@ -75,16 +74,15 @@ def choose_encoder(
 ) -> EncoderQueue:
     """Return the encoders that `choice` allows; the current one agrees on the edge cases.
 
-    `read_once`: the input can be read only once, so that no unit could be built again after a fast
-    encoder was found wrong; then only the reference is used. Raises DataError for an unknown
-    choice.
+    `read_once`: the input can be read only once, so no unit could be rebuilt if a fast encoder
+    turns out wrong; then only the reference is used. Raises DataError for an unknown choice.
     """
     if choice not in CHOICES:
         raise DataError(f"--encoder {choice}: not one of {', '.join(CHOICES)}")
     if choice == "reference":
-        return EncoderQueue(reference, [], ["asked for: --encoder reference"])
+        return EncoderQueue(reference, [], ["requested: --encoder reference"])
     if read_once:
-        reason = "the input can be read only once, and a fast encoder's work not be done again"
+        reason = "the input can be read only once, so a fast encoder's work could not be repeated"
         logger.warning("the reference encoder is used: %s", reason)
         return EncoderQueue(reference, [], [reason])
     if choice == "auto":

@@ -1,8 +1,8 @@
-"""Tokenizers: training, loading, identity; `bigtrain.data.tokenizers.encoders` encodes.
+"""Tokenizers: loading and identity; `bigtrain.data.tokenizers.encoders` encodes.
 
-The only file of the data layer that imports transformers, and only inside the functions that need
-it: a tokenizing worker gets along with `tokenizers`, whose import is a hundred times faster, and so
-does loading a directory that was loaded before (`bigtrain.data.tokenizers.cache`).
+transformers is imported only in the functions that need it: a tokenizing worker needs only
+`tokenizers`, whose import is a hundred times faster, and so does loading a directory that was
+loaded before (`bigtrain.data.tokenizers.cache`).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _DATE_FUNCTION = "strftime_now"
 
 
 class NoChatTemplate(DataError):
-    """A tokenizer without a chat template."""
+    """Error for a tokenizer without a chat template."""
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A loaded Hugging Face tokenizer and what a dataset records of it.
+    """Loaded Hugging Face tokenizer, and the facts that a dataset records about it.
 
-    Token ids are below `vocab_size`, which counts added tokens and holes. `hash` is
+    Token ids are below `vocab_size`, which counts added tokens and gaps. `hash` is
     `tokenizer_hash`. It was `loaded` by transformers, or is `cached`, or both.
     """
 
@@ -60,18 +60,18 @@ class Tokenizer:
     loaded: Any = None
     cached: CachedTokenizer | None = None
     directory: str = ""
-    """Where it was copied to from the address `name`."""
+    """Local copy, if `name` is an address."""
     eos_id: int | None = None
-    """Its end-of-sequence token, where another one ends documents (`with_end_of_document`)."""
+    """Its end-of-sequence token, if another one ends documents (`with_end_of_document`)."""
 
     @property
     def place(self) -> str:
-        """What it can be loaded from again."""
+        """Directory or name from which it can be loaded again."""
         return self.directory or self.name
 
     @cached_property
     def huggingface(self) -> Any:
-        """What ``AutoTokenizer`` makes of it; imports transformers."""
+        """Tokenizer object of ``AutoTokenizer``; imports transformers."""
         return _load_with_transformers(self.place)[0] if self.loaded is None else self.loaded
 
     def encoder(
@@ -80,88 +80,86 @@ class Tokenizer:
         ends: bool = True,
         beginning_ids: tuple[int, ...] = (),
     ) -> ReferenceEncoder:
-        """Return the reference encoder; `bigtrain.data.tokenizers.selection` finds a faster one.
+        """Return the reference encoder; `bigtrain.data.tokenizers.selection` selects a faster one.
 
-        `ends`: each document gets the end-of-document token; `beginning_ids`: it begins with these.
+        `ends`: append the end-of-document token to each document; `beginning_ids`: begin it with
+        these.
         """
         end = self.end_of_document_id if ends else None
         return ReferenceEncoder(self.backend_json, end, parse_special_tokens, beginning_ids)
 
     def beginning(self, policy: BeginningOfText) -> tuple[int, ...]:
         """Return the tokens that begin a text; auto: those that the tokenizer itself adds. Raises
-        DataError if there always is to be one and the tokenizer has no token for it."""
+        DataError for always if the tokenizer has no token for it."""
         own = () if policy == "never" else self.text_ends()[0]
         if own or policy != "always":
             return own
-        found = self.huggingface.bos_token_id
-        if found is None:
+        bos_id = self.huggingface.bos_token_id
+        if bos_id is None:
             raise DataError(
                 f"--beginning-of-text always: tokenizer {self.name} has no beginning-of-text token "
                 "-> set bos_token in its tokenizer_config.json, or auto"
             )
-        return (int(found),)
+        return (int(bos_id),)
 
     def with_end_of_document(self, token: str | None) -> Tokenizer:
-        """Return the same with `token` as the one that ends documents. Raises DataError if it is
-        none."""
+        """Return the same tokenizer with `token` as the end of documents. Raises DataError if
+        unknown."""
         if token is None:
             return self
         ids = self.ids_of([token])
         if not ids:
             ends = " or ".join(self.generation_ends().values())
             raise DataError(
-                f"--end-of-document {token}: is not a token of {self.name} -> one of its tokens, "
-                f"such as {ends}"
+                f"--end-of-document {token}: not a token of {self.name} -> one of its tokens, such "
+                f"as {ends}"
             )
         return replace(self, end_of_document_id=ids[0], eos_id=self.end_of_document_id)
 
     @property
     def backend_json(self) -> str:
-        """``tokenizer.json`` of what transformers makes of it, for `tokenizers`."""
+        """``tokenizer.json`` of the tokenizer as loaded by transformers, for `tokenizers`."""
         if self.cached is not None:
             return self.cached.backend_json
         return str(self.huggingface.backend_tokenizer.to_str())
 
-    def text_ends(self) -> tuple[tuple[int, ...], str]:
-        """Return the special tokens that it begins every text with by itself, and the letters of
-        the end-of-document token."""
+    @cached_property
+    def _backend(self) -> Any:
         from tokenizers import Tokenizer as Backend
 
-        backend = Backend.from_str(self.backend_json)
-        alone = backend.encode("a", add_special_tokens=False).ids
-        found = backend.encode("a", add_special_tokens=True).ids
-        places = range(len(found) - len(alone) + 1)
-        begin = next((n for n in places if found[n : n + len(alone)] == alone), 0)
-        return tuple(found[:begin]), str(backend.id_to_token(self.end_of_document_id))
+        return Backend.from_str(self.backend_json)
+
+    def text_ends(self) -> tuple[tuple[int, ...], str]:
+        """Return the special tokens that it adds at the start of every text, and the text of the
+        end-of-document token."""
+        bare = self._backend.encode("a", add_special_tokens=False).ids
+        full = self._backend.encode("a", add_special_tokens=True).ids
+        offsets = range(len(full) - len(bare) + 1)
+        begin = next((n for n in offsets if full[n : n + len(bare)] == bare), 0)
+        return tuple(full[:begin]), str(self._backend.id_to_token(self.end_of_document_id))
 
     def ids_of(self, names: Iterable[str]) -> list[int]:
-        """Return the ids of tokens, by their texts."""
-        from tokenizers import Tokenizer as Backend
-
-        backend = Backend.from_str(self.backend_json)
-        found = [backend.token_to_id(name) for name in names]
-        return [number for number in found if number is not None]
+        """Return the ids of those of `names` that are tokens."""
+        ids = map(self._backend.token_to_id, names)
+        return [number for number in ids if number is not None]
 
     def generation_ends(self) -> dict[int, str]:
-        """Return the tokens that end generation, and their texts: the end-of-sequence token, and
-        those of the ``generation_config.json`` in its directory, if there is one."""
-        from tokenizers import Tokenizer as Backend
-
+        """Return the tokens that end generation, with their texts: the end-of-sequence token, and
+        those of ``generation_config.json`` in its directory, if it exists."""
         ids = [self.end_of_document_id if self.eos_id is None else self.eos_id]
         try:
             tree = json.loads((Path(self.place) / "generation_config.json").read_bytes())
             listed = tree.get("eos_token_id")
             ids += listed if isinstance(listed, list) else [listed]
         except (OSError, ValueError, AttributeError):
-            pass  # none, or not one of transformers
-        backend = Backend.from_str(self.backend_json)
-        known = {n: backend.id_to_token(n) for n in ids if isinstance(n, int) and n >= 0}
+            pass  # missing, or not a file of transformers
+        known = {n: self._backend.id_to_token(n) for n in ids if isinstance(n, int) and n >= 0}
         return {number: name for number, name in known.items() if name}
 
     def chat_template(self, file: Path | None = None) -> ChatTemplate:
         """Return the tokenizer's chat template, or the one in `file`.
 
-        Raises DataError where there is none, it cannot be read, or it is not a template.
+        Raises DataError if there is none, it cannot be read, or its syntax is invalid.
         """
         try:
             given = None if file is None else file.read_text(encoding="utf-8")
@@ -173,13 +171,13 @@ class Tokenizer:
             without, with_tools = find(given, None), find(given, [])
         except ValueError as error:
             raise NoChatTemplate(
-                f"tokenizer {self.name} has no chat template -> give one: --chat-template FILE"
+                f"tokenizer {self.name} has no chat template -> specify one: --chat-template FILE"
             ) from error
         literals = _literals({without, with_tools}, str(file or f"of tokenizer {self.name}"))
         if any(_DATE_FUNCTION in source for source in (without, with_tools)):
             logger.warning(
-                "the chat template of %s writes the date of the day it is rendered: tokens of the "
-                "same conversations differ from day to day",
+                "the chat template of %s writes the current date: tokens of the same conversations "
+                "differ from day to day",
                 file or self.name,
             )
         variables = dict(self.huggingface.special_tokens_map)
@@ -196,7 +194,7 @@ class Tokenizer:
         )
 
     def save(self, directory: Path) -> None:
-        """Write what ``AutoTokenizer.from_pretrained(directory)`` loads."""
+        """Write the files that ``AutoTokenizer.from_pretrained(directory)`` loads."""
         if self.cached is not None:
             self.cached.save(directory)
         else:
@@ -204,7 +202,7 @@ class Tokenizer:
 
 
 def _literals(sources: Iterable[str], where: str) -> frozenset[str]:
-    """Return the strings in chat templates. Raises DataError where one is not a template."""
+    """Return the strings in chat templates. Raise DataError for invalid syntax."""
     from jinja2 import TemplateSyntaxError, nodes
 
     found: set[str] = set()
@@ -213,7 +211,7 @@ def _literals(sources: Iterable[str], where: str) -> frozenset[str]:
             tree = template_syntax_tree(source)
         except TemplateSyntaxError as error:
             raise DataError(
-                f"the chat template {where} is not one: line {error.lineno}: {error.message}"
+                f"the chat template {where} is invalid: line {error.lineno}: {error.message}"
             ) from error
         found |= {node.data for node in tree.find_all(nodes.TemplateData)}
         values = [node.value for node in tree.find_all(nodes.Const)]
@@ -222,41 +220,35 @@ def _literals(sources: Iterable[str], where: str) -> frozenset[str]:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer in directory `name`, or of that name on the Hugging Face hub or in its
+    """Return the tokenizer in directory `name`, or of that name on the Hugging Face Hub or in its
     cache.
 
-    Raises DataError where there is none, where the hub cannot be reached (found out in seconds),
-    and where the tokenizer has no fast implementation or no end-of-sequence token.
+    Raises DataError if there is none, if the Hub is unreachable (detected in seconds), and if the
+    tokenizer has no fast implementation or no end-of-sequence token.
     """
     if is_address(name):
         place = local_path(name, weights=False)
         return replace(load_tokenizer(place), name=without_secrets(name), directory=place)
     directory = Path(name)
-    if not directory.is_dir():
-        return describe(name, _said(*_load_with_transformers(name)))
-    key = fingerprint(directory, name)
+    key = fingerprint(directory, name) if directory.is_dir() else None
     known = get_cached_tokenizer(directory, key) if key else None
     if known is not None:
-        _said(known, known.remark)
+        if known.remark:
+            logger.warning("%s", known.remark)
         facts: Any = {fact: getattr(known, fact) for fact in FACTS}
         return Tokenizer(name=name, cached=known, **facts)
     loaded, remark = _load_with_transformers(name)
-    tokenizer = describe(name, _said(loaded, remark))
-    if key and fingerprint(directory, name) == key:  # its files are those that were loaded
-        facts = {fact: getattr(tokenizer, fact) for fact in FACTS}
-        plain = decodes_plainly(tokenizer.loaded)
-        known = put_cached_tokenizer(directory, key, loaded, {**facts, "remark": remark}, plain)
+    if remark:
+        logger.warning("%s", remark)
+    tokenizer = describe(name, loaded)
+    if key and fingerprint(directory, name) == key:  # otherwise its files changed during loading
+        facts = {fact: getattr(tokenizer, fact) for fact in FACTS} | {"remark": remark}
+        known = put_cached_tokenizer(directory, key, loaded, facts, decodes_plainly(loaded))
     return replace(tokenizer, cached=known)
 
 
-def _said(loaded: Any, remark: str) -> Any:
-    if remark:
-        logger.warning("%s", remark)
-    return loaded
-
-
 def own_file(name: str) -> Path | None:
-    """Return the ``tokenizer.json`` of a directory, or of a hub name in the local cache."""
+    """Return the ``tokenizer.json`` of a directory, or of a Hub name in the local cache."""
     if Path(name).exists():
         return Path(name) / OWN_FILE if (Path(name) / OWN_FILE).is_file() else None
     from huggingface_hub import try_to_load_from_cache
@@ -269,63 +261,62 @@ def own_file(name: str) -> Path | None:
 
 
 def _load_with_transformers(name: str) -> tuple[Any, str]:
-    """What transformers makes of `name`, and a remark for the log, or none. Raises DataError."""
+    """Load `name` by transformers; return it, and a remark for the log or "". Raise DataError."""
     from transformers import AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
     directory = Path(name)
-    problem = None if directory.exists() else _hub_problem(name)
-    if directory.exists():
-        if (
-            not (directory / "tokenizer_config.json").is_file()
-            and not (directory / "tokenizer.json").is_file()
-        ):
-            raise DataError(
-                f"{name} holds no tokenizer (tokenizer.json or tokenizer_config.json) -> train "
-                "one with `bigtrain tokenizer`"
-            )
+    is_local = directory.exists()
+    problem = None if is_local else _hub_problem(name)
+    files = ("tokenizer.json", "tokenizer_config.json")
+    if is_local and not any((directory / file).is_file() for file in files):
+        raise DataError(
+            f"{name} has no tokenizer ({' or '.join(files)}) -> train one with `bigtrain tokenizer`"
+        )
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.CRITICAL)
     try:
-        local = directory.exists() or problem is not None
-        options = {"trust_remote_code": False, "local_files_only": local}
-        path = own_file(name) if directory.exists() else None
+        options = {
+            "trust_remote_code": False,
+            "local_files_only": is_local or problem is not None,
+        }
+        path = own_file(name) if is_local else None
         try:
-            found: Any = AutoTokenizer.from_pretrained(name, **options)
-        except Exception as error:  # of a class that the file is not of
+            loaded: Any = AutoTokenizer.from_pretrained(name, **options)
+        except Exception as error:  # such as a named class that does not match the file
             if path is None:
                 raise
             try:
-                found = without_class(path, **options)
-            except DataError:  # of a corrupt file transformers has said more
+                loaded = without_class(path, **options)
+            except DataError:  # a corrupt file: transformers' error has more details
                 raise error from None
-            return found, (
+            return loaded, (
                 f"transformers cannot load {name} by the class that it names "
-                f"({first_line(error)}): {path} is used as it is"
+                f"({first_line(error)}): {path} is used unchanged"
             )
         path = path or own_file(name)
-        return (found, "") if path is None else as_in_file(found, path, **options)
+        return (loaded, "") if path is None else as_in_file(loaded, path, **options)
     except DataError:
         raise
-    except Exception as error:  # whatever a foreign tokenizer's files make transformers raise
-        if directory.exists():
+    except Exception as error:  # transformers may raise anything for foreign files
+        if is_local:
             raise DataError(
                 f"the tokenizer in {name} cannot be loaded: {first_line(error)}"
             ) from error
         raise DataError(
             f"tokenizer {name}: not a directory here, and "
-            + (problem or f"the Hugging Face hub's cannot be loaded: {first_line(error)}")
-            + " -> name a directory (`bigtrain tokenizer` trains one) or a hub tokenizer"
+            + (problem or f"the Hugging Face Hub's cannot be loaded: {first_line(error)}")
+            + " -> specify a directory (`bigtrain tokenizer` trains one) or a Hub tokenizer"
         ) from error
     finally:
         transformers_logging.set_verbosity(verbosity)
 
 
 def _hub_problem(name: str) -> str | None:
-    """Return why the hub does not give `name`; None where it does.
+    """Return why the Hub does not provide `name`; None if it does.
 
-    Asked first with one short request: transformers itself retries an unreachable hub for a
-    minute and a half, and prints every try.
+    Checked first with one short request: transformers itself retries an unreachable Hub for a
+    minute and a half, and prints every retry.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
@@ -333,23 +324,23 @@ def _hub_problem(name: str) -> str | None:
     try:
         HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
     except HFValidationError:
-        return "not a possible name on the Hugging Face hub"
+        return "not a valid name on the Hugging Face Hub"
     except RepositoryNotFoundError:
-        return "the Hugging Face hub has none of this name (or it is private: `hf auth login`)"
+        return "the Hugging Face Hub has none of this name (or it is private: `hf auth login`)"
     except Exception as error:  # the client's transport errors differ between its versions
         return (
-            "the Hugging Face hub cannot be reached, nor is it in the local cache "
+            "the Hugging Face Hub is unreachable, and it is not in the local cache "
             f"({first_line(error)})"
         )
     return None
 
 
 def tokenizer_hash(huggingface: Any) -> str:
-    """SHA-256 of what decides how `huggingface` encodes documents, as 64 hexadecimal digits.
+    """Return the SHA-256 of the parts of `huggingface` that determine the encoding of documents.
 
-    That is normalizer, pre-tokenizer, model and added tokens of the fast tokenizer's canonical
-    JSON, and the end-of-document id. Truncation, padding, post-processor and decoder play no part
-    in encoding documents. The same after saving and loading.
+    These are normalizer, pre-tokenizer, model and added tokens of the fast tokenizer's canonical
+    JSON, and the end-of-document id; not truncation, padding, post-processor and decoder. The same
+    after saving and loading.
     """
     tree = json.loads(huggingface.backend_tokenizer.to_str())
     parts = {key: tree.get(key) for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")}
@@ -359,8 +350,8 @@ def tokenizer_hash(huggingface: Any) -> str:
 
 
 def describe(name: str, huggingface: Any) -> Tokenizer:
-    """Return a tokenizer of transformers, with what shards must know of it. Raises DataError where
-    it cannot be used: no fast implementation, no end-of-sequence token."""
+    """Return a transformers tokenizer with the facts that shards record. Raise DataError if it has
+    no fast implementation or no end-of-sequence token."""
     if getattr(huggingface, "backend_tokenizer", None) is None:
         raise DataError(f"tokenizer {name} has no fast implementation (tokenizer.json)")
     if huggingface.eos_token_id is None:

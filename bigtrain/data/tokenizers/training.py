@@ -1,7 +1,4 @@
-"""Training a byte-level BPE tokenizer on the text of a dataset.
-
-A tokenizer with tokens added to it: control tokens of a chat template, words of a domain.
-"""
+"""Training of a byte-level BPE tokenizer on the text of a dataset, and adding of tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ MIN_VOCAB_SIZE = 257
 """One token per byte and the end of document."""
 
 # Llama 3's: words with one leading space or mark, digits in threes, runs of marks, line ends, and
-# indentation apart from the word after it.
+# indentation separate from the word after it.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -29,9 +26,9 @@ SPLIT_PATTERN = (
 def train_tokenizer(batches: Iterable[Sequence[str]], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE of `vocab_size` tokens on batches of texts.
 
-    Every text can be encoded and decodes to itself. Id 0 is ``<|endoftext|>``, the 256 bytes
-    follow. On little text there may be fewer merges than asked for: see `vocab_size` of the
-    result. Raises DataError for a `vocab_size` below 257 and where there is no text.
+    Every text can be encoded and decodes to itself. Id 0 is ``<|endoftext|>``, then the 256 bytes.
+    Little text may give fewer merges than requested: see `vocab_size` of the result. Raises
+    DataError for a `vocab_size` below 257, and if there is no text.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise DataError(
@@ -59,7 +56,7 @@ def train_tokenizer(batches: Iterable[Sequence[str]], vocab_size: int) -> Tokeni
     seen = [0]
     backend.train_from_iterator(_counted(batches, seen), trainer)
     if not seen[0]:
-        raise DataError("there is no text to train a tokenizer on: every document is empty")
+        raise DataError("no text to train a tokenizer on: every document is empty")
     wrapper: Any = PreTrainedTokenizerFast
     wrapped = wrapper(
         tokenizer_object=backend,
@@ -78,11 +75,11 @@ def _counted(batches: Iterable[Sequence[str]], seen: list[int]) -> Iterator[Sequ
 def add_tokens(
     name: str, plain: Sequence[str], special: Sequence[str]
 ) -> tuple[Tokenizer, dict[str, int]]:
-    """Return the tokenizer `name` with `special` and then `plain` texts as tokens of their own; and
-    the id of each.
+    """Return the tokenizer `name` with `special` and then `plain` texts added as tokens, and their
+    ids.
 
-    Their ids follow the highest that there is, so that all other tokens keep theirs. Raises
-    DataError for a text that is empty, given twice or a token already, and as `load_tokenizer`.
+    Their ids follow the highest existing one. Raises DataError for a text that is empty, given
+    twice or already a token, and as `load_tokenizer`.
     """
     texts = [*special, *plain]
     if not texts:
@@ -91,12 +88,12 @@ def add_tokens(
     known = base.huggingface.get_vocab()
     for number, text in enumerate(texts):
         if not text.strip():
-            raise DataError(f"a token to add is {text!r}: it must have other characters than space")
+            raise DataError(f"a token to add is {text!r}: it must have a non-space character")
         if text in texts[:number]:
-            raise DataError(f"the token {text} is to be added twice -> name it once")
+            raise DataError(f"the token {text} is added twice -> name it once")
         if text in known:
             raise DataError(
-                f"{text} is a token of {name} already, with id {known[text]} -> leave it out"
+                f"{text} is already a token of {name}, with id {known[text]} -> remove it"
             )
     return _grown(name, base.huggingface, plain, special)
 
@@ -113,9 +110,8 @@ def _grown(
 def check_added_tokens(
     section: TokenizerSection, base: str, listed: TokenizerRecord, directory: str
 ) -> list[Problem]:
-    """Return why shards that were made with the tokenizer in `directory`, of which they say
-    `listed`, were not made with `base` and the tokens that `section` adds to it. Loads both
-    tokenizers."""
+    """Check that shards made with the tokenizer in `directory` (in their manifest: `listed`) were
+    made with `base` and the tokens that `section` adds to it. Loads both tokenizers."""
     key = "model.path" if section.base is None else "tokenizer.base"
     try:
         huggingface = load_tokenizer(base).huggingface
@@ -124,8 +120,8 @@ def check_added_tokens(
     known = huggingface.get_vocab()
     for text in section.added:
         if text in known:
-            rule = f"is a token of {base} already, with id {known[text]}"
-            return [Problem(section.key_of(text), text, rule, "leave it out")]
+            rule = f"is already a token of {base}, with id {known[text]}"
+            return [Problem(section.key_of(text), text, rule, "remove it")]
     grown, ids = _grown(base, huggingface, section.add_tokens, section.add_special_tokens)
     if grown.hash == listed.hash:
         return []
@@ -144,8 +140,8 @@ def _difference(
     known: dict[str, int],
     ids: dict[str, int],
 ) -> Problem:
-    """What of the data's tokenizer is not as `section` says. there: it, of transformers. known: the
-    vocabulary of the base. ids: of the added tokens."""
+    """Describe how the data's tokenizer (`there`) differs from `section`. known: vocabulary of the
+    base. ids: of the added tokens."""
     vocabulary = there.get_vocab()
     whose = f"the tokenizer that the data was tokenized with ({listed.name})"
     beyond = sorted(vocabulary.keys() - known.keys(), key=lambda text: vocabulary[text])
@@ -176,5 +172,5 @@ def _difference(
             rule = f"{text} has id {vocabulary[text]} in {whose}, and would get {ids[text]}"
             remedy = f"the order of the ids: [{', '.join(order)}]"
             return Problem(section.key_of(text), None, rule, remedy)
-    rule = f"{whose} has the same tokens, but finds them in another way"
+    rule = f"{whose} has the same tokens, but finds them differently"
     return Problem("tokenizer.base", base, rule, "make it by bigtrain tokenizer --config RUN.yaml")

@@ -1,8 +1,7 @@
-"""The private parts of transformers that tokenizers need, each with why. Read in transformers 5.23.
+"""Private parts of transformers used for tokenizers, with the reasons. Read in transformers 5.23.
 
-Those that models need are in `bigtrain.models.transformers_patches`: neither folder may import the
-other. `tests/unit/data/tokenizers/test_transformers_patches.py` has the contract tests.
-transformers is imported when these are called, as in `bigtrain.data.tokenizers.tokenizer`.
+`bigtrain.models.transformers_patches` has those for models: neither folder may import the other.
+`tests/unit/data/tokenizers/test_transformers_patches.py` has the contract tests.
 """
 
 from __future__ import annotations
@@ -11,11 +10,10 @@ from typing import Any
 
 
 def template_syntax_tree(source: str) -> Any:
-    """Return a chat template as a jinja2 syntax tree, in the environment that transformers renders
-    it in.
+    """Return a chat template as a jinja2 syntax tree, parsed in transformers' environment.
 
-    Its `_compile_jinja_template` (utils/chat_template_utils.py:562) makes that environment, with
-    extensions without which some templates cannot be read. Raises jinja2.TemplateSyntaxError.
+    Its `_compile_jinja_template` (utils/chat_template_utils.py:562) creates that environment, with
+    extensions that some templates need. Raises jinja2.TemplateSyntaxError.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -24,8 +22,7 @@ def template_syntax_tree(source: str) -> Any:
 
 
 def decodes_plainly(tokenizer: Any) -> bool:
-    """Return whether decoding by a transformers tokenizer is what `tokenizers` does and nothing
-    after it.
+    """Return whether a transformers tokenizer decodes exactly as `tokenizers` does.
 
     A class changes it in `decode` (tokenization_utils_base.py:2884) or in `_decode`
     (tokenization_utils_tokenizers.py:1150), which the former calls.

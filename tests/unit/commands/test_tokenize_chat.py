@@ -172,7 +172,7 @@ BAD: list[Any] = [
     {"messages": turns("c", "d")},
 ]
 REASONS = [
-    (2, "there is no token of an assistant to learn from"),
+    (2, "no assistant tokens to train on"),
     (3, "'messages' is not a conversation: not a list of messages but str"),
     (4, "no key 'messages'; keys here: texts"),
     (

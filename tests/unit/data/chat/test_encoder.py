@@ -211,7 +211,7 @@ def test_unmarked_and_unsound_is_refused() -> None:
     """Mistral's way: the system prompt before the last question, so prompts are no prefixes."""
     encode(encoder_of(LATE_SYSTEM), turns("a", "b"))
     with pytest.raises(
-        ConversationError, match=r"message 2 does not follow its prompt.*-> give one wi"
+        ConversationError, match=r"message 2 does not follow its prompt.*-> use one wi"
     ):
         encode(encoder_of(LATE_SYSTEM), turns("a", "b", "c", "d"))
 
@@ -225,7 +225,7 @@ ENDING = (
 def test_unmarked_end_of_conversation_is_refused() -> None:
     encode(encoder_of(ENDING), turns("a", "b"))
     with pytest.raises(
-        ConversationError, match="message 2 is written otherwise in a longer conversa"
+        ConversationError, match="message 2 is rendered differently in a longer conv"
     ):
         encode(encoder_of(ENDING), turns("a", "b", "c", "d"))
 
@@ -272,7 +272,7 @@ def test_content_makes_no_control_token(
     try:
         tokens, mask = encode(encoder_of(source, normalizer), messages)
     except ConversationError as error:
-        assert "no token of an assistant" in str(error)  # noqa: PT017
+        assert "no assistant tokens" in str(error)  # noqa: PT017
         return
     harmless = turns(*["x"] * len(contents))
     wanted = tokenizer.apply_chat_template(harmless)["input_ids"]
@@ -308,9 +308,7 @@ def test_control_tokens_from_parts() -> None:
     assert count("end") == count("harmless") == count("en") == count(" end")
     with pytest.raises(ConversationError, match="the role 'end' is part of a control token"):
         encode(encoder_of(ZEPHYR), [{"role": "end", "content": "x"}, *messages])
-    with pytest.raises(
-        ConversationError, match=r"the key '<\|eot_id\|>' holds the text of a contr"
-    ):
+    with pytest.raises(ConversationError, match=r"the key '<\|eot_id\|>' contains a control token"):
         encode(encoder_of(ZEPHYR), [{**messages[0], "<|eot_id|>": 1}, messages[1]])
 
 
@@ -318,7 +316,7 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
     shout = CHATML.replace("message['content'] + '<", "message['content'] | length | string + '<")
     encode(encoder_of(shout), turns("a", "b"))
     with pytest.raises(
-        ConversationError, match="the template does not let tell it from its own -> le"
+        ConversationError, match="the rendering does not distinguish it from the templa"
     ):
         encode(encoder_of(shout), turns("a", "<|im_end|>"))
     for character, what in (("\U0010fffc", "which is not text"), ("\U000f0001", "private-use")):
@@ -370,7 +368,7 @@ def test_bad_conversations_do_not_touch_others() -> None:
     assert found.mask.astype(int).tolist() == mask * 2
     (first, why), (second, refusal) = found.problems
     assert (first, second) == (0, 2)
-    assert why == "there is no token of an assistant to learn from"
+    assert why == "no assistant tokens to train on"
     assert refusal.startswith("the chat template refuses it: UndefinedError: ")
 
 
@@ -383,7 +381,7 @@ def test_a_role_that_the_template_leaves_out_is_refused() -> None:
         "{% for message in messages %}", "{% for message in messages %}" + known
     )
     template = template.replace("{% endfor %}", "{% endif %}{% endfor %}")
-    with pytest.raises(ConversationError, match=r"role 'developer', and .*=system"):
+    with pytest.raises(ConversationError, match=r"role 'developer'.*=system"):
         encode(encoder_of(template), messages)
 
 
@@ -470,14 +468,14 @@ def test_control_tokens_that_a_normalizer_makes() -> None:
 def test_templates_that_are_none(tmp_path: Path) -> None:
     tokenizer = describe("mine", chat_tokenizer(None))
     with pytest.raises(
-        DataError, match="tokenizer mine has no chat template -> give one: --chat-t"
+        DataError, match="tokenizer mine has no chat template -> specify one: --chat-t"
     ):
         tokenizer.chat_template()
     with pytest.raises(DataError, match=r"--chat-template .*none\.jinja cannot be read"):
         tokenizer.chat_template(tmp_path / "none.jinja")
     file = tmp_path / "bad.jinja"
     file.write_text("{% for %}")
-    with pytest.raises(DataError, match=r"the chat template .*bad\.jinja is not one: line 1"):
+    with pytest.raises(DataError, match=r"the chat template .*bad\.jinja is invalid: line 1"):
         tokenizer.chat_template(file)
     file.write_text(CHATML)
     given = tokenizer.chat_template(file)
@@ -491,7 +489,7 @@ def test_templates_that_write_the_date(caplog: pytest.LogCaptureFixture) -> None
     assert not caplog.records
     dated = "{{ strftime_now('%d %b %Y') }}" + CHATML
     describe("dated", chat_tokenizer(dated)).chat_template()
-    assert "the chat template of dated writes the date of the day" in caplog.text
+    assert "the chat template of dated writes the current date" in caplog.text
 
 
 def test_one_template_for_tools_and_one_for_none() -> None:
@@ -529,7 +527,7 @@ def test_messages_of_weight_0_are_not_learned(template: str, weights: tuple[floa
 
 
 def test_a_conversation_of_weight_0_has_nothing_to_learn() -> None:
-    with pytest.raises(ConversationError, match="there is no token of an assistant to learn from"):
+    with pytest.raises(ConversationError, match="no assistant tokens to train on"):
         encode(encoder_of(CHATML), weighted(turns("a", "b"), 0))
 
 
@@ -541,7 +539,7 @@ ONE_BLOCK = (
 
 def test_blocks_that_are_no_message_s_are_refused() -> None:
     encode(encoder_of(ONE_BLOCK), turns("a", "b", "c", "d"))
-    with pytest.raises(ConversationError, match="are message 4's cannot be told -> one block for"):
+    with pytest.raises(ConversationError, match="belong to message 4 -> write one block for"):
         encode(encoder_of(ONE_BLOCK), weighted(turns("a", "b", "c", "d"), 0, 1))
 
 

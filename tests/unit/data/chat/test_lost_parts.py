@@ -283,7 +283,7 @@ NO_END = unmarked(CHATML).replace("message['content'] + '<|im_end|>'", "message[
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (CLOSED_EARLY, r"write {% endgeneration %} behind <\|im_end\|>"),
+        (CLOSED_EARLY, r"write {% endgeneration %} after <\|im_end\|>"),
         (NO_END.replace("<|im_start|>", "# "), "write {{ eos_token }}"),
         (CLOSED_EARLY.replace("{{ '<|im_end|>' }}", ""), "block of message 2 before <.im_start.>"),
     ],

@@ -101,7 +101,7 @@ def test_the_end_of_documents_can_be_named(
     assert read_manifest(tmp_path / "out").tokenizer.end_of_document_id == turn
     assert tokenize(source, directory, tmp_path / "no", "--end-of-document", "<|x|>") == 2
     error = capsys.readouterr().err
-    assert "--end-of-document <|x|>: is not a token of" in error
+    assert "--end-of-document <|x|>: not a token of" in error
     assert not (tmp_path / "no").exists()
 
 

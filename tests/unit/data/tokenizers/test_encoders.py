@@ -135,7 +135,7 @@ def test_the_fastest_that_is_right_is_chosen(
     queue = choose_encoder(tokenizer.encoder(), "auto")
     assert queue.current.library == "fastokens"
     assert "characters, 'na\\xefve nai\\u0308ve " in queue.reason
-    assert queue.reason.endswith(f"otherwise than tokenizers {version('tokenizers')}")
+    assert queue.reason.endswith(f"differently from tokenizers {version('tokenizers')}")
 
 
 def test_an_encoder_that_is_not_installed_is_passed_over(

@@ -75,7 +75,7 @@ def rewrite(tree: Any) -> None:
         (swap, r"2 ids mean other tokens, such as \d+: '[ab]' in the data, '[ab]' for the model"),
         (rename, "1 ids mean other tokens, such as 411: '<tool>' in the data, '</think>' for"),
         (move, "the token '</think>' has id 416 in the data and 411 for the model"),
-        (lowercase, "splits text otherwise"),
+        (lowercase, "splits text differently"),
     ],
 )
 def test_other_tokens_are_refused(change: Change, words: str, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_beginning_that_only_the_base_adds_is_named(
     check = ["check", "--config", str(run), "--inputs", "--world-size", "1"]
     capsys.readouterr()
     assert main(check) == 0
-    said = f"plain: texts begin with no token of their own; the tokenizer of model.path = {model}"
+    said = f"plain: texts begin with no special token; the tokenizer of model.path = {model}"
     assert (said in capsys.readouterr().out) == is_added
     assert main([*check, f"data.path={tmp_path / 'own'}"]) == 0
     assert "texts begin with" not in capsys.readouterr().out
