@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
 import orjson
 
-from bigtrain.data.documents.open_reader import batched
+from bigtrain.data.documents.formats import batched
 from bigtrain.data.tokenizers.encoders import FAST_ENCODERS, ReferenceEncoder
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 

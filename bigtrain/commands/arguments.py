@@ -17,6 +17,11 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool = Tru
     """Add the arguments for reading text, which `reading_of` converts.
 
     `required`: whether the command always needs an input."""
+    from bigtrain.data.documents.files import COMPRESSION_SUFFIXES
+    from bigtrain.data.documents.formats import DEFAULT_SUFFIXES, READERS, ROW_SUFFIXES
+
+    compressed = f"{', '.join(COMPRESSION_SUFFIXES[:-1])} or {COMPRESSION_SUFFIXES[-1]}"
+    tables = " and ".join(reader.kind for reader in READERS if reader.random_access)
     parser.add_argument(
         "--input",
         required=required,
@@ -25,10 +30,9 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool = Tru
         metavar="INPUT",
         help="files, folders, globs, directories of Dataset.save_to_disk, Hub datasets, - for "
         "standard input, or addresses (s3://, gs://, az://, hf://, https:// and all that fsspec "
-        "supports) of files, folders and globs. Files: .jsonl, .ndjson, .parquet, .arrow, .csv, "
-        ".tsv, .json, or else text, each also compressed "
-        "(.gz, .zst, .xz, .bz2). Compressed parquet and arrow files are decompressed next to the "
-        "output while they are read: this needs space for the largest, once per worker",
+        f"supports) of files, folders and globs. Files: {', '.join(ROW_SUFFIXES)}, or else text, "
+        f"each also compressed ({compressed}). Compressed {tables} files are decompressed next to "
+        "the output while they are read: this needs space for the largest, once per worker",
     )
     parser.add_argument(
         "--text-key",
@@ -45,8 +49,8 @@ def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool = Tru
         default=[],
         type=_suffix,
         metavar=".SUFFIX",
-        help="suffix of files to read in folders, also followed by .gz, .zst, .xz or .bz2; may be "
-        "repeated (default: .txt .jsonl .parquet)",
+        help=f"suffix of files to read in folders, also followed by {compressed}; may be repeated "
+        f"(default: {' '.join(DEFAULT_SUFFIXES)})",
     )
     parser.add_argument(
         "--read-as",

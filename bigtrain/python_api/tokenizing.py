@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, cast
 
 if TYPE_CHECKING:
-    from bigtrain.data.documents.bad_documents import BadDocument
-    from bigtrain.data.documents.open_reader import DocumentReader
-    from bigtrain.data.documents.reader import ReadOptions
+    from bigtrain.data.documents.formats import DocumentReader
+    from bigtrain.data.documents.reader import BadDocument, ReadOptions
     from bigtrain.data.shards.dataset import TokenDataset
     from bigtrain.data.shards.manifest import OptionsRecord
     from bigtrain.data.tokenize_job.job import BuildResult
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
 
 Inputs = str | Path | Sequence[str | Path]
 Format = Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt-completion"]
+OTHER_FIRST_ROWS = 64
+"""Files, in addition to the first one, whose first row is read: local ones, evenly spaced."""
 Encoder = Literal["auto", "gigatoken", "fastokens", "reference"]
 
 
@@ -190,9 +191,9 @@ def train_tokenizer(
     `tokenize` of these names: text_keys, suffixes, exclude, dataset_config, dataset_split,
     max_document_bytes, read_as, follow_links. Raises DataError; then no files remain.
     """
-    from bigtrain.data.documents.bad_documents import RejectedDocuments, require_few
-    from bigtrain.data.documents.open_reader import DocumentReader
-    from bigtrain.data.sources.discovery import find_sources
+    from bigtrain.data.documents.discovery import find_sources
+    from bigtrain.data.documents.formats import DocumentReader
+    from bigtrain.data.documents.reader import RejectedDocuments, require_few
     from bigtrain.data.tokenizers.training import train_tokenizer as trained
     from bigtrain.system.files import existing_above, new_directory, require_free
 
@@ -230,14 +231,14 @@ def read_options(
     follow_links: bool = False,
 ) -> ReadOptions:
     """Return the options for reading text; `build_tokens` documents each parameter."""
+    from bigtrain.data.documents.files import Selection
     from bigtrain.data.documents.reader import ReadOptions
     from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES
-    from bigtrain.data.sources.discovery import DEFAULT_SUFFIXES, Selection
 
     names = (inputs,) if isinstance(inputs, str | Path) else inputs
     selection = Selection(
         inputs=tuple(map(str, names)),
-        suffixes=tuple(suffixes or DEFAULT_SUFFIXES),
+        suffixes=tuple(suffixes),
         exclude=tuple(exclude),
         dataset_config=dataset_config,
         dataset_split=dataset_split,
@@ -276,14 +277,16 @@ class RowFormat:
 def detected_format(reading: ReadOptions, say: Callable[[str], None]) -> str:
     """Return the format of the first row's keys; `say` gets a line on it. Text if
     they match none. Raises DataError if the first rows of the files have several formats."""
-    from bigtrain.data.documents.bad_documents import ONE_FORMAT
-    from bigtrain.data.documents.chat_formats import nearest
-    from bigtrain.data.documents.first_row import keys_in, sources_to_look_at
+    from bigtrain.data.documents.chat_formats import ONE_FORMAT, nearest
+    from bigtrain.data.documents.discovery import find_sources
+    from bigtrain.data.documents.formats import keys_in
 
     formats: dict[str, str] = {}  # the first file of each
-    for source in sources_to_look_at(reading):
+    sources = find_sources(reading.selection)
+    others = [source for source in sources[1:] if source.address is None]
+    for source in sources[:1] + others[:: max(1, -(-len(others) // OTHER_FIRST_ROWS))]:
         keys = keys_in(source, reading)
-        if keys or source.kind == "text" or not formats:
+        if keys or not source.format.has_rows or not formats:
             match = nearest(keys)
             formats.setdefault("text" if match is None else match.name, source.path)
     if len(formats) > 1:
@@ -332,13 +335,14 @@ def refuse_for_text(
     """Raise DataError for options of conversations if the input has none, and for an input
     that cannot be read."""
     from bigtrain.data.documents.chat_formats import remedy_for
-    from bigtrain.data.documents.first_row import keys_of_first_row
+    from bigtrain.data.documents.discovery import find_sources
+    from bigtrain.data.documents.formats import keys_in
 
     options = {"--chat-template": chat_template, "--learn": learn == "last", "--role": roles}
     given = next((option for option, value in options.items() if value), None)
     if given is None:
         return
-    keys = keys_of_first_row(reading, strict=True)
+    keys = keys_in(find_sources(reading.selection)[0], reading, strict=True)
     shown = f"the first row has the keys {', '.join(sorted(keys)[:20])}"
     remedy = remedy_for(keys) or " -> name their key, --chat-key KEY, or remove it"
     raise DataError(

@@ -1,6 +1,6 @@
-"""Documents from bytes: a reader per file format, and selection of a row's document columns.
+"""Inputs and their documents: discovery, opening, decompression, a reader per file format, and the
+documents in a row.
 
-Imports `sources` and `shards`; `chat`, `tokenizers`, `tokenize_job` and the commands import it.
-Start with `open_reader`, which selects the reader of a file; to add a file format, add a reader to
-`line_readers` or `table_readers`.
+Imports `shards` for the manifest's records; `chat`, `tokenizers`, `tokenize_job` and the commands
+import it. Start with `discovery` and `formats`.
 """

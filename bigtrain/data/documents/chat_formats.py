@@ -12,8 +12,12 @@ from typing import Any
 
 import orjson
 
-from bigtrain.data.documents.bad_documents import ONE_FORMAT
 from bigtrain.data.documents.conversations import ConversationError, from_text
+
+ONE_FORMAT = (
+    "rows of several formats must be tokenized one format at a time, each into its own --output, "
+    "and mixed in the run: data.sources"
+)
 
 Messages = list[dict[str, Any]]
 Values = Sequence[Any]
@@ -69,16 +73,17 @@ PEOPLE = {name: ROLES[name] for name in ("human", "gpt", "chatgpt", "bard", "bin
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Chat format. name: of ``--format``. keys: the first is required in every row; told: keys that
-    identify the format; make: converts their values, and those of `beside`, to a conversation;
-    turn_keys: keys of speaker and text in each turn. beside: keys that always have these names."""
+    """Chat format. name: of ``--format``. keys: the first is required in every row; identifying:
+    keys that identify the format; make: converts their values, and those of `extra_keys`, to a
+    conversation; turn_keys: keys of speaker and text in each turn. extra_keys: keys that always
+    have these names."""
 
     name: str
     keys: tuple[str, ...]
-    told: frozenset[str]
+    identifying: frozenset[str]
     make: Callable[[Values, Roles], Chat | Completion]
     turn_keys: tuple[str, ...] = ("role", "content")
-    beside: tuple[str, ...] = ()
+    extra_keys: tuple[str, ...] = ()
 
 
 def _messages(values: Values, roles: Roles) -> Chat:
@@ -219,8 +224,7 @@ def _is_text(value: object) -> bool:
 
 
 def _text(value: object, name: str) -> bool:
-    """Return whether `value` is a non-empty text. Raise ConversationError unless it is text or
-    None."""
+    """Return whether `value` is a non-empty text. Raise ConversationError unless text or None."""
     if value is not None and not isinstance(value, str):
         raise ConversationError(f"its {name} is not text but {type(value).__name__}")
     return bool(value)
@@ -234,7 +238,7 @@ FORMATS: Mapping[str, ChatFormat] = {
             ("messages", TOOLS_KEY),
             frozenset({"messages"}),
             _messages,
-            beside=("system", "functions"),
+            extra_keys=("system", "functions"),
         ),
         ChatFormat(
             "sharegpt",
@@ -277,12 +281,12 @@ distinguish messages from ShareGPT, and both are accepted under the key of eithe
 
 def nearest(keys: Collection[str]) -> ChatFormat | None:
     """Return the format of a row with these keys; None if unknown."""
-    return next((entry for entry in FORMATS.values() if entry.told <= set(keys)), None)
+    return next((entry for entry in FORMATS.values() if entry.identifying <= set(keys)), None)
 
 
 def remedy_for(keys: Collection[str]) -> str:
-    """Return the options that read rows with these keys, as the end of an error; empty if no format
-    is similar."""
+    """Return the options that read rows with these keys, as the end of an error; empty if
+    unknown."""
     match = nearest(keys)
     if match is not None:
         return f" -> --format {match.name}"

@@ -64,8 +64,7 @@ def conversation_bytes(messages: object, tools: object = None, *, last_only: boo
 
 
 def completion_bytes(prompt: str, completion: str) -> bytes:
-    """Return a prompt and its completion as the document that is tokenized, without a chat
-    template."""
+    """Return a prompt and its completion, without a chat template, as the document to tokenize."""
     return orjson.dumps({"prompt": prompt, "completion": completion})
 
 
@@ -119,9 +118,8 @@ def _check_learning(number: int, message: Mapping[str, Any]) -> None:
 
 
 def _with_text(number: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Return `message` with its text parts joined: most text-only templates print a list of parts
-    as a Python list. Raise ConversationError for a message without content, or with content that a
-    text tokenizer cannot encode."""
+    """Return `message` with its text parts joined: most templates print a list of parts as a Python
+    list. Raise ConversationError for missing or non-text content."""
     content, is_result = message.get("content"), message["role"] in RESULTS
     if isinstance(content, list) and (not is_result or all(map(_is_part, content))):
         return {**message, "content": "".join(_text_of(number, part) for part in content)}

@@ -35,9 +35,8 @@ def text_of(values: Sequence[Any], keys: Sequence[str]) -> tuple[bytes | None, s
 
 @dataclass(frozen=True)
 class Conversations:
-    """Rows as conversations: their format, its keys in a row, whether only the last answer of each
-    has loss, the roles of names in the data, and the keys of a turn if they differ from the
-    format's."""
+    """Rows as conversations: format, its keys in a row, whether only the last answer has loss,
+    roles of names in the data, and keys of a turn if they differ from the format's."""
 
     format: ChatFormat
     keys: tuple[str, ...]
@@ -48,7 +47,7 @@ class Conversations:
     @property
     def columns(self) -> tuple[str, ...]:
         """Keys to read from a row: the format's, and those that mark it as not text-only."""
-        others = (*self.format.beside, *MEDIA_KEYS)
+        others = (*self.format.extra_keys, *MEDIA_KEYS)
         return (*self.keys, *(key for key in others if key not in self.keys))
 
     def with_known_turns(self, value: object) -> object:
@@ -69,13 +68,13 @@ class Conversations:
 
 def conversation_of(values: Sequence[Any], how: Conversations) -> tuple[bytes | None, str]:
     """Return the document in the `values` of `how.columns`, or None and the reason."""
-    beside = dict(zip(how.columns[len(how.keys) :], values[len(how.keys) :], strict=False))
-    for key, value in beside.items():
+    extra = dict(zip(how.columns[len(how.keys) :], values[len(how.keys) :], strict=False))
+    for key, value in extra.items():
         if key in MEDIA_KEYS and value is not None and value not in ("", [], {}):
             return None, (f"it has a value under {key!r}: only text is supported")
     try:
         given = [how.with_known_turns(value) for value in values[: len(how.keys)]]
-        given += [beside.get(key) for key in how.format.beside]
+        given += [extra.get(key) for key in how.format.extra_keys]
         conversation = how.format.make(given, how.roles)
         if isinstance(conversation, Completion):
             return completion_bytes(conversation.prompt, conversation.completion), ""
@@ -98,8 +97,8 @@ def value_at(tree: Any, key: str) -> Any:
 
 
 def text_in(document: Any, keys: Sequence[str]) -> bytes:
-    """Return the document of a valid JSON object. Raise LookupError, TypeError or ValueError
-    otherwise."""
+    """Return the document of a JSON object. Raise LookupError, TypeError or ValueError if
+    invalid."""
     content, why = text_of([value_at(document, key) for key in keys], keys)
     if content is None:
         raise LookupError(why)

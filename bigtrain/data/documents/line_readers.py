@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import orjson
+import xxhash
 
-from bigtrain.data.documents.bad_documents import BadDocument
 from bigtrain.data.documents.fields import document_in, text_in
-from bigtrain.data.documents.reader import PartReader
-from bigtrain.data.sources.files import (
+from bigtrain.data.documents.files import (
+    Source,
     count_lines_before,
     open_file,
     open_stream,
@@ -21,16 +21,30 @@ from bigtrain.data.sources.files import (
     stream_bytes,
     stream_chunks,
 )
+from bigtrain.data.documents.reader import (
+    BadDocument,
+    Part,
+    PartReader,
+    ReadOptions,
+    even_parts,
+    whole,
+)
 from bigtrain.errors import DataError
 
 MAX_LIST_BYTES = 1 << 31
 """Limit of a .json file that is one list, which is parsed at once."""
+HEAD_BYTES = 1 << 20
+"""Bytes read for the first object of a .json file, which may be one line."""
 ROWS_PER_BLOCK = 1024
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class TextReader(PartReader):
     """Reader of a file that is one document, unmodified."""
+
+    kind = "text"
+    suffixes = folder_suffixes = (".txt",)
+    has_rows = False
 
     def _blocks(self) -> Iterator[list[bytes]]:
         source, limit = self.part.source, self.options.max_document_bytes
@@ -57,6 +71,27 @@ class TextReader(PartReader):
 class JsonLinesReader(PartReader):
     """Reader of a file, or of a byte range of it, with one JSON object per line."""
 
+    kind = "jsonl"
+    suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson")
+    folder_suffixes: ClassVar[tuple[str, ...]] = (".jsonl",)
+
+    @classmethod
+    def first_row_keys(cls, source: Source, options: ReadOptions) -> Collection[str]:
+        for line in first_lines(source, options.max_document_bytes):
+            if line.strip():
+                try:
+                    tree = parsed_line(line)
+                except (ValueError, RecursionError):
+                    return ()
+                return list(tree) if isinstance(tree, dict) else ()
+        return ()
+
+    @classmethod
+    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
+        if source.compressed or source.record.bytes is None:
+            return [whole(source)]
+        return even_parts(source, source.record.bytes, shard_bytes)
+
     def reject_at(self, place: int, why: str) -> None:
         """Reject a line. `place` counts from the start of the part; an error names the line of the
         file."""
@@ -73,6 +108,9 @@ class JsonLinesReader(PartReader):
             return
         with open_file(source, self.part.end) as file:
             yield from self._parsed(self._range_chunks(file, self.part.end))
+
+    def _end_byte(self) -> int | None:
+        return self.part.end
 
     def _skim(self, file: IO[bytes]) -> None:
         if self.part.end is None:
@@ -134,7 +172,26 @@ class JsonLinesReader(PartReader):
 class JsonReader(JsonLinesReader):
     """Reader of a .json file: a list of objects, one object, or one object per line."""
 
+    kind = "json"
+    suffixes = (".json",)
+    folder_suffixes = ()
     _is_list = False
+
+    @classmethod
+    def first_row_keys(cls, source: Source, options: ReadOptions) -> Collection[str]:
+        """Return the keys of a list's first object, or of the first line's object."""
+        with open_stream(source, xxhash.xxh3_64(), whole=False) as stream:
+            head = next(stream_chunks(stream, HEAD_BYTES), b"")
+        text = head.removeprefix(BYTE_ORDER_MARK).decode("utf-8", "replace").lstrip(" \t\r\n[")
+        try:
+            tree, _ = json.JSONDecoder().raw_decode(text)
+        except ValueError:
+            return ()
+        return list(tree) if isinstance(tree, dict) else ()
+
+    @classmethod
+    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
+        return [whole(source)]
 
     def reject_at(self, place: int, why: str) -> None:
         """Reject an item. `place`: index of the object in a list, from 0, or of the line, from
@@ -189,6 +246,15 @@ class JsonReader(JsonLinesReader):
         return content
 
 
+def first_lines(source: Source, max_bytes: int) -> Iterator[bytes]:
+    """Yield the lines of a file, without its byte order mark, skipping too long ones."""
+    with open_stream(source, xxhash.xxh3_64(), whole=False) as stream:
+        lines = chain.from_iterable(split_lines(stream_chunks(stream), max_bytes))
+        for number, line in enumerate(lines):
+            if line is not None:
+                yield line if number else line.removeprefix(BYTE_ORDER_MARK)
+
+
 def parsed_line(line: bytes) -> Any:
     """Parse the JSON value of a line. Raises ValueError, RecursionError."""
     try:
@@ -217,3 +283,6 @@ def _parsed(path: str, content: bytes) -> Any:
             raise DataError(f"{path}:{error.lineno} cannot be read as JSON: {error.msg}") from error
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path} cannot be read as JSON: {error}") from error
+
+
+READERS = (TextReader, JsonLinesReader, JsonReader)

@@ -1,40 +1,115 @@
-"""Base of the readers of all kinds of sources: documents, checksums, progress.
-
-`bigtrain.data.documents.line_readers` and `bigtrain.data.documents.table_readers` contain the
-subclasses.
-
-Input splits: a source or a part of one, and how documents are extracted from it. Pure.
-"""
+"""Base of the readers of all formats: options, input splits, checksums, progress, bad documents."""
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO
+from typing import IO, ClassVar
 
 import xxhash
 
-from bigtrain.data.documents.bad_documents import BadDocument, RejectedDocuments
-from bigtrain.data.documents.chat_formats import FORMATS
+from bigtrain.data.documents.chat_formats import FORMATS, ONE_FORMAT
 from bigtrain.data.documents.fields import Conversations
+from bigtrain.data.documents.files import (
+    READ_ERRORS,
+    HashingReader,
+    Selection,
+    Source,
+    open_file,
+)
 from bigtrain.data.documents.table_rows import Keys
 from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES
-from bigtrain.data.sources.discovery import Selection, Source
-from bigtrain.data.sources.files import READ_ERRORS, HashingReader, open_file
 from bigtrain.errors import DataError
+
+OTHER_KEYS = re.compile(r"^no key .*; keys here: (.* -> |(?:.*, )?text\b)")
+"""Pattern of reasons for rows with the keys of another format."""
+TEMPLATE_FAULT = "the chat template"
+"""Start of reasons caused by the chat template, not by a document."""
+
+
+@dataclass(frozen=True)
+class BadDocument:
+    """Location of an unusable document, and the reason.
+
+    `line` counts from 1, `row` from 0; neither for a file that is one document. Lines count from
+    the start of the file, or of the part that one unit reads.
+    """
+
+    path: str
+    reason: str
+    line: int | None = None
+    row: int | None = None
+
+    def __str__(self) -> str:
+        where = self.path
+        if self.line is not None:
+            where += f":{self.line}"
+        elif self.row is not None:
+            where += f" row {self.row}"
+        return f"{where}: {self.reason}"
+
+
+@dataclass
+class RejectedDocuments:
+    """Collector of unreadable documents.
+
+    Unless `allowed`, the first is an error. Otherwise each is counted and passed to `keep`.
+    """
+
+    allowed: bool
+    keep: Callable[[BadDocument], None] | None = None
+    count: int = 0
+
+    def add(self, bad: BadDocument) -> None:
+        """Record `bad`. Raise DataError with location and reason unless bad documents are
+        allowed."""
+        if not self.allowed:
+            if bad.reason.startswith(TEMPLATE_FAULT) and " -> " in bad.reason:
+                raise DataError(str(bad))  # without such documents few would remain
+            remedy = "skip such documents: --skip-bad"
+            if OTHER_KEYS.search(bad.reason):
+                first = " if all rows are like this one" if " -> " in str(bad) else " -> fix it"
+                raise DataError(f"{bad}{first}; {ONE_FORMAT}; or {remedy}")
+            joint = ", or" if " -> " in str(bad) else " -> fix it, or"
+            raise DataError(f"{bad}{joint} {remedy}")
+        self.count += 1
+        if self.keep is not None:
+            self.keep(bad)
+
+
+def require_few(bad: int, good: int, max_fraction: float, first: str) -> None:
+    """Raise DataError if `bad` of `bad + good` documents are more than `max_fraction`."""
+    if bad > max_fraction * (bad + good):
+        raise DataError(
+            f"{bad:,} of {bad + good:,} documents cannot be read, more than --max-bad-fraction "
+            f"{max_fraction:g} allows; the first is {first} -> fix them, or allow more"
+        )
 
 
 class PartReader(ABC):
-    """Iterator over the documents of `part`; usable once.
+    """Iterator over the documents of `part`; usable once. A subclass declares one format:
+
+    `kind`: name in messages and unit keys. `suffixes`: of its files; `folder_suffixes`: those read
+    from a folder without ``--suffix``. `has_rows`: rows with keys, which may be conversations.
+    `random_access`: a compressed file is decompressed first. `hashes_documents`: the checksum
+    covers the documents instead of the file's bytes. `first_row_keys` and `split` are optional.
 
     `bytes_done` is updated for progress. After the iteration `num_lines` is the number of lines
     that started in the part (of a file of lines), and `checksum` and `layout` identify the content
     that was read. `places`: lines or rows of the documents of the last block, counted as in
     `BadDocument`; for conversations only.
     """
+
+    kind: ClassVar[str]
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    folder_suffixes: ClassVar[tuple[str, ...]] = ()
+    has_rows: ClassVar[bool] = True
+    random_access: ClassVar[bool] = False
+    hashes_documents: ClassVar[bool] = False
 
     def __init__(self, part: Part, options: ReadOptions, rejects: RejectedDocuments) -> None:
         self.part = part
@@ -45,6 +120,16 @@ class PartReader(ABC):
         self.places: list[int] = []
         self._hash = xxhash.xxh3_64()
         self._layout = xxhash.xxh3_64()
+
+    @classmethod
+    def first_row_keys(cls, source: Source, options: ReadOptions) -> Collection[str]:
+        """Return the keys of the first row. Raises DataError and `READ_ERRORS`."""
+        return ()
+
+    @classmethod
+    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
+        """Return `source` in parts of about `shard_bytes`; by default as one part."""
+        return [whole(source)]
 
     def blocks(self) -> Iterator[list[bytes]]:
         """Yield the documents as UTF-8, in lists of those that were read together.
@@ -64,10 +149,9 @@ class PartReader(ABC):
         return self._hash.hexdigest()
 
     def layout(self) -> str:
-        """Return the checksum of everything except the bytes of `checksum` that determines the
-        documents.
+        """Return the checksum of the rest that determines the documents.
 
-        For a byte range, the parts of its first and last line that lie outside of it; for a table,
+        For a byte range, the parts of its first and last line that are outside of it; for a table,
         the starts of documents, and the rejected rows.
         """
         return self._layout.hexdigest()
@@ -80,7 +164,7 @@ class PartReader(ABC):
         """Compute `checksum` and `layout` only; for a checksum of bytes, without decompressing or
         parsing them. Raises as `blocks`."""
         try:
-            with open_file(self.part.source, self.part.end_byte) as file:
+            with open_file(self.part.source, self._end_byte()) as file:
                 self._skim(file)
         except READ_ERRORS as error:
             raise DataError(f"{self.part.source.path} cannot be read: {error}") from error
@@ -92,6 +176,10 @@ class PartReader(ABC):
     @abstractmethod
     def _blocks(self) -> Iterator[list[bytes]]:
         """Yield the blocks; `blocks` adds the file to `READ_ERRORS`."""
+
+    def _end_byte(self) -> int | None:
+        """Return the end of a byte range; None for others."""
+        return None
 
     def _skim(self, file: IO[bytes]) -> None:
         HashingReader(file, self).drain()
@@ -105,8 +193,8 @@ class ReadOptions:
     documents are conversations; `chat_format` defines the contents of the keys, of which a row must
     have the first (keys of a turn may follow), `last_only` whether only the last answer has loss,
     and `roles` the meaning of role names in the data, as ``NAME=ROLE``. `max_document_bytes`: of a
-    document's UTF-8, or of its line in a file of lines. `scratch`: a folder for sources with
-    `Source.needs_decompression`; must exist when documents are read.
+    document's UTF-8, or of its line in a file of lines. `scratch`: existing folder for sources with
+    `Source.needs_decompression`.
     """
 
     selection: Selection
@@ -156,12 +244,17 @@ class Part:
     end: int | None = None
     num_bytes: int = 0
 
-    @property
-    def end_byte(self) -> int | None:
-        """`end` of a byte range; None for others."""
-        return self.end if self.source.kind == "jsonl" else None
-
 
 def whole(source: Source) -> Part:
     """Return all of `source` as one part."""
     return Part(source, num_bytes=source.record.bytes or 0)
+
+
+def even_parts(source: Source, count: int, shard_bytes: int | None) -> list[Part]:
+    """Return ranges of `count` items of equal size; without `shard_bytes` one item each."""
+    num_bytes = source.record.bytes or 0
+    wanted = count if shard_bytes is None else -(-num_bytes // shard_bytes)
+    num_parts = max(1, min(count, wanted))
+    cuts = [count * i // num_parts for i in range(num_parts + 1)]
+    at = [num_bytes * cut // max(1, count) for cut in cuts]
+    return [Part(source, cuts[i], cuts[i + 1], at[i + 1] - at[i]) for i in range(num_parts)]

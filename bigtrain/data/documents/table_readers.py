@@ -1,55 +1,136 @@
-"""Readers of tables: csv, parquet, arrow and Hugging Face datasets, one document per row."""
+"""Readers of tables: csv, parquet, arrow and Hugging Face datasets, one document per row.
+
+Raises DataError for corrupt files and for files without any of the columns.
+"""
 
 from __future__ import annotations
 
+import csv
+import mmap
+import os
+from abc import abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import xxhash
 
-from bigtrain.data.documents.bad_documents import BadDocument
 from bigtrain.data.documents.fields import conversation_of, text_of
-from bigtrain.data.documents.reader import PartReader, ReadOptions
-from bigtrain.data.documents.table_rows import (
-    Block,
-    TextColumn,
-    arrow_rows,
-    csv_rows,
-    dataset_rows,
-    parquet_rows,
-)
-from bigtrain.data.sources.files import (
+from bigtrain.data.documents.files import (
+    Source,
     open_stream,
     open_table,
     require_unchanged,
+    split_lines,
     stream_chunks,
     unpacked,
+    without_compression,
 )
+from bigtrain.data.documents.line_readers import first_lines
+from bigtrain.data.documents.reader import (
+    BadDocument,
+    Part,
+    PartReader,
+    ReadOptions,
+    even_parts,
+    whole,
+)
+from bigtrain.data.documents.table_rows import (
+    Block,
+    TextColumn,
+    aligned,
+    bytes_of_columns,
+    columns_of,
+    joined_rows,
+    require_sound,
+    rows_of_batch,
+    rows_per_read,
+    stored_columns,
+)
+from bigtrain.errors import DataError, first_line
+from bigtrain.system.storage.remote_file import RemoteFile
+
+STREAMED_ROWS_PER_READ = 32
+"""Rows read at a time from a dataset of unknown size."""
 
 
 class CsvReader(PartReader):
-    """Reader of comma- or tab-separated rows; its checksum covers the file's bytes."""
+    """Reader of comma-separated rows with a header by RFC 4180; of a ``.tsv`` with tabs instead.
+
+    A row whose length differs from the header's is rejected. Errors that make the rest of the file
+    ambiguous (a wrong quote, a field of more than `max_document_bytes` characters) raise DataError
+    in any case. Bytes that are not UTF-8 become surrogates.
+    """
+
+    kind = "csv"
+    suffixes = (".csv", ".tsv")
+
+    @classmethod
+    def first_row_keys(cls, source: Source, options: ReadOptions) -> Collection[str]:
+        lines = (line.decode("utf-8") for line in first_lines(source, options.max_document_bytes))
+        try:
+            return next(csv.reader(lines, delimiter=_delimiter(source), strict=True), ())
+        except (csv.Error, UnicodeDecodeError):
+            return ()
 
     def reject_at(self, place: int, why: str) -> None:
         self.rejects.add(BadDocument(self.part.source.path, why, line=place))
 
     def _blocks(self) -> Iterator[list[bytes]]:
-        options, source = self.options, self.part.source
-        with open_stream(source, self) as stream:
-            chunks = stream_chunks(stream)
-            limit = options.max_document_bytes
-            for line, values in csv_rows(source, options.keys, chunks, limit, self.rejects):
-                content, why = _document(values, options)
+        with open_stream(self.part.source, self) as stream:
+            for line, values in self._rows(stream_chunks(stream)):
+                content, why = _document(values, self.options)
                 if content is None:
                     self.reject_at(line, why)
                 else:
                     self.places = [line]
                     yield [content]
 
+    def _rows(self, chunks: Iterator[bytes]) -> Iterator[tuple[int, list[str | None]]]:
+        """Yield (line number, its row)."""
+        source, keys = self.part.source, self.options.keys
+        previous_limit = csv.field_size_limit(self.options.max_document_bytes)
+        reader = csv.reader(self._lines(chunks), delimiter=_delimiter(source), strict=True)
+        line = 1
+        try:
+            names = [name.removeprefix("\ufeff") for name in next(reader, [])]
+            wanted = [c for c in columns_of(source.path, keys, names) if c in names]
+            columns = [None if c is None else names.index(c) for c in aligned(wanted, keys)]
+            line = reader.line_num + 1
+            for fields in reader:
+                if len(fields) == len(names):
+                    yield line, [None if c is None else fields[c] for c in columns]
+                elif fields:
+                    self.reject_at(line, f"{len(fields)} fields, the header has {len(names)}")
+                line = reader.line_num + 1
+        except csv.Error as error:
+            raise DataError(f"{source.path}:{line} cannot be read as csv: {error}") from error
+        finally:
+            csv.field_size_limit(previous_limit)
+
+    def _lines(self, chunks: Iterator[bytes]) -> Iterator[str]:
+        number, limit = 0, self.options.max_document_bytes
+        for lines in split_lines(chunks, limit):
+            for line in lines:
+                number += 1
+                if line is None:
+                    raise DataError(
+                        f"{self.part.source.path}:{number} cannot be read as csv: the line "
+                        f"{self.options.too_large}"
+                    )
+                yield line.decode("utf-8", "surrogateescape")
+
+
+def _delimiter(source: Source) -> str:
+    return "\t" if without_compression(source.file_name).lower().endswith(".tsv") else ","
+
 
 class TableReader(PartReader):
-    """Reader of rows of parquet, arrow or a dataset."""
+    """Base of the readers of rows of parquet, arrow and datasets."""
+
+    hashes_documents = True
 
     def scan_layout(self) -> None:
         """Read all documents, which their checksum requires; see `PartReader`."""
@@ -94,13 +175,9 @@ class TableReader(PartReader):
                 self._layout.update(sizes.tobytes())
             yield contents
 
+    @abstractmethod
     def _rows(self, file: Any) -> Iterator[Block]:
-        part, keys = self.part, self.options.keys
-        source = part.source
-        if source.kind in ("parquet", "arrow"):
-            read = parquet_rows if source.kind == "parquet" else arrow_rows
-            return read(source.path, keys, part.begin, part.end, file)
-        return dataset_rows(source, self.options.selection, keys, part.begin, part.end)
+        """Yield the rows of the part. `file`: opened instead of the source's path, or None."""
 
     def _contents(self, block: Block, sizes: array[int]) -> Iterator[bytes]:
         """Yield the rows that are documents. Append the size of each to `sizes`, and for others the
@@ -116,6 +193,261 @@ class TableReader(PartReader):
             sizes.append(len(content))
             self.places.append(row)
             yield content
+
+
+class ParquetReader(TableReader):
+    """Reader of row groups of a parquet file."""
+
+    kind = "parquet"
+    suffixes = folder_suffixes = (".parquet",)
+    random_access = True
+
+    @classmethod
+    def first_row_keys(cls, source: Source, options: ReadOptions) -> Collection[str]:
+        from pyarrow import parquet
+
+        with _reading(source.path):
+            return list(parquet.read_schema(open_table(source)).names)
+
+    @classmethod
+    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
+        """Return parts of row groups, assuming that bytes are spread evenly over rows."""
+        from pyarrow import parquet
+
+        with _reading(source.path):
+            metadata = parquet.read_metadata(open_table(source))
+        ends = list(
+            accumulate(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
+        )
+        num_bytes = source.record.bytes or 0
+        at = [num_bytes * end // max(1, ends[-1]) for end in ends]
+        parts: list[Part] = []
+        begin = done = 0
+        for group in range(len(ends)):
+            if group == len(ends) - 1 or at[group + 1] - done > shard_bytes:
+                parts.append(Part(source, begin, group + 1, at[group] - done))
+                begin, done = group + 1, at[group]
+        return parts or [whole(source)]
+
+    def _rows(self, file: Any) -> Iterator[Block]:
+        from pyarrow import parquet
+
+        path, keys, begin = self.part.source.path, self.options.keys, self.part.begin
+        # Buffering before reading holds all row groups in memory until the end.
+        opened = path if file is None else file
+        with _reading(path), parquet.ParquetFile(opened, pre_buffer=False) as table:
+            names = table.schema_arrow.names
+            columns = columns_of(path, keys, names)
+            stored = stored_columns(columns, names)
+            rows = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
+            row = first = sum(rows[:begin])
+            count = sum(rows[begin : self.part.end])
+            for group in range(begin, len(rows) if self.part.end is None else self.part.end):
+                num_bytes = bytes_of_columns(table.metadata.row_group(group), stored)
+                at_once = rows_per_read(num_bytes, rows[group])
+                for batch in table.iter_batches(at_once, row_groups=[group], columns=stored):
+                    done = (row - first) / max(1, count)
+                    yield Block(row, rows_of_batch(batch, columns, keys), done)
+                    row += batch.num_rows
+
+
+class ArrowReader(TableReader):
+    """Reader of record batches of an IPC file or stream; a stream is always read completely."""
+
+    kind = "arrow"
+    suffixes = (".arrow",)
+    random_access = True
+
+    @classmethod
+    def first_row_keys(cls, source: Source, options: ReadOptions) -> Collection[str]:
+        import pyarrow
+
+        with _reading(source.path), _mapped(open_table(source)) as mapped:
+            is_file = _is_ipc_file(mapped)
+            opened = pyarrow.ipc.open_file(mapped) if is_file else pyarrow.ipc.open_stream(mapped)
+            return list(opened.schema.names)
+
+    @classmethod
+    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
+        """Return parts of record batches; one part for a stream, which has no index of them."""
+        import pyarrow
+
+        with _reading(source.path), _mapped(open_table(source)) as mapped:
+            is_file = _is_ipc_file(mapped)
+            batches = int(pyarrow.ipc.open_file(mapped).num_record_batches) if is_file else 0
+        return even_parts(source, batches, shard_bytes) if batches else [whole(source)]
+
+    def _rows(self, file: Any) -> Iterator[Block]:
+        path, keys = self.part.source.path, self.options.keys
+        with _reading(path), _mapped(path if file is None else file) as mapped:
+            row = 0
+            for batch, done in _record_batches(mapped, self.part.begin, self.part.end):
+                if done is not None:
+                    columns = columns_of(path, keys, batch.schema.names)
+                    stored = stored_columns(columns, batch.schema.names)
+                    for column in stored:
+                        require_sound(batch.column(column))
+                    num_bytes = sum(batch.column(column).nbytes for column in stored)
+                    at_once = rows_per_read(num_bytes, batch.num_rows)
+                    for first in range(0, batch.num_rows, at_once):
+                        part = batch.slice(first, at_once)
+                        yield Block(row + first, rows_of_batch(part, columns, keys), done)
+                row += batch.num_rows
+
+
+class DatasetReader(TableReader):
+    """Base of the readers of Hugging Face datasets."""
+
+    @classmethod
+    @abstractmethod
+    def open(cls, source: Source, options: ReadOptions) -> Any:
+        """Return the `datasets` object. Raises DataError."""
+
+    @abstractmethod
+    def _open_part(self) -> tuple[Any, int, int]:
+        """Return the part's dataset, its first row and its number of rows (0: unknown)."""
+
+    @classmethod
+    def first_row_keys(cls, source: Source, options: ReadOptions) -> Collection[str]:
+        dataset = cls.open(source, options)
+        if dataset.column_names is not None:
+            return list(dataset.column_names)
+        return list(next(iter(dataset), ()))
+
+    def _rows(self, file: Any) -> Iterator[Block]:
+        path, keys = self.part.source.path, self.options.keys
+        dataset, first, count = self._open_part()
+        row = first
+        if dataset.column_names is not None:
+            names = list(dataset.column_names)
+            dataset = dataset.select_columns(stored_columns(columns_of(path, keys, names), names))
+        at_once = STREAMED_ROWS_PER_READ
+        if count:
+            at_once = rows_per_read(dataset.data.nbytes, dataset.data.num_rows)
+        try:
+            for batch in dataset.iter(at_once):
+                names = list(batch)
+                columns = columns_of(path, keys, names)
+                rows = joined_rows(len(batch[names[0]]), columns, keys, names, batch.__getitem__)
+                yield Block(row, rows, (row - first) / count if count else 0.0)
+                row += len(rows)
+        except (DataError, GeneratorExit):
+            raise
+        except Exception as error:  # any error of the builder of a foreign format
+            raise DataError(
+                f"{path} cannot be read after row {row}: {first_line(error)}"
+            ) from error
+
+
+class SavedDatasetReader(DatasetReader):
+    """Reader of rows of a directory written by ``save_to_disk``."""
+
+    kind = "saved_dataset"
+
+    @classmethod
+    def open(cls, source: Source, options: ReadOptions) -> Any:
+        import datasets
+
+        with _opening(source.path):
+            saved = datasets.load_from_disk(source.path)
+            is_dict = isinstance(saved, datasets.DatasetDict)
+            return saved[options.selection.dataset_split] if is_dict else saved
+
+    @classmethod
+    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
+        return even_parts(source, len(cls.open(source, options)), shard_bytes)
+
+    def _open_part(self) -> tuple[Any, int, int]:
+        begin, end = self.part.begin, self.part.end
+        dataset = self.open(self.part.source, self.options).with_format(None)
+        row = 0 if end is None else begin
+        if end is not None:
+            dataset = dataset.select(range(begin, end))
+        return dataset, row, len(dataset)
+
+
+class HubDatasetReader(DatasetReader):
+    """Reader of shards of a Hub dataset; streamed, to use little memory and disk."""
+
+    kind = "hub_dataset"
+
+    @classmethod
+    def open(cls, source: Source, options: ReadOptions) -> Any:
+        import datasets
+
+        with _opening(source.path):
+            return datasets.load_dataset(
+                source.path,
+                options.selection.dataset_config,
+                split=options.selection.dataset_split,
+                revision=source.record.revision,
+                streaming=True,
+            )
+
+    @classmethod
+    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
+        return even_parts(source, cls.open(source, options).num_shards, None)
+
+    def _open_part(self) -> tuple[Any, int, int]:
+        dataset = self.open(self.part.source, self.options)
+        if self.part.end is not None:
+            assert self.part.end == self.part.begin + 1, "one shard of a streamed dataset at a time"
+            dataset = dataset.shard(num_shards=dataset.num_shards, index=self.part.begin)
+        return dataset, 0, 0
+
+
+@contextmanager
+def _opening(path: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # any error of the builder of a foreign format
+        raise DataError(f"--input {path} cannot be opened: {first_line(error)}") from error
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read: {first_line(error)}") from error
+
+
+def _mapped(opened: Any) -> Any:
+    """Return a path, an open file on disk or a remote file in the form that arrow reads."""
+    import pyarrow
+
+    if isinstance(opened, str):
+        return pyarrow.memory_map(opened)
+    if isinstance(opened, RemoteFile):
+        return pyarrow.PythonFile(opened, mode="r")
+    # Mapping zero bytes fails; arrow's error reports a truncated file.
+    size = os.fstat(opened.fileno()).st_size
+    mapped = mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ) if size else b""
+    return pyarrow.BufferReader(pyarrow.py_buffer(mapped))
+
+
+def _record_batches(mapped: Any, begin: int, end: int | None) -> Iterator[tuple[Any, float | None]]:
+    """Yield each batch up to `end`, and the share of those from `begin` on that is done; None
+    before it."""
+    import pyarrow
+
+    if not _is_ipc_file(mapped):
+        for batch in pyarrow.ipc.open_stream(mapped):
+            yield batch, mapped.tell() / mapped.size()
+        return
+    reader = pyarrow.ipc.open_file(mapped)
+    end = reader.num_record_batches if end is None else end
+    for number in range(end):
+        done = None if number < begin else (number - begin) / (end - begin)
+        yield reader.get_batch(number), done
+
+
+def _is_ipc_file(mapped: Any) -> bool:
+    magic = mapped.read(6)
+    mapped.seek(0)
+    return bool(magic == b"ARROW1")
 
 
 def without_missing(value: Any) -> Any:
@@ -137,3 +469,6 @@ def _document(values: Sequence[Any], options: ReadOptions) -> tuple[bytes | None
     if content is not None and len(content) > options.max_document_bytes:
         return None, f"the document {options.too_large}"
     return content, why
+
+
+READERS = (CsvReader, ParquetReader, ArrowReader, SavedDatasetReader, HubDatasetReader)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.data.chat.rendered_parts import COUNTED_ONLY
-from bigtrain.data.documents.bad_documents import BadDocument, require_few
+from bigtrain.data.documents.files import Source
+from bigtrain.data.documents.reader import BadDocument, require_few
 from bigtrain.data.shards.format import token_dtype
 from bigtrain.data.shards.manifest import (
     ERRORS_NAME,
@@ -32,7 +33,6 @@ from bigtrain.data.shards.manifest import (
     TokenizerRecord,
     write_manifest,
 )
-from bigtrain.data.sources.discovery import Source
 from bigtrain.data.tokenize_job.units import Unit, plan_key
 from bigtrain.data.tokenize_job.worker_pool import SPLITS
 from bigtrain.data.tokenize_job.workspace import JOURNAL_NAME, UnitRecord, Workspace

@@ -17,9 +17,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from bigtrain.data.documents.bad_documents import RejectedDocuments
-from bigtrain.data.documents.open_reader import part_reader
-from bigtrain.data.documents.reader import Part, ReadOptions
+from bigtrain.data.documents.files import Source
+from bigtrain.data.documents.formats import part_reader
+from bigtrain.data.documents.reader import Part, ReadOptions, RejectedDocuments
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.manifest import (
     ERRORS_NAME,
@@ -32,7 +32,6 @@ from bigtrain.data.shards.manifest import (
     same_times,
     write_manifest,
 )
-from bigtrain.data.sources.discovery import Source
 from bigtrain.data.tokenize_job.request import BuildRequest
 from bigtrain.data.tokenize_job.units import Unit
 from bigtrain.data.tokenize_job.workspace import Workspace

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigtrain.data.chat.encoder import ChatEncoder, ChatRules, TextEnds
+from bigtrain.data.documents.discovery import find_sources
+from bigtrain.data.documents.files import Source
+from bigtrain.data.documents.formats import ROW_SUFFIXES
 from bigtrain.data.shards.format import token_dtype
 from bigtrain.data.shards.manifest import Manifest
-from bigtrain.data.sources.discovery import Source, find_sources
 from bigtrain.data.tokenize_job.commit import (
     COMMIT_LEASE,
     Commit,
@@ -64,10 +66,10 @@ def build_dataset(request: BuildRequest) -> BuildResult:
     """
     sources = inputs_outside(request.output, find_sources(request.selection))
     for source in sources:
-        if request.options.chat and source.kind == "text":
+        if request.options.chat and not source.format.has_rows:
             raise DataError(
                 f"--input {source.path} is text, and --chat-key names a key of it -> conversations "
-                "are read from .jsonl, .parquet, .csv, .tsv, .json, .arrow and datasets"
+                f"are read from {', '.join(ROW_SUFFIXES)} and datasets"
             )
     if request.share.size != 1 and any(source.is_standard_input for source in sources):
         raise DataError("--input - is read by one command -> remove --rank and --world-size")

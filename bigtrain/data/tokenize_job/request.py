@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from bigtrain.data.documents.files import Selection
 from bigtrain.data.documents.reader import ReadOptions
 from bigtrain.data.shards.manifest import WORK_DIRECTORY, OptionsRecord
-from bigtrain.data.sources.discovery import Selection
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.selection import Choice
 from bigtrain.data.tokenizers.tokenizer import NoChatTemplate, Tokenizer

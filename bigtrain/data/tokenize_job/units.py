@@ -12,17 +12,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import xxhash
 
+from bigtrain.data.documents.files import Source
 from bigtrain.data.documents.reader import Part, ReadOptions, whole
-from bigtrain.data.documents.table_rows import (
-    count_record_batches,
-    count_row_groups,
-    open_hf_dataset,
-)
-from bigtrain.data.sources.discovery import Source
 
 UNIT_FORMAT = 3
 """Part of every key: increase it when the same input gives different bytes."""
@@ -93,7 +87,10 @@ def _groups(
                 yield group
                 group, size = [], 0
             if num_bytes is None or num_bytes > shard_bytes:
-                yield from ([part] for part in _cut(source, options, shard_bytes))
+                # A decompressed file cannot be read in parts by several workers.
+                is_split = not source.needs_decompression
+                parts = source.format.split(source, options, shard_bytes) if is_split else ()
+                yield from ([part] for part in parts or [whole(source)])
                 continue
         group.append(whole(source))
         size += num_bytes
@@ -104,47 +101,3 @@ def _groups(
             group, size = [], 0
     if group:
         yield group
-
-
-def _cut(source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
-    """Return `source` in parts of about `shard_bytes`, if it can be split."""
-    num_bytes = source.record.bytes
-    if source.needs_decompression or (num_bytes is None and source.kind != "hub_dataset"):
-        return [whole(source)]
-    if source.kind == "jsonl" and not source.compressed:
-        return _even(source, num_bytes or 0, shard_bytes)
-    if source.kind == "parquet":
-        return _cut_row_groups(source, shard_bytes)
-    if source.kind == "arrow":
-        batches = count_record_batches(source)
-        return [whole(source)] if not batches else _even(source, batches, shard_bytes)
-    if source.kind == "saved_dataset":
-        return _even(source, len(open_hf_dataset(source, options.selection)), shard_bytes)
-    if source.kind == "hub_dataset":
-        return _even(source, open_hf_dataset(source, options.selection).num_shards, None)
-    return [whole(source)]
-
-
-def _even(source: Source, count: int, shard_bytes: int | None) -> list[Part]:
-    """Return ranges of `count` items of equal size; without `shard_bytes` one item each."""
-    num_bytes = source.record.bytes or 0
-    wanted = count if shard_bytes is None else -(-num_bytes // shard_bytes)
-    num_parts = max(1, min(count, wanted))
-    cuts = [count * i // num_parts for i in range(num_parts + 1)]
-    at = [num_bytes * cut // max(1, count) for cut in cuts]
-    return [Part(source, cuts[i], cuts[i + 1], at[i + 1] - at[i]) for i in range(num_parts)]
-
-
-def _cut_row_groups(source: Source, shard_bytes: int) -> list[Part]:
-    """Return parts of parquet row groups, assuming that bytes are spread evenly over rows."""
-    rows = count_row_groups(source)
-    ends = list(accumulate(rows))
-    num_bytes = source.record.bytes or 0
-    at = [num_bytes * end // max(1, ends[-1]) for end in ends]
-    parts: list[Part] = []
-    begin = done = 0
-    for group in range(len(rows)):
-        if group == len(rows) - 1 or at[group + 1] - done > shard_bytes:
-            parts.append(Part(source, begin, group + 1, at[group] - done))
-            begin, done = group + 1, at[group]
-    return parts or [whole(source)]

@@ -32,9 +32,8 @@ import numpy.typing as npt
 import xxhash
 
 from bigtrain.data.chat.encoder import ChatEncoder, EncodedChats
-from bigtrain.data.documents.bad_documents import BadDocument, RejectedDocuments
-from bigtrain.data.documents.open_reader import batched, part_reader
-from bigtrain.data.documents.reader import ReadOptions
+from bigtrain.data.documents.formats import batched, part_reader
+from bigtrain.data.documents.reader import BadDocument, ReadOptions, RejectedDocuments
 from bigtrain.data.shards.format import Mask, Tokens
 from bigtrain.data.shards.manifest import ShardRecord, Split
 from bigtrain.data.shards.writer import ShardWriter

@@ -10,7 +10,6 @@ without the class if it encodes or decodes differently.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any

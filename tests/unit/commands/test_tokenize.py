@@ -107,7 +107,7 @@ def test_manifest_says_where_it_comes_from(dataset: Path, corpus: Path, tokenize
 def test_workers_do_not_change_a_byte(
     dataset: Path, corpus: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bigtrain.data.documents.open_reader.BATCH_BYTES", 1500)
+    monkeypatch.setattr("bigtrain.data.documents.formats.BATCH_BYTES", 1500)
     output = corpus.parent / "two"
     command = ["tokenize", "--input", corpus, "--tokenizer", tokenizer, "--output", output]
     options = ["--held-out", 0.1, "--shard-size", 20000, "--workers", 2]

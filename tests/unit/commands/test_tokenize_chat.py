@@ -303,7 +303,7 @@ def test_tokenizer_without_template(
 ) -> None:
     tokenizer = save_chat_tokenizer(tmp_path / "t", None)
     assert tokenize("--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "d") == 2
-    assert "has no chat template -> give one: --chat-template FILE" in capsys.readouterr().err
+    assert "has no chat template -> specify one: --chat-template FILE" in capsys.readouterr().err
     assert not (tmp_path / "d").exists()
 
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from bigtrain.data.documents.bad_documents import BadDocument, RejectedDocuments
-from bigtrain.data.documents.open_reader import DocumentReader
-from bigtrain.data.documents.reader import ReadOptions
+from bigtrain.data.documents.discovery import find_sources
+from bigtrain.data.documents.files import Selection
+from bigtrain.data.documents.formats import DocumentReader
+from bigtrain.data.documents.reader import BadDocument, ReadOptions, RejectedDocuments
 from bigtrain.data.documents.table_rows import text_column
-from bigtrain.data.sources.discovery import Selection, find_sources
 from bigtrain.errors import DataError
 
 TEXTS = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), max_size=12)

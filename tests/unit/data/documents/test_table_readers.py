@@ -12,10 +12,16 @@ import pytest
 from pyarrow import parquet
 
 from bigtrain.data.documents import table_rows as tables
-from bigtrain.data.documents.bad_documents import BadDocument, RejectedDocuments
-from bigtrain.data.documents.open_reader import part_reader
-from bigtrain.data.documents.reader import PartReader, ReadOptions, whole
-from bigtrain.data.sources.discovery import Selection, find_sources
+from bigtrain.data.documents.discovery import find_sources
+from bigtrain.data.documents.files import Selection
+from bigtrain.data.documents.formats import part_reader
+from bigtrain.data.documents.reader import (
+    BadDocument,
+    PartReader,
+    ReadOptions,
+    RejectedDocuments,
+    whole,
+)
 from bigtrain.errors import DataError
 
 KINDS = ["parquet", "arrow", "saved"]
@@ -72,8 +78,8 @@ def test_structures_count_with_all_their_columns(tmp_path: Path) -> None:
     rows = pa.table({"text": ["t"] * 20, "texts": ["y" * 10000] * 20, "chat": [[turn]] * 20})
     parquet.write_table(rows, tmp_path / "x.parquet", use_dictionary=False, compression="none")
     group = parquet.read_metadata(tmp_path / "x.parquet").row_group(0)
-    sizes = {name: tables._bytes_of(group, [name]) for name in rows.column_names}
-    assert sum(sizes.values()) == tables._bytes_of(group, rows.column_names)
+    sizes = {name: tables.bytes_of_columns(group, [name]) for name in rows.column_names}
+    assert sum(sizes.values()) == tables.bytes_of_columns(group, rows.column_names)
     assert sum(sizes.values()) == group.total_byte_size
     assert sizes["texts"] > 200_000 > sizes["chat"] > 20_000 > sizes["text"]
 

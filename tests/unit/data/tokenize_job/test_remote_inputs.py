@@ -17,7 +17,7 @@ import zstandard
 from pyarrow import csv, parquet
 
 from bigtrain.cli import main
-from bigtrain.data.sources.discovery import is_pattern
+from bigtrain.data.documents.discovery import is_pattern
 from bigtrain.system.storage import remote_file, stores
 from bigtrain.system.storage.stores import RetryPolicy
 from tests.support.chats import save_chat_tokenizer

@@ -19,11 +19,12 @@ import xxhash
 import zstandard
 from pyarrow import parquet
 
-from bigtrain.data.documents.bad_documents import RejectedDocuments
-from bigtrain.data.documents.open_reader import part_reader
-from bigtrain.data.documents.reader import ReadOptions
+from bigtrain.data.documents.discovery import find_sources
+from bigtrain.data.documents.files import Selection, Source
+from bigtrain.data.documents.formats import part_reader
+from bigtrain.data.documents.reader import ReadOptions, RejectedDocuments
+from bigtrain.data.documents.table_readers import HubDatasetReader
 from bigtrain.data.shards.manifest import SourceRecord
-from bigtrain.data.sources.discovery import Selection, Source, find_sources
 from bigtrain.data.tokenize_job.units import Unit, plan_key, plan_units
 from bigtrain.errors import DataError
 
@@ -89,7 +90,7 @@ def write_input(folder: Path, kind: str) -> Path:
 
 def sources_of(path: Path, kind: str) -> list[Source]:
     if kind == "hub":  # `datasets` opens a folder as it does a name on the hub
-        return [Source("hub_dataset", SourceRecord(path=str(path)))]
+        return [Source(HubDatasetReader, SourceRecord(path=str(path)))]
     return find_sources(Selection([str(path)]))
 
 

@@ -215,7 +215,7 @@ def test_a_wrong_encoder_is_found_in_the_middle(
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     command = ["tokenize", "--input", str(source), "--tokenizer", str(saved)]
     command += ["--held-out", "0.1", "--shard-size", "15000"]
-    monkeypatch.setattr("bigtrain.data.documents.open_reader.BATCH_BYTES", 5000)
+    monkeypatch.setattr("bigtrain.data.documents.formats.BATCH_BYTES", 5000)
     assert main([*command, "--output", str(tmp_path / "a"), "--encoder", "reference"]) == 0
     monkeypatch.setitem(FAST_ENCODERS, "gigatoken", wrong)
     assert main([*command, "--output", str(tmp_path / "b")]) == 0

@@ -1,13 +1,11 @@
-"""Opening of the files of sources: decompressed, hashed as stored, and checked to be unchanged.
+"""Sources and the bytes of their files: decompressed, hashed as stored, checked to be unchanged.
 
-Decompression of files whose format needs random access (parquet, arrow), before reading.
-
-The target is an unnamed temporary file, so nothing remains of it after the process ends.
-
-Lines of streams and of byte ranges of files, in memory bounded by the longest line allowed.
+The name, not the content, determines the compression. Files whose format needs random access
+(parquet, arrow) are decompressed first, into an unnamed temporary file.
 
 A file can be split at any byte: the lines of a range [begin, end) are those that start in it, so
-every line belongs to exactly one range, and ranges can be read independently.
+every line belongs to exactly one range, and ranges can be read independently. Memory is bounded by
+the longest line allowed.
 """
 
 from __future__ import annotations
@@ -19,15 +17,18 @@ import lzma
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
-from bigtrain.data.sources.discovery import Source
+from bigtrain.data.shards.manifest import SourceRecord
 from bigtrain.errors import DataError
 from bigtrain.system.storage.remote_file import RemoteFile, store_of
-from bigtrain.system.storage.stores import with_retries
+from bigtrain.system.storage.stores import RemoteStat, name_of, with_retries
+
+STANDARD_INPUT = "-"
 
 
 def _open_zstd(raw: Any) -> Any:
@@ -44,16 +45,94 @@ COMPRESSIONS: dict[str, Callable[[Any], Any]] = {
     ".xz": lzma.LZMAFile,
     ".bz2": bz2.BZ2File,
 }
+COMPRESSION_SUFFIXES = tuple(COMPRESSIONS)
 READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError)
 """Errors of reading a file, or of decompressing a corrupt one."""
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Existing input: how to read it, and its manifest entry.
+
+    `format`: its reader, a subclass of `bigtrain.data.documents.reader.PartReader`. `read_once`: a
+    named pipe or standard input, which has no size and can be read only once. `address`: of a
+    remote file, including credentials that must not be recorded; None for a local file. `read_as`:
+    suffix that determines how it is read, instead of its own.
+    """
+
+    format: type[Any]
+    record: SourceRecord
+    read_once: bool = False
+    address: str | None = None
+    read_as: str = ""
+
+    @property
+    def kind(self) -> str:
+        return str(self.format.kind)
+
+    @property
+    def path(self) -> str:
+        """Display name: the URL without credentials."""
+        return self.record.path
+
+    @property
+    def file_name(self) -> str:
+        """Name whose suffix determines how it is read."""
+        return self.read_as or (self.path if self.address is None else name_of(self.path))
+
+    @property
+    def is_standard_input(self) -> bool:
+        return self.read_once and self.path == STANDARD_INPUT
+
+    @property
+    def stat(self) -> RemoteStat:
+        """Return the status of a remote file as it was listed."""
+        return RemoteStat(self.record.bytes, self.record.revision, self.record.modified_ns)
+
+    @property
+    def compressed(self) -> bool:
+        return self.file_name.lower().endswith(COMPRESSION_SUFFIXES)
+
+    @property
+    def needs_decompression(self) -> bool:
+        """True if it is decompressed to a file before reading (`unpacked`)."""
+        only_forward = self.compressed or self.record.bytes is None
+        return only_forward and bool(self.format.random_access)
+
+    @property
+    def is_hashed_by_documents(self) -> bool:
+        """True if its checksum covers documents; for other sources it covers bytes of the file."""
+        return bool(self.format.hashes_documents) and not self.needs_decompression
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Selection of inputs: `suffixes` (default: those of the formats) and `exclude` select files of
+    folders. `read_as`: read every file as if it had this suffix. `follow_links`: also follow links
+    out of a folder (`bigtrain.data.documents.links`)."""
+
+    inputs: Sequence[str]
+    suffixes: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    dataset_config: str | None = None
+    dataset_split: str = "train"
+    read_as: str = ""
+    follow_links: bool = False
+
+
+def without_compression(name: str) -> str:
+    """Return the name of a file without its compression suffix."""
+    small = name.lower()
+    suffix = next((suffix for suffix in COMPRESSION_SUFFIXES if small.endswith(suffix)), "")
+    return name[: len(name) - len(suffix)]
+
+
 @contextmanager
 def open_file(source: Source, end: int | None = None) -> Iterator[IO[bytes]]:
-    """Yield the source's file, checked to be unchanged since it was listed, before and after the
-    block.
+    """Yield the source's file, checked before and after the block to be unchanged since it was
+    listed.
 
-    `end`: end of sequential reading, for read-ahead over a network; without it the end of the file.
+    `end`: end of sequential reading, for read-ahead over a network; default: the end of the file.
     Raises as `require_unchanged`, and StorageError for a file at an address; opening and reading
     raise `READ_ERRORS`.
     """
@@ -101,11 +180,8 @@ def stream_bytes(source: Source) -> int | None:
 
 
 def require_unchanged(source: Source, descriptor: int | None = None) -> None:
-    """Raise DataError if size or time of the file have changed since it was listed; for a remote
-    file, its version.
-
-    `descriptor`: of the file, if it is open.
-    """
+    """Raise DataError if size or time of the file, or the version of a remote one, have changed
+    since it was listed. `descriptor`: of the file, if it is open."""
     if source.read_once:
         return
     if source.address is not None:
@@ -172,15 +248,12 @@ READ_AHEAD_BYTES = 1 << 25
 class Digest(Protocol):
     """Incremental hash."""
 
-    def update(self, data: bytes | memoryview, /) -> None:
-        """Update the hash with `data`."""
+    def update(self, data: bytes | memoryview, /) -> None: ...
 
 
 class ReadAhead:
-    """Read-ahead requests for `file` (posix_fadvise). Does nothing for pipes.
-
-    The range is `begin` to `end`, or to the end of the file.
-    """
+    """Read-ahead requests for `file` from `begin` to `end` or the end of the file (posix_fadvise).
+    Does nothing for pipes."""
 
     def __init__(self, file: IO[bytes], begin: int = 0, end: int | None = None) -> None:
         self._file = file

@@ -1,13 +1,8 @@
 """Discovery of the files and datasets that an input names, with their sizes and times.
 
-The type of an input follows from its name without .gz, .zst, .xz or .bz2: ``.jsonl`` and
-``.ndjson`` one JSON object per line, ``.parquet``, ``.arrow``, ``.csv`` and ``.tsv`` a column,
-``.json`` a list of JSON objects or one per line, any other file one unmodified document (bytes
-decoded as UTF-8, nothing stripped or translated). The name, not the content, determines the
-compression. `bigtrain.data.documents.open_reader` reads them. An input may be an address
-(`bigtrain.system.storage.stores`), or ``-`` for standard input.
-
-Files selected by an input that is an address.
+The suffix of a name without compression determines the format (`bigtrain.data.documents.formats`);
+any other file is one unmodified document (bytes decoded as UTF-8, nothing stripped or translated).
+An input may be an address (`bigtrain.system.storage.stores`), or ``-`` for standard input.
 """
 
 from __future__ import annotations
@@ -26,10 +21,19 @@ from fnmatch import fnmatch
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
+from bigtrain.data.documents.files import (
+    COMPRESSION_SUFFIXES,
+    STANDARD_INPUT,
+    Selection,
+    Source,
+    without_compression,
+)
+from bigtrain.data.documents.formats import BY_SUFFIX, DEFAULT_SUFFIXES, format_of
+from bigtrain.data.documents.links import Links
+from bigtrain.data.documents.table_readers import HubDatasetReader, SavedDatasetReader
 from bigtrain.data.shards.manifest import SourceRecord
-from bigtrain.data.sources.links import Links
 from bigtrain.errors import DataError, first_line
 from bigtrain.system.storage.remote_file import store_of
 from bigtrain.system.storage.stores import (
@@ -44,91 +48,8 @@ from bigtrain.system.storage.stores import (
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_SUFFIXES = (".txt", ".jsonl", ".parquet")
-COMPRESSION_SUFFIXES = (".gz", ".zst", ".xz", ".bz2")
-LINE_SUFFIXES = (".jsonl", ".ndjson")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 HUB_TIMEOUT_S = 10.0
-
-STANDARD_INPUT = "-"
-
-Kind = Literal["text", "jsonl", "csv", "parquet", "arrow", "json", "saved_dataset", "hub_dataset"]
-KINDS: dict[str, Kind] = {
-    **dict.fromkeys(LINE_SUFFIXES, "jsonl"),
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".json": "json",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Existing input: how to read it, and its manifest entry.
-
-    `read_once`: a named pipe or standard input, which has no size and can be read only once.
-    `address`: of a remote file, including credentials that must not be recorded; None on a disk.
-    `read_as`: suffix that determines how it is read, instead of its own.
-    """
-
-    kind: Kind
-    record: SourceRecord
-    read_once: bool = False
-    address: str | None = None
-    read_as: str = ""
-
-    @property
-    def path(self) -> str:
-        """Display name: the URL without credentials."""
-        return self.record.path
-
-    @property
-    def file_name(self) -> str:
-        """Name whose suffix determines how it is read."""
-        return self.read_as or (self.path if self.address is None else name_of(self.path))
-
-    @property
-    def is_standard_input(self) -> bool:
-        return self.read_once and self.path == STANDARD_INPUT
-
-    @property
-    def stat(self) -> RemoteStat:
-        """Return the status of a remote file as it was listed."""
-        return RemoteStat(self.record.bytes, self.record.revision, self.record.modified_ns)
-
-    @property
-    def compressed(self) -> bool:
-        return self.file_name.lower().endswith(COMPRESSION_SUFFIXES)
-
-    @property
-    def needs_decompression(self) -> bool:
-        """True if `bigtrain.data.sources.files` decompresses it to a file before
-        reading."""
-        only_forward = self.compressed or self.record.bytes is None
-        return only_forward and self.kind in ("parquet", "arrow")
-
-    @property
-    def is_hashed_by_documents(self) -> bool:
-        """True if its checksum covers documents; for other sources it covers bytes of the file."""
-        if self.needs_decompression:
-            return False
-        return self.kind in ("parquet", "arrow", "saved_dataset", "hub_dataset")
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Selection of inputs: `suffixes` and `exclude` select files of folders. `read_as`:
-    every file is read as if it had this suffix. `follow_links`: also links out of a
-    folder (`bigtrain.data.sources.links`)."""
-
-    inputs: Sequence[str]
-    suffixes: Sequence[str] = DEFAULT_SUFFIXES
-    exclude: Sequence[str] = ()
-    dataset_config: str | None = None
-    dataset_split: str = "train"
-    read_as: str = ""
-    follow_links: bool = False
 
 
 def find_sources(selection: Selection) -> list[Source]:
@@ -168,7 +89,7 @@ def _find(name: str, selection: Selection) -> list[Source]:
         # Content read from it earlier cannot be read again.
         record = SourceRecord(path=name, modified_ns=time.time_ns())
         read_as = selection.read_as or ".jsonl"
-        return [Source(_kind_of(read_as), record, read_once=True, read_as=read_as)]
+        return [Source(format_of(read_as), record, read_once=True, read_as=read_as)]
     if is_address(name):
         return _find_at_address(name, selection)
     path = Path(name)
@@ -178,8 +99,7 @@ def _find(name: str, selection: Selection) -> list[Source]:
         return [] if _excluded(path.name, selection.exclude) else [_file_source(path, selection)]
     if glob.has_magic(name):
         return _find_by_glob(name, selection)
-    known = (*DEFAULT_SUFFIXES, *KINDS, *COMPRESSION_SUFFIXES)
-    if name.endswith(known) or not HUB_NAME.fullmatch(name):
+    if name.endswith((*BY_SUFFIX, *COMPRESSION_SUFFIXES)) or not HUB_NAME.fullmatch(name):
         raise DataError(f"--input {name}: no such file, folder or glob")
     return [_hub_source(name)]
 
@@ -216,9 +136,8 @@ Named = TypeVar("Named")
 def _of_folder(
     folder: str, files: Sequence[tuple[str, Named]], selection: Selection
 ) -> list[tuple[str, Named]]:
-    """Return the selected `files`, by their paths below `folder`. Raise DataError if there are
-    none."""
-    suffixes = tuple(selection.suffixes)
+    """Return the selected `files`, by their paths below `folder`. Raise DataError if none."""
+    suffixes = tuple(selection.suffixes or DEFAULT_SUFFIXES)
     taken = []
     seen: Counter[str] = Counter()
     left: Counter[str] = Counter()  # readable ones, by the `suffixes` that would select them
@@ -228,7 +147,7 @@ def _of_folder(
         bare = without_compression(below)
         if below.endswith(suffixes) or bare.endswith(suffixes):
             taken.append((below, file))
-        elif (suffix := os.path.splitext(bare)[1]).lower() in (*KINDS, *DEFAULT_SUFFIXES):
+        elif (suffix := os.path.splitext(bare)[1]).lower() in BY_SUFFIX:
             left[suffix] += 1
         seen[os.path.splitext(below)[1] or "no suffix"] += 1
     if not taken:
@@ -285,12 +204,7 @@ def _remote_source(entry: RemoteEntry, selection: Selection) -> Source:
         revision=entry.stat.version,
     )
     name = selection.read_as or name_of(shown)
-    return Source(_kind_of(name), record, address=entry.address, read_as=selection.read_as)
-
-
-def _kind_of(file_name: str) -> Kind:
-    bare = without_compression(file_name.lower())
-    return KINDS.get(bare if bare in KINDS else os.path.splitext(bare)[1], "text")
+    return Source(format_of(name), record, address=entry.address, read_as=selection.read_as)
 
 
 def _excluded(relative: str, patterns: Sequence[str]) -> bool:
@@ -308,7 +222,7 @@ def _file_source(path: str | Path, selection: Selection) -> Source:
         raise DataError(f"--input {name!r}: the name is not UTF-8 -> rename it") from None
     except OSError as error:
         raise DataError(f"--input {path}: {error.strerror}") from error
-    kind = _kind_of(selection.read_as or name)
+    reader = format_of(selection.read_as or name)
     record = SourceRecord(
         path=name,
         bytes=status.st_size,
@@ -316,7 +230,7 @@ def _file_source(path: str | Path, selection: Selection) -> Source:
         changed_ns=status.st_ctime_ns,
     )
     once = not stat.S_ISREG(status.st_mode)
-    return Source(kind, record, read_once=once, read_as=selection.read_as)
+    return Source(reader, record, read_once=once, read_as=selection.read_as)
 
 
 def _saved_dataset(folder: Path, selection: Selection) -> Source:
@@ -340,7 +254,7 @@ def _saved_dataset(folder: Path, selection: Selection) -> Source:
         changed_ns=max((file.st_ctime_ns for file in files), default=0),
         revision=_read_json(directory / "state.json").get("_fingerprint"),
     )
-    return Source("saved_dataset", record)
+    return Source(SavedDatasetReader, record)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -363,14 +277,7 @@ def _hub_source(name: str) -> Source:
             f"--input {name}: no such file, folder or glob, and no such dataset on the "
             f"Hugging Face Hub ({first_line(error)})"
         ) from error
-    return Source("hub_dataset", SourceRecord(path=name, revision=revision))
-
-
-def without_compression(name: str) -> str:
-    """Return the name of a file without its compression suffix."""
-    small = name.lower()
-    suffix = next((suffix for suffix in COMPRESSION_SUFFIXES if small.endswith(suffix)), "")
-    return name[: len(name) - len(suffix)]
+    return Source(HubDatasetReader, SourceRecord(path=name, revision=revision))
 
 
 @dataclass(frozen=True)
@@ -383,13 +290,13 @@ class RemoteEntry:
 
 
 def is_pattern(address: str) -> bool:
-    """Return whether it has a ``*``, ``?`` or ``[...]`` to match; for web servers these are
-    literal."""
+    """Return whether it has ``*``, ``?`` or ``[...]`` to match; web servers take these
+    literally."""
     return scheme_of(address) not in ("http", "https") and glob.has_magic(address)
 
 
 def file_at(address: str) -> RemoteEntry | None:
-    """Return the file at `address`; None if there is none, but possibly a folder. Raises
+    """Return the file at `address`; None if there is none, but possibly a folder. Raise
     DataError."""
     store = store_of(address)
     is_folder = address.endswith("/") and scheme_of(address) not in ("http", "https")
@@ -404,11 +311,8 @@ def file_at(address: str) -> RemoteEntry | None:
 
 
 def find_remote_files(pattern: str) -> list[RemoteEntry]:
-    """Return the files below an address, or those that match its ``*``, ``?`` and ``[...]``,
-    sorted.
-
-    ``**`` matches any number of folders. Raises DataError if there are none.
-    """
+    """Return the files below an address, or those matching its ``*``, ``?``, ``[...]`` and ``**``
+    (any number of folders), sorted. Raise DataError if there are none."""
     store = store_of(pattern)
     folder = pattern
     if is_pattern(pattern):

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from bigtrain.cli import main
+from bigtrain.data.documents.discovery import find_sources
+from bigtrain.data.documents.files import Selection
 from bigtrain.data.shards.manifest import read_manifest
-from bigtrain.data.sources.discovery import Selection, find_sources
 from bigtrain.errors import DataError
 from tests.support.datasets import write_dataset
 

@@ -12,8 +12,13 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigtrain.data.sources import files
-from bigtrain.data.sources.files import count_lines_before, range_chunks, split_lines, stream_chunks
+from bigtrain.data.documents import files
+from bigtrain.data.documents.files import (
+    count_lines_before,
+    range_chunks,
+    split_lines,
+    stream_chunks,
+)
 
 
 @pytest.fixture(autouse=True, params=[3, 1 << 20])

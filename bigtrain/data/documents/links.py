@@ -1,10 +1,10 @@
 """Links among the files of a folder: one rule for all inputs that are discovered, not named.
 
-- A link to a file in the same folder is read as that file. If that file is an input itself, it is
+- A link to a file in the same folder is read as that file; if that file is an input itself, it is
   read once. A link to a folder in the same folder is not followed: its files are found anyway.
-- A link that leads out of the folder is refused by name: otherwise the author of the folder could
-  have any file of this machine read. ``--follow-links`` reads it. In a snapshot of the Hugging
-  Face cache the blobs of its repository are part of the folder.
+- A link out of the folder is refused by name: otherwise the author of the folder could have any
+  file of this machine read. ``--follow-links`` reads it. In a snapshot of the Hugging Face cache
+  the blobs of its repository are part of the folder.
 - A broken link is refused, and so is anything but a regular file (a pipe, a socket).
 
 An input that is named itself is always followed.

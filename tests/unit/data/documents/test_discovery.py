@@ -15,10 +15,10 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from bigtrain.data.documents.bad_documents import BadDocument, RejectedDocuments
-from bigtrain.data.documents.open_reader import DocumentReader, part_reader
-from bigtrain.data.documents.reader import Part, ReadOptions
-from bigtrain.data.sources.discovery import Selection, find_sources
+from bigtrain.data.documents.discovery import find_sources
+from bigtrain.data.documents.files import Selection
+from bigtrain.data.documents.formats import DocumentReader, part_reader
+from bigtrain.data.documents.reader import BadDocument, Part, ReadOptions, RejectedDocuments
 from bigtrain.errors import DataError
 
 TEXTS = ["first\r\n", "", "zweite Zeile äöü", "第三 \u2028 line", 'tab\tand \\ quote" \0 nul']

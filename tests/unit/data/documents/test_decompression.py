@@ -21,10 +21,10 @@ import zstandard
 from pyarrow import parquet
 
 from bigtrain.cli import main
-from bigtrain.data.documents.bad_documents import RejectedDocuments
-from bigtrain.data.documents.open_reader import DocumentReader
-from bigtrain.data.documents.reader import ReadOptions
-from bigtrain.data.sources.discovery import Selection, find_sources
+from bigtrain.data.documents.discovery import find_sources
+from bigtrain.data.documents.files import Selection
+from bigtrain.data.documents.formats import DocumentReader
+from bigtrain.data.documents.reader import ReadOptions, RejectedDocuments
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.errors import DataError
 from tests.support.commands import Commands

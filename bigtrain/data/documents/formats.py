@@ -1,0 +1,103 @@
+"""All formats, and reading of documents in memory bounded by the longest allowed document.
+
+To add a format, add a subclass of `PartReader` and its entry in `READERS` to `line_readers` or
+`table_readers`: discovery, the help of ``--input``, splitting and change detection follow from it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from bigtrain.data.documents import line_readers, table_readers
+from bigtrain.data.documents.files import READ_ERRORS, Source, without_compression
+from bigtrain.data.documents.line_readers import TextReader
+from bigtrain.data.documents.reader import Part, PartReader, ReadOptions, RejectedDocuments, whole
+from bigtrain.errors import DataError, first_line
+
+READERS: tuple[type[PartReader], ...] = (*line_readers.READERS, *table_readers.READERS)
+BY_SUFFIX = {suffix: reader for reader in READERS for suffix in reader.suffixes}
+ROW_SUFFIXES = tuple(suffix for suffix, reader in BY_SUFFIX.items() if reader.has_rows)
+DEFAULT_SUFFIXES = tuple(suffix for reader in READERS for suffix in reader.folder_suffixes)
+"""Suffixes of the files that are read from a folder without ``--suffix``."""
+BATCH_BYTES = 1 << 20
+BATCH_DOCUMENTS = 2048
+
+
+def part_reader(part: Part, options: ReadOptions, rejects: RejectedDocuments) -> PartReader:
+    """Return the reader for the format of `part`'s source."""
+    reader: type[PartReader] = part.source.format
+    return reader(part, options, rejects)
+
+
+def format_of(file_name: str) -> type[PartReader]:
+    """Return the format of a file by its name without compression; text if unknown."""
+    bare = without_compression(file_name.lower())
+    return BY_SUFFIX.get(bare if bare in BY_SUFFIX else os.path.splitext(bare)[1], TextReader)
+
+
+def keys_in(source: Source, options: ReadOptions, *, strict: bool = False) -> Collection[str]:
+    """Return the keys of the first row of `source`: of JSON lines and .json the keys of the first
+    object, of tables and datasets the columns.
+
+    Empty for text, compressed tables, named pipes (readable only once), and unreadable files: for
+    these `strict` raises DataError, otherwise they are refused later.
+    """
+    if source.needs_decompression or source.read_once:
+        return ()
+    reader: type[PartReader] = source.format
+    try:
+        return reader.first_row_keys(source, options)
+    except (DataError, *READ_ERRORS) as error:
+        if strict and isinstance(error, DataError):
+            raise
+        if strict:
+            raise DataError(f"{source.path} cannot be read: {first_line(error)}") from error
+    return ()
+
+
+class DocumentReader:
+    """Reader of the documents of `sources`, in order. `bytes_done` is updated for progress."""
+
+    def __init__(
+        self, sources: Sequence[Source], options: ReadOptions, rejects: RejectedDocuments
+    ) -> None:
+        self.sources = sources
+        self.options = options
+        self.rejects = rejects
+        self.num_documents = 0
+        self.bytes_done = 0
+        sizes = [source.record.bytes for source in sources]
+        self.total_bytes = None if None in sizes else sum(size or 0 for size in sizes)
+
+    def text_batches(self) -> Iterator[list[str]]:
+        """Yield texts in lists of about a million bytes. Raise DataError with file and line of
+        unreadable documents; see `RejectedDocuments`."""
+        for contents in batched(self.blocks()):
+            yield [content.decode("utf-8") for content in contents]
+
+    def blocks(self) -> Iterator[list[bytes]]:
+        finished = 0
+        for source in self.sources:
+            reader = part_reader(whole(source), self.options, self.rejects)
+            for documents in reader.blocks():
+                self.bytes_done = finished + reader.bytes_done
+                self.num_documents += len(documents)
+                yield documents
+            finished += source.record.bytes or 0
+            self.bytes_done = finished
+
+
+def batched(blocks: Iterable[list[bytes]]) -> Iterator[list[bytes]]:
+    """Yield the documents of `blocks` in lists of about a million bytes, at least one each."""
+    batch: list[bytes] = []
+    size = 0
+    for block in blocks:
+        for content in block:
+            batch.append(content)
+            size += len(content)
+            if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
