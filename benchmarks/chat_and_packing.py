@@ -37,7 +37,7 @@ import numpy as np
 from bigtrain.data.chat.encoder import ChatEncoder
 from bigtrain.data.documents.conversations import conversation_bytes
 from bigtrain.data.samples.best_fit import BLOCK_PIECES, best_fit_decreasing
-from bigtrain.data.tokenizers.selection import choose_encoder
+from bigtrain.data.tokenizers.equivalence import choose_encoder
 from bigtrain.data.tokenizers.tokenizer import Tokenizer
 from bigtrain.data.tokenizers.training import train_tokenizer
 

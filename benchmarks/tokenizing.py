@@ -41,7 +41,7 @@ from pyarrow import parquet
 
 from benchmarks.support.machine_texts import machine_texts
 from bigtrain.data.tokenizers.encoders import Encoder
-from bigtrain.data.tokenizers.selection import choose_encoder
+from bigtrain.data.tokenizers.equivalence import choose_encoder
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.data.tokenizers.training import train_tokenizer
 

@@ -134,7 +134,7 @@ def report(shards: Path, run: Path, seconds: float) -> None:
     """Print the held-out loss next to that of a unigram model of the same tokens."""
     code = (
         "import sys; from bigtrain.data.shards.dataset import open_dataset; "
-        "from bigtrain.data.shards.statistics import unigram_entropy; "
+        "from bigtrain.data.shards.inspection import unigram_entropy; "
         "print(unigram_entropy(open_dataset(sys.argv[1])))"
     )
     unigram = float(

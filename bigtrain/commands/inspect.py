@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text_of(document: dict[str, Any]) -> object:
-    from bigtrain.data.shards.learned_text import for_terminal
+    from bigtrain.data.shards.inspection import for_terminal
 
     if "runs" in document:
         runs = document["runs"]
@@ -102,7 +102,7 @@ def _text_of(document: dict[str, Any]) -> object:
 
 
 def _write_html(path: Path, title: str, documents: list[dict[str, Any]]) -> None:
-    from bigtrain.data.shards.learned_text import as_html
+    from bigtrain.data.shards.inspection import as_html
 
     try:
         path.write_text(as_html(title, documents), encoding="utf-8")

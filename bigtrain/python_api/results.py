@@ -436,8 +436,7 @@ def documents_of(
 ) -> list[dict[str, Any]]:
     """Return `read_documents` of open shards; with `mask` also the `runs` of learned and
     other tokens."""
-    from bigtrain.data.shards.inspection import LONE, decoder_of
-    from bigtrain.data.shards.learned_text import runs_of
+    from bigtrain.data.shards.inspection import LONE, decoder_of, runs_of
 
     if inspected.manifest is None and split:
         raise DataError(f"--split {split}: a single shard has no splits -> remove it")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from bigtrain.data.samples.rows import Indices, TokenRows
+from bigtrain.data.samples.token_stream import Indices, TokenRows
 from bigtrain.errors import DataError
 
 

@@ -35,11 +35,9 @@ KNOWN_ROLES = frozenset(
 
 
 class ControlTokens:
-    """Special tokens of a tokenizer, read from its ``tokenizer.json``. Can be pickled.
-
-    `literals`: strings in the chat template. `are_normalized`: the tokenizer also finds them in
-    text that only a normalizer makes equal to theirs, such as capital letters.
-    """
+    """Special tokens of a tokenizer, read from its ``tokenizer.json``. Can be pickled. `literals`:
+    strings in the chat template. `are_normalized`: the tokenizer also finds them in text that only
+    a normalizer makes equal to theirs, such as capital letters."""
 
     def __init__(self, tokenizer_json: str, literals: Collection[str]) -> None:
         self._tokenizer_json = tokenizer_json
@@ -75,7 +73,6 @@ class ControlTokens:
 
     def could_be_from(self, value: object) -> bool:
         """Return whether strings in `value` (messages, tools) could form a control token's text.
-
         Raises ConversationError for a key that does, and for an unknown role that is part of one.
         """
         return any([self._cuts(string) for string in self._strings(value)])
@@ -98,10 +95,8 @@ class ControlTokens:
 
     def written_by_template(self, text: str, marked_text: str) -> list[tuple[int, int]]:
         """Return the character ranges of `text` with the template's own control tokens.
-
         `marked_text` is the rendering of `marked` strings. Raises ConversationError if the two
-        differ in more than the marks.
-        """
+        differ in more than the marks."""
         if marked_text.replace(MARK, "") != text:
             raise ConversationError(
                 "it contains the text of a control token, and the rendering does not distinguish "
@@ -119,10 +114,8 @@ class ControlTokens:
         self, text: str, control: Sequence[tuple[int, int]] | None = None
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Encode `text` by the reference tokenizer; return ids [n] and character ranges [n, 2].
-
         `control`: ranges that are control tokens; None: those that the tokenizer finds. Raises
-        ConversationError if it would encode other text as a control token.
-        """
+        ConversationError if it would encode other text as a control token."""
         backend, originals, names = self._renamed
         given = control is not None
         if control is None:
@@ -141,10 +134,8 @@ class ControlTokens:
 
     @cached_property
     def _renamed(self) -> tuple[Any, npt.NDArray[np.int64], dict[str, str]]:
-        """Copy of the tokenizer with renamed control tokens, the original ids, and the new names.
-
-        A name has as many characters as the token's own text, so character ranges do not change.
-        """
+        """Copy of the tokenizer with renamed control tokens, the original ids, and the new names. A
+        name has as many characters as the token's own text, so character ranges do not change."""
         from tokenizers import Tokenizer
 
         tree = json.loads(self._tokenizer_json)

@@ -2,7 +2,7 @@
 
 A conversation is a list of messages in the format of transformers' ``apply_chat_template``. The
 tokens equal that function's, and so does the mask (``return_assistant_tokens_mask``) of templates
-with ``{% generation %}`` blocks; for others see `bigtrain.data.chat.assistant_spans`. A block ends
+with ``{% generation %}`` blocks; for others see `bigtrain.data.chat.answer_ends`. A block ends
 with the first token that contains part of its last character. If transformers does not find the
 last token of a block, it marks everything after it, and if it does not find the first, no further
 block: here the tokens that contain characters of the block are marked. A message of ``weight: 0``
@@ -32,12 +32,9 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from bigtrain.data.chat.answer_ends import Answer, AnswerEnds
-from bigtrain.data.chat.assistant_spans import assistant_spans, learned_blocks
+from bigtrain.data.chat.answer_ends import Answer, AnswerEnds, assistant_spans, learned_blocks
 from bigtrain.data.chat.control_tokens import ControlTokens
 from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, COUNTED_ONLY, Lost, refuse, unrendered
-from bigtrain.data.chat.token_bytes import TokenBytes
-from bigtrain.data.chat.token_bytes import token_bytes as _token_bytes
 from bigtrain.data.documents.conversations import ConversationError
 from bigtrain.data.shards.format import Mask
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
@@ -133,9 +130,7 @@ class ChatEncoder:
 
     def encode(self, contents: Sequence[bytes], checks: Checks | None = None) -> EncodedChats:
         """Encode conversations given as `bigtrain.data.documents.conversations.conversation_bytes`.
-
-        Raises EncoderError if `checks` (of their texts) find the encoder wrong.
-        """
+        Raises EncoderError if `checks` (of their texts) find the encoder wrong."""
         rendered: list[_Rendered] = []
         problems: dict[int, str] = {}
         for number, content in enumerate(contents):
@@ -192,10 +187,8 @@ class ChatEncoder:
         self, chat: _Rendered, tokens: npt.NDArray[np.integer[Any]], prompt: list[int]
     ) -> tuple[Integers, Mask]:
         """Return tokens and mask of plain text; its `tokens` are given if it has no control token.
-
         Equals TRL's, also if a token contains the end of the prompt and the start of the
-        completion.
-        """
+        completion."""
         assert self.plain_ends is not None
         if chat.control is not None:
             tokens, _ = self.control.encode(chat.text, chat.control)
@@ -327,7 +320,7 @@ class ChatEncoder:
 
     @cached_property
     def _token_bytes(self) -> TokenBytes | None:
-        return _token_bytes(json.loads(self.encoder.tokenizer_json))
+        return token_bytes(json.loads(self.encoder.tokenizer_json))
 
 
 def _first_at(ranges: Integers, place: int) -> int | None:
@@ -339,10 +332,8 @@ def _rendered(
     template: ChatTemplate, messages: list[dict[str, Any]], tools: Any
 ) -> tuple[list[dict[str, Any]], str, list[tuple[int, int]]]:
     """Return the messages in the form that the template accepts, their rendering and its blocks.
-
     Some templates (DeepSeek's) require tool calls in OpenAI's format: arguments as JSON text, and
-    null as the content. Raises ConversationError if the template accepts neither.
-    """
+    null as the content. Raises ConversationError if the template accepts neither."""
     try:
         return (messages, *template.render(messages, tools))
     except ConversationError:
@@ -379,3 +370,54 @@ def _found(
     lost = Counter(part.kind for chat in chats for part in chat.lost)
     ends = frozenset[str]().union(*(chat.ends for chat in chats))
     return dict(lost), ends, frozenset[str]().union(*(chat.inside for chat in chats))
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """Bytes of every token: `contents`, and their `sizes`, int64 [vocabulary]. sums_prove: if the
+    sizes of a text's tokens add up to its own, their bytes equal the text's. keeps_ascii: the same,
+    only for ASCII text."""
+
+    contents: Sequence[bytes]
+    sizes: npt.NDArray[np.int64]
+    sums_prove: bool
+    keeps_ascii: bool
+
+
+def token_bytes(tree: dict[str, Any]) -> TokenBytes | None:
+    """Return the bytes of all tokens; None if they are not bytes of the text (``ByteLevel``)."""
+    parts = {part["type"]: part for part in _steps(tree.get("pre_tokenizer"), "pretokenizers")}
+    if "ByteLevel" not in parts or tree["model"]["type"] != "BPE":
+        return None
+    alphabet = _byte_alphabet()
+    vocabulary: dict[str, int] = tree["model"]["vocab"]
+    added = tree.get("added_tokens") or []
+    contents = [b""] * (max([*vocabulary.values(), *(token["id"] for token in added)]) + 1)
+    for token, number in vocabulary.items():
+        contents[number] = bytes(alphabet[c] for c in token if c in alphabet)
+    for token in added:
+        contents[token["id"]] = token["content"].encode("utf-8")
+    plain = not parts["ByteLevel"].get("add_prefix_space") and not any(
+        token["lstrip"] or token["rstrip"] for token in added
+    )
+    normalizers = {part["type"] for part in _steps(tree.get("normalizer"), "normalizers")}
+    return TokenBytes(
+        contents,
+        np.fromiter(map(len, contents), np.int64, len(contents)),
+        sums_prove=plain and not normalizers,
+        keeps_ascii=plain and normalizers <= {"NFC", "NFD", "NFKC", "NFKD"},
+    )
+
+
+def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    if part is None:
+        return []
+    return list(part[key]) if part["type"] == "Sequence" else [part]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return the characters that represent bytes in byte-level tokens (OpenAI's GPT-2)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    return alphabet | {chr(256 + number): byte for number, byte in enumerate(others)}

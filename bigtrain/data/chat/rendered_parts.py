@@ -74,10 +74,8 @@ class _Piece:
 
 @dataclass
 class _Marking:
-    """Copier of values that marks their strings and lists them as `pieces`.
-
-    only: number of the one piece to mark; None: all of them.
-    """
+    """Copier of values that marks their strings and lists them as `pieces`. only: number of the one
+    piece to mark; None: all of them."""
 
     only: int | None = None
     pieces: list[_Piece] = field(default_factory=list)
@@ -228,10 +226,8 @@ def unrendered(
     tools: Sequence[dict[str, Any]] | None,
     text: str,
 ) -> list[Lost]:
-    """Return the parts of a conversation that are not in `text`, its rendering, each once.
-
-    Raises ConversationError for a message of an unusual role that the template ignores.
-    """
+    """Return the parts of a conversation that are not in `text`, its rendering, each once. Raises
+    ConversationError for a message of an unusual role that the template ignores."""
     marking = _Marking()
     marked = _rendered(template, *_marked(marking, messages, tools))
     pieces = marking.pieces

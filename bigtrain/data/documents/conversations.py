@@ -24,11 +24,8 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def conversation_bytes(messages: object, tools: object = None, *, last_only: bool = False) -> bytes:
-    """Return a conversation as the document that is tokenized: deterministic JSON.
-
-    last_only: only the assistant's last message has loss.
-    Raises ConversationError for an invalid conversation.
-    """
+    """Return a conversation as the document that is tokenized: deterministic JSON. last_only: only
+    the assistant's last message has loss. Raises ConversationError for an invalid conversation."""
     messages = from_text(messages)
     if not isinstance(messages, list) or not messages:
         kind = "an empty list" if messages == [] else type(messages).__name__

@@ -130,12 +130,9 @@ def without_compression(name: str) -> str:
 @contextmanager
 def open_file(source: Source, end: int | None = None) -> Iterator[IO[bytes]]:
     """Yield the source's file, checked before and after the block to be unchanged since it was
-    listed.
-
-    `end`: end of sequential reading, for read-ahead over a network; default: the end of the file.
-    Raises as `require_unchanged`, and StorageError for a file at an address; opening and reading
-    raise `READ_ERRORS`.
-    """
+    listed. `end`: end of sequential reading, for read-ahead over a network; default: the end of the
+    file. Raises as `require_unchanged`, and StorageError for a file at an address; opening and
+    reading raise `READ_ERRORS`."""
     if source.address is not None:
         # Every response contains its version, and one other than the listed version is refused.
         size = source.record.bytes
@@ -159,9 +156,7 @@ def open_table(source: Source) -> Any:
 @contextmanager
 def open_stream(source: Source, digest: Digest, *, whole: bool = True) -> Iterator[IO[bytes]]:
     """Yield the decompressed content of the file; `digest` is updated with the bytes as stored.
-
-    whole: read them to the end for it, regardless of the block's reads. Raises as `open_file`.
-    """
+    whole: read them to the end for it, regardless of the block's reads. Raises as `open_file`."""
     with open_file(source) as file:
         raw = HashingReader(file, digest)
         opener = COMPRESSIONS.get(source.file_name[source.file_name.rfind(".") :].lower())
@@ -203,7 +198,6 @@ def require_unchanged(source: Source, descriptor: int | None = None) -> None:
 @contextmanager
 def unpacked(source: Source, digest: Digest, scratch: Path) -> Iterator[IO[bytes]]:
     """Yield the decompressed file of `source`, in a temporary file in the folder `scratch`.
-
     `digest` is updated with the bytes of the compressed file. Raises `READ_ERRORS` if that cannot
     be read or is corrupt, and DataError if the disk is full, or it was changed since it was listed.
     """
@@ -309,12 +303,10 @@ def stream_chunks(stream: IO[bytes], expected_bytes: int | None = None) -> Itera
 def range_chunks(
     file: IO[bytes], begin: int, end: int, digest: Digest, around: Digest
 ) -> Iterator[bytes]:
-    """Yield the bytes of the lines of `file` that start in [begin, end).
-
-    `digest` is updated with the bytes of [begin, end), `around` with the rest that determines the
-    lines: whether a line continues at `begin`, and the rest of the last line. Raises EOFError if
-    the file ends before `end`.
-    """
+    """Yield the bytes of the lines of `file` that start in [begin, end). `digest` is updated with
+    the bytes of [begin, end), `around` with the rest that determines the lines: whether a line
+    continues at `begin`, and the rest of the last line. Raises EOFError if the file ends before
+    `end`."""
     file.seek(max(0, begin - 1))
     inside_line = begin > 0 and file.read(1) != b"\n"
     around.update(b"inside" if inside_line else b"begins")
@@ -342,10 +334,8 @@ def range_chunks(
 
 
 def split_lines(chunks: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes | None]]:
-    """Yield the lines in `chunks` with their newlines, in a list per chunk.
-
-    A line of more than `max_bytes` (without its newline) is None, and is never stored in memory.
-    """
+    """Yield the lines in `chunks` with their newlines, in a list per chunk. A line of more than
+    `max_bytes` (without its newline) is None, and is never stored in memory."""
     parts: list[bytes] = []  # of the line that has not ended yet
     size = 0
     for chunk in chunks:

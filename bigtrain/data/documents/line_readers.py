@@ -10,7 +10,7 @@ from typing import IO, Any, ClassVar
 import orjson
 import xxhash
 
-from bigtrain.data.documents.fields import document_in, text_in
+from bigtrain.data.documents.chat_formats import document_in, text_in
 from bigtrain.data.documents.files import (
     Source,
     count_lines_before,

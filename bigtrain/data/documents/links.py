@@ -48,10 +48,7 @@ class Links:
 
     def files(self, excluded: Excluded) -> list[tuple[str, str]]:
         """Return the files below the folder that are not excluded: relative paths, and paths to
-        open.
-
-        Raises DataError for a link to a folder elsewhere, unless links are followed.
-        """
+        open. Raises DataError for a link to a folder elsewhere, unless links are followed."""
         files: list[tuple[str, str]] = []
         seen = {os.path.realpath(self.folder)}
         waiting = [(self.folder, "")]
@@ -88,11 +85,9 @@ class Links:
         return True
 
     def chosen(self, files: Sequence[tuple[str, str]]) -> list[str]:
-        """Return those of `files` that are not links to others of them.
-
-        Raises DataError for a broken link, for one out of the folder if links are not
-        followed, and for anything but a regular file.
-        """
+        """Return those of `files` that are not links to others of them. Raises DataError for a
+        broken link, for one out of the folder if links are not followed, and for anything but a
+        regular file."""
         links = {path: self._target(path, below) for below, path in files}
         targets = {path: target for path, target in links.items() if target is not None}
         if not targets:

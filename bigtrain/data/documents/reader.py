@@ -12,8 +12,7 @@ from typing import IO, ClassVar
 
 import xxhash
 
-from bigtrain.data.documents.chat_formats import FORMATS, ONE_FORMAT
-from bigtrain.data.documents.fields import Conversations
+from bigtrain.data.documents.chat_formats import FORMATS, ONE_FORMAT, Conversations
 from bigtrain.data.documents.files import (
     READ_ERRORS,
     HashingReader,
@@ -33,11 +32,9 @@ TEMPLATE_FAULT = "the chat template"
 
 @dataclass(frozen=True)
 class BadDocument:
-    """Location of an unusable document, and the reason.
-
-    `line` counts from 1, `row` from 0; neither for a file that is one document. Lines count from
-    the start of the file, or of the part that one unit reads.
-    """
+    """Location of an unusable document, and the reason. `line` counts from 1, `row` from 0; neither
+    for a file that is one document. Lines count from the start of the file, or of the part that one
+    unit reads."""
 
     path: str
     reason: str
@@ -55,10 +52,8 @@ class BadDocument:
 
 @dataclass
 class RejectedDocuments:
-    """Collector of unreadable documents.
-
-    Unless `allowed`, the first is an error. Otherwise each is counted and passed to `keep`.
-    """
+    """Collector of unreadable documents. Unless `allowed`, the first is an error. Otherwise each is
+    counted and passed to `keep`."""
 
     allowed: bool
     keep: Callable[[BadDocument], None] | None = None
@@ -132,11 +127,9 @@ class PartReader(ABC):
         return [whole(source)]
 
     def blocks(self) -> Iterator[list[bytes]]:
-        """Yield the documents as UTF-8, in lists of those that were read together.
-
-        Raises DataError with file and line of unreadable content (see `RejectedDocuments`), and for
-        a file that is corrupt, or changed since it was listed.
-        """
+        """Yield the documents as UTF-8, in lists of those that were read together. Raises DataError
+        with file and line of unreadable content (see `RejectedDocuments`), and for a file that is
+        corrupt, or changed since it was listed."""
         try:
             yield from self._blocks()
         except READ_ERRORS as error:
@@ -149,11 +142,9 @@ class PartReader(ABC):
         return self._hash.hexdigest()
 
     def layout(self) -> str:
-        """Return the checksum of the rest that determines the documents.
-
-        For a byte range, the parts of its first and last line that are outside of it; for a table,
-        the starts of documents, and the rejected rows.
-        """
+        """Return the checksum of the rest that determines the documents. For a byte range, the
+        parts of its first and last line that are outside of it; for a table, the starts of
+        documents, and the rejected rows."""
         return self._layout.hexdigest()
 
     def update(self, data: bytes | memoryview, /) -> None:
@@ -235,9 +226,7 @@ class ReadOptions:
 @dataclass(frozen=True, slots=True)
 class Part:
     """Input split: the part of a source that is read at once. `begin`, `end`: see `PartRecord`.
-
-    `num_bytes`: its share of the source's bytes, 0 if unknown.
-    """
+    `num_bytes`: its share of the source's bytes, 0 if unknown."""
 
     source: Source
     begin: int = 0

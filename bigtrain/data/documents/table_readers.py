@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from bigtrain.data.documents.fields import conversation_of, text_of
+from bigtrain.data.documents.chat_formats import conversation_of, text_of
 from bigtrain.data.documents.files import (
     Source,
     open_stream,
@@ -57,12 +57,10 @@ STREAMED_ROWS_PER_READ = 32
 
 
 class CsvReader(PartReader):
-    """Reader of comma-separated rows with a header by RFC 4180; of a ``.tsv`` with tabs instead.
-
-    A row whose length differs from the header's is rejected. Errors that make the rest of the file
+    """Reader of comma-separated rows with a header by RFC 4180; of a ``.tsv`` with tabs instead. A
+    row whose length differs from the header's is rejected. Errors that make the rest of the file
     ambiguous (a wrong quote, a field of more than `max_document_bytes` characters) raise DataError
-    in any case. Bytes that are not UTF-8 become surrogates.
-    """
+    in any case. Bytes that are not UTF-8 become surrogates."""
 
     kind = "csv"
     suffixes = (".csv", ".tsv")

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from bigtrain.data.documents.chat_formats import remedy_for_row
-from bigtrain.data.documents.fields import value_at
+from bigtrain.data.documents.chat_formats import remedy_for_row, value_at
 from bigtrain.errors import DataError
 
 
@@ -28,11 +27,9 @@ class TextColumn:
 
 
 def require_sound(column: Any) -> None:
-    """Raise ArrowInvalid if the arrow array `column` has offsets outside of its buffers.
-
-    A corrupt file can produce one, and reading its rows would crash the process. Text that is not
-    UTF-8 is accepted: it is checked per row.
-    """
+    """Raise ArrowInvalid if the arrow array `column` has offsets outside of its buffers. A corrupt
+    file can produce one, and reading its rows would crash the process. Text that is not UTF-8 is
+    accepted: it is checked per row."""
     import pyarrow
 
     if pyarrow.types.is_string(column.type):
@@ -92,10 +89,8 @@ class Keys:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows that were read together, starting with row `row` of the source.
-
-    `done`: share of the part that was read before, for progress; 0.0 if unknown.
-    """
+    """Rows that were read together, starting with row `row` of the source. `done`: share of the
+    part that was read before, for progress; 0.0 if unknown."""
 
     row: int
     values: Rows | TextColumn

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
-from bigtrain.data.samples.rows import Indices, Samples, TokenRows
+from bigtrain.data.samples.token_stream import Indices, Samples, TokenRows
 from bigtrain.errors import DataError
 
 CHUNK_TOKENS = 1 << 19
@@ -34,12 +34,9 @@ MAX_KEPT_ARRAYS = 12
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """Options for labels and positions.
-
-    end_of_document_id: set if the token after it has no loss (Megatron's ``eod_mask_loss``).
-    isolate: isolate documents, see `MicroBatch`.
-    pin: page-locked tensors (CUDA only).
-    """
+    """Options for labels and positions. end_of_document_id: set if the token after it has no loss
+    (Megatron's ``eod_mask_loss``). isolate: isolate documents, see `MicroBatch`. pin: page-locked
+    tensors (CUDA only)."""
 
     end_of_document_id: int | None = None
     isolate: bool = False
@@ -48,12 +45,9 @@ class BatchOptions:
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Rows that were read and checked, before conversion to tensors.
-
-    tokens: [R, T + 1], of the samples' `token_dtype`. targets: bool [R, T + 1], whether a token is
-    a target; None if all are. positions: [R, T], of the narrowest unsigned type; None
-    unless documents are isolated.
-    """
+    """Rows that were read and checked, before conversion to tensors. tokens: [R, T + 1], of the
+    samples' `token_dtype`. targets: bool [R, T + 1], whether a token is a target; None if all are.
+    positions: [R, T], of the narrowest unsigned type; None unless documents are isolated."""
 
     tokens: npt.NDArray[np.unsignedinteger[Any] | np.signedinteger[Any]]
     targets: npt.NDArray[np.bool_] | None
@@ -97,10 +91,7 @@ class BatchReader:
 
     def read(self, samples: Indices, rows: int) -> MicroBatch:
         """Return one batch of `rows` rows; those beyond `samples` are padding, token 0 without
-        loss.
-
-        Raises DataError as `read_rows`.
-        """
+        loss. Raises DataError as `read_rows`."""
         stored = new_rows(self.dataset, self.options, rows, padded=len(samples) < rows)
         self.read_rows(samples, stored)
         return self._collator.collate(stored)
@@ -108,11 +99,9 @@ class BatchReader:
     def read_rows(
         self, samples: Indices, out: StoredRows, stop: Callable[[], bool] = lambda: False
     ) -> None:
-        """Fill `out` with `samples`, one per row, and then with padding.
-
-        Returns early once `stop` returns True. Raises DataError if a file is corrupt, or has a
-        token not in the vocabulary: it would be an out-of-range read of the embedding.
-        """
+        """Fill `out` with `samples`, one per row, and then with padding. Returns early once `stop`
+        returns True. Raises DataError if a file is corrupt, or has a token not in the vocabulary:
+        it would be an out-of-range read of the embedding."""
         step = self._chunk_rows
         for low in range(0, len(out.tokens), step):
             if stop():
@@ -171,10 +160,8 @@ class BatchReader:
 
 
 class Collator:
-    """Collator of stored rows to the tensors of a step. For one thread at a time.
-
-    `pin`: in page-locked memory.
-    """
+    """Collator of stored rows to the tensors of a step. For one thread at a time. `pin`: in
+    page-locked memory."""
 
     def __init__(self, pin: bool) -> None:
         self.pin = pin
@@ -206,10 +193,7 @@ class Collator:
 
     def _unused(self, shape: tuple[int, int]) -> npt.NDArray[np.int64]:
         """Return an array that no tensor uses any more: page faults of new memory cost more than a
-        fill.
-
-        A tensor references its source array until its last view is deleted.
-        """
+        fill. A tensor references its source array until its last view is deleted."""
         arrays = self._arrays
         for number in range(len(arrays)):
             # Unused: the only references are the list's and the argument's.

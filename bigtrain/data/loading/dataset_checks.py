@@ -47,11 +47,9 @@ def check_datasets(
     config: RunConfig, datasets: Sequence[TokenDataset], model_vocab_size: int | None = None
 ) -> list[Problem]:
     """Return all problems of `datasets`, those of ``config.data.mixture``, for this run.
-
-    `model_vocab_size`: rows of the model's embedding, before ``model.vocabulary`` grows it, if
-    the caller knows them; otherwise those of `known_vocab_size`, if any. Reads headers and sizes of
-    the shards, and loads a tokenizer only if data.tokenizer names one.
-    """
+    `model_vocab_size`: rows of the model's embedding, before ``model.vocabulary`` grows it, if the
+    caller knows them; otherwise those of `known_vocab_size`, if any. Reads headers and sizes of the
+    shards, and loads a tokenizer only if data.tokenizer names one."""
     tables = [dataset.table for dataset in datasets]
     try:
         problems = check_length(config, datasets)
@@ -100,9 +98,7 @@ def check_same_tokenizer(config: RunConfig, tables: Sequence[ShardTable]) -> lis
 
 def check_same_beginnings(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
     """Check that the texts of all sources begin alike: a prompt can begin in one way only.
-
-    Conversations begin according to their template.
-    """
+    Conversations begin according to their template."""
     texts = [number for number, table in enumerate(tables) if not table.is_masked]
     beginnings = {number: tables[number].tokenizer.beginning_ids or () for number in texts}
 
@@ -246,9 +242,7 @@ def check_vocabulary(
     tokenizer: TokenizerRecord, model_vocab_size: int, *, trained: bool = False
 ) -> list[Problem]:
     """Check that the shards' token ids fit a model with `model_vocab_size` rows of embedding.
-
-    `trained`: whether it has trained weights, whose vocabulary may grow.
-    """
+    `trained`: whether it has trained weights, whose vocabulary may grow."""
     remedy = (
         f"set vocab_size to {tokenizer.vocab_size} (random weights), or tokenize with the "
         "model's own tokenizer"

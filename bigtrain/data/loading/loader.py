@@ -12,13 +12,11 @@ from threading import Event, Lock, Thread
 from bigtrain.data.loading.collator import BatchOptions, BatchReader, Collator, StoredRows, new_rows
 from bigtrain.data.loading.dataset_checks import measured_split, tokens_per_byte
 from bigtrain.data.loading.micro_batch import MicroBatch
-from bigtrain.data.samples.epoch_remainder import JoinedWindows
 from bigtrain.data.samples.mixture import MixedSamples, MixtureOrder
 from bigtrain.data.samples.packing_plan import packed_documents
-from bigtrain.data.samples.phases import Phase, first_phase, identify_sources
-from bigtrain.data.samples.rows import Samples
+from bigtrain.data.samples.phases import JoinedWindows, Phase, first_phase, identify_sources
 from bigtrain.data.samples.shuffle import SampleOrder
-from bigtrain.data.samples.token_stream import PackedWindows, split_stream
+from bigtrain.data.samples.token_stream import PackedWindows, Samples, split_stream
 from bigtrain.data.shards.dataset import TokenDataset, open_sources
 from bigtrain.data.shards.manifest import Split
 from bigtrain.errors import DataError
@@ -34,12 +32,9 @@ reading dozens of samples, so a thread reads several steps at once if they are s
 
 
 class TrainingBatches:
-    """Micro-batches of one data-parallel rank, by the number of samples consumed.
-
-    Assignment of samples to rows: `bigtrain.settings.batch_plan.BatchPlan`. `workers` threads read
-    and check the rows of the steps that follow; the batches do not depend on their number. `close`
-    ends them.
-    """
+    """Micro-batches of one data-parallel rank, by the number of samples consumed. Assignment of
+    samples to rows: `bigtrain.settings.batch_plan.BatchPlan`. `workers` threads read and check the
+    rows of the steps that follow; the batches do not depend on their number. `close` ends them."""
 
     def __init__(
         self,
@@ -76,10 +71,8 @@ class TrainingBatches:
 
     def step(self, first_sample: int) -> list[MicroBatch]:
         """Return the `plan.accumulation` micro-batches of the step that begins with `first_sample`.
-
         Every data-parallel rank calls it with the same argument. Raises DataError if a shard is
-        corrupt, also one of a prefetched step.
-        """
+        corrupt, also one of a prefetched step."""
         assert not self._closed.is_set()
         if self._ready is None or self._ready[0] != first_sample:
             rows = self._wait(first_sample)
@@ -182,12 +175,10 @@ class _Worker:
 
 @dataclass(frozen=True)
 class HeldOutBatches:
-    """Held-out samples, the same at every evaluation, divided over the data-parallel ranks.
-
-    They are the first `samples` of a fixed permutation (all of them if there are fewer). Every
-    rank gets the same number of micro-batches, so that collectives in the forward pass match; rows
-    beyond the last sample have only labels -100.
-    """
+    """Held-out samples, the same at every evaluation, divided over the data-parallel ranks. They
+    are the first `samples` of a fixed permutation (all of them if there are fewer). Every rank gets
+    the same number of micro-batches, so that collectives in the forward pass match; rows beyond the
+    last sample have only labels -100."""
 
     dataset: Samples
     plan: BatchPlan
@@ -214,10 +205,8 @@ class HeldOutBatches:
 
 @dataclass(frozen=True)
 class HeldOutSource:
-    """Held-out batches of one source, its name, and its weight in the mixture.
-
-    tokens_per_byte: of its split's text; None if not all tokens have a loss, or unknown.
-    """
+    """Held-out batches of one source, its name, and its weight in the mixture. tokens_per_byte: of
+    its split's text; None if not all tokens have a loss, or unknown."""
 
     name: str
     weight: int
@@ -235,11 +224,9 @@ def open_training_data(
     device_pin: bool = False,
 ) -> TrainingBatches:
     """Open the training batches of rank `data_rank`, from the dataset or mixture of `config.data`.
-
-    `phase`: position of the run; by default its start. `datasets`: those of the mixture in
-    its order, if they are open already. No collective. Raises DataError if a dataset is
-    missing, corrupt or too short.
-    """
+    `phase`: position of the run; by default its start. `datasets`: those of the mixture in its
+    order, if they are open already. No collective. Raises DataError if a dataset is missing,
+    corrupt or too short."""
     if datasets is None:
         datasets = open_sources(config.data)
     if phase is None:
@@ -273,10 +260,8 @@ def open_held_out(
     device_pin: bool = False,
 ) -> list[HeldOutSource]:
     """Open the held-out batches of rank `data_rank`, of each source that has held-out documents.
-
-    Arguments as in `open_training_data`. Raises DataError if a source has some, but too few for
-    one sample. No collective.
-    """
+    Arguments as in `open_training_data`. Raises DataError if a source has some, but too few for one
+    sample. No collective."""
     if datasets is None:
         datasets = open_sources(config.data)
     if phase is None:

@@ -33,11 +33,9 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass
 class PackingCounts:
-    """Statistics of packing a split.
-
-    A document of 0 or 1 token has no target, nor has a piece whose targets are all masked: they are
-    dropped. `truncated_tokens` are those beyond the end of truncated documents.
-    """
+    """Statistics of packing a split. A document of 0 or 1 token has no target, nor has a piece
+    whose targets are all masked: they are dropped. `truncated_tokens` are those beyond the end of
+    truncated documents."""
 
     documents: int = 0
     tokens: int = 0
@@ -51,11 +49,9 @@ class PackingCounts:
 
 @dataclass(frozen=True)
 class Block:
-    """Packs of one block in CSR form.
-
-    Pack ``p`` is the pieces ``row_ends[p - 1]`` to ``row_ends[p]`` (from 0 for the first), which
-    are the tokens ``starts`` to ``starts + lengths`` of the stream. All int64.
-    """
+    """Packs of one block in CSR form. Pack ``p`` is the pieces ``row_ends[p - 1]`` to
+    ``row_ends[p]`` (from 0 for the first), which are the tokens ``starts`` to ``starts + lengths``
+    of the stream. All int64."""
 
     row_ends: Integers
     starts: Integers
@@ -68,10 +64,8 @@ def pack_blocks(
     long_documents: LongDocuments,
     counts: PackingCounts,
 ) -> Iterator[Block]:
-    """Yield the packs of all documents of `shards`, block by block; update `counts`.
-
-    Raises DataError if an index is corrupt.
-    """
+    """Yield the packs of all documents of `shards`, block by block; update `counts`. Raises
+    DataError if an index is corrupt."""
     pieces = _pieces(shards, sequence_length, long_documents, counts)
     for starts, lengths in _blocks(pieces):
         packs, num_packs = best_fit_decreasing(lengths, sequence_length + 1)
@@ -82,11 +76,9 @@ def pack_blocks(
 
 
 def best_fit_decreasing(lengths: Integers, capacity: int) -> tuple[Integers, int]:
-    """Return the pack of every item, int64 [items], and the number of packs.
-
-    `lengths` are 1 to `capacity`. Items of one length are placed together: the fullest pack that
-    has space for one gets as many as fit, the same result as placing them one by one.
-    """
+    """Return the pack of every item, int64 [items], and the number of packs. `lengths` are 1 to
+    `capacity`. Items of one length are placed together: the fullest pack that has space for one
+    gets as many as fit, the same result as placing them one by one."""
     num_items = len(lengths)
     assert not num_items or 1 <= lengths.min() <= lengths.max() <= capacity
     packs_with: dict[int, list[int]] = {}  # by free space

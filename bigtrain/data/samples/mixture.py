@@ -20,8 +20,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from bigtrain.data.samples.rows import Indices, Samples, TokenRows
 from bigtrain.data.samples.shuffle import SampleOrder, shuffle_block
+from bigtrain.data.samples.token_stream import Indices, Samples, TokenRows
 from bigtrain.settings.run_config import SourceSection
 
 BLOCK_SAMPLES = 1024
@@ -65,11 +65,8 @@ class MixedSamples:
 
 class MixtureOrder:
     """Order in which a run reads sources, each in its own of `orders`, in the proportions of
-    `weights`, positive integers.
-
-    Windows are numbered as in `MixedSamples`, one source after another. `first_sample` is the
-    sample of the run at which this order begins.
-    """
+    `weights`, positive integers. Windows are numbered as in `MixedSamples`, one source after
+    another. `first_sample` is the sample of the run at which this order begins."""
 
     def __init__(
         self,
@@ -107,10 +104,7 @@ class MixtureOrder:
 
     def counts(self, sample: int) -> list[int]:
         """Return the samples of each source before `sample`, counted from `first_sample` of this
-        order.
-
-        Takes the time of one block for any `sample`.
-        """
+        order. Takes the time of one block for any `sample`."""
         block, offset = divmod(sample - self.first_sample, BLOCK_SAMPLES)
         if len(self._orders) == 1:
             return [sample - self.first_sample]
@@ -144,11 +138,9 @@ class MixtureOrder:
 
 def apportion(weights: Sequence[int], seats: int) -> list[int]:
     """Return Webster's apportionment of `seats` among positive integer `weights`; ties to the
-    first.
-
-    Sums to `seats`, grows in no entry when `seats` shrinks, and is within ``(1 + len(weights)) /
-    2`` of the exact share in every entry. Exact at any size: integer arithmetic throughout.
-    """
+    first. Sums to `seats`, grows in no entry when `seats` shrinks, and is within ``(1 +
+    len(weights)) / 2`` of the exact share in every entry. Exact at any size: integer arithmetic
+    throughout."""
     total = sum(weights)
     # Rounded exact shares are a Webster apportionment of their own sum; missing or excess
     # seats are added or removed by the same rule, one at a time.
@@ -181,10 +173,8 @@ def apportion(weights: Sequence[int], seats: int) -> list[int]:
 
 def integer_weights(sources: Sequence[SourceSection], sizes: Sequence[int]) -> list[int]:
     """Return the proportions of `sources` of `sizes` windows, as integers without a common divisor.
-
-    Weights are exact decimal numbers, not the nearest binary fraction, so that 0.1 and 0.3
-    are 1 to 3 on every machine.
-    """
+    Weights are exact decimal numbers, not the nearest binary fraction, so that 0.1 and 0.3 are 1 to
+    3 on every machine."""
     shares = [
         Fraction(repr(source.weight))
         if source.weight is not None

@@ -34,8 +34,7 @@ import numpy.typing as npt
 import xxhash
 
 from bigtrain.data.samples.best_fit import Block, LongDocuments, PackingCounts, pack_blocks
-from bigtrain.data.samples.rows import Indices, TokenRows
-from bigtrain.data.samples.token_stream import TokenStream, split_stream
+from bigtrain.data.samples.token_stream import Indices, TokenRows, TokenStream, split_stream
 from bigtrain.data.shards.dataset import TokenDataset
 from bigtrain.data.shards.format import Shard
 from bigtrain.data.shards.manifest import Split
@@ -50,11 +49,9 @@ DIRECTORY = "plans"
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Packing plan: memory maps of its file, and packing statistics.
-
-    `row_ends` int64 [packs], `starts` int64 [pieces], `lengths` int32 [pieces]: `best_fit.Block`.
-    `path` is None if it could not be stored.
-    """
+    """Packing plan: memory maps of its file, and packing statistics. `row_ends` int64 [packs],
+    `starts` int64 [pieces], `lengths` int32 [pieces]: `best_fit.Block`. `path` is None if it could
+    not be stored."""
 
     row_ends: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
@@ -97,10 +94,8 @@ def open_plan(
     dataset: TokenDataset, split: Split, sequence_length: int, long_documents: LongDocuments
 ) -> PackingPlan:
     """Return the plan of `split`, read from disk or created now (about a microsecond per document).
-
-    Any number of processes may call it at once. Raises DataError if an index is corrupt, and
-    if no location has space for it.
-    """
+    Any number of processes may call it at once. Raises DataError if an index is corrupt, and if no
+    location has space for it."""
     digest = xxhash.xxh3_64(f"{sequence_length}:{long_documents}".encode())
     shards = dataset.table.splits.get(split)
     if shards is not None:
@@ -194,11 +189,8 @@ def _map(file: IO[bytes], sequence_length: int, path: Path | None = None) -> Pac
 
 
 class PackedDocuments:
-    """Samples of `plan`, whose documents are in `stream`.
-
-    A row contains its documents one after another and then padding, token 0 without loss, which is
-    marked as a separate document.
-    """
+    """Samples of `plan`, whose documents are in `stream`. A row contains its documents one after
+    another and then padding, token 0 without loss, which is marked as a separate document."""
 
     masks_loss = True
 
@@ -264,8 +256,7 @@ class PackedDocuments:
 
 @dataclass(frozen=True)
 class PackingReport:
-    """Packing result of one split of one dataset, human-readable and for
-    ``environment.json``."""
+    """Packing result of one split of one dataset, human-readable and for ``environment.json``."""
 
     path: str
     split: Split

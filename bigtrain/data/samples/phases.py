@@ -5,10 +5,10 @@ the run is a pure function of the seed, ``i`` and the last phase, a few numbers 
 
 Chunks of tokens, by default of one sample, are permuted. If a new sequence length divides them, the
 position in the order is converted. Otherwise chunks of the new length are permuted from the next
-epoch of each source on, and the rest of its current epoch is joined to samples
-(`bigtrain.data.samples.epoch_remainder`).
-
-Identity of a dataset independent of its path: hashes of its manifest. Reads no shard.
+epoch of each source on, and the rest of its current epoch is joined to samples: the chunks in
+permuted order form one stream of tokens, of which a run has read a prefix, and samples of any
+length are taken from the rest, so that less than one sample is skipped. If a sample continues in
+the next chunk, that position counts as the beginning of a document and is not a target.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import xxhash
 
-from bigtrain.data.samples.epoch_remainder import EpochRemainder
 from bigtrain.data.samples.mixture import MixtureOrder, integer_weights
 from bigtrain.data.samples.packing_plan import plan_of
-from bigtrain.data.samples.shuffle import SampleOrder, convert_place
-from bigtrain.data.samples.token_stream import count_windows
+from bigtrain.data.samples.shuffle import SampleOrder, convert_place, permute
+from bigtrain.data.samples.token_stream import Indices, PackedWindows, TokenRows, count_windows
 from bigtrain.data.shards.dataset import TokenDataset
 from bigtrain.data.shards.shard_table import ShardTable
 from bigtrain.errors import CheckpointError
@@ -31,14 +31,114 @@ from bigtrain.settings.run_config import DataSection, RunConfig, SourceSection
 
 
 @dataclass(frozen=True)
-class SourcePhase:
-    """Source in a phase.
+class EpochRemainder:
+    """Remainder of epoch `epoch` of a source, in chunks of `chunk_length` tokens: all but the first
+    `tokens_read` in the order of that epoch."""
 
-    path, hash: as in `SourceIdentity`. number: its index among the run's sources when it first
-    appeared, counted from 0. weight: its integer share, 0 if it is no longer read. start: its
-    samples that count as read at the start of the phase, in the phase's sequence length, including
-    epochs. rest: remainder of the epoch before `start`, which is read first.
-    """
+    chunk_length: int
+    epoch: int
+    tokens_read: int
+
+    def num_samples(self, num_tokens: int, sequence_length: int) -> int:
+        """Return the number of samples that can be joined, for a source of `num_tokens`."""
+        total = count_windows(num_tokens, self.chunk_length) * self.chunk_length
+        return (total - self.tokens_read) // sequence_length
+
+    def pieces(
+        self, samples: Indices, num_tokens: int, sequence_length: int, seed: int, source: int
+    ) -> Pieces:
+        """Return the pieces from which `samples`, counted from 0, are joined. `seed`, `source`: of
+        the order of the epoch (`bigtrain.data.samples.shuffle`)."""
+        chunk_length, num_chunks = self.chunk_length, count_windows(num_tokens, self.chunk_length)
+        begins = self.tokens_read + samples * sequence_length
+        first = begins // chunk_length
+        counts = (begins + sequence_length - 1) // chunk_length - first + 1
+        last = np.cumsum(counts) - 1
+        number = np.repeat(np.arange(len(samples)), counts)
+        chunks = np.arange(len(number)) + np.repeat(first - (last - counts + 1), counts)
+        low = np.maximum(begins[number], chunks * chunk_length)
+        high = np.minimum(begins[number] + sequence_length, (chunks + 1) * chunk_length)
+        lengths = high - low
+        lengths[last] += 1
+        permuted = permute(chunks, num_chunks, seed, self.epoch, source)
+        starts = (permuted - chunks) * chunk_length + low
+        return Pieces(number, low - begins[number], starts, lengths)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Ranges of a source's tokens, int64 [pieces]: index of the requested sample,
+    positions in it, first tokens and lengths. A sample's last piece includes the label after it."""
+
+    samples: Indices
+    places: Indices
+    starts: Indices
+    lengths: Indices
+
+
+class JoinedWindows:
+    """Samples of `windows`, then those joined from `rest`. `seed`, `source`: see
+    `EpochRemainder.pieces`."""
+
+    masks_loss = True
+
+    def __init__(
+        self, windows: PackedWindows, rest: EpochRemainder, seed: int, source: int
+    ) -> None:
+        self.windows = windows
+        self.rest = rest
+        self.seed = seed
+        self.source = source
+        self.stream = windows.stream
+        self.sequence_length = windows.sequence_length
+        self.token_dtype = windows.token_dtype
+        self.vocab_size = windows.vocab_size
+        self.num_samples = windows.num_samples + rest.num_samples(
+            self.stream.num_tokens, self.sequence_length
+        )
+
+    def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
+        joined = samples >= self.windows.num_samples
+        self.windows.fill(samples[~joined], rows[~joined], out)
+        if not joined.any():
+            return
+        pieces = self._pieces(samples[joined])
+        starts, lengths = pieces.starts, pieces.lengths
+        places = rows[joined][pieces.samples] * (self.sequence_length + 1) + pieces.places
+        joints = places[pieces.places > 0]
+        self.stream.read(starts, lengths, out.tokens.reshape(-1), places)
+        assert out.loss_mask is not None
+        loss_mask = out.loss_mask.reshape(-1)
+        if self.stream.is_masked:
+            self.stream.read_mask(starts, lengths, loss_mask, places)
+        loss_mask[joints] = False
+        if out.begins is not None:
+            out.begins += [self.stream.begins(starts, lengths, places), joints]
+
+    def describe(self, sample: int) -> str:
+        if sample < self.windows.num_samples:
+            return self.windows.describe(sample)
+        pieces = self._pieces(np.array([sample]))
+        ranges = zip(pieces.starts.tolist(), pieces.lengths.tolist(), strict=True)
+        return " and ".join(self.stream.describe(start, length) for start, length in ranges)
+
+    def _pieces(self, samples: Indices) -> Pieces:
+        assert samples.max() < self.num_samples
+        return self.rest.pieces(
+            samples - self.windows.num_samples,
+            self.stream.num_tokens,
+            self.sequence_length,
+            self.seed,
+            self.source,
+        )
+
+
+@dataclass(frozen=True)
+class SourcePhase:
+    """Source in a phase. path, hash: as in `SourceIdentity`. number: its index among the run's
+    sources when it first appeared, counted from 0. weight: its integer share, 0 if it is no longer
+    read. start: its samples that count as read at the start of the phase, in the phase's sequence
+    length, including epochs. rest: remainder of the epoch before `start`, which is read first."""
 
     path: str
     hash: str
@@ -57,11 +157,9 @@ class SourcePhase:
 
 @dataclass(frozen=True)
 class Phase:
-    """Part of a run that begins with its sample `first_sample`.
-
-    sources: current ones, in the order of the configuration, then former ones.
-    chunk_length: tokens of the chunks that are permuted (`bigtrain.data.samples.shuffle`).
-    """
+    """Part of a run that begins with its sample `first_sample`. sources: current ones, in the order
+    of the configuration, then former ones. chunk_length: tokens of the chunks that are permuted
+    (`bigtrain.data.samples.shuffle`)."""
 
     first_sample: int
     sequence_length: int
@@ -134,9 +232,7 @@ def first_phase(
     config: RunConfig, sources: Sequence[SourceIdentity], sequence_length: int | None = None
 ) -> Phase:
     """Return the first phase of a run. `sources` are those of ``config.data.mixture``.
-
-    `sequence_length`: of a run that began without phases and with a different one.
-    """
+    `sequence_length`: of a run that began without phases and with a different one."""
     length = sequence_length or config.batch.sequence_length
     chunk_length = length if sequence_length else config.data.chunk_length or length
     read = _appear(config.data.mixture, sources, length, chunk_length, ())
@@ -147,11 +243,8 @@ def next_phase(
     last: Phase, config: RunConfig, sources: Sequence[SourceIdentity], sample: int
 ) -> Phase:
     """Return the phase in which a run continues at `sample` after `last`; `last` itself if the data
-    has not changed.
-
-    A source continues at its position, also one that was removed temporarily. Raises
-    CheckpointError if the path of a source now has other tokens.
-    """
+    has not changed. A source continues at its position, also one that was removed temporarily.
+    Raises CheckpointError if the path of a source now has other tokens."""
     length = config.batch.sequence_length
     _refuse_other_contents(last, sources)
     stands = last.until(sample, config.seed)
@@ -248,11 +341,8 @@ def differences(before: Phase, now: Phase) -> list[tuple[str, str]]:
 @dataclass(frozen=True)
 class SourceIdentity:
     """Identity of a dataset: `hash` of its tokenizer and of its training tokens in order, and their
-    number.
-
-    For packed documents `num_tokens` is that of a stream with the same number of samples. `path` is
-    for messages.
-    """
+    number. For packed documents `num_tokens` is that of a stream with the same number of samples.
+    `path` is for messages."""
 
     path: str
     hash: str
@@ -262,11 +352,9 @@ class SourceIdentity:
 def identify_sources(
     config: RunConfig, datasets: Sequence[TokenDataset]
 ) -> tuple[SourceIdentity, ...]:
-    """Return the identities of `datasets`, those of the mixture in its order.
-
-    Packed documents are a different dataset at every sequence length: the part that was read in
-    samples of one length does not determine the part in samples of another.
-    """
+    """Return the identities of `datasets`, those of the mixture in its order. Packed documents are
+    a different dataset at every sequence length: the part that was read in samples of one length
+    does not determine the part in samples of another."""
     identities = []
     for source, dataset in zip(config.data.mixture, datasets, strict=True):
         digest = xxhash.xxh3_64(dataset.table.tokenizer.hash.encode())

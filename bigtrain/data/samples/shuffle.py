@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bigtrain.data.samples.rows import Indices
+from bigtrain.data.samples.token_stream import Indices
 
 ROUNDS = 6
 _SMALL = 64
@@ -37,7 +37,7 @@ class SampleOrder:
     distinguishes the datasets of a mixture (`bigtrain.data.samples.mixture`). Windows are numbered
     in data order, `windows_per_chunk` of them in every chunk. `start` is the position in the order,
     including epochs, that counts as sample 0. Before it there are `num_joined` samples, which are
-    numbered after the windows (`bigtrain.data.samples.epoch_remainder`).
+    numbered after the windows (`bigtrain.data.samples.phases`).
     """
 
     num_windows: int
@@ -90,11 +90,9 @@ def group_size(num_chunks: int) -> int:
 
 def convert_place(place: int, num_chunks: int, per_chunk: int, new_per_chunk: int) -> int:
     """Return the position in the order of chunks of `new_per_chunk` windows that follows `place` in
-    that of the same chunks with `per_chunk` windows.
-
-    Nothing that was read before `place` in its epoch is read after it; at most one old and one new
-    window of each chunk of one group are skipped.
-    """
+    that of the same chunks with `per_chunk` windows. Nothing that was read before `place` in its
+    epoch is read after it; at most one old and one new window of each chunk of one group are
+    skipped."""
     if per_chunk == new_per_chunk:
         return place
     epoch, offset = divmod(place, num_chunks * per_chunk)

@@ -4,7 +4,8 @@ The documents of a split form one stream of tokens, and sample ``w`` is its wind
 ``[w * L, w * L + L + 1)`` for sequence length ``L``, as in Megatron's GPTDataset: consecutive
 windows share one token, so every token but the first of the stream is predicted exactly once.
 
-Windows: the token stream of a dataset, split into samples of equal length.
+The loader reads any kind of `Samples`: it fills rows of tokens, many at a time. Shapes: R = rows of
+a buffer, T = sequence length. A row is T + 1 tokens: T inputs, and the last label.
 """
 
 from __future__ import annotations
@@ -16,17 +17,54 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from bigtrain.data.samples.rows import Indices, TokenRows
 from bigtrain.data.shards.block_checksums import BlockVerifier
 from bigtrain.data.shards.dataset import FilePaths, FileReader, ShardList, TokenDataset
 from bigtrain.data.shards.format import Mask
 from bigtrain.data.shards.manifest import Split
 from bigtrain.errors import DataError
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass
+class TokenRows:
+    """Buffer into which samples are written, reused for the next ones.
+
+    tokens: [R, T + 1], contiguous, of the samples' `token_dtype`. begins: starts of documents, as
+    positions ``row * (T + 1) + t``, in any order; None if not needed. The first token of a row
+    may be omitted. loss_mask: bool [R, T + 1], true if the token is a target, and
+    everywhere before filling; None if `Samples.masks_loss` is not set.
+    """
+
+    tokens: npt.NDArray[np.unsignedinteger[Any] | np.signedinteger[Any]]
+    begins: list[Indices] | None = None
+    loss_mask: npt.NDArray[np.bool_] | None = None
+
+
+class Samples(Protocol):
+    """Samples of one length that the loader reads by number, from 0. token_dtype: uint16 or int32,
+    the smallest that stores all tokens. vocab_size: tokens are below it, which the loader checks.
+    masks_loss: whether `fill` writes `TokenRows.loss_mask`."""
+
+    num_samples: int
+    sequence_length: int
+    token_dtype: np.dtype[Any]
+    vocab_size: int
+    masks_loss: bool
+
+    def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
+        """Write sample ``samples[i]`` into row ``rows[i]`` of `out`: all of its tokens, and the
+        other fields of `out`. Thread-safe with one buffer per thread. Raises DataError if a file
+        cannot be read or is inconsistent."""
+
+    def describe(self, sample: int) -> str:
+        """Return the files and ranges of the tokens of `sample`, for an error."""
+
 
 Tokens = npt.NDArray[Any]
 Sums = npt.NDArray[np.uint64]
@@ -69,10 +107,8 @@ class TokenStream:
         self._reads_to_map = 0 if len(self.shards) <= MAX_MAPPED_FILES else sys.maxsize
 
     def read_rows(self, starts: Indices, out: Tokens, rows: Indices) -> None:
-        """Copy the tokens of a row of `out`, from `starts[i]` on to ``out[rows[i]]``.
-
-        `out`: two-dimensional and contiguous; otherwise as `read`.
-        """
+        """Copy the tokens of a row of `out`, from `starts[i]` on to ``out[rows[i]]``. `out`:
+        two-dimensional and contiguous; otherwise as `read`."""
         width = out.shape[1]
         self._reads_to_map -= 1
         if self._reads_to_map < 0 and len(starts):
@@ -82,11 +118,9 @@ class TokenStream:
             self.read(starts, np.full(len(starts), width), out.reshape(-1), rows * width)
 
     def _copy_mapped(self, starts: Indices, out: Tokens, rows: Indices) -> Indices:
-        """Copy rows from memory maps; return those that are left to `read`.
-
-        If the pages are in memory this is several times faster; if not, a page
-        fault costs more than a read, and copying pauses for a while.
-        """
+        """Copy rows from memory maps; return those that are left to `read`. If the pages are in
+        memory this is several times faster; if not, a page fault costs more than a read, and
+        copying pauses for a while."""
         width = out.shape[1]
         numbers = np.searchsorted(self._ends, starts, side="right")
         numbers[starts + width > self._ends[numbers]] = -1  # such a row continues in the next shard
@@ -124,8 +158,7 @@ class TokenStream:
 
     def _mapped_windows(self, number: int, width: int) -> Tokens | None:
         """Return every range of `width` tokens of a shard, as a view of its map. None if its file
-        was truncated: its missing pages would crash the process, while a read reports the error.
-        """
+        was truncated: its missing pages would crash the process, while a read reports the error."""
         shard = self.shards[number]
         try:
             if os.stat(shard.bin_path).st_size < shard.num_bytes:
@@ -138,10 +171,8 @@ class TokenStream:
 
     def read(self, starts: Indices, lengths: Indices, out: Tokens, places: Indices) -> None:
         """Copy ranges of the stream: `lengths[i]` tokens from `starts[i]` on to `out[places[i]:]`.
-
         `out`: one-dimensional and contiguous, of the stream's type or a wider one. Raises DataError
-        if a shard cannot be read.
-        """
+        if a shard cannot be read."""
         parts = self._cut(starts, lengths, places)
         if out.dtype == self.token_dtype:
             self._read_parts(parts, out)
@@ -152,10 +183,8 @@ class TokenStream:
         parts.put(stored, packed, out)
 
     def read_mask(self, starts: Indices, lengths: Indices, out: Mask, places: Indices) -> None:
-        """Copy which tokens of ranges of the stream are targets, like `read` for tokens.
-
-        `out`: bool, one-dimensional. Only if `is_masked`.
-        """
+        """Copy which tokens of ranges of the stream are targets, like `read` for tokens. `out`:
+        bool, one-dimensional. Only if `is_masked`."""
         parts = self._cut(starts, lengths, places)
         first, last = parts.offsets // 8, (parts.offsets + parts.lengths + 7) // 8
         if self._mask_verifier is not None:
@@ -171,10 +200,7 @@ class TokenStream:
 
     def begins(self, starts: Indices, lengths: Indices, places: Indices) -> Indices:
         """Return the document starts in ranges of the stream, int64: token ``starts[i] + j`` as
-        ``places[i] + j``, in any order.
-
-        Raises DataError if an index is inconsistent there.
-        """
+        ``places[i] + j``, in any order. Raises DataError if an index is inconsistent there."""
         parts = self._cut(starts, lengths, places)
         low, high = parts.offsets, parts.offsets + parts.lengths
         byte_offsets: list[int] = []
@@ -271,10 +297,8 @@ def split_stream(dataset: TokenDataset, split: Split) -> TokenStream:
 
 class PackedWindows:
     """Windows of `sequence_length` + 1 tokens, `sequence_length` apart, of one stream, in complete
-    chunks of `chunk_length` tokens, a multiple of it (default: the same).
-
-    Raises DataError if the stream is too short for a single one.
-    """
+    chunks of `chunk_length` tokens, a multiple of it (default: the same). Raises DataError if the
+    stream is too short for a single one."""
 
     def __init__(
         self, stream: TokenStream, sequence_length: int, chunk_length: int | None = None

@@ -104,10 +104,8 @@ class BlockSums:
 
 
 def read_blocks(path: Path, xxh3: str, bin_bytes: int, mask_bytes: int) -> BlockSums:
-    """Read the `.blocks` file at `path`, whose own checksum must be `xxh3`.
-
-    Raises DataError if it is another file, or belongs to a shard of other sizes.
-    """
+    """Read the `.blocks` file at `path`, whose own checksum must be `xxh3`. Raises DataError if it
+    is another file, or belongs to a shard of other sizes."""
     try:
         require_regular(path)
         content = path.read_bytes()
@@ -134,11 +132,9 @@ def read_blocks(path: Path, xxh3: str, bin_bytes: int, mask_bytes: int) -> Block
 
 class BlockVerifier:
     """Verifier of ranges of several files by the checksums of their blocks, each block once.
-
-    `paths` and `sizes` (bytes) of the files; `sums`: those of a file, called when it is first
-    read. Thread-safe: blocks that several threads need at once are verified several times.
-    Uses a byte of memory per verified block.
-    """
+    `paths` and `sizes` (bytes) of the files; `sums`: those of a file, called when it is first read.
+    Thread-safe: blocks that several threads need at once are verified several times. Uses a byte of
+    memory per verified block."""
 
     def __init__(
         self,
@@ -157,10 +153,7 @@ class BlockVerifier:
 
     def verify(self, numbers: Any, low: Indices, high: Indices, read: Read) -> None:
         """Verify bytes ``low[i]`` to ``high[i]`` of file ``numbers[i]``, or of the one file
-        `numbers`.
-
-        `read` returns the bytes to verify. Raises DataError with file and bytes.
-        """
+        `numbers`. `read` returns the bytes to verify. Raises DataError with file and bytes."""
         firsts = self._firsts[numbers]
         assert not len(low) or (low < high).all()
         first, last = firsts + low // BLOCK_BYTES, firsts + (high - 1) // BLOCK_BYTES

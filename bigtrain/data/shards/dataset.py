@@ -40,11 +40,9 @@ MANY_SHARDS = 1000
 
 
 class ShardList(Sequence[Shard]):
-    """Shards in stream order, of one token type, each opened on first access.
-
-    num_tokens: int64 [shards]. Thread-safe. Accessing one raises DataError if it
-    is missing, corrupt, or differs from the manifest.
-    """
+    """Shards in stream order, of one token type, each opened on first access. num_tokens: int64
+    [shards]. Thread-safe. Accessing one raises DataError if it is missing, corrupt, or differs from
+    the manifest."""
 
     def __init__(self, directory: Path, columns: ShardColumns, token_dtype: str) -> None:
         self.dtype = np.dtype(token_dtype).newbyteorder("<")
@@ -164,13 +162,10 @@ class TokenDataset:
 
 
 def open_dataset(path: str | Path, check: Level = "index") -> TokenDataset:
-    """Open the dataset in directory `path`.
-
-    `check`: ``sizes`` compares headers and file sizes with the manifest; ``index`` also reads every
-    index; ``listed`` is ``sizes``, but from `MANY_SHARDS` on none is checked before it is read.
-    Raises DataError if the directory, the manifest or a shard is missing, corrupt, or differs from
-    the manifest, and if the training split has no token.
-    """
+    """Open the dataset in directory `path`. `check`: ``sizes`` compares headers and file sizes with
+    the manifest; ``index`` also reads every index; ``listed`` is ``sizes``, but from `MANY_SHARDS`
+    on none is checked before it is read. Raises DataError if the directory, the manifest or a shard
+    is missing, corrupt, or differs from the manifest, and if the training split has no token."""
     directory = Path(path)
     table = read_table(directory)
     if not table.num_tokens("train"):
@@ -216,10 +211,7 @@ MAX_OPEN_FILES = 64
 
 
 class FileReader:
-    """Reader of `paths`, with at most `MAX_OPEN_FILES` of them open between reads.
-
-    Thread-safe.
-    """
+    """Reader of `paths`, with at most `MAX_OPEN_FILES` of them open between reads. Thread-safe."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = paths
@@ -235,10 +227,7 @@ class FileReader:
         ends: Sequence[int],
     ) -> None:
         """Fill ``out[begins[i] : ends[i]]`` with bytes of file ``numbers[i]`` from ``positions[i]``
-        on, for every i.
-
-        Raises DataError if a file cannot be read or is shorter.
-        """
+        on, for every i. Raises DataError if a file cannot be read or is shorter."""
         opened: dict[int, _File] = {}
         read = os.preadv
         for number, position, begin, end in zip(numbers, positions, begins, ends, strict=True):

@@ -175,10 +175,8 @@ class Shard:
 
     @cached_property
     def block_sums(self) -> BlockSums | None:
-        """Checksums of the blocks of the `.bin` and the `.mask`; None if there are none.
-
-        Raises DataError if their file differs from the manifest.
-        """
+        """Checksums of the blocks of the `.bin` and the `.mask`; None if there are none. Raises
+        DataError if their file differs from the manifest."""
         if not self.has_blocks:
             return None
         mask_bytes = 0 if self.mask_path is None else -(-self.num_tokens // 8)
@@ -211,9 +209,7 @@ class Shard:
 
     def document(self, index: int) -> Tokens:
         """Return the tokens of document `index`, with its end-of-document token; a view of the map.
-
-        Raises DataError if the index points outside of the `.bin`.
-        """
+        Raises DataError if the index points outside of the `.bin`."""
         low, high = self._document_range(index)
         return self.tokens[low:high]
 
@@ -246,10 +242,8 @@ class Shard:
 
     def document_begins(self, low: int, high: int) -> list[int]:
         """Return the byte offsets at which documents begin in tokens `low` to `high` (exclusive).
-
-        Searches the index by bisection, so it reads a few pages at any size. For an index that
-        is inconsistent, any numbers may be returned. Raises DataError if the search leaves it.
-        """
+        Searches the index by bisection, so it reads a few pages at any size. For an index that is
+        inconsistent, any numbers may be returned. Raises DataError if the search leaves it."""
         item = self.dtype.itemsize
         pointers = self._pointers
         first, end = bisect_left(pointers, low * item), high * item
@@ -284,9 +278,7 @@ class Shard:
 
     def check_index(self) -> None:
         """Raise DataError unless sequences and documents cover the `.bin` without gap or overlap.
-
-        Reads the full index, in chunks.
-        """
+        Reads the full index, in chunks."""
         position = 0
         for low, high in _chunks(len(self.sequence_lengths)):
             lengths = self.sequence_lengths[low:high].astype(np.int64)

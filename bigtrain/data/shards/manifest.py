@@ -47,11 +47,9 @@ Times = tuple[int | None, int | None]
 
 
 def same_times(known: Times, listed: Times) -> bool:
-    """Return whether a file `listed` with these times was not modified since the `known` ones.
-
-    A `known` change newer than the listed one is accepted too: if two processes list a file before
-    and after a change of its mode, both accept what the second has confirmed.
-    """
+    """Return whether a file `listed` with these times was not modified since the `known` ones. A
+    `known` change newer than the listed one is accepted too: if two processes list a file before
+    and after a change of its mode, both accept what the second has confirmed."""
     if known[0] != listed[0]:
         return False
     return known[1] is None or listed[1] is None or known[1] >= listed[1]
@@ -110,11 +108,9 @@ class TokenizerRecord(Record):
 
 @dataclass(config=COMPACT, frozen=True, slots=True, kw_only=True)
 class PartRecord:
-    """Part of a source that was read for one shard.
-
-    `begin` and `end` are bytes of a file of lines, row groups of a parquet file, record batches of
-    an arrow file, rows of a saved dataset, shards of a streamed one; no `end`: all of it.
-    """
+    """Part of a source that was read for one shard. `begin` and `end` are bytes of a file of lines,
+    row groups of a parquet file, record batches of an arrow file, rows of a saved dataset, shards
+    of a streamed one; no `end`: all of it."""
 
     begin: Count = 0
     end: Count | None = None
@@ -294,11 +290,9 @@ def write_manifest(directory: Path, manifest: Manifest, draft: Path | None = Non
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of the dataset in `directory`.
-
-    Raises DataError if the directory or the manifest is missing, or if the manifest is
-    corrupt or of another format version. Does not check the shards.
-    """
+    """Read the manifest of the dataset in `directory`. Raises DataError if the directory or the
+    manifest is missing, or if the manifest is corrupt or of another format version. Does not check
+    the shards."""
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
         raise DataError(f"{directory} {what} -> make it with `bigtrain tokenize --output`")

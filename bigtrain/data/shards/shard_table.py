@@ -94,10 +94,8 @@ class ShardColumns:
 
 @dataclass(frozen=True)
 class ShardTable:
-    """Shards of a dataset by split, and its manifest's common data.
-
-    text_bytes: UTF-8 bytes of the documents, by split.
-    """
+    """Shards of a dataset by split, and its manifest's common data. text_bytes: UTF-8 bytes of the
+    documents, by split."""
 
     tokenizer: TokenizerRecord
     token_dtype: str

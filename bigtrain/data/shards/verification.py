@@ -37,10 +37,8 @@ class ListedShard:
 
 
 class ListedShards(Sequence[ListedShard]):
-    """Shards of all sources and splits. num_bytes: token bytes of each, int64 [shards].
-
-    Raises DataError if a manifest cannot be read; no other file is read.
-    """
+    """Shards of all sources and splits. num_bytes: token bytes of each, int64 [shards]. Raises
+    DataError if a manifest cannot be read; no other file is read."""
 
     def __init__(self, data: DataSection) -> None:
         self._parts = [
@@ -90,10 +88,8 @@ def rank_slice(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
 
 
 def corrupt_files(path: str | Path) -> list[str]:
-    """Return a text for each missing or corrupt file of the dataset in directory `path`.
-
-    Reads all files. Raises DataError if there is no dataset.
-    """
+    """Return a text for each missing or corrupt file of the dataset in directory `path`. Reads all
+    files. Raises DataError if there is no dataset."""
     problems = []
     shards = ListedShards(DataSection(path=str(path)))
     for file, checksum in (listed for shard in shards for listed in shard.files):

@@ -23,11 +23,8 @@ SYNC_BYTES = 1 << 24
 
 
 class _HashingFile:
-    """File being written, with the XXH3-64 of its content and of each of its blocks.
-
-    A thread syncs it to the disk during writing: a single sync at the end would take half as
-    long as encoding.
-    """
+    """File being written, with the XXH3-64 of its content and of each of its blocks. A thread syncs
+    it to the disk during writing: a single sync at the end would take half as long as encoding."""
 
     def __init__(self, path: Path) -> None:
         self.file: BinaryIO = path.open("wb", buffering=0)
@@ -87,10 +84,8 @@ class _MaskFile:
 
 class ShardWriter:
     """Writer of one shard, in memory bounded by the number of its documents (12 bytes each).
-
-    `masked`: with a `.mask`. The files have temporary names until `close`; leaving the
-    ``with`` block by an exception removes them.
-    """
+    `masked`: with a `.mask`. The files have temporary names until `close`; leaving the ``with``
+    block by an exception removes them."""
 
     def __init__(
         self,
@@ -118,11 +113,9 @@ class ShardWriter:
         text_bytes: int,
         mask: Mask | None = None,
     ) -> None:
-        """Append documents: `tokens` of all of them, their `lengths`, and their UTF-8 bytes.
-
-        A length of zero is a document without a sequence. `tokens` must fit the shard's type.
-        `mask`, bool [tokens]: which of them have a loss; given if and only if the shard is masked.
-        """
+        """Append documents: `tokens` of all of them, their `lengths`, and their UTF-8 bytes. A
+        length of zero is a document without a sequence. `tokens` must fit the shard's type. `mask`,
+        bool [tokens]: which of them have a loss; given if and only if the shard is masked."""
         assert int(lengths.sum()) == len(tokens)
         assert (mask is None) == (self._mask is None)
         if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:

@@ -33,9 +33,8 @@ from bigtrain.data.shards.manifest import (
     TokenizerRecord,
     write_manifest,
 )
-from bigtrain.data.tokenize_job.units import Unit, plan_key
 from bigtrain.data.tokenize_job.worker_pool import SPLITS
-from bigtrain.data.tokenize_job.workspace import JOURNAL_NAME, UnitRecord, Workspace
+from bigtrain.data.tokenize_job.workspace import JOURNAL_NAME, Unit, UnitRecord, Workspace, plan_key
 from bigtrain.data.tokenizers.cache import files_fingerprint
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.tokenizer import Tokenizer
@@ -59,10 +58,7 @@ class Commit:
 
     def run(self, records: dict[str, UnitRecord]) -> Manifest:
         """Create the dataset from the units' `records`. Raise DataError if they have too little
-        data.
-
-        Call it while holding the lease `COMMIT_LEASE`.
-        """
+        data. Call it while holding the lease `COMMIT_LEASE`."""
         done = [records[unit.key] for unit in self.units]
         self._write_errors(done)
         self._require_rendered(done)

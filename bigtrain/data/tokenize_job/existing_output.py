@@ -33,8 +33,7 @@ from bigtrain.data.shards.manifest import (
     write_manifest,
 )
 from bigtrain.data.tokenize_job.request import BuildRequest
-from bigtrain.data.tokenize_job.units import Unit
-from bigtrain.data.tokenize_job.workspace import Workspace
+from bigtrain.data.tokenize_job.workspace import Unit, Workspace
 from bigtrain.data.tokenizers.cache import files_fingerprint
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.errors import DataError
@@ -51,10 +50,7 @@ OWN_NAMES = re.compile(
 
 def inputs_outside(output: Path, sources: Sequence[Source]) -> list[Source]:
     """Return `sources` without files that the command itself writes into a folder that it also
-    reads.
-
-    Raises DataError if none remain, or if an input is the output itself.
-    """
+    reads. Raises DataError if none remain, or if an input is the output itself."""
     # Avoid the real path of every source: it checks every folder above each of many files.
     targets = (os.path.abspath(output), os.path.realpath(output))
     folders = tuple(target + os.sep for target in targets)
@@ -75,10 +71,7 @@ def inputs_outside(output: Path, sources: Sequence[Source]) -> list[Source]:
 
 def is_own(workspace: Workspace) -> bool:
     """Return whether the output is free or an unfinished dataset; False if that was finished just
-    now.
-
-    Raises DataError if it contains anything else.
-    """
+    now. Raises DataError if it contains anything else."""
     try:
         _require_own(workspace)
     except DataError:
@@ -185,10 +178,7 @@ def _is_same_template(manifest: Manifest, request: BuildRequest) -> bool:
 
 def confirm_unit(unit: Unit, workspace: Workspace, options: ReadOptions) -> bool:
     """Return whether the touched inputs of `unit` still have the content it was built from; update
-    its record.
-
-    If not, the record is removed. Call it while holding the unit's lease.
-    """
+    its record. If not, the record is removed. Call it while holding the unit's lease."""
     record = workspace.unconfirmed([unit]).get(unit.key)
     if record is None:
         return False

@@ -14,7 +14,7 @@ from bigtrain.data.documents.files import Selection
 from bigtrain.data.documents.reader import ReadOptions
 from bigtrain.data.shards.manifest import WORK_DIRECTORY, OptionsRecord
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
-from bigtrain.data.tokenizers.selection import Choice
+from bigtrain.data.tokenizers.equivalence import Choice
 from bigtrain.data.tokenizers.tokenizer import NoChatTemplate, Tokenizer
 from bigtrain.errors import LaunchError
 from bigtrain.system.machine import Machine
@@ -30,9 +30,7 @@ MEMORY_BYTES_PER_PROCESS = 1 << 30
 @dataclass(frozen=True)
 class Workers:
     """Worker processes: `num_processes`, each of which has `num_threads` threads for encoding.
-
-    `started`: the command starts them; otherwise it is the only one itself.
-    """
+    `started`: the command starts them; otherwise it is the only one itself."""
 
     num_processes: int
     num_threads: int
@@ -41,11 +39,9 @@ class Workers:
 
 def divide(workers: int | None, num_units: int, num_bytes: int, machine: Machine) -> Workers:
     """Return the processes for `num_units` units of work with `num_bytes` of input in total.
-
     `workers` is what the user wants: 1 is one process with all cores, otherwise this number of
     threads in as many processes as there are units. None: all cores, in processes if each has
-    enough work and memory. An input of unknown size (0 bytes) gets one process.
-    """
+    enough work and memory. An input of unknown size (0 bytes) gets one process."""
     if workers == 1:
         return Workers(1, machine.num_cores, started=False)
     if workers is not None:
@@ -78,11 +74,9 @@ class WorkerRank:
         return WorkerRank(self.rank * parts + part, size)
 
     def order(self, items: Sequence[T]) -> list[T]:
-        """Return all `items` in the order of processing: the own ones, then the others'.
-
-        Own ones are every `size`-th from the `rank`-th. If the size is unknown, starts are spread
-        over the items by the golden ratio, which separates any number of ranks.
-        """
+        """Return all `items` in the order of processing: the own ones, then the others'. Own ones
+        are every `size`-th from the `rank`-th. If the size is unknown, starts are spread over the
+        items by the golden ratio, which separates any number of ranks."""
         if self.size is None:
             first = int(self.rank * GOLDEN % 1.0 * len(items))
             return [*items[first:], *items[:first]]
@@ -138,9 +132,7 @@ def _checked(rank: int, size: int, names: str) -> WorkerRank:
 @dataclass(frozen=True)
 class BuildRequest:
     """Request to `bigtrain tokenize`. `workers` and `share` do not change the result.
-
-    `chat_template`: a template file for conversations, instead of the tokenizer's own.
-    """
+    `chat_template`: a template file for conversations, instead of the tokenizer's own."""
 
     selection: Selection
     options: OptionsRecord

@@ -39,9 +39,9 @@ from bigtrain.data.shards.manifest import ShardRecord, Split
 from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.data.tokenize_job.existing_output import confirm_unit
 from bigtrain.data.tokenize_job.request import WorkerRank, Workers
-from bigtrain.data.tokenize_job.units import Unit
 from bigtrain.data.tokenize_job.workspace import (
     PartDone,
+    Unit,
     UnitRecord,
     Workspace,
     errors_name,
@@ -62,12 +62,10 @@ SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 @dataclass(frozen=True)
 class Job:
-    """Inputs of building in addition to the unit; sent to each worker once.
-
-    `encoder_reason`: why it is not a faster one. `allow_bad`: list bad documents instead of
-    stopping. `num_threads`: threads that encode during reading and writing; 1 thread does
-    everything. `chat`: encoder of documents that are conversations.
-    """
+    """Inputs of building in addition to the unit; sent to each worker once. `encoder_reason`: why
+    it is not a faster one. `allow_bad`: list bad documents instead of stopping. `num_threads`:
+    threads that encode during reading and writing; 1 thread does everything. `chat`: encoder of
+    documents that are conversations."""
 
     encoder: Encoder
     reference: Encoder
@@ -115,12 +113,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Batch:
-    """Encoded documents: tokens, lengths, which are held out, UTF-8 bytes of each.
-
-    For conversations also: which tokens are targets, the number of conversations, and number
-    and reason of those that are not among the documents, and `chats`, which counts what the chat
-    template drops.
-    """
+    """Encoded documents: tokens, lengths, which are held out, UTF-8 bytes of each. For
+    conversations also: which tokens are targets, the number of conversations, and number and reason
+    of those that are not among the documents, and `chats`, which counts what the chat template
+    drops."""
 
     tokens: Tokens
     lengths: npt.NDArray[np.int64]
@@ -145,22 +141,18 @@ class Counts:
 
 
 def is_held_out(content: bytes, fraction: float) -> bool:
-    """Return whether the document with UTF-8 `content` belongs to the held-out split.
-
-    Depends only on the document, so the split is stable when data is appended, and a duplicate is
-    on the same side as its original.
-    """
+    """Return whether the document with UTF-8 `content` belongs to the held-out split. Depends only
+    on the document, so the split is stable when data is appended, and a duplicate is on the same
+    side as its original."""
     return xxhash.xxh3_64_intdigest(content) < int(fraction * 2**64)
 
 
 def build_unit(
     unit: Unit, job: Job, workspace: Workspace, counts: Counts, report: Callable[[], None]
 ) -> UnitRecord:
-    """Write the shards and the record of `unit` into `workspace`.
-
-    `counts` is updated and `report` called after each batch. Raises DataError for input
-    that cannot be used and EncoderError for a wrong encoder; then no file remains.
-    """
+    """Write the shards and the record of `unit` into `workspace`. `counts` is updated and `report`
+    called after each batch. Raises DataError for input that cannot be used and EncoderError for a
+    wrong encoder; then no file remains."""
     reader = _UnitReader(unit, job, counts, workspace)
     with ExitStack() as cleanup:
         writers = {
@@ -365,10 +357,8 @@ def new_token() -> str:
 
 
 def run_round(work: Round, workers: Workers, update: Update) -> None:
-    """Build the units of `work` on which no other process holds a lease.
-
-    With several workers, the first error of any is raised, and the others are killed.
-    """
+    """Build the units of `work` on which no other process holds a lease. With several workers, the
+    first error of any is raised, and the others are killed."""
     num_processes, num_threads = workers.num_processes, workers.num_threads
     if not workers.started:
         # Even on one core reading and writing wait less in parallel with an encoder.

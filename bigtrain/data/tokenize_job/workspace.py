@@ -1,6 +1,10 @@
-"""Work folder of an unfinished dataset: finished units, leases, and rejected encoders.
+"""Units of work of a tokenization, and the work folder of an unfinished dataset.
 
-::
+A unit is the part of the inputs that becomes one shard: a part of a file (`PartRecord`), a file
+that cannot be split, or several small files. The plan depends only on the inputs, the tokenizer and
+the options, not on the workers. A unit's key covers the options and the ranges of its inputs;
+checksums of their content are in its record (`bigtrain.data.tokenize_job.existing_output`). So
+units of an earlier plan are reused if key and content are the same. The folder::
 
     OUTPUT/.units/
       KEY.TOKEN.train.bin  .idx ...  shards of a unit, written by process TOKEN
@@ -9,7 +13,7 @@
       KEY.claim                      the lease on it, `bigtrain.system.leases`
       rejected-ENGINE                a wrong encoder; its units are rebuilt
       assembly.json                  `bigtrain.data.tokenize_job.commit` is in progress
-      (a file without a name)        decompressed input of a unit (`sources.decompression`)
+      (a file without a name)        decompressed input of a unit
 """
 
 from __future__ import annotations
@@ -22,9 +26,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
 from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
+from bigtrain.data.documents.files import Source
+from bigtrain.data.documents.reader import Part, ReadOptions, whole
 from bigtrain.data.shards.manifest import (
     COMPACT,
     MANIFEST_NAME,
@@ -37,7 +44,6 @@ from bigtrain.data.shards.manifest import (
     Times,
     same_times,
 )
-from bigtrain.data.tokenize_job.units import Unit
 from bigtrain.system.files import write_whole
 from bigtrain.system.leases import Leases
 
@@ -47,10 +53,8 @@ RECORD_OR_LEASE = re.compile(r"[0-9a-f]{32}\.(json|claim)|assembly\.(json|claim)
 
 @pydantic_dataclass(config=COMPACT, frozen=True, slots=True, kw_only=True)
 class PartDone:
-    """Result of reading a part: its content, and the number of lines that started in it.
-
-    `xxh3` and `layout_xxh3` as in `PartReader`; `times` of the source when it was listed.
-    """
+    """Result of reading a part: its content, and the number of lines that started in it. `xxh3` and
+    `layout_xxh3` as in `PartReader`; `times` of the source when it was listed."""
 
     xxh3: Checksum
     layout_xxh3: Checksum
@@ -60,11 +64,8 @@ class PartDone:
 
 class UnitRecord(Record):
     """`KEY.json`. Record of a unit. `documents` are the good ones, `token` names the process that
-    wrote the files.
-
-    For conversations: `unrendered` parts by kind, and the texts of the control tokens that end
-    answers and of others inside of them.
-    """
+    wrote the files. For conversations: `unrendered` parts by kind, and the texts of the control
+    tokens that end answers and of others inside of them."""
 
     key: str
     token: str
@@ -222,3 +223,84 @@ class Workspace:
         except FileNotFoundError:
             return False
         return all(sizes) and all((self.directory / name).exists() for name in record.files)
+
+
+UNIT_FORMAT = 3
+"""Part of every key: increase it when the same input gives different bytes."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Consecutive parts of sources that become one shard."""
+
+    key: str
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+
+def plan_units(
+    sources: Sequence[Source], options: ReadOptions, shard_bytes: int, identity: Sequence[object]
+) -> list[Unit]:
+    """Return the units of `sources`, in the order of the input, of at most about `shard_bytes`
+    each. `identity`: the other inputs to a unit's bytes, tokenizer and options, as JSON values.
+    Reads footers of parquet and arrow files larger than `shard_bytes`; raises DataError for corrupt
+    ones."""
+    common = [
+        UNIT_FORMAT,
+        *identity,
+        options.text_keys,
+        options.max_document_bytes,
+        options.selection.dataset_config,
+        options.selection.dataset_split,
+    ]
+    groups = _groups(sources, options, shard_bytes)
+    return [Unit(_key(common, parts), tuple(parts)) for parts in groups]
+
+
+def plan_key(units: Sequence[Unit]) -> str:
+    """Return a key of the plan: equal if the units, their order and the times of their inputs
+    are."""
+    described = [[unit.key, [part.source.record.times for part in unit.parts]] for unit in units]
+    return xxhash.xxh3_128_hexdigest(json.dumps(described).encode())
+
+
+def _key(common: Sequence[object], parts: Sequence[Part]) -> str:
+    described = [
+        [part.source.kind, *part.source.record.place, part.begin, part.end] for part in parts
+    ]
+    return xxhash.xxh3_128_hexdigest(json.dumps([common, described]).encode())
+
+
+def _groups(
+    sources: Sequence[Source], options: ReadOptions, shard_bytes: int
+) -> Iterator[list[Part]]:
+    """Return groups of parts: large sources are split, small ones grouped. The end of a group of
+    small files depends only on nearby files: on the hash of a path, once the group has half its
+    size. So a file that is fixed, added or removed changes its own group and few after it, not all
+    that follow."""
+    group: list[Part] = []
+    size = 0
+    for source in sources:
+        num_bytes = source.record.bytes
+        if num_bytes is None or size + num_bytes > shard_bytes:
+            if group:
+                yield group
+                group, size = [], 0
+            if num_bytes is None or num_bytes > shard_bytes:
+                # A decompressed file cannot be read in parts by several workers.
+                is_split = not source.needs_decompression
+                parts = source.format.split(source, options, shard_bytes) if is_split else ()
+                yield from ([part] for part in parts or [whole(source)])
+                continue
+        group.append(whole(source))
+        size += num_bytes
+        chance = min(1.0, num_bytes / (shard_bytes / 4))
+        draw = xxhash.xxh3_64_intdigest(source.path.encode()) / 2**64
+        if size > shard_bytes / 2 and draw < chance:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

@@ -41,11 +41,9 @@ MAX_SAVED_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class CachedTokenizer:
-    """Result of ``AutoTokenizer`` for a directory: `content` is its ``tokenizer.json``.
-
-    `changes`: parts changed by loading; `files`: further files written by `save_pretrained`.
-    `remark`: note of the load, for the log.
-    """
+    """Result of ``AutoTokenizer`` for a directory: `content` is its ``tokenizer.json``. `changes`:
+    parts changed by loading; `files`: further files written by `save_pretrained`. `remark`: note of
+    the load, for the log."""
 
     hash: str
     vocab_size: int
@@ -81,10 +79,8 @@ class CachedTokenizer:
 
 def fingerprint(directory: Path, name: str) -> str | None:
     """Return the cache key of loading `directory` by `name`; None if its files cannot be read.
-
     Covers its files except weights, the name (transformers recognises some models by it), the
-    versions of the libraries and the modules that load tokenizers.
-    """
+    versions of the libraries and the modules that load tokenizers."""
     try:
         parts: list[str | bytes] = [name, package_fingerprints(*LIBRARIES), _own_source()]
         for path in _files(directory):
@@ -113,11 +109,9 @@ def get_cached_tokenizer(directory: Path, key: str) -> CachedTokenizer | None:
 def put_cached_tokenizer(
     directory: Path, key: str, huggingface: Any, facts: dict[str, Any], decodes_plainly: bool
 ) -> CachedTokenizer | None:
-    """Cache the tokenizer that transformers loaded from `directory`.
-
-    None if it has no ``tokenizer.json``, or transformers changed vocabulary or merges. `facts`:
-    `hash`, `vocab_size` and `end_of_document_id`.
-    """
+    """Cache the tokenizer that transformers loaded from `directory`. None if it has no
+    ``tokenizer.json``, or transformers changed vocabulary or merges. `facts`: `hash`, `vocab_size`
+    and `end_of_document_id`."""
     try:
         content = (directory / BACKEND_FILE).read_bytes()
         changes = _changes(content, json.loads(huggingface.backend_tokenizer.to_str()))
@@ -141,10 +135,8 @@ def _files(directory: Path) -> Iterator[Path]:
 
 def _changes(content: bytes, loaded: dict[str, Any]) -> dict[str, Any] | None:
     """Return the parts and model settings of `loaded` that differ from the tokenizer in `content`.
-
     None if the vocabulary or the merges differ. Both are compared in the canonical form of
-    `tokenizers`.
-    """
+    `tokenizers`."""
     plain = _normal(content.decode("utf-8"))
     changes = _differences(loaded, plain)
     if "model" in changes:
@@ -222,12 +214,9 @@ def files_fingerprint(name: str) -> str | None:
 
 def foreign_file(dataset: Path, folder: str) -> str | None:
     """Return the first file in `folder` of a dataset that must not be copied, and why; None if
-    none.
-
-    A dataset may be untrusted: a link in it must not copy a file of this machine into a run
+    none. A dataset may be untrusted: a link in it must not copy a file of this machine into a run
     directory, which may be shared. Links may point into the dataset, and, in a snapshot of the
-    Hugging Face cache, to the blobs of its repository.
-    """
+    Hugging Face cache, to the blobs of its repository."""
     root = os.path.realpath(dataset)
     parents = Path(root).parents
     blobs = [str(parent.with_name("blobs")) for parent in parents if parent.name == "snapshots"]

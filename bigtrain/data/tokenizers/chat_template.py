@@ -24,11 +24,9 @@ _RENDERING = Lock()
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Chat template, rendered by transformers. Can be pickled.
-
-    source: the Jinja text; source_with_tools: for conversations with tools. variables: the special
-    tokens by name. literals: the strings in both sources.
-    """
+    """Chat template, rendered by transformers. Can be pickled. source: the Jinja text;
+    source_with_tools: for conversations with tools. variables: the special tokens by name.
+    literals: the strings in both sources."""
 
     source: str
     source_with_tools: str
@@ -52,10 +50,8 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, and its character ranges in ``{% generation %}`` blocks.
-
-        Raises ConversationError.
-        """
+        """Return the text, and its character ranges in ``{% generation %}`` blocks. Raises
+        ConversationError."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         render: Any = render_jinja_template

@@ -1,6 +1,6 @@
 """Encoders of documents to tokens. The reference is `tokenizers`, which `transformers` uses.
 
-gigatoken and fastokens are 20 to 40 times faster, but young: `bigtrain.data.tokenizers.selection`
+gigatoken and fastokens are 20 to 40 times faster, but young: `bigtrain.data.tokenizers.equivalence`
 uses one only while `bigtrain.data.tokenizers.equivalence` finds no difference.
 """
 
@@ -20,12 +20,10 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class Encoded:
-    """Documents as tokens: `tokens` integers [sum of lengths], `lengths` int64 [documents].
-
-    Each document begins with the beginning-of-text tokens and ends with the end-of-document token,
+    """Documents as tokens: `tokens` integers [sum of lengths], `lengths` int64 [documents]. Each
+    document begins with the beginning-of-text tokens and ends with the end-of-document token,
     counted in its length; a document without tokens has length 0 and neither, as in Megatron's
-    ``preprocess_data.py``.
-    """
+    ``preprocess_data.py``."""
 
     tokens: npt.NDArray[np.integer[Any]]
     lengths: npt.NDArray[np.int64]
@@ -62,11 +60,8 @@ class Encoder(ABC):
         return self.encode_utf8([text.encode("utf-8") for text in texts])
 
     def encode_utf8(self, contents: Sequence[bytes]) -> Encoded:
-        """Encode documents given as UTF-8, in all threads of the library.
-
-        Their number is RAYON_NUM_THREADS, or that of the cores. Raises EncoderError if a fast
-        library fails.
-        """
+        """Encode documents given as UTF-8, in all threads of the library. Their number is
+        RAYON_NUM_THREADS, or that of the cores. Raises EncoderError if a fast library fails."""
         if self._backend is None:
             self._backend = self._load()
         plain = self._encode(contents)
@@ -133,12 +128,9 @@ class ReferenceEncoder(Encoder):
 
 def hide_words(model: dict[str, Any], words: Collection[str]) -> dict[str, str]:
     """Rename `words` in the vocabulary of a `tokenizer.json`'s ``model``, so that no text is
-    encoded as one of them; return their new names. Ids do not change.
-
-    A Unigram, WordPiece or WordLevel model encodes any text in its vocabulary as a token, including
-    special tokens. A BPE model follows its merges, unless it ignores them for words that are
-    tokens.
-    """
+    encoded as one of them; return their new names. Ids do not change. A Unigram, WordPiece or
+    WordLevel model encodes any text in its vocabulary as a token, including special tokens. A BPE
+    model follows its merges, unless it ignores them for words that are tokens."""
     vocabulary = model.get("vocab") or []
     kept = {model.get("unk_token")}  # models look it up by its name
     if "merges" in model:

@@ -1,21 +1,31 @@
-"""Comparison of a fast encoder with the reference.
+"""Selection of the fastest encoder that equals the reference.
 
 The edge cases (fixed texts and a seeded generator) are compared once per tokenizer, library
-versions and CPU; in every run also a fraction of the input's documents.
+versions and CPU; in every run also a fraction of the input's documents. Units written by a fast
+encoder before it was found wrong are built again, so no token depends on the selection.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import numpy as np
 
 from bigtrain.data.tokenizers import encoders as encoders_module
-from bigtrain.data.tokenizers.encoders import Encoded, Encoder, EncoderError
+from bigtrain.data.tokenizers.encoders import (
+    FAST_ENCODERS,
+    Encoded,
+    Encoder,
+    EncoderError,
+    ReferenceEncoder,
+)
+from bigtrain.errors import DataError
 from bigtrain.system.user_cache import (
     cache_get,
     cache_put,
@@ -59,9 +69,7 @@ def _compare(
 
 def check_equivalence(fast: Encoder, reference: Encoder) -> None:
     """Compare encoders on the edge cases, once for these encoders, versions, tokenizer and CPU.
-
-    Raises EncoderError if they differ; a difference is not cached, so it is raised every time.
-    """
+    Raises EncoderError if they differ; a difference is not cached, so it is raised every time."""
     key = _proof_key(fast, reference)
     if key is not None and cache_get("encoders", key) is not None:
         return
@@ -234,3 +242,75 @@ def _mixtures() -> Iterator[str]:
     pieces = [*"aZé9 \n\t.'-_(\u0301東ж🙂", "  ", "\r\n", "ing", "The", "\u200d", *SPACES]
     for _ in range(NUM_MIXTURES):
         yield "".join(chooser.choices(pieces, k=chooser.randint(1, 40)))
+
+
+logger = logging.getLogger(__name__)
+
+Choice = Literal["auto", "gigatoken", "fastokens", "reference"]
+CHOICES: tuple[Choice, ...] = get_args(Choice)
+
+
+@dataclass
+class EncoderQueue:
+    """Encoders to use, fastest first, and the reasons why earlier ones were rejected. `current`
+    agrees with the reference on the edge cases; the reference itself is the last."""
+
+    reference: ReferenceEncoder
+    candidates: list[type[Encoder]]
+    reasons: list[str] = field(default_factory=list)
+    current: Encoder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._advance()
+
+    @property
+    def reason(self) -> str:
+        """Reason why this encoder is used and no faster one; empty for the fastest."""
+        return "; ".join(self.reasons)
+
+    def reject(self, why: str) -> None:
+        """Reject the current encoder, select the next, and log it."""
+        self._note(self.current, why)
+        self._advance()
+
+    def _note(self, encoder: Encoder, why: str) -> None:
+        self.reasons.append(f"not {encoder.engine()}: {why}")
+        logger.warning("encoder %s is not used: %s", encoder.engine(), why)
+
+    def _advance(self) -> None:
+        while self.candidates:
+            reference = self.reference
+            kind = self.candidates.pop(0)
+            encoder = kind(
+                reference.tokenizer_json,
+                reference.end_of_document_id,
+                reference.parse_special_tokens,
+                reference.beginning_ids,
+            )
+            try:
+                check_equivalence(encoder, reference)
+            except EncoderError as error:
+                self._note(encoder, str(error))
+                continue
+            self.current = encoder
+            return
+        self.current = self.reference
+
+
+def choose_encoder(
+    reference: ReferenceEncoder, choice: Choice, read_once: bool = False
+) -> EncoderQueue:
+    """Return the encoders that `choice` allows; the current one agrees on the edge cases.
+    `read_once`: the input can be read only once, so no unit could be rebuilt if a fast encoder
+    turns out wrong; then only the reference is used. Raises DataError for an unknown choice."""
+    if choice not in CHOICES:
+        raise DataError(f"--encoder {choice}: not one of {', '.join(CHOICES)}")
+    if choice == "reference":
+        return EncoderQueue(reference, [], ["requested: --encoder reference"])
+    if read_once:
+        reason = "the input can be read only once, so a fast encoder's work could not be repeated"
+        logger.warning("the reference encoder is used: %s", reason)
+        return EncoderQueue(reference, [], [reason])
+    if choice == "auto":
+        return EncoderQueue(reference, list(FAST_ENCODERS.values()))
+    return EncoderQueue(reference, [FAST_ENCODERS[choice]])

@@ -28,10 +28,8 @@ def check_model_tokens(
 ) -> list[Problem]:
     """Check that a dataset's tokens, whose tokenizer is in `directory`, have the meaning that they
     have for the run's initial weights: ``model.path`` or ``checkpoint.initialize_from``, or, if it
-    `resumes`, its own. Weights without a ``tokenizer.json`` are not checked.
-
-    source: the dataset, for the message.
-    """
+    `resumes`, its own. Weights without a ``tokenizer.json`` are not checked. source: the dataset,
+    for the message."""
     if config.data.allow_other_tokenizer:
         return []
     if resumes:
@@ -49,9 +47,7 @@ def check_model_tokens(
 def beginning_note(config: RunConfig, dataset: TokenDataset) -> str:
     """Return a log line if texts of the data begin differently than the tokenizer next to the
     weights of ``model.path`` begins them; empty if they do not, or if that is unknown.
-
-    Conversations begin as their template writes, and resumed runs do not read the base.
-    """
+    Conversations begin as their template writes, and resumed runs do not read the base."""
     record, base = dataset.table.tokenizer, config.model.path
     if base is None or record.chat_template is not None or _tokenizer_file(base) is None:
         return ""

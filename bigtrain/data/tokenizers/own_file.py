@@ -25,11 +25,8 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 def as_in_file(tokenizer: Any, path: Path, **options: Any) -> tuple[Any, str]:
     """Return `tokenizer`, which transformers loaded, if it equals the tokenizer in `path`;
-    otherwise the latter, and why. `options`: of `from_pretrained`.
-
-    Raises DataError for a file that the library `tokenizers` cannot read, or that transformers'
-    plain class also changes.
-    """
+    otherwise the latter, and why. `options`: of `from_pretrained`. Raises DataError for a file that
+    the library `tokenizers` cannot read, or that transformers' plain class also changes."""
     own = _read(path)
     why = _differences(tokenizer, own, path)
     if not why:

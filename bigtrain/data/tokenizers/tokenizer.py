@@ -47,11 +47,9 @@ class NoChatTemplate(DataError):
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Loaded Hugging Face tokenizer, and the facts that a dataset records about it.
-
-    Token ids are below `vocab_size`, which counts added tokens and gaps. `hash` is
-    `tokenizer_hash`. It was `loaded` by transformers, or is `cached`, or both.
-    """
+    """Loaded Hugging Face tokenizer, and the facts that a dataset records about it. Token ids are
+    below `vocab_size`, which counts added tokens and gaps. `hash` is `tokenizer_hash`. It was
+    `loaded` by transformers, or is `cached`, or both."""
 
     name: str
     hash: str
@@ -80,11 +78,8 @@ class Tokenizer:
         ends: bool = True,
         beginning_ids: tuple[int, ...] = (),
     ) -> ReferenceEncoder:
-        """Return the reference encoder; `bigtrain.data.tokenizers.selection` selects a faster one.
-
-        `ends`: append the end-of-document token to each document; `beginning_ids`: begin it with
-        these.
-        """
+        """Return the reference encoder; `equivalence` selects a faster one. `ends`: append the
+        end-of-document token to each document; `beginning_ids`: begin it with these."""
         end = self.end_of_document_id if ends else None
         return ReferenceEncoder(self.backend_json, end, parse_special_tokens, beginning_ids)
 
@@ -157,10 +152,8 @@ class Tokenizer:
         return {number: name for number, name in known.items() if name}
 
     def chat_template(self, file: Path | None = None) -> ChatTemplate:
-        """Return the tokenizer's chat template, or the one in `file`.
-
-        Raises DataError if there is none, it cannot be read, or its syntax is invalid.
-        """
+        """Return the tokenizer's chat template, or the one in `file`. Raises DataError if there is
+        none, it cannot be read, or its syntax is invalid."""
         try:
             given = None if file is None else file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -221,11 +214,8 @@ def _literals(sources: Iterable[str], where: str) -> frozenset[str]:
 
 def load_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer in directory `name`, or of that name on the Hugging Face Hub or in its
-    cache.
-
-    Raises DataError if there is none, if the Hub is unreachable (detected in seconds), and if the
-    tokenizer has no fast implementation or no end-of-sequence token.
-    """
+    cache. Raises DataError if there is none, if the Hub is unreachable (detected in seconds), and
+    if the tokenizer has no fast implementation or no end-of-sequence token."""
     if is_address(name):
         place = local_path(name, weights=False)
         return replace(load_tokenizer(place), name=without_secrets(name), directory=place)
@@ -313,11 +303,9 @@ def _load_with_transformers(name: str) -> tuple[Any, str]:
 
 
 def _hub_problem(name: str) -> str | None:
-    """Return why the Hub does not provide `name`; None if it does.
-
-    Checked first with one short request: transformers itself retries an unreachable Hub for a
-    minute and a half, and prints every retry.
-    """
+    """Return why the Hub does not provide `name`; None if it does. Checked first with one short
+    request: transformers itself retries an unreachable Hub for a minute and a half, and prints
+    every retry."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
@@ -337,11 +325,9 @@ def _hub_problem(name: str) -> str | None:
 
 def tokenizer_hash(huggingface: Any) -> str:
     """Return the SHA-256 of the parts of `huggingface` that determine the encoding of documents.
-
     These are normalizer, pre-tokenizer, model and added tokens of the fast tokenizer's canonical
     JSON, and the end-of-document id; not truncation, padding, post-processor and decoder. The same
-    after saving and loading.
-    """
+    after saving and loading."""
     tree = json.loads(huggingface.backend_tokenizer.to_str())
     parts = {key: tree.get(key) for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")}
     parts["end_of_document_id"] = huggingface.eos_token_id

@@ -24,12 +24,10 @@ SPLIT_PATTERN = (
 
 
 def train_tokenizer(batches: Iterable[Sequence[str]], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE of `vocab_size` tokens on batches of texts.
-
-    Every text can be encoded and decodes to itself. Id 0 is ``<|endoftext|>``, then the 256 bytes.
-    Little text may give fewer merges than requested: see `vocab_size` of the result. Raises
-    DataError for a `vocab_size` below 257, and if there is no text.
-    """
+    """Train a byte-level BPE of `vocab_size` tokens on batches of texts. Every text can be encoded
+    and decodes to itself. Id 0 is ``<|endoftext|>``, then the 256 bytes. Little text may give fewer
+    merges than requested: see `vocab_size` of the result. Raises DataError for a `vocab_size` below
+    257, and if there is no text."""
     if vocab_size < MIN_VOCAB_SIZE:
         raise DataError(
             f"--vocab-size {vocab_size} is too small: 256 bytes and {END_OF_DOCUMENT} need "
@@ -76,11 +74,8 @@ def add_tokens(
     name: str, plain: Sequence[str], special: Sequence[str]
 ) -> tuple[Tokenizer, dict[str, int]]:
     """Return the tokenizer `name` with `special` and then `plain` texts added as tokens, and their
-    ids.
-
-    Their ids follow the highest existing one. Raises DataError for a text that is empty, given
-    twice or already a token, and as `load_tokenizer`.
-    """
+    ids. Their ids follow the highest existing one. Raises DataError for a text that is empty, given
+    twice or already a token, and as `load_tokenizer`."""
     texts = [*special, *plain]
     if not texts:
         raise DataError("nothing to add to the tokenizer -> --add-token or --add-special-token")

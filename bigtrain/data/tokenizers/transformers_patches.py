@@ -10,11 +10,9 @@ from typing import Any
 
 
 def template_syntax_tree(source: str) -> Any:
-    """Return a chat template as a jinja2 syntax tree, parsed in transformers' environment.
-
-    Its `_compile_jinja_template` (utils/chat_template_utils.py:562) creates that environment, with
-    extensions that some templates need. Raises jinja2.TemplateSyntaxError.
-    """
+    """Return a chat template as a jinja2 syntax tree, parsed in transformers' environment. Its
+    `_compile_jinja_template` (utils/chat_template_utils.py:562) creates that environment, with
+    extensions that some templates need. Raises jinja2.TemplateSyntaxError."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     compile_: Any = _compile_jinja_template
@@ -22,11 +20,9 @@ def template_syntax_tree(source: str) -> Any:
 
 
 def decodes_plainly(tokenizer: Any) -> bool:
-    """Return whether a transformers tokenizer decodes exactly as `tokenizers` does.
-
-    A class changes it in `decode` (tokenization_utils_base.py:2884) or in `_decode`
-    (tokenization_utils_tokenizers.py:1150), which the former calls.
-    """
+    """Return whether a transformers tokenizer decodes exactly as `tokenizers` does. A class changes
+    it in `decode` (tokenization_utils_base.py:2884) or in `_decode`
+    (tokenization_utils_tokenizers.py:1150), which the former calls."""
     from transformers import PreTrainedTokenizerFast
 
     kind, plain = type(tokenizer), PreTrainedTokenizerFast

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from bigtrain.cli import main
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.format import HEADER, MAGIC, Shard
-from bigtrain.data.shards.statistics import length_histogram
+from bigtrain.data.shards.inspection import length_histogram
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.errors import DataError
 from tests.support.datasets import write_dataset
@@ -231,8 +231,8 @@ def test_histogram_is_the_plain_count(
     shard = Shard(write_foreign(tmp_path_factory.mktemp("x") / "x", documents))
     with pytest.MonkeyPatch.context() as patch:
         for name in ("CHUNK_ITEMS", "MANY_SEQUENCES_CHUNK"):
-            patch.setattr(f"bigtrain.data.shards.statistics.{name}", chunk)
-        patch.setattr("bigtrain.data.shards.statistics.LONG_TOKENS", 10)
+            patch.setattr(f"bigtrain.data.shards.inspection.{name}", chunk)
+        patch.setattr("bigtrain.data.shards.inspection.LONG_TOKENS", 10)
         histogram = length_histogram([shard], one_sequence=False)
         if all(len(document) < 2 and 0 not in document for document in documents):
             again = length_histogram([shard], one_sequence=True)

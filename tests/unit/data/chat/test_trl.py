@@ -14,8 +14,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from bigtrain.data.chat.encoder import ChatEncoder, TextEnds
-from bigtrain.data.documents.chat_formats import FORMATS
-from bigtrain.data.documents.fields import Conversations, document_in
+from bigtrain.data.documents.chat_formats import FORMATS, Conversations, document_in
 from bigtrain.data.tokenizers.tokenizer import describe
 from tests.support.chats import CHATML, LLAMA3, QWEN3, chat_tokenizer
 

@@ -9,9 +9,8 @@ from typing import Any
 import orjson
 import pytest
 
-from bigtrain.data.documents.chat_formats import FORMATS, nearest
+from bigtrain.data.documents.chat_formats import FORMATS, Conversations, document_in, nearest
 from bigtrain.data.documents.conversations import ConversationError, conversation_bytes
-from bigtrain.data.documents.fields import Conversations, document_in
 
 TOOLS = [{"type": "function", "function": {"name": "time", "parameters": {}}}]
 MESSAGES = [

@@ -22,8 +22,8 @@ from bigtrain.data.loading.loader import (
     open_training_data,
 )
 from bigtrain.data.samples.mixture import MixedSamples
-from bigtrain.data.samples.rows import Indices, TokenRows
 from bigtrain.data.samples.shuffle import SampleOrder
+from bigtrain.data.samples.token_stream import Indices, TokenRows
 from bigtrain.errors import DataError
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig

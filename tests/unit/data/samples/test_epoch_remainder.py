@@ -10,9 +10,14 @@ import numpy as np
 import pytest
 
 from bigtrain.data.loading.loader import open_training_data
-from bigtrain.data.samples.epoch_remainder import JoinedWindows
 from bigtrain.data.samples.mixture import MixedSamples
-from bigtrain.data.samples.phases import Phase, first_phase, identify_sources, next_phase
+from bigtrain.data.samples.phases import (
+    JoinedWindows,
+    Phase,
+    first_phase,
+    identify_sources,
+    next_phase,
+)
 from bigtrain.data.samples.token_stream import split_stream
 from bigtrain.data.shards.dataset import TokenDataset, open_sources
 from bigtrain.errors import DataError

@@ -22,8 +22,8 @@ from bigtrain.data.samples.mixture import (
     integer_weights,
 )
 from bigtrain.data.samples.phases import data_hash
-from bigtrain.data.samples.rows import TokenRows
 from bigtrain.data.samples.shuffle import SampleOrder
+from bigtrain.data.samples.token_stream import TokenRows
 from bigtrain.data.shards.dataset import open_sources
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig, SourceSection

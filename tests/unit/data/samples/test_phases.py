@@ -13,9 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigtrain.data.samples.epoch_remainder import EpochRemainder
 from bigtrain.data.samples.mixture import BLOCK_SAMPLES
-from bigtrain.data.samples.phases import Phase, SourceIdentity, differences, first_phase, next_phase
+from bigtrain.data.samples.phases import (
+    EpochRemainder,
+    Phase,
+    SourceIdentity,
+    differences,
+    first_phase,
+    next_phase,
+)
 from bigtrain.data.samples.shuffle import SampleOrder, convert_place, group_size
 from bigtrain.errors import CheckpointError
 from bigtrain.settings.run_config import RunConfig

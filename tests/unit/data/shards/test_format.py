@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.format import Shard, token_dtype
+from bigtrain.data.shards.inspection import token_counts, unigram_entropy
 from bigtrain.data.shards.manifest import MANIFEST_NAME, read_manifest
-from bigtrain.data.shards.statistics import token_counts, unigram_entropy
 from bigtrain.data.shards.verification import corrupt_files
 from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.errors import DataError
@@ -223,7 +223,7 @@ def test_corrupt_manifest_is_refused_or_harmless(corrupt: Path, data: st.DataObj
 
 
 def test_unigram_entropy_is_the_formula(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bigtrain.data.shards.statistics.CHUNK_ITEMS", 7)
+    monkeypatch.setattr("bigtrain.data.shards.inspection.CHUNK_ITEMS", 7)
     opened = open_dataset(dataset)
     train, held_out = (
         np.concatenate([shard.tokens for shard in opened.shards(split)])

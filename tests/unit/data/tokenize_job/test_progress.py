@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from bigtrain.data.tokenize_job.progress import LINE_EVERY_S, Progress
+from bigtrain.data.tokenize_job.job import LINE_EVERY_S, Progress
 from bigtrain.data.tokenize_job.worker_pool import Counts
 
 

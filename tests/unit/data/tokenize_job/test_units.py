@@ -25,7 +25,7 @@ from bigtrain.data.documents.formats import part_reader
 from bigtrain.data.documents.reader import ReadOptions, RejectedDocuments
 from bigtrain.data.documents.table_readers import HubDatasetReader
 from bigtrain.data.shards.manifest import SourceRecord
-from bigtrain.data.tokenize_job.units import Unit, plan_key, plan_units
+from bigtrain.data.tokenize_job.workspace import Unit, plan_key, plan_units
 from bigtrain.errors import DataError
 
 TEXTS = [f"Text number {n}: äöü, 東京\n" * (n % 7) for n in range(700)]

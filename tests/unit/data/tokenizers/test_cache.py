@@ -17,8 +17,7 @@ from bigtrain.data.tokenizers import encoders
 from bigtrain.data.tokenizers import equivalence as encoder_checks
 from bigtrain.data.tokenizers.cache import _changes, _normal, fingerprint, get_cached_tokenizer
 from bigtrain.data.tokenizers.encoders import GigatokenEncoder
-from bigtrain.data.tokenizers.equivalence import SENTENCES, check_equivalence
-from bigtrain.data.tokenizers.selection import choose_encoder
+from bigtrain.data.tokenizers.equivalence import SENTENCES, check_equivalence, choose_encoder
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.system import user_cache as known

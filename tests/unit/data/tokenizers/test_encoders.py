@@ -27,10 +27,10 @@ from bigtrain.data.tokenizers.encoders import (
 from bigtrain.data.tokenizers.equivalence import (
     SENTENCES,
     CheckSampler,
+    choose_encoder,
     require_equal,
     tokenizer_edge_cases,
 )
-from bigtrain.data.tokenizers.selection import choose_encoder
 from bigtrain.data.tokenizers.tokenizer import Tokenizer
 from bigtrain.data.tokenizers.training import train_tokenizer
 from tests.support.tiers import examples
