@@ -20,6 +20,7 @@ import torch
 
 from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
 from bigtrain.data.samples.token_stream import Indices, Samples, TokenRows
+from bigtrain.data.shards.manifest import REBUILD
 from bigtrain.errors import DataError
 
 CHUNK_TOKENS = 1 << 19
@@ -138,7 +139,7 @@ class BatchReader:
             raise DataError(
                 f"{self.dataset.describe(int(samples[row]))} are corrupt: one of them is "
                 f"{row_tokens.min()} or {row_tokens.max()}, the vocabulary has {vocab_size} -> "
-                "remove the dataset and tokenize again"
+                f"{REBUILD}"
             )
 
     def _fill_positions(self, begins: Indices, out: npt.NDArray[np.unsignedinteger[Any]]) -> None:

@@ -37,7 +37,7 @@ from bigtrain.data.samples.best_fit import Block, LongDocuments, PackingCounts, 
 from bigtrain.data.samples.token_stream import Indices, TokenRows, TokenStream, split_stream
 from bigtrain.data.shards.dataset import TokenDataset
 from bigtrain.data.shards.format import Shard
-from bigtrain.data.shards.manifest import Split
+from bigtrain.data.shards.manifest import SPLITS, Split
 from bigtrain.errors import DataError
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.user_cache import cache_locations, made_once
@@ -287,9 +287,8 @@ def packing_reports(
     if config.data.packing != "best_fit":
         return ()
     reports = []
-    splits: Sequence[Split] = ("train", "held_out")
     for source, dataset in zip(config.data.mixture, datasets, strict=True):
-        for split in splits:
+        for split in SPLITS:
             if dataset.table.num_tokens(split):
                 plan = plan_of(config, dataset, split)
                 reports.append(PackingReport(source.path, split, plan))

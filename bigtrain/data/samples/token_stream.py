@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bigtrain.data.shards.block_checksums import BlockVerifier
-from bigtrain.data.shards.dataset import FilePaths, FileReader, ShardList, TokenDataset
+from bigtrain.data.shards.dataset import FileReader, ShardList, TokenDataset
 from bigtrain.data.shards.format import Mask
-from bigtrain.data.shards.manifest import Split
+from bigtrain.data.shards.manifest import REBUILD, Split
 from bigtrain.errors import DataError
 
 Indices = npt.NDArray[np.int64]
@@ -91,7 +91,7 @@ class TokenStream:
         self.token_dtype = shards.dtype
         self.is_masked = shards.is_masked and len(shards) > 0
         sizes = shards.num_tokens
-        paths, masks = FilePaths(shards, "bin"), FilePaths(shards, "mask")
+        paths, masks = (partial(shards.path, suffix=suffix) for suffix in ("bin", "mask"))
         self._reader, self._mask_reader = FileReader(paths), FileReader(masks)
         self._verifier = self._mask_verifier = None
         if shards.has_blocks:
@@ -218,8 +218,7 @@ class TokenStream:
         if falls.any() or (tokens < low[part]).any() or (tokens >= high[part]).any():
             named = ", ".join(sorted({str(self.shards[n].index_path) for n in parts.numbers}))
             raise DataError(
-                f"{named}: an index is corrupt: documents are out of order -> "
-                "remove the dataset and tokenize again"
+                f"{named}: an index is corrupt: documents are out of order -> {REBUILD}"
             )
         return tokens + (parts.places - low)[part]
 

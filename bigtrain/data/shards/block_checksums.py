@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from bigtrain.data.shards.manifest import REBUILD, RESTORE, corrupt, reading
 from bigtrain.errors import DataError
 from bigtrain.system.files import require_regular
 
@@ -41,8 +42,7 @@ HEADER = struct.Struct("<8sQQQ")
 BLOCK_BYTES = 1 << 14
 NOT_VERIFIED = (
     "it has no block checksums, so its data is not verified on reading -> "
-    "remove the dataset and tokenize again, or "
-    "set data.verify=contents"
+    f"{REBUILD}, or set data.verify=contents"
 )
 """Note about a dataset made before block checksums existed."""
 
@@ -106,25 +106,18 @@ class BlockSums:
 def read_blocks(path: Path, xxh3: str, bin_bytes: int, mask_bytes: int) -> BlockSums:
     """Read the `.blocks` file at `path`, whose own checksum must be `xxh3`. Raises DataError if it
     is another file, or belongs to a shard of other sizes."""
-    try:
+    with reading(path):
         require_regular(path)
         content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     checksum = xxhash.xxh3_64_hexdigest(content)
     if checksum != xxh3:
-        raise DataError(
-            f"{path} is corrupt: its checksum is {checksum}, the manifest lists {xxh3} -> restore "
-            "it, or remove the dataset and tokenize again"
-        )
+        what = f"its checksum is {checksum}, the manifest lists {xxh3}"
+        raise corrupt(path, what, RESTORE)
     magic, block_bytes, of_bin, of_mask = HEADER.unpack(content[: HEADER.size])
     if (magic, block_bytes) != (MAGIC, BLOCK_BYTES):
         raise DataError(f"{path} has another version -> use the bigtrain that wrote it")
     if (of_bin, of_mask) != (num_blocks(bin_bytes), num_blocks(mask_bytes)):
-        raise DataError(
-            f"{path} belongs to another shard -> restore it, or "
-            "remove the dataset and tokenize again"
-        )
+        raise DataError(f"{path} belongs to another shard -> {RESTORE}")
     # Memory-mapped, so that all ranks of a host share one copy.
     sums = np.memmap(path, "<u8", "r", HEADER.size) if of_bin + of_mask else np.empty(0, "<u8")
     return BlockSums(path, np.asarray(sums[:of_bin]), np.asarray(sums[of_bin:]))
@@ -132,17 +125,17 @@ def read_blocks(path: Path, xxh3: str, bin_bytes: int, mask_bytes: int) -> Block
 
 class BlockVerifier:
     """Verifier of ranges of several files by the checksums of their blocks, each block once.
-    `paths` and `sizes` (bytes) of the files; `sums`: those of a file, called when it is first read.
+    `path` and `sizes` (bytes) of the files; `sums`: those of a file, called when it is first read.
     Thread-safe: blocks that several threads need at once are verified several times. Uses a byte of
     memory per verified block."""
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        path: Callable[[int], Path],
         sizes: Sequence[int] | Indices,
         sums: Callable[[int], tuple[Path, npt.NDArray[np.uint64]]],
     ) -> None:
-        self._paths = paths
+        self._path = path
         self._sizes = np.array(sizes, np.int64)
         self._sums = sums
         counts = num_blocks(self._sizes)
@@ -174,10 +167,7 @@ class BlockVerifier:
                 known, (path, sums) = number, self._sums(number)
             listed = sums[begin // BLOCK_BYTES]
             if xxhash.xxh3_64_intdigest(read(number, begin, end)) != listed:
-                raise DataError(
-                    f"{self._paths[number]} is corrupt: bytes {begin} to {end} do not have the "
-                    f"checksum that {path.name} lists -> restore the file, or "
-                    "remove the dataset and tokenize again "
-                    "(`bigtrain verify` names every corrupt file)"
-                )
+                what = f"bytes {begin} to {end} do not have the checksum that {path.name} lists"
+                fix = f"{RESTORE} (`bigtrain verify` names every corrupt file)"
+                raise corrupt(self._path(number), what, fix)
         self._verified[blocks] = True

@@ -24,7 +24,13 @@ import numpy as np
 import numpy.typing as npt
 
 from bigtrain.data.shards.format import Shard
-from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, Manifest, Split, read_manifest
+from bigtrain.data.shards.manifest import (
+    TOKENIZER_DIRECTORY,
+    Manifest,
+    Split,
+    corrupt,
+    read_manifest,
+)
 from bigtrain.data.shards.shard_table import ROW, ShardColumns, ShardTable, read_table
 from bigtrain.errors import DataError
 from bigtrain.settings.run_config import DataSection
@@ -113,30 +119,8 @@ class ShardList(Sequence[Shard]):
             ("token type", shard.dtype.name, self.dtype.name),
         ):
             if actual != expected:
-                raise DataError(
-                    f"{shard.bin_path} is corrupt: {what} {actual}, the manifest has {expected} -> "
-                    "remove the dataset and tokenize again"
-                )
+                raise corrupt(shard.bin_path, f"{what} {actual}, the manifest has {expected}")
         return shard
-
-
-class FilePaths(Sequence[Path]):
-    """Paths of one kind of file of all shards, each created on access."""
-
-    def __init__(self, shards: ShardList, suffix: str) -> None:
-        self._shards, self._suffix = shards, suffix
-
-    def __len__(self) -> int:
-        return len(self._shards)
-
-    @overload
-    def __getitem__(self, number: int) -> Path: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[Path]: ...
-    def __getitem__(self, number: int | slice) -> Any:
-        if isinstance(number, slice):
-            return [self[index] for index in range(*number.indices(len(self)))]
-        return self._shards.path(number, self._suffix)
 
 
 @dataclass(frozen=True)
@@ -213,8 +197,8 @@ MAX_OPEN_FILES = 64
 class FileReader:
     """Reader of `paths`, with at most `MAX_OPEN_FILES` of them open between reads. Thread-safe."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self.paths = paths
+    def __init__(self, path: Callable[[int], Path]) -> None:
+        self._path = path
         self._files: OrderedDict[int, _File] = OrderedDict()
         self._lock = Lock()
 
@@ -247,7 +231,7 @@ class FileReader:
                         )
                     count += more
             except OSError as error:
-                raise DataError(f"{self.paths[number]} cannot be read: {error}") from error
+                raise DataError(f"{self._path(number)} cannot be read: {error}") from error
 
     def read_range(self, number: int, low: int, high: int) -> memoryview:
         """Return bytes `low` to `high` of file `number`. Raises as `read`."""
@@ -261,7 +245,7 @@ class FileReader:
             if file is not None:
                 self._files.move_to_end(number)
                 return file
-        opened = _File(self.paths[number])
+        opened = _File(self._path(number))
         with self._lock:
             # A file that another thread has also opened, or still reads, is closed when
             # its last reference is dropped.

@@ -36,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bigtrain.data.shards.block_checksums import SUFFIX, BlockSums, read_blocks
+from bigtrain.data.shards.manifest import RESTORE, corrupt, reading
 from bigtrain.errors import DataError
 from bigtrain.system.files import file_checksum, require_regular
 
@@ -122,10 +123,8 @@ class Shard:
             self.mask_path = prefix.with_name(prefix.name + ".mask")
             size, mask_bytes = _file_size(self.mask_path), -(-self.num_tokens // 8)
             if size != mask_bytes:
-                raise DataError(
-                    f"{self.mask_path} is corrupt: {size} bytes, {self.num_tokens} tokens have "
-                    f"{mask_bytes} -> remove the dataset and tokenize again"
-                )
+                what = f"{size} bytes, {self.num_tokens} tokens have {mask_bytes}"
+                raise corrupt(self.mask_path, what)
 
     # Mapped on first access: a training run reads tokens by positioned reads, and
     # most of these do not need the index.
@@ -162,16 +161,11 @@ class Shard:
         listed = self._checksums.get(path.suffix[1:])
         if listed is None:
             return
-        try:
+        with reading(path):
             checksum = file_checksum(path)
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error}") from error
         if checksum != listed:
-            raise DataError(
-                f"{path} is corrupt: the checksum of bytes 0 to {num_bytes} is {checksum}, the "
-                f"manifest lists {listed} -> restore the file, or "
-                "remove the dataset and tokenize again"
-            )
+            what = f"the checksum of bytes 0 to {num_bytes} is {checksum}, the manifest lists "
+            raise corrupt(path, what + listed, RESTORE)
 
     @cached_property
     def block_sums(self) -> BlockSums | None:
@@ -308,16 +302,12 @@ class Shard:
             )
 
     def corrupt(self, what: str) -> DataError:
-        return DataError(
-            f"{self.index_path} is corrupt: {what} -> remove the dataset and tokenize again"
-        )
+        return corrupt(self.index_path, what)
 
 
 def _file_size(path: Path) -> int:
-    try:
+    with reading(path):
         return require_regular(path).st_size
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _map(path: Path, dtype: str, offset: int, count: int) -> npt.NDArray[Any]:

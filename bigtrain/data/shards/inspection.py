@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from bigtrain.data.shards.dataset import TokenDataset, open_dataset
 from bigtrain.data.shards.format import CHUNK_ITEMS, Shard, Tokens
-from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, Manifest, Split
+from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, Manifest, Split, corrupt
 from bigtrain.errors import DataError
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
@@ -320,7 +320,7 @@ def length_histogram(shards: Iterable[Shard], one_sequence: bool) -> LengthHisto
     for shard in shards:
         for lengths in _sequence_lengths(shard) if one_sequence else _document_lengths(shard):
             if lengths.min() < 0:
-                raise DataError(f"{shard.index_path} is corrupt: a document has negative length")
+                raise shard.corrupt("a document has negative length")
             is_long = lengths >= LONG_TOKENS
             if is_long.any():
                 longer.update(lengths[is_long].tolist())
@@ -348,9 +348,7 @@ def _document_lengths(shard: Shard) -> Iterator[npt.NDArray[np.int64]]:
         starts = shard.document_starts[low : low + MANY_SEQUENCES_CHUNK + 1].astype(np.int64)
         first, last = int(starts[0]), int(starts[-1])
         if not 0 <= first <= last <= shard.num_sequences or (np.diff(starts) < 0).any():
-            raise DataError(
-                f"{shard.index_path} is corrupt: documents after {low} are out of order"
-            )
+            raise shard.corrupt(f"documents after {low} are out of order")
         ends = np.zeros(last - first + 1, dtype=np.int64)
         np.cumsum(shard.sequence_lengths[first:last], out=ends[1:])
         yield np.diff(ends[starts - first])
@@ -365,10 +363,8 @@ def token_counts(dataset: TokenDataset, split: Split) -> npt.NDArray[np.int64]:
         for low in range(0, shard.num_tokens, CHUNK_ITEMS):
             tokens = shard.tokens[low : low + CHUNK_ITEMS]
             if tokens.min() < 0 or tokens.max() >= vocab_size:
-                raise DataError(
-                    f"{shard.bin_path} is corrupt: token {tokens.min()} or {tokens.max()} is not "
-                    f"in the vocabulary of {vocab_size} -> remove the dataset and tokenize again"
-                )
+                what = f"token {tokens.min()} or {tokens.max()} is not in the vocabulary of "
+                raise corrupt(shard.bin_path, f"{what}{vocab_size}")
             counts += np.bincount(tokens, minlength=vocab_size)
     return counts
 

@@ -16,9 +16,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
@@ -37,9 +38,30 @@ DEFAULT_SHARD_BYTES = 1 << 28
 DEFAULT_MAX_DOCUMENT_BYTES = 1 << 26
 
 Split = Literal["train", "held_out"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 BeginningOfText = Literal["auto", "always", "never"]
 Count = Annotated[int, Field(ge=0)]
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+
+
+CHECKSUM_FIELDS = {"bin": "xxh3", "idx": "index_xxh3", "mask": "mask_xxh3", "blocks": "blocks_xxh3"}
+"""Files of a shard by suffix, and the field of `ShardRecord` with the XXH3-64 of each."""
+REBUILD = "remove the dataset and tokenize again"
+RESTORE = f"restore the file, or {REBUILD}"
+
+
+def corrupt(path: Path, what: str, fix: str = REBUILD) -> DataError:
+    """Return the error for a corrupt file of a dataset."""
+    return DataError(f"{path} is corrupt: {what} -> {fix}")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise DataError with `path` for an OSError of the block."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 Times = tuple[int | None, int | None]
@@ -207,13 +229,8 @@ class ShardRecord(Record):
     @property
     def checksums(self) -> dict[str, str]:
         """Return the XXH3-64 of each of its files, by suffix."""
-        checksums = {
-            "bin": self.xxh3,
-            "idx": self.index_xxh3,
-            "mask": self.mask_xxh3,
-            "blocks": self.blocks_xxh3,
-        }
-        return {suffix: xxh3 for suffix, xxh3 in checksums.items() if xxh3 is not None}
+        sums = {suffix: getattr(self, field) for suffix, field in CHECKSUM_FIELDS.items()}
+        return {suffix: xxh3 for suffix, xxh3 in sums.items() if xxh3 is not None}
 
     @model_validator(mode="after")
     def _mask_is_complete(self) -> Self:
@@ -298,17 +315,18 @@ def read_manifest(directory: Path) -> Manifest:
         raise DataError(f"{directory} {what} -> make it with `bigtrain tokenize --output`")
     path = directory / MANIFEST_NAME
     try:
-        require_regular(path)
-        content = path.read_bytes()
-    except FileNotFoundError:
+        with reading(path):
+            require_regular(path)
+            content = path.read_bytes()
+    except DataError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
         remedy = "make it with `bigtrain tokenize --output`"
         if (directory / WORK_DIRECTORY).is_dir():
             remedy = "run the same `bigtrain tokenize` again to finish it"
         raise DataError(
             f"{directory} is not a finished token dataset: it has no {MANIFEST_NAME} -> {remedy}"
         ) from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
         return Manifest.model_validate_json(content)
     except ValidationError as error:

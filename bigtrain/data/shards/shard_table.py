@@ -30,6 +30,7 @@ import xxhash
 
 from bigtrain.data.shards.block_checksums import SUFFIX as BLOCKS
 from bigtrain.data.shards.manifest import (
+    CHECKSUM_FIELDS,
     MANIFEST_NAME,
     Manifest,
     Split,
@@ -45,10 +46,8 @@ MIN_MANIFEST_BYTES = 1 << 20
 """Below this size a manifest is read in some milliseconds, and no table is written."""
 
 _START = struct.Struct("<8sQQ")
-_CHECKSUMS = {"bin": "xxh3", "idx": "index_xxh3", "mask": "mask_xxh3", BLOCKS: "blocks_xxh3"}
-ROW = np.dtype(
-    [(name, "<u8") for name in ("tokens", "documents", "bytes", *_CHECKSUMS.values(), "name_end")]
-)
+_COLUMNS = ("tokens", "documents", "bytes", *CHECKSUM_FIELDS.values(), "name_end")
+ROW = np.dtype([(name, "<u8") for name in _COLUMNS])
 
 
 @dataclass(frozen=True)
@@ -72,11 +71,11 @@ class ShardColumns:
     def checksums(self, number: int) -> dict[str, str]:
         """Return the XXH3-64 of each file of a shard, by suffix."""
         row = self.rows[number]
-        there = {"bin": True, "idx": True, "mask": self.is_masked, BLOCKS: self.has_blocks}
+        absent = {"mask": not self.is_masked, BLOCKS: not self.has_blocks}
         return {
             suffix: f"{int(row[column]):016x}"
-            for suffix, column in _CHECKSUMS.items()
-            if there[suffix]
+            for suffix, column in CHECKSUM_FIELDS.items()
+            if not absent.get(suffix)
         }
 
     @cached_property
@@ -139,7 +138,7 @@ def _pack(manifest: Manifest) -> bytes:
     for shards in manifest.splits.values():
         for shard in shards:
             names += shard.name.encode()
-            sums = (getattr(shard, column) for column in _CHECKSUMS.values())
+            sums = (getattr(shard, column) for column in CHECKSUM_FIELDS.values())
             rows.append(
                 (
                     *(shard.tokens, shard.documents, shard.bytes),

@@ -6,11 +6,11 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
+from bigtrain.data.shards.manifest import RESTORE
 from bigtrain.data.shards.shard_table import read_table
 from bigtrain.settings.run_config import DataSection
 from bigtrain.system.files import file_checksum
@@ -32,13 +32,18 @@ class ListedShard:
                 problems.append(f"{path} cannot be read: {error.strerror or error}")
                 continue
             if checksum != listed:
-                problems.append(f"{path}: its checksum is {checksum}, the manifest lists {listed}")
+                problems.append(
+                    f"{path} is corrupt: its checksum differs from the manifest's: it is "
+                    f"{checksum}, the manifest lists {listed}"
+                )
         return problems
 
 
-class ListedShards(Sequence[ListedShard]):
-    """Shards of all sources and splits. num_bytes: token bytes of each, int64 [shards]. Raises
-    DataError if a manifest cannot be read; no other file is read."""
+class ListedShards:
+    """Shards of all sources and splits, by number. num_bytes: token bytes of each, int64 [shards].
+
+    Raises DataError if a manifest cannot be read; no other file is read.
+    """
 
     def __init__(self, data: DataSection) -> None:
         self._parts = [
@@ -51,33 +56,18 @@ class ListedShards(Sequence[ListedShard]):
         self._ends = np.cumsum([len(columns) for _, columns in self._parts])
         self.num_files = sum(len(c) * (2 + c.is_masked + c.has_blocks) for _, c in self._parts)
 
-    def __len__(self) -> int:
-        return len(self.num_bytes)
-
-    @overload
-    def __getitem__(self, number: int) -> ListedShard: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[ListedShard]: ...
-    def __getitem__(self, number: int | slice) -> Any:
-        if isinstance(number, slice):
-            return [self[index] for index in range(*number.indices(len(self)))]
-        if not 0 <= number < len(self):
+    def __getitem__(self, number: int) -> ListedShard:
+        if not 0 <= number < len(self.num_bytes):
             raise IndexError(number)
         part = int(np.searchsorted(self._ends, number, side="right"))
         directory, columns = self._parts[part]
-        place = number - int(self._ends[part]) + len(columns)
-        name = columns.name(place)
-        return ListedShard(
-            tuple(
-                (directory / f"{name}.{suffix}", checksum)
-                for suffix, checksum in columns.checksums(place).items()
-            )
-        )
+        row = number - int(self._ends[part]) + len(columns)
+        prefix, checksums = directory / columns.name(row), columns.checksums(row)
+        return ListedShard(tuple((Path(f"{prefix}.{s}"), xxh3) for s, xxh3 in checksums.items()))
 
 
 def rank_slice(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """Return the indices of the items that `rank` reads; all ranks read about equally many
-    bytes."""
+    """Return the indices of the items that `rank` reads; all read about equally many bytes."""
     shares: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0, owner) for owner in range(world_size)]
     for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
@@ -89,16 +79,7 @@ def rank_slice(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
 
 def corrupt_files(path: str | Path) -> list[str]:
     """Return a text for each missing or corrupt file of the dataset in directory `path`. Reads all
-    files. Raises DataError if there is no dataset."""
-    problems = []
+    files. Raises DataError for anything but a dataset."""
     shards = ListedShards(DataSection(path=str(path)))
-    for file, checksum in (listed for shard in shards for listed in shard.files):
-        try:
-            if file_checksum(file) != checksum:
-                problems.append(
-                    f"{file} is corrupt: its checksum differs from the manifest's -> "
-                    "remove the dataset and tokenize again"
-                )
-        except OSError as error:
-            problems.append(f"{file} cannot be read: {error.strerror or error}")
-    return problems
+    problems = (shards[number].problems() for number in range(len(shards.num_bytes)))
+    return [f"{text} -> {RESTORE}" for texts in problems for text in texts]

@@ -15,7 +15,7 @@ import xxhash
 
 from bigtrain.data.shards.block_checksums import SUFFIX, BlockHasher, blocks_content
 from bigtrain.data.shards.format import DTYPE_CODES, HEADER, INDEX_VERSION, MAGIC, Mask, Tokens
-from bigtrain.data.shards.manifest import ShardRecord
+from bigtrain.data.shards.manifest import CHECKSUM_FIELDS, ShardRecord
 from bigtrain.errors import DataError
 
 SYNC_BYTES = 1 << 24
@@ -183,7 +183,7 @@ class ShardWriter:
         if self._mask is not None:
             with suppress(OSError):
                 self._mask.part.close()
-        for suffix in ("bin", "idx", "mask", SUFFIX):
+        for suffix in CHECKSUM_FIELDS:
             self._partial(suffix).unlink(missing_ok=True)
 
     def _partial(self, suffix: str) -> Path:

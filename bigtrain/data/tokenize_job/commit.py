@@ -23,6 +23,7 @@ from bigtrain.data.shards.format import token_dtype
 from bigtrain.data.shards.manifest import (
     ERRORS_NAME,
     MANIFEST_NAME,
+    SPLITS,
     TOKENIZER_DIRECTORY,
     Manifest,
     OptionsRecord,
@@ -33,7 +34,6 @@ from bigtrain.data.shards.manifest import (
     TokenizerRecord,
     write_manifest,
 )
-from bigtrain.data.tokenize_job.worker_pool import SPLITS
 from bigtrain.data.tokenize_job.workspace import JOURNAL_NAME, Unit, UnitRecord, Workspace, plan_key
 from bigtrain.data.tokenizers.cache import files_fingerprint
 from bigtrain.data.tokenizers.chat_template import ChatTemplate

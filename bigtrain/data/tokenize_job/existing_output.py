@@ -22,8 +22,10 @@ from bigtrain.data.documents.formats import part_reader
 from bigtrain.data.documents.reader import Part, ReadOptions, RejectedDocuments
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.manifest import (
+    CHECKSUM_FIELDS,
     ERRORS_NAME,
     MANIFEST_NAME,
+    SPLITS,
     TOKENIZER_DIRECTORY,
     WORK_DIRECTORY,
     Manifest,
@@ -42,7 +44,7 @@ from bigtrain.system.files import require_free
 logger = logging.getLogger(__name__)
 
 OWN_NAMES = re.compile(
-    rf"(train|held_out)-\d+\.(bin|idx|mask|blocks)|{ERRORS_NAME}|{TOKENIZER_DIRECTORY}"
+    rf"({'|'.join(SPLITS)})-\d+\.({'|'.join(CHECKSUM_FIELDS)})|{ERRORS_NAME}|{TOKENIZER_DIRECTORY}"
     rf"|{re.escape(WORK_DIRECTORY)}(\.\w+\.partial)?"
 )
 """Files of an unfinished dataset."""

@@ -35,7 +35,7 @@ from bigtrain.data.chat.encoder import ChatEncoder, EncodedChats
 from bigtrain.data.documents.formats import batched, part_reader
 from bigtrain.data.documents.reader import BadDocument, ReadOptions, RejectedDocuments
 from bigtrain.data.shards.format import Mask, Tokens
-from bigtrain.data.shards.manifest import ShardRecord, Split
+from bigtrain.data.shards.manifest import SPLITS, ShardRecord, Split
 from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.data.tokenize_job.existing_output import confirm_unit
 from bigtrain.data.tokenize_job.request import WorkerRank, Workers
@@ -56,8 +56,6 @@ MAX_ENCODING_THREADS = 4
 """Maximum threads per process: Python reads and parses only as fast as three or four encode."""
 PENDING_PER_THREAD = 4
 """Batches of a megabyte that are encoded while the disk or a comparison is waited for."""
-
-SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def test_reads_what_the_files_hold_with_few_of_them_open(tmp_path: Path) -> None
     paths = [tmp_path / str(number) for number in range(MAX_OPEN_FILES + 20)]
     for number, path in enumerate(paths):
         path.write_bytes(bytes(range(number, number + 50)))
-    reader = FileReader(paths)
+    reader = FileReader(paths.__getitem__)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):
         for number in range(len(paths)):
@@ -50,7 +50,7 @@ def test_threads_read_at_once(tmp_path: Path) -> None:
     paths = [tmp_path / str(number) for number in range(MAX_OPEN_FILES * 2)]
     for number, path in enumerate(paths):
         path.write_bytes(bytes([number]) * 100)
-    reader = FileReader(paths)
+    reader = FileReader(paths.__getitem__)
 
     def work(seed: int) -> None:
         for number in np.random.default_rng(seed).integers(0, len(paths), 1000).tolist():
@@ -64,14 +64,14 @@ def test_threads_read_at_once(tmp_path: Path) -> None:
 def test_a_file_that_shrinks_or_goes_away_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "s.bin"
     path.write_bytes(bytes(90))
-    reader = FileReader([path])
+    reader = FileReader([path].__getitem__)
     with pytest.raises(
         DataError, match=r"s\.bin ends at byte 90; it was longer when it was opened"
     ):
         read(reader, 0, 80, 20)
     path.unlink()
     with pytest.raises(DataError, match=r"s\.bin cannot be read: .*No such file"):
-        read(FileReader([path]), 0, 0, 10)
+        read(FileReader([path].__getitem__), 0, 0, 10)
 
 
 def test_opening_maps_nothing(tmp_path: Path) -> None:
