@@ -1,7 +1,4 @@
-"""Loading and checking of a run's configuration: the work of `bigtrain check` before it prints.
-
-Training in this process: the work of `train.py` after its settings are loaded.
-"""
+"""Loading and checking of a run's configuration, and training it in this process."""
 
 from __future__ import annotations
 
@@ -98,9 +95,9 @@ def _try_inputs(resolved: ResolvedRun) -> list[str]:
 
 
 def _try_settings(resolved: ResolvedRun) -> list[str]:
-    """A line on the checkpoint that the run would resume from, if there is one. Raises ConfigError
-    for a directory that cannot be a run's, CheckpointError if the checkpoint is of a run with other
-    settings; the data is not compared."""
+    """Return a line on the checkpoint that the run would resume from. Raise ConfigError for a
+    directory that cannot be a run's, CheckpointError for a checkpoint of other settings; the data
+    is not compared."""
     directory = Path(resolved.config.output.directory)
     if problems := check_output(directory, is_here=False):
         raise ConfigError(problems, "the run's settings")

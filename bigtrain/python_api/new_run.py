@@ -257,8 +257,7 @@ def _next_commands(wanted: NewRun, output: Path, plan: Plan | None) -> Iterator[
 
 
 def launch_line(yaml_path: str, plan: Plan | None) -> str:
-    """Return the command that starts `yaml_path` on all devices of a plan, or without one on one
-    rank."""
+    """Return the command that starts `yaml_path` on all devices of a plan, or on one rank."""
     program = Path("bigtrain/train.py")
     if not program.is_file():
         program = checkout() / program

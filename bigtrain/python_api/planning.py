@@ -35,14 +35,13 @@ class Plan:
     num_others: int
 
     def table(self, top: int = 10) -> str:
-        """Return the `top` fastest layouts, and the terms of memory and time of the first, as
-        text."""
+        """Return the `top` fastest layouts, with memory and time of the first by terms, as text."""
         from bigtrain.planner.plan_text import plan_table
 
         return plan_table(self.fitting, self.cluster, top)
 
     def layouts(self) -> list[dict[str, Any]]:
-        """Return all layouts with memory (bytes) and time (seconds) by their terms; those that fit
+        """Return all layouts with memory (bytes) and time (seconds) by terms; those that fit
         first."""
         from bigtrain.planner.plan_text import as_json
 
@@ -171,7 +170,7 @@ def _cluster(
 
 
 def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
-    from bigtrain.planner.run_prediction import optimizer_costs
+    from bigtrain.planner.run_prediction import SIZE_OF, optimizer_costs
     from bigtrain.planner.search import SearchSpace
     from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
     from bigtrain.settings.hf_config_keys import inspect_configuration
@@ -183,15 +182,14 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
     raw = _deepspeed_json(1, "")
     device: Device = "cpu" if cluster.device.is_cpu else "cuda"
     facts = facts_of(config, raw, cluster.num_devices, device, "DeepSpeed JSON", True, figures)
-    size_of = {"float32": 4, "bfloat16": 2, "float16": 2}
     gradients = gradient_dtype_of(config, 1) or config.precision.dtype
     return SearchSpace(
         model=model,
         facts=replace(facts, torch_adam=True),
         sequence_length=config.batch.sequence_length,
         global_batch_size=config.batch.samples_per_step,
-        parameter_bytes=size_of[config.precision.dtype],
-        gradient_bytes=size_of.get(str(gradients), 4),
+        parameter_bytes=SIZE_OF[config.precision.dtype],
+        gradient_bytes=SIZE_OF[str(gradients)],
         bucket_elements=int(raw["zero_optimization"]["reduce_bucket_size"]),
         loss=config.model.loss,
         loss_chunk_tokens=config.model.loss_chunk_tokens,

@@ -1,52 +1,30 @@
-"""Results of a run: metrics, weights, an export, and text generation.
-
-Added tokens of a tokenizer, and embedding rows for them: `bigtrain tokenizer --base`, `bigtrain
-grow`.
-
-Run directories: checkpoints, verification, report, copy.
-
-Inspection and verification of token shards: `inspect`, `verify`.
-"""
+"""Results of a run (metrics, weights, export, generation, checkpoints, report), and token shards."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
-from bigtrain.errors import ConfigError, DataError, Problem
+from bigtrain.errors import ConfigError, DataError, ModelError, Problem
 
 if TYPE_CHECKING:
     import torch
 
-    from bigtrain.models.generation import Conversation
-from collections.abc import Sequence
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from bigtrain.models.weights.vocabulary import VocabularyResize
-from typing import TYPE_CHECKING
-
-from bigtrain.errors import ModelError
-
-if TYPE_CHECKING:
-    from bigtrain.run.checkpointing.listing import ListedCheckpoint
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
     from bigtrain.data.shards.inspection import Inspected
-
+    from bigtrain.models.generation import Conversation
+    from bigtrain.models.weights.vocabulary import VocabularyResize
+    from bigtrain.run.checkpointing.listing import ListedCheckpoint
 
 Kind = Literal["step", "evaluation", "event", "outer_step"]
 
 
 @dataclass(frozen=True)
 class Exported:
-    """Export: its directory, the step of its checkpoint, and its Hub address, if it
-    was pushed there."""
+    """Export: directory, step of its checkpoint, and its Hub address, if it was pushed."""
 
     directory: Path
     step: int
@@ -434,8 +412,8 @@ def documents_of(
     tokenizer: str | Path | None,
     mask: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return `read_documents` of open shards; with `mask` also the `runs` of learned and
-    other tokens."""
+    """Return `read_documents` of open shards; with `mask` also `runs` of learned and other
+    tokens."""
     from bigtrain.data.shards.inspection import LONE, decoder_of, runs_of
 
     if inspected.manifest is None and split:

@@ -1,16 +1,15 @@
-"""Tokenizers and token shards from text: `bigtrain tokenizer` and `bigtrain tokenize`.
-
-Row formats of the input of `bigtrain tokenize`: kinds of conversations, or text.
-"""
+"""Tokenizers and token shards from text: `bigtrain tokenizer` and `bigtrain tokenize`."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
+
+from bigtrain.errors import DataError
 
 if TYPE_CHECKING:
     from bigtrain.data.documents.formats import DocumentReader
@@ -18,14 +17,6 @@ if TYPE_CHECKING:
     from bigtrain.data.shards.dataset import TokenDataset
     from bigtrain.data.shards.manifest import OptionsRecord
     from bigtrain.data.tokenize_job.job import BuildResult
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from bigtrain.errors import DataError
-
-if TYPE_CHECKING:
-    from bigtrain.data.documents.reader import ReadOptions
-
 
 Inputs = str | Path | Sequence[str | Path]
 Format = Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt-completion"]
@@ -48,8 +39,7 @@ class ReadingOptions(TypedDict, total=False):
 
 
 class TokenizeOptions(ReadingOptions, total=False):
-    """Options of `tokenize`; omitted ones have the defaults listed at
-    `build_tokens`."""
+    """Options of `tokenize`; omitted ones have the defaults listed at `build_tokens`."""
 
     format: Format
     keys: Mapping[str, str] | None
@@ -139,12 +129,12 @@ def build_tokens(
 
 def _reading_of(options: TokenizeOptions) -> ReadingOptions:
     known = ReadingOptions.__annotations__
-    return cast(ReadingOptions, {name: options[name] for name in known if name in options})  # type: ignore[literal-required]
+    given = {name: value for name, value in options.items() if name in known}
+    return cast(ReadingOptions, given)
 
 
 def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
-    """Return a dataset's record of its options, from the first row if that decides. Raise
-    DataError for incompatible options."""
+    """Return the record of a dataset's options. Raise DataError for incompatible ones."""
     from bigtrain.data.shards.manifest import DEFAULT_SHARD_BYTES, OptionsRecord
 
     name: str = options.get("format", "auto")
@@ -266,8 +256,7 @@ def _to_stderr(text: str) -> None:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Format of conversations, its keys in a row, and its role names, as
-    ``NAME=ROLE``."""
+    """Format of conversations, its keys in a row, and its role names, as ``NAME=ROLE``."""
 
     name: Any  # of OptionsRecord.chat_format
     keys: tuple[str, ...]
@@ -326,14 +315,13 @@ def row_format(name: str, names: Mapping[str, str], roles: Mapping[str, str]) ->
         keys = keys[:1]
     if roles and name == "alpaca":
         raise DataError("--role: rows of --format alpaca have no roles -> remove it")
-    return RowFormat(name, keys, tuple(f"{said}={role}" for said, role in sorted(roles.items())))
+    return RowFormat(name, keys, tuple(f"{name}={role}" for name, role in sorted(roles.items())))
 
 
 def refuse_for_text(
     reading: ReadOptions, chat_template: object, learn: str, roles: Mapping[str, str]
 ) -> None:
-    """Raise DataError for options of conversations if the input has none, and for an input
-    that cannot be read."""
+    """Raise DataError for options of conversations if the input has none or is unreadable."""
     from bigtrain.data.documents.chat_formats import remedy_for
     from bigtrain.data.documents.discovery import find_sources
     from bigtrain.data.documents.formats import keys_in

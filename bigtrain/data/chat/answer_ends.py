@@ -146,8 +146,7 @@ class AnswerEnds:
         found: Sequence[Span],
         marked: bool,
     ) -> tuple[Span, str]:
-        """Return the token after an answer that ends it, and the text with an appended token, if
-        any."""
+        """Return the token after an answer that ends it, and the text, with that token appended."""
         end = answer.spans[-1][1]
         behind = next((one for one in found if one[0] >= end), None)
         if behind is not None and not text[end : behind[0]].strip():
@@ -177,8 +176,7 @@ class AnswerEnds:
         return self._first_token(longer[len(text) :]) if longer.startswith(text) else None
 
     def _after_answer(self, messages: Messages) -> str | None:
-        """Return the text after the answer in a probe; None if that is not rendered exactly
-        once."""
+        """Return the text after the answer in a probe; None unless it is rendered exactly once."""
         try:
             text, _ = self._template.render(messages)
         except ConversationError:
@@ -186,8 +184,7 @@ class AnswerEnds:
         return text.partition(_ANSWER)[2] if text.count(_ANSWER) == 1 else None
 
     def _first_token(self, text: str) -> str | None:
-        """Return the control token or end of generation at the start of `text`, after white
-        space."""
+        """Return the control token or end of generation at the start of the stripped `text`."""
         text = text.lstrip()
         match = next(self._control.find(text), None)
         if match is not None and match.start() == 0:

@@ -78,8 +78,7 @@ class ControlTokens:
         return any([self._cuts(string) for string in self._strings(value)])
 
     def marked(self, value: Any) -> Any:
-        """Return `value` with `MARK` in its strings wherever they could be part of a control
-        token."""
+        """Return `value` with `MARK` in its strings where they could be part of a control token."""
         if isinstance(value, str):
             for place in sorted(set(self._cuts(value)), reverse=True):
                 value = value[:place] + MARK + value[place:]
@@ -176,8 +175,7 @@ class ControlTokens:
                     yield from self._strings(item)
 
     def _cuts(self, string: str) -> list[int]:
-        """Return positions in `string` inside every control token that it is, or could be, part
-        of."""
+        """Return positions in `string` inside every control token it is, or could be, part of."""
         places = (match.start() for match in self._first.finditer(string))
         cuts = [place + 1 for place in places if self._whole.match(string, place)]
         # Templates strip white space.

@@ -247,8 +247,7 @@ class ChatEncoder:
     def _written_control(
         self, template: ChatTemplate, text: str, messages: Any, tools: Any
     ) -> Spans | None:
-        """Return the template's control tokens in `text`; None if every control token's text is
-        one."""
+        """Return the template's control tokens in `text`; None if all control tokens' texts are."""
         if not self.trusted and self.control.could_be_from([messages, tools]):
             marked, marked_tools = self.control.marked([messages, tools])
             marked_text, _ = template.render(marked, marked_tools)
@@ -365,8 +364,8 @@ def _without_empty(answer: Answer) -> Answer:
 def _found(
     chats: Sequence[_Rendered],
 ) -> tuple[Mapping[str, int], frozenset[str], frozenset[str]]:
-    """What the template drops of `chats`, by kind, and the control tokens that end answers and are
-    inside of them."""
+    """Return the parts that the template drops of `chats`, by kind, and their control tokens that
+    end answers, and those inside of answers."""
     lost = Counter(part.kind for chat in chats for part in chat.lost)
     ends = frozenset[str]().union(*(chat.ends for chat in chats))
     return dict(lost), ends, frozenset[str]().union(*(chat.inside for chat in chats))

@@ -81,8 +81,7 @@ class _Marking:
     pieces: list[_Piece] = field(default_factory=list)
 
     def text(self, part: Lost, value: str, thinks: bool = False) -> str:
-        """Return `value` with marks around its text, or around the parts before and after
-        ``</think>``."""
+        """Return `value` with marks around its text, or the parts before and after ``</think>``."""
         segments = _THINKING.split(value) if thinks and "</think>" in value else [value]
         last = len(segments) - 1 - segments[::-1].index("</think>") if len(segments) > 1 else 0
         marked = []

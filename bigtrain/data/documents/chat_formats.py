@@ -290,8 +290,7 @@ def nearest(keys: Collection[str]) -> ChatFormat | None:
 
 
 def remedy_for(keys: Collection[str]) -> str:
-    """Return the options that read rows with these keys, as the end of an error; empty if
-    unknown."""
+    """Return the options that read rows with these keys, to end an error; empty if unknown."""
     match = nearest(keys)
     if match is not None:
         return f" -> --format {match.name}"
@@ -392,8 +391,7 @@ def value_at(tree: Any, key: str) -> Any:
 
 
 def text_in(document: Any, keys: Sequence[str]) -> bytes:
-    """Return the document of a JSON object. Raise LookupError, TypeError or ValueError if
-    invalid."""
+    """Return the document of a JSON object. Raise LookupError, TypeError or ValueError."""
     content, why = text_of([value_at(document, key) for key in keys], keys)
     if content is None:
         raise LookupError(why)

@@ -200,8 +200,7 @@ def _with_parsed_arguments(number: int, function: dict[str, Any]) -> dict[str, A
 
 
 def _listed_tools(tools: object) -> object:
-    """Return the tools of a conversation; some data sets store them as JSON strings, each or
-    together."""
+    """Return the tools of a conversation, which may be JSON strings, each or together."""
     if isinstance(tools, str):
         tools = _from_json(tools)
     if isinstance(tools, list):

@@ -290,14 +290,12 @@ class RemoteEntry:
 
 
 def is_pattern(address: str) -> bool:
-    """Return whether it has ``*``, ``?`` or ``[...]`` to match; web servers take these
-    literally."""
+    """Return whether it has ``*``, ``?`` or ``[...]`` to match; literal for web servers."""
     return scheme_of(address) not in ("http", "https") and glob.has_magic(address)
 
 
 def file_at(address: str) -> RemoteEntry | None:
-    """Return the file at `address`; None if there is none, but possibly a folder. Raise
-    DataError."""
+    """Return the file at `address`; None if there is none, but maybe a folder. Raise DataError."""
     store = store_of(address)
     is_folder = address.endswith("/") and scheme_of(address) not in ("http", "https")
     try:

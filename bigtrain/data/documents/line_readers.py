@@ -93,8 +93,7 @@ class JsonLinesReader(PartReader):
         return even_parts(source, source.record.bytes, shard_bytes)
 
     def reject_at(self, place: int, why: str) -> None:
-        """Reject a line. `place` counts from the start of the part; an error names the line of the
-        file."""
+        """Reject the line at `place` in the part; an error names the line of the file."""
         if not self.rejects.allowed and self.part.begin:
             with open_file(self.part.source, self.part.begin) as file:
                 place += count_lines_before(file, self.part.begin)
@@ -194,8 +193,7 @@ class JsonReader(JsonLinesReader):
         return [whole(source)]
 
     def reject_at(self, place: int, why: str) -> None:
-        """Reject an item. `place`: index of the object in a list, from 0, or of the line, from
-        1."""
+        """Reject an item. `place`: index of the object in a list, from 0, or line, from 1."""
         where = {"row": place} if self._is_list else {"line": place}
         self.rejects.add(BadDocument(self.part.source.path, why, **where))
 

@@ -60,8 +60,7 @@ class RejectedDocuments:
     count: int = 0
 
     def add(self, bad: BadDocument) -> None:
-        """Record `bad`. Raise DataError with location and reason unless bad documents are
-        allowed."""
+        """Record `bad`. Raise DataError with location and reason unless these are allowed."""
         if not self.allowed:
             if bad.reason.startswith(TEMPLATE_FAULT) and " -> " in bad.reason:
                 raise DataError(str(bad))  # without such documents few would remain

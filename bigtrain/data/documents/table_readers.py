@@ -427,8 +427,7 @@ def _mapped(opened: Any) -> Any:
 
 
 def _record_batches(mapped: Any, begin: int, end: int | None) -> Iterator[tuple[Any, float | None]]:
-    """Yield each batch up to `end`, and the share of those from `begin` on that is done; None
-    before it."""
+    """Yield batches up to `end`, and the share done of those from `begin` on; None before it."""
     import pyarrow
 
     if not _is_ipc_file(mapped):

@@ -143,8 +143,7 @@ class BatchReader:
             )
 
     def _fill_positions(self, begins: Indices, out: npt.NDArray[np.unsignedinteger[Any]]) -> None:
-        """Fill distances from the last of `begins` (positions ``row * (T + 1) + t``) or row
-        starts."""
+        """Fill distances from the last of `begins` (``row * (T + 1) + t``) or row starts."""
         num_rows, length = out.shape
         row, place = np.divmod(begins, self._width)
         inside = place < length  # the others are only labels

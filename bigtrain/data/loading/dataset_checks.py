@@ -39,8 +39,13 @@ def open_checked(
         try:
             datasets.append(open_dataset(source.path, check))
         except DataError as error:
-            problems.append(Problem(config.data.key_of(number), source.path, str(error)))
+            problems.append(_problem(config, number, str(error)))
     return (() if problems else tuple(datasets)), problems
+
+
+def _problem(config: RunConfig, number: int, rule: str, fix: str = "") -> Problem:
+    """Return a problem of source `number` of the mixture."""
+    return Problem(config.data.key_of(number), config.data.mixture[number].path, rule, fix)
 
 
 def check_datasets(
@@ -84,9 +89,9 @@ def check_same_tokenizer(config: RunConfig, tables: Sequence[ShardTable]) -> lis
         for t in tokenizers
     ]
     return [
-        Problem(
-            config.data.key_of(number),
-            config.data.mixture[number].path,
+        _problem(
+            config,
+            number,
             f"was made with a different tokenizer ({described[number]}) than "
             f"{config.data.mixture[0].path} ({described[0]})",
             "tokenize all sources of a mixture with the same tokenizer",
@@ -107,9 +112,9 @@ def check_same_beginnings(config: RunConfig, tables: Sequence[ShardTable]) -> li
         return f"with token {ids}" if ids else "with no special token"
 
     return [
-        Problem(
-            config.data.key_of(number),
-            config.data.mixture[number].path,
+        _problem(
+            config,
+            number,
             f"its texts begin {shown(number)}, those of {config.data.mixture[texts[0]].path} "
             f"{shown(texts[0])}",
             "tokenize both with the same --beginning-of-text",
@@ -124,9 +129,9 @@ def check_same_templates(config: RunConfig, tables: Sequence[ShardTable]) -> lis
     known = [table.tokenizer.chat_template for table in tables]
     first = next((number for number, template in enumerate(known) if template is not None), 0)
     return [
-        Problem(
-            config.data.key_of(number),
-            config.data.mixture[number].path,
+        _problem(
+            config,
+            number,
             "its conversations were rendered by a different chat template than those of "
             f"{config.data.mixture[first].path}, and the export can have only one",
             "tokenize both with the same --chat-template",
@@ -137,20 +142,20 @@ def check_same_templates(config: RunConfig, tables: Sequence[ShardTable]) -> lis
 
 
 def check_same_directory(config: RunConfig) -> list[Problem]:
-    """Check that no two sources of the mixture are the same by links or mounts: it would be read
-    twice."""
+    """Check that no two sources are the same by links or mounts: it would be read twice."""
     status = [os.stat(source.path) for source in config.data.mixture]
-    places = [(one.st_dev, one.st_ino) for one in status]
+    inodes = [(one.st_dev, one.st_ino) for one in status]
+    firsts = [inodes.index(inode) for inode in inodes]
     return [
-        Problem(
-            config.data.key_of(number),
-            config.data.mixture[number].path,
-            f"is the same directory as {config.data.key_of(places.index(place))} = "
-            f"{config.data.mixture[places.index(place)].path}",
+        _problem(
+            config,
+            number,
+            f"is the same directory as {config.data.key_of(first)} = "
+            f"{config.data.mixture[first].path}",
             "list it once, with the sum of both weights",
         )
-        for number, place in enumerate(places)
-        if places.index(place) < number
+        for number, first in enumerate(firsts)
+        if first < number
     ]
 
 
@@ -161,13 +166,12 @@ def check_tokenizer_files(config: RunConfig) -> list[Problem]:
         why = foreign_file(Path(source.path), TOKENIZER_DIRECTORY)
         if why is not None:
             remedy = "check the origin of this dataset, and replace links by files"
-            problems.append(Problem(config.data.key_of(number), source.path, why, remedy))
+            problems.append(_problem(config, number, why, remedy))
     return problems
 
 
 def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Problem]:
-    """Check that every source has at least one sample, and all together at least one global
-    batch."""
+    """Check that each source has a sample, and all together at least one global batch."""
     length = config.batch.sequence_length
     chunk_length = config.data.chunk_length or length
     tokens = [dataset.table.num_tokens("train") for dataset in datasets]
@@ -185,12 +189,11 @@ def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Pr
             )
         )
     for number, dataset in enumerate(datasets):
-        key, path = config.data.key_of(number), config.data.mixture[number].path
         if not samples[number] and len(datasets) > 1:
             problems.append(
-                Problem(
-                    key,
-                    path,
+                _problem(
+                    config,
+                    number,
                     f"has {tokens[number]} training tokens, too few for one sample of "
                     f"{chunk_length} + 1",
                     "remove it, tokenize more text, or set a smaller "
@@ -200,9 +203,9 @@ def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Pr
         held_out = dataset.table.num_tokens("held_out")
         if held_out and not count_samples(config, dataset, "held_out"):
             problems.append(
-                Problem(
-                    key,
-                    path,
+                _problem(
+                    config,
+                    number,
                     f"the held-out split has {held_out} tokens, too few for one sample of "
                     f"{length} + 1",
                     "tokenize again with a larger --held-out, or without it",
@@ -267,14 +270,7 @@ def check_vocabulary(
         )
     else:
         return []
-    return [
-        Problem(
-            "model vocab_size",
-            model_vocab_size,
-            rule,
-            remedy,
-        )
-    ]
+    return [Problem("model vocab_size", model_vocab_size, rule, remedy)]
 
 
 def known_vocab_size(model: ModelSection) -> int | None:

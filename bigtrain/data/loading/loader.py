@@ -85,8 +85,7 @@ class TrainingBatches:
         return step.split(self.plan.micro_batch_size)
 
     def _wait(self, first_sample: int) -> StoredRows:
-        """Return the rows of the request that begins with `first_sample`; prefetch the following
-        ones."""
+        """Return the rows of the request that begins with `first_sample`; prefetch further ones."""
         if self._given is not None:  # free again: tensors do not share its memory
             self._spare.append(self._given)
             self._given = None
@@ -214,6 +213,13 @@ class HeldOutSource:
     tokens_per_byte: float | None = None
 
 
+def _opened(
+    config: RunConfig, datasets: Sequence[TokenDataset] | None, phase: Phase | None
+) -> tuple[Sequence[TokenDataset], Phase]:
+    datasets = open_sources(config.data) if datasets is None else datasets
+    return datasets, phase or first_phase(config, identify_sources(config, datasets))
+
+
 def open_training_data(
     config: RunConfig,
     plan: BatchPlan,
@@ -227,10 +233,7 @@ def open_training_data(
     `phase`: position of the run; by default its start. `datasets`: those of the mixture in its
     order, if they are open already. No collective. Raises DataError if a dataset is missing,
     corrupt or too short."""
-    if datasets is None:
-        datasets = open_sources(config.data)
-    if phase is None:
-        phase = first_phase(config, identify_sources(config, datasets))
+    datasets, phase = _opened(config, datasets, phase)
     assert phase.sequence_length == plan.sequence_length
     sources: list[Samples] = []
     for source, dataset in zip(phase.read, datasets, strict=True):
@@ -262,10 +265,7 @@ def open_held_out(
     """Open the held-out batches of rank `data_rank`, of each source that has held-out documents.
     Arguments as in `open_training_data`. Raises DataError if a source has some, but too few for one
     sample. No collective."""
-    if datasets is None:
-        datasets = open_sources(config.data)
-    if phase is None:
-        phase = first_phase(config, identify_sources(config, datasets))
+    datasets, phase = _opened(config, datasets, phase)
     options = _options(config, datasets, device_pin)
     return [
         HeldOutSource(

@@ -30,8 +30,7 @@ class MicroBatch:
 
     @classmethod
     def of_tokens(cls, tokens: torch.Tensor) -> MicroBatch:
-        """Build a micro-batch in which every token of `tokens`, int64 [B, T + 1], predicts the next
-        one."""
+        """Build a micro-batch in which every token, int64 [B, T + 1], predicts the next one."""
         return cls(tokens[:, :-1], tokens[:, 1:], tokens=tokens)
 
     def split(self, rows: int) -> list[MicroBatch]:

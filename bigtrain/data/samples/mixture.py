@@ -114,8 +114,7 @@ class MixtureOrder:
         return counts
 
     def _windows_of_blocks(self, number: int) -> Indices:
-        """Return the windows of `BLOCKS_AT_ONCE` blocks, the first of which is ``number *
-        BLOCKS_AT_ONCE``."""
+        """Return the windows of `BLOCKS_AT_ONCE` blocks from ``number * BLOCKS_AT_ONCE`` on."""
         first, size = number * BLOCKS_AT_ONCE, BLOCKS_AT_ONCE * BLOCK_SAMPLES
         if len(self._orders) == 1:
             return self._orders[0].windows(first * BLOCK_SAMPLES, size)
@@ -128,8 +127,7 @@ class MixtureOrder:
         return windows
 
     def _places(self, block: int) -> list[Indices]:
-        """Return the positions of each source in a block, ascending: it reads them in this
-        order."""
+        """Return the positions of each source in a block, ascending: its reading order."""
         before, after = self._before(block), self._before(block + 1)
         places = shuffle_block(BLOCK_SAMPLES, self.seed, block, self.first_sample)
         ends = np.cumsum(np.subtract(after, before))

@@ -231,8 +231,7 @@ class PackedDocuments:
         return " and ".join(self.stream.describe(start, length) for start, length in pieces)
 
     def _pieces(self, samples: Indices) -> tuple[Indices, Indices, Indices]:
-        """Return first tokens and lengths of the samples' pieces, and the number of each
-        sample's."""
+        """Return first tokens and lengths of the samples' pieces, and the pieces per sample."""
         assert 0 <= samples.min() <= samples.max() < self.num_samples
         plan = self.plan
         high = plan.row_ends[samples]
@@ -282,8 +281,7 @@ class PackingReport:
 def packing_reports(
     config: RunConfig, datasets: Sequence[TokenDataset]
 ) -> tuple[PackingReport, ...]:
-    """Return reports on `datasets`, those of the mixture in its order, if the run packs; else
-    none."""
+    """Return reports on `datasets` (the mixture's, in its order) if the run packs; else none."""
     if config.data.packing != "best_fit":
         return ()
     reports = []

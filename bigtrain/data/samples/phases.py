@@ -77,8 +77,7 @@ class Pieces:
 
 
 class JoinedWindows:
-    """Samples of `windows`, then those joined from `rest`. `seed`, `source`: see
-    `EpochRemainder.pieces`."""
+    """Samples of `windows`, then those joined from `rest`; see `EpochRemainder.pieces`."""
 
     masks_loss = True
 
@@ -280,8 +279,7 @@ def _appear(
     chunk_length: int,
     known: Sequence[SourcePhase],
 ) -> tuple[SourcePhase, ...]:
-    """Return the `sources` of a phase with their weights, then the `known` ones that it does not
-    read."""
+    """Return the `sources` of a phase with weights, then the `known` ones it does not read."""
     windows = chunk_length // sequence_length
     sizes = [count_windows(source.num_tokens, chunk_length) * windows for source in sources]
     weights = integer_weights(mixture, sizes)

@@ -83,8 +83,7 @@ class SampleOrder:
 
 
 def group_size(num_chunks: int) -> int:
-    """Return the chunks per group of a dataset of `num_chunks`; the last group may have nearly
-    twice that."""
+    """Return the chunks per group; the last group may have nearly twice as many."""
     return min(GROUP_CHUNKS, max(1, num_chunks // 64))
 
 

@@ -267,8 +267,7 @@ def _page_faults() -> int:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Ranges of shards, int64 [number of parts]: shard, first token in it, number of
-    tokens, and target position."""
+    """Ranges of shards, int64 [ranges]: shard, first token, number of tokens, target position."""
 
     numbers: Indices
     offsets: Indices
@@ -336,6 +335,5 @@ class PackedWindows:
 
 
 def count_windows(num_tokens: int, sequence_length: int) -> int:
-    """Return the windows of `sequence_length` inputs and as many labels in a stream of
-    `num_tokens`."""
+    """Return the windows of `sequence_length` inputs and labels in a stream of `num_tokens`."""
     return max(0, num_tokens - 1) // sequence_length

@@ -63,8 +63,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 def token_dtype(vocab_size: int) -> Literal["uint16", "int32"]:
-    """Return the type by Megatron's rule (``DType.optimal_dtype``): uint16 below 65,500 token
-    ids."""
+    """Return the type by Megatron's rule (``DType.optimal_dtype``): uint16 below 65,500 ids."""
     return "uint16" if vocab_size < 65_500 else "int32"
 
 

@@ -145,8 +145,7 @@ class Decoder:
             raise DataError(f"{self.path} cannot be read: {error}") from error
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text including special tokens. Raise DataError for a token unknown to the
-        tokenizer."""
+        """Return the text including special tokens. Raise DataError for an unknown token."""
         unknown = [token for token in tokens if self._backend.id_to_token(token) is None]
         if unknown:
             raise DataError(
@@ -156,8 +155,7 @@ class Decoder:
 
 
 def decoder_of(inspected: Inspected, tokenizer: Path | None) -> Decoder | None:
-    """Return the decoder of directory `tokenizer`, else of the dataset's own; None if there is
-    none."""
+    """Return the decoder of directory `tokenizer`, else of the dataset's own; None if none."""
     if tokenizer is not None:
         if not (tokenizer / "tokenizer.json").is_file():
             raise DataError(f"--tokenizer {tokenizer}: it has no tokenizer.json")
@@ -247,8 +245,7 @@ def for_terminal(runs: Sequence[Run], *, colors: bool) -> str:
 
 
 def as_html(title: str, documents: Sequence[dict[str, Any]]) -> str:
-    """Return a page with the `runs` of documents, as returned by
-    `bigtrain.python_api.results.documents_of`."""
+    """Return a page with the `runs` of documents of `bigtrain.python_api.results.documents_of`."""
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>",
@@ -301,8 +298,7 @@ class LengthHistogram:
         return int(self.lengths[rank])
 
     def buckets(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (least length, largest length, documents, tokens) between powers of two; 0
-        separately."""
+        """Yield (lowest, highest length, documents, tokens) between powers of two; 0 separately."""
         exponents = np.frexp(self.lengths.astype(np.float64))[1]
         for exponent in range(int(exponents[0]), int(exponents[-1]) + 1):
             chosen = exponents == exponent

@@ -208,8 +208,7 @@ class OptionsRecord(Record):
 
 
 class ShardRecord(Record):
-    """Shard: a `.bin` and `.idx` pair, its `.blocks`, and a `.mask` if not all tokens are
-    targets."""
+    """Shard: a `.bin`, `.idx` and `.blocks`, and a `.mask` if not all tokens are targets."""
 
     name: str = Field(description="file name without .bin", pattern=r"^[A-Za-z0-9_][\w.-]*$")
     documents: Count

@@ -155,8 +155,7 @@ class Commit:
             )
 
     def _answer_end_ids(self, done: Sequence[UnitRecord]) -> tuple[int, ...] | None:
-        """Return the tokens that end answers. Raise DataError for one that is also inside of
-        answers."""
+        """Return the tokens that end answers. Raise DataError for one also inside answers."""
         ends = {name for record in done for name in record.answer_ends}
         inside = {name for record in done for name in record.inside_answers}
         eos = self.tokenizer.generation_ends()

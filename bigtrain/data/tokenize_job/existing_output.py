@@ -103,8 +103,7 @@ def _require_own(workspace: Workspace) -> None:
 def finished_manifest(
     request: BuildRequest, sources: Sequence[Source], workspace: Workspace
 ) -> Manifest:
-    """Return the manifest in the output if it matches this input. Raise DataError with the
-    differences."""
+    """Return the manifest in the output if it matches this input; else raise DataError."""
     output = request.output
     manifest = read_manifest(output)
     current: Manifest | None = manifest
@@ -227,8 +226,8 @@ def confirm_sources(
 
 
 def _holds(part: Part, xxh3: str, layout_xxh3: str | None, options: ReadOptions) -> bool:
-    """Compare checksums; `layout_xxh3` may be missing if all parts of a file are compared, not for
-    tables."""
+    """Compare checksums; `layout_xxh3` is optional if all parts of a file (not table) are
+    compared."""
     if part.source.read_once or (layout_xxh3 is None and part.source.is_hashed_by_documents):
         return False
     reader = part_reader(part, options, RejectedDocuments(True, lambda bad: None))

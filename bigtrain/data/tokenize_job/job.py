@@ -51,8 +51,7 @@ POLL_S = 0.5
 
 @dataclass(frozen=True)
 class BuildResult:
-    """Result of a build: the manifest, whether the dataset existed, and the tokens that this
-    process built."""
+    """Result of a build: manifest, whether the dataset existed, tokens built by this process."""
 
     manifest: Manifest
     already_finished: bool

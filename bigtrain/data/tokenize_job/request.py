@@ -161,8 +161,7 @@ class BuildRequest:
         return self.options.chat and self.options.chat_format != "prompt-completion"
 
     def beginning_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Return the tokens with which plain-text documents begin. Raises as
-        `Tokenizer.beginning`."""
+        """Return the tokens that begin plain-text documents. Raises as `Tokenizer.beginning`."""
         policy = self.options.beginning_of_text
         if policy is None:  # from a version before this setting
             policy = "auto" if self.options.chat else "never"

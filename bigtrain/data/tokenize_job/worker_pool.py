@@ -269,8 +269,8 @@ class _UnitReader:
             )
 
     def _keep(self, bad: BadDocument) -> None:
-        """Store a bad document. Lines count from the start of the part: `commit` adds the lines
-        before it."""
+        """Store a bad document; its line counts from the start of the part (`commit` converts
+        it)."""
         if self._errors is None:
             self._errors = self._errors_path.open("w", encoding="utf-8")
         part = len(self.done) if self._part_of_bad is None else self._part_of_bad
@@ -289,8 +289,7 @@ class _UnitReader:
 
 
 def _encoded(batches: Iterator[tuple[list[bytes], Checks]], job: Job) -> Iterator[Batch]:
-    """Yield the encoded batches, in order. At most `PENDING_PER_THREAD` times threads are
-    pending."""
+    """Yield encoded batches, in order; at most `PENDING_PER_THREAD` times threads are pending."""
     if job.num_threads == 1:
         for contents, checks in batches:
             yield job.run(contents, checks)

@@ -121,8 +121,7 @@ class Workspace:
         return Leases(self.directory, self.token, self._clean)
 
     def draft(self, name: str) -> Path:
-        """Return this process's temporary name for a file `name` of this folder or of the
-        dataset."""
+        """Return this process's temporary name for file `name` of this folder or the dataset."""
         return self.directory / f"{name}.{self.token}.partial"
 
     def is_finished(self) -> bool:
@@ -143,13 +142,11 @@ class Workspace:
         return {u.key: r for u, r in self._trusted(units, moved) if r.is_current(u)}
 
     def unconfirmed(self, units: Sequence[Unit]) -> dict[str, UnitRecord]:
-        """Return records that `records` would return if the times of their inputs had not
-        changed."""
+        """Return the records that `records` omits only because the times of inputs changed."""
         return {u.key: r for u, r in self._trusted(units) if not r.is_current(u)}
 
     def is_done(self, unit: Unit) -> bool:
-        """Return whether `unit` has a record of its current inputs, regardless of its other
-        contents."""
+        """Return whether `unit` has a record of its current inputs, whatever its other contents."""
         record = self._read_record(unit.key)
         return record is not None and record.is_current(unit)
 
@@ -261,8 +258,7 @@ def plan_units(
 
 
 def plan_key(units: Sequence[Unit]) -> str:
-    """Return a key of the plan: equal if the units, their order and the times of their inputs
-    are."""
+    """Return a key of the plan: equal for equal units, their order and times of inputs."""
     described = [[unit.key, [part.source.record.times for part in unit.parts]] for unit in units]
     return xxhash.xxh3_128_hexdigest(json.dumps(described).encode())
 

@@ -66,8 +66,7 @@ class CachedTokenizer:
         return Tokenizer.from_str(self.backend_json)
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of `ids`, including special tokens; equals transformers' if
-        `decodes_plainly`."""
+        """Return the text of `ids` with special tokens; as transformers if `decodes_plainly`."""
         return str(self._backend.decode(ids, skip_special_tokens=False))
 
     def save(self, directory: Path) -> None:
@@ -171,8 +170,7 @@ def _with_changes(content: bytes, changes: dict[str, Any]) -> str:
 
 
 def _saved_files(huggingface: Any) -> dict[str, str] | None:
-    """Return the files that `save_pretrained` writes next to `BACKEND_FILE`; None unless small
-    text."""
+    """Return what `save_pretrained` writes next to `BACKEND_FILE`; None unless small text."""
     with tempfile.TemporaryDirectory() as temporary:
         huggingface.save_pretrained(temporary)
         paths = [path for path in Path(temporary).rglob("*") if path.is_file()]

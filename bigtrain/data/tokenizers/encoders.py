@@ -162,8 +162,7 @@ def _without_special_words(tokenizer_json: str) -> str:
 
 
 class _FastEncoder(Encoder):
-    """Encoder by a library whose failures mean that it cannot be used, not that the input is
-    wrong."""
+    """Encoder by a library whose failures mean that it is unusable, not that the input is wrong."""
 
     def encode_utf8(self, contents: Sequence[bytes]) -> Encoded:
         try:

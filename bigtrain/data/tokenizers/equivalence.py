@@ -198,8 +198,7 @@ SPECIALS = ("<|endoftext|>", "<s>", "</s>", "<unk>", "<|im_start|>", "<pad>", "[
 
 
 def tokenizer_edge_cases(tokenizer_json: str) -> list[str]:
-    """Return about 300 kB of texts, and texts with every added token of the tokenizer as
-    letters."""
+    """Return about 300 kB of texts, and texts with every added token as letters."""
     return [
         *SENTENCES,
         *_whitespace_runs(),

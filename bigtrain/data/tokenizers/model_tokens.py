@@ -131,8 +131,7 @@ def _other_ids(data: Mapping[str, int], model: Mapping[str, int]) -> str:
 
 
 def _other_splits(trees: list[dict[str, Any]], vocabularies: list[dict[str, int]]) -> str:
-    """Describe a text that the two split into different tokens, though their ids agree; empty for
-    none."""
+    """Describe a text that the two split differently despite equal ids; empty for none."""
     if all(_parts(trees[0], part) == _parts(trees[1], part) for part in _PARTS):
         return ""
     from tokenizers import Tokenizer as Backend

@@ -98,8 +98,7 @@ class Tokenizer:
         return (int(bos_id),)
 
     def with_end_of_document(self, token: str | None) -> Tokenizer:
-        """Return the same tokenizer with `token` as the end of documents. Raises DataError if
-        unknown."""
+        """Return the tokenizer with `token` as end of documents. Raise DataError if unknown."""
         if token is None:
             return self
         ids = self.ids_of([token])
