@@ -1,4 +1,4 @@
-"""Results of a run (metrics, weights, export, generation, checkpoints, report), and token shards."""
+"""Results of a run (metrics, weights, export, generation, checkpoints, report), and shards."""
 
 from __future__ import annotations
 

@@ -34,7 +34,14 @@ import numpy.typing as npt
 import xxhash
 
 from bigtrain.data.samples.best_fit import Block, LongDocuments, PackingCounts, pack_blocks
-from bigtrain.data.samples.token_stream import Indices, TokenRows, TokenStream, split_stream
+from bigtrain.data.samples.token_stream import (
+    Indices,
+    Ranges,
+    StreamSamples,
+    TokenRows,
+    TokenStream,
+    split_stream,
+)
 from bigtrain.data.shards.dataset import TokenDataset
 from bigtrain.data.shards.format import Shard
 from bigtrain.data.shards.manifest import SPLITS, Split
@@ -188,50 +195,33 @@ def _map(file: IO[bytes], sequence_length: int, path: Path | None = None) -> Pac
     )
 
 
-class PackedDocuments:
+class PackedDocuments(StreamSamples):
     """Samples of `plan`, whose documents are in `stream`. A row contains its documents one after
     another and then padding, token 0 without loss, which is marked as a separate document."""
 
-    masks_loss = True
-
     def __init__(self, stream: TokenStream, plan: PackingPlan) -> None:
-        self.stream = stream
+        super().__init__(stream, plan.sequence_length, plan.num_packs)
         self.plan = plan
-        self.sequence_length = plan.sequence_length
-        self.token_dtype = stream.token_dtype
-        self.vocab_size = stream.vocab_size
-        self.num_samples = plan.num_packs
 
     def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
         if not len(samples):
             return
         width = self.sequence_length + 1
-        starts, lengths, counts = self._pieces(samples)
-        ends = np.cumsum(lengths)
-        used = np.diff(ends[np.cumsum(counts) - 1], prepend=0)
+        pieces = self._pieces(samples)
+        last = np.flatnonzero(np.diff(pieces.numbers, append=len(samples)))
+        used = pieces.places[last] + pieces.lengths[last]
         if used.max() > width:
             raise self._corrupt()
-        offsets = ends - lengths - np.repeat(np.cumsum(used) - used, counts)
-        places = np.repeat(rows, counts) * width + offsets
-        self.stream.read(starts, lengths, out.tokens.reshape(-1), places)
-        assert out.loss_mask is not None
-        if self.stream.is_masked:
-            self.stream.read_mask(starts, lengths, out.loss_mask.reshape(-1), places)
+        places, loss_mask = self._read(pieces, rows, out)
         for row, end in zip(rows.tolist(), used.tolist(), strict=True):
             if end < width:
                 out.tokens[row, end:] = 0
-                out.loss_mask[row, end:] = False
+                loss_mask[row * width + end : (row + 1) * width] = False
         if out.begins is not None:
             out.begins.append(places)
             out.begins.append((rows * width + used)[used < width])
 
-    def describe(self, sample: int) -> str:
-        starts, lengths, _ = self._pieces(np.array([sample]))
-        pieces = zip(starts.tolist(), lengths.tolist(), strict=True)
-        return " and ".join(self.stream.describe(start, length) for start, length in pieces)
-
-    def _pieces(self, samples: Indices) -> tuple[Indices, Indices, Indices]:
-        """Return first tokens and lengths of the samples' pieces, and the pieces per sample."""
+    def _pieces(self, samples: Indices) -> Ranges:
         assert 0 <= samples.min() <= samples.max() < self.num_samples
         plan = self.plan
         high = plan.row_ends[samples]
@@ -247,7 +237,10 @@ class PackedDocuments:
             or (starts + lengths).max() > self.stream.num_tokens
         ):
             raise self._corrupt()
-        return starts, lengths, counts
+        numbers = np.repeat(np.arange(len(samples)), counts)
+        begins = np.cumsum(lengths) - lengths
+        places = begins - np.repeat(begins[np.cumsum(counts) - counts], counts)
+        return Ranges(numbers, starts, lengths, places)
 
     def _corrupt(self) -> DataError:
         return DataError(f"the packing plan {self.plan.path} is corrupt -> remove it")

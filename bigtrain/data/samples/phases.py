@@ -23,7 +23,14 @@ import xxhash
 from bigtrain.data.samples.mixture import MixtureOrder, integer_weights
 from bigtrain.data.samples.packing_plan import plan_of
 from bigtrain.data.samples.shuffle import SampleOrder, convert_place, permute
-from bigtrain.data.samples.token_stream import Indices, PackedWindows, TokenRows, count_windows
+from bigtrain.data.samples.token_stream import (
+    Indices,
+    PackedWindows,
+    Ranges,
+    StreamSamples,
+    TokenRows,
+    count_windows,
+)
 from bigtrain.data.shards.dataset import TokenDataset
 from bigtrain.data.shards.shard_table import ShardTable
 from bigtrain.errors import CheckpointError
@@ -46,7 +53,7 @@ class EpochRemainder:
 
     def pieces(
         self, samples: Indices, num_tokens: int, sequence_length: int, seed: int, source: int
-    ) -> Pieces:
+    ) -> Ranges:
         """Return the pieces from which `samples`, counted from 0, are joined. `seed`, `source`: of
         the order of the epoch (`bigtrain.data.samples.shuffle`)."""
         chunk_length, num_chunks = self.chunk_length, count_windows(num_tokens, self.chunk_length)
@@ -62,24 +69,11 @@ class EpochRemainder:
         lengths[last] += 1
         permuted = permute(chunks, num_chunks, seed, self.epoch, source)
         starts = (permuted - chunks) * chunk_length + low
-        return Pieces(number, low - begins[number], starts, lengths)
+        return Ranges(number, starts, lengths, low - begins[number])
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """Ranges of a source's tokens, int64 [pieces]: index of the requested sample,
-    positions in it, first tokens and lengths. A sample's last piece includes the label after it."""
-
-    samples: Indices
-    places: Indices
-    starts: Indices
-    lengths: Indices
-
-
-class JoinedWindows:
+class JoinedWindows(StreamSamples):
     """Samples of `windows`, then those joined from `rest`; see `EpochRemainder.pieces`."""
-
-    masks_loss = True
 
     def __init__(
         self, windows: PackedWindows, rest: EpochRemainder, seed: int, source: int
@@ -88,13 +82,9 @@ class JoinedWindows:
         self.rest = rest
         self.seed = seed
         self.source = source
-        self.stream = windows.stream
-        self.sequence_length = windows.sequence_length
-        self.token_dtype = windows.token_dtype
-        self.vocab_size = windows.vocab_size
-        self.num_samples = windows.num_samples + rest.num_samples(
-            self.stream.num_tokens, self.sequence_length
-        )
+        length = windows.sequence_length
+        num_samples = windows.num_samples + rest.num_samples(windows.stream.num_tokens, length)
+        super().__init__(windows.stream, length, num_samples)
 
     def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
         joined = samples >= self.windows.num_samples
@@ -102,26 +92,17 @@ class JoinedWindows:
         if not joined.any():
             return
         pieces = self._pieces(samples[joined])
-        starts, lengths = pieces.starts, pieces.lengths
-        places = rows[joined][pieces.samples] * (self.sequence_length + 1) + pieces.places
+        places, loss_mask = self._read(pieces, rows[joined], out)
         joints = places[pieces.places > 0]
-        self.stream.read(starts, lengths, out.tokens.reshape(-1), places)
-        assert out.loss_mask is not None
-        loss_mask = out.loss_mask.reshape(-1)
-        if self.stream.is_masked:
-            self.stream.read_mask(starts, lengths, loss_mask, places)
         loss_mask[joints] = False
         if out.begins is not None:
-            out.begins += [self.stream.begins(starts, lengths, places), joints]
+            out.begins += [self.stream.begins(pieces.starts, pieces.lengths, places), joints]
 
     def describe(self, sample: int) -> str:
-        if sample < self.windows.num_samples:
-            return self.windows.describe(sample)
-        pieces = self._pieces(np.array([sample]))
-        ranges = zip(pieces.starts.tolist(), pieces.lengths.tolist(), strict=True)
-        return " and ".join(self.stream.describe(start, length) for start, length in ranges)
+        is_joined = sample >= self.windows.num_samples
+        return super().describe(sample) if is_joined else self.windows.describe(sample)
 
-    def _pieces(self, samples: Indices) -> Pieces:
+    def _pieces(self, samples: Indices) -> Ranges:
         assert samples.max() < self.num_samples
         return self.rest.pieces(
             samples - self.windows.num_samples,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -80,6 +81,29 @@ at 160 to 450 microseconds per row, while a read takes 60. In memory a row takes
 READS_AFTER_COLD_MAP = 64
 GATHERED_TOKENS = 1 << 15
 """Bytes copied at a time: more is copied at half the speed, into memory that is newly allocated."""
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Ranges of tokens, int64 [ranges]: number of shard or sample, first token, number of tokens,
+    and position in the target."""
+
+    numbers: Indices
+    starts: Indices
+    lengths: Indices
+    places: Indices
+
+    def put(self, found: Tokens | Mask, begins: Indices, out: Tokens | Mask) -> None:
+        """Copy the parts, which are in `found` from `begins` on, to their positions in `out`."""
+        for place, begin, length in zip(
+            self.places.tolist(), begins.tolist(), self.lengths.tolist(), strict=True
+        ):
+            out[place : place + length] = found[begin : begin + length]
+
+    @staticmethod
+    def join(several: Sequence[Ranges]) -> Ranges:
+        names = [field.name for field in fields(Ranges)]
+        return Ranges(*(np.concatenate([getattr(p, name) for p in several]) for name in names))
 
 
 class TokenStream:
@@ -186,7 +210,7 @@ class TokenStream:
         """Copy which tokens of ranges of the stream are targets, like `read` for tokens. `out`:
         bool, one-dimensional. Only if `is_masked`."""
         parts = self._cut(starts, lengths, places)
-        first, last = parts.offsets // 8, (parts.offsets + parts.lengths + 7) // 8
+        first, last = parts.starts // 8, (parts.starts + parts.lengths + 7) // 8
         if self._mask_verifier is not None:
             self._mask_verifier.verify(parts.numbers, first, last, self._mask_reader.read_range)
         ends = np.cumsum(last - first)
@@ -196,13 +220,13 @@ class TokenStream:
             parts.numbers.tolist(), first.tolist(), packed.data, begins.tolist(), ends.tolist()
         )
         bits = np.unpackbits(packed, bitorder="little").view(np.bool_)
-        parts.put(bits, 8 * begins + parts.offsets % 8, out)
+        parts.put(bits, 8 * begins + parts.starts % 8, out)
 
     def begins(self, starts: Indices, lengths: Indices, places: Indices) -> Indices:
         """Return the document starts in ranges of the stream, int64: token ``starts[i] + j`` as
         ``places[i] + j``, in any order. Raises DataError if an index is inconsistent there."""
         parts = self._cut(starts, lengths, places)
-        low, high = parts.offsets, parts.offsets + parts.lengths
+        low, high = parts.starts, parts.starts + parts.lengths
         byte_offsets: list[int] = []
         counts: list[int] = []
         for number, first, last in zip(
@@ -228,32 +252,32 @@ class TokenStream:
         return " and ".join(
             f"tokens {offset} to {offset + count} of {self.shards[number].bin_path}"
             for number, offset, count in zip(
-                parts.numbers, parts.offsets, parts.lengths, strict=True
+                parts.numbers, parts.starts, parts.lengths, strict=True
             )
         )
 
-    def _cut(self, starts: Indices, lengths: Indices, places: Indices) -> _Parts:
+    def _cut(self, starts: Indices, lengths: Indices, places: Indices) -> Ranges:
         """Convert ranges of the stream to ranges of shards, split at shard boundaries."""
         assert not len(starts) or 0 <= starts.min() <= (starts + lengths).max() <= self.num_tokens
         cut = []
         while True:
             numbers = np.searchsorted(self._ends, starts, side="right")
             here = np.minimum(lengths, self._ends[numbers] - starts)
-            cut.append(_Parts(numbers, starts - self._begins[numbers], here, places))
+            cut.append(Ranges(numbers, starts - self._begins[numbers], here, places))
             rest = np.flatnonzero(here < lengths)
             if not len(rest):
-                return cut[0] if len(cut) == 1 else _Parts.join(cut)
+                return cut[0] if len(cut) == 1 else Ranges.join(cut)
             starts, places, lengths = starts + here, places + here, lengths - here
             starts, places, lengths = starts[rest], places[rest], lengths[rest]
 
-    def _read_parts(self, parts: _Parts, out: Tokens) -> None:
+    def _read_parts(self, parts: Ranges, out: Tokens) -> None:
         item = self.token_dtype.itemsize
         if self._verifier is not None:
-            low, high = parts.offsets * item, (parts.offsets + parts.lengths) * item
+            low, high = parts.starts * item, (parts.starts + parts.lengths) * item
             self._verifier.verify(parts.numbers, low, high, self._reader.read_range)
         self._reader.read(
             parts.numbers.tolist(),
-            (parts.offsets * item).tolist(),
+            (parts.starts * item).tolist(),
             out.view(np.uint8).data,
             (parts.places * item).tolist(),
             ((parts.places + parts.lengths) * item).tolist(),
@@ -265,35 +289,50 @@ def _page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """Ranges of shards, int64 [ranges]: shard, first token, number of tokens, target position."""
-
-    numbers: Indices
-    offsets: Indices
-    lengths: Indices
-    places: Indices
-
-    def put(self, found: Tokens | Mask, begins: Indices, out: Tokens | Mask) -> None:
-        """Copy the parts, which are in `found` from `begins` on, to their positions in `out`."""
-        for place, begin, length in zip(
-            self.places.tolist(), begins.tolist(), self.lengths.tolist(), strict=True
-        ):
-            out[place : place + length] = found[begin : begin + length]
-
-    @staticmethod
-    def join(several: Sequence[_Parts]) -> _Parts:
-        names = [field.name for field in fields(_Parts)]
-        return _Parts(*(np.concatenate([getattr(p, name) for p in several]) for name in names))
-
-
 def split_stream(dataset: TokenDataset, split: Split) -> TokenStream:
     """Return the stream of one split of `dataset`; empty if there is no such split."""
     shards = dataset.splits.get(split) or ShardList.of([])
     return TokenStream(shards, dataset.table.tokenizer.vocab_size)
 
 
-class PackedWindows:
+class StreamSamples(ABC):
+    """Base of the samples of one stream, each of which consists of ranges of its tokens."""
+
+    def __init__(
+        self, stream: TokenStream, sequence_length: int, num_samples: int, masks_loss: bool = True
+    ) -> None:
+        self.stream = stream
+        self.sequence_length = sequence_length
+        self.num_samples = num_samples
+        self.masks_loss = masks_loss
+        self.token_dtype = stream.token_dtype
+        self.vocab_size = stream.vocab_size
+
+    @abstractmethod
+    def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
+        """Write samples into rows; see `Samples`."""
+
+    @abstractmethod
+    def _pieces(self, samples: Indices) -> Ranges:
+        """Return the ranges of `samples` by their index, and their positions in a row."""
+
+    def describe(self, sample: int) -> str:
+        pieces = self._pieces(np.array([sample]))
+        ranges = zip(pieces.starts.tolist(), pieces.lengths.tolist(), strict=True)
+        return " and ".join(self.stream.describe(start, length) for start, length in ranges)
+
+    def _read(self, pieces: Ranges, rows: Indices, out: TokenRows) -> tuple[Indices, Mask]:
+        """Read tokens and mask of `pieces`; return their positions in `out`, and its flat mask."""
+        places = rows[pieces.numbers] * (self.sequence_length + 1) + pieces.places
+        self.stream.read(pieces.starts, pieces.lengths, out.tokens.reshape(-1), places)
+        assert out.loss_mask is not None
+        loss_mask = out.loss_mask.reshape(-1)
+        if self.stream.is_masked:
+            self.stream.read_mask(pieces.starts, pieces.lengths, loss_mask, places)
+        return places, loss_mask
+
+
+class PackedWindows(StreamSamples):
     """Windows of `sequence_length` + 1 tokens, `sequence_length` apart, of one stream, in complete
     chunks of `chunk_length` tokens, a multiple of it (default: the same). Raises DataError if the
     stream is too short for a single one."""
@@ -303,13 +342,9 @@ class PackedWindows:
     ) -> None:
         chunk_length = chunk_length or sequence_length
         assert chunk_length % sequence_length == 0
-        self.stream = stream
-        self.sequence_length = sequence_length
-        self.token_dtype = stream.token_dtype
-        self.vocab_size = stream.vocab_size
-        self.masks_loss = stream.is_masked
         num_chunks = count_windows(stream.num_tokens, chunk_length)
-        self.num_samples = num_chunks * (chunk_length // sequence_length)
+        num_samples = num_chunks * (chunk_length // sequence_length)
+        super().__init__(stream, sequence_length, num_samples, stream.is_masked)
         if not self.num_samples:
             key = (
                 "batch.sequence_length" if chunk_length == sequence_length else "data.chunk_length"
@@ -330,8 +365,9 @@ class PackedWindows:
         if out.begins is not None:
             out.begins.append(self.stream.begins(starts, lengths, rows * width))
 
-    def describe(self, sample: int) -> str:
-        return self.stream.describe(sample * self.sequence_length, self.sequence_length + 1)
+    def _pieces(self, samples: Indices) -> Ranges:
+        zeros, width = np.zeros_like(samples), self.sequence_length + 1
+        return Ranges(np.arange(len(samples)), samples * (width - 1), zeros + width, zeros)
 
 
 def count_windows(num_tokens: int, sequence_length: int) -> int:

@@ -75,7 +75,7 @@ def expected(phase: Phase, datasets: tuple[TokenDataset, ...], isolate: bool) ->
         count = np.arange(phase.num_joined(source))
         pieces = source.rest.pieces(count, source.num_tokens, NEW, 0, source.number)
         for sample in count:
-            own = pieces.samples == sample
+            own = pieces.numbers == sample
             inputs: list[int] = []
             labels: list[int] = []
             positions: list[int] = []
