@@ -403,7 +403,7 @@ def test_tokenizers_without_bytes_take_the_slow_way() -> None:
     described = describe("test", tokenizer)
     reference = described.encoder(True, ends=False)
     encoder = ChatEncoder(reference, reference, described.chat_template(), False)
-    assert chat._token_bytes(orjson.loads(reference.tokenizer_json)) is None
+    assert chat.token_bytes(orjson.loads(reference.tokenizer_json)) is None
     messages = turns("a", "b b x", "a", "b")
     tokens, mask = encode(encoder, messages)
     assert tokens == tokenizer.apply_chat_template(messages)["input_ids"]
