@@ -148,11 +148,7 @@ def train_run(
     """
     world = read_world(os.environ)
     run = resolve(
-        config,
-        overrides,
-        world.size,
-        deepspeed_config,
-        accelerate=read_accelerate(os.environ),
+        config, overrides, world.size, deepspeed_config, accelerate=read_accelerate(os.environ)
     )
     _refuse_other_group()
     import torch

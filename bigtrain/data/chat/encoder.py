@@ -361,9 +361,7 @@ def _without_empty(answer: Answer) -> Answer:
     return Answer(answer.number, tuple((low, high) for low, high in answer.spans if low < high))
 
 
-def _found(
-    chats: Sequence[_Rendered],
-) -> tuple[Mapping[str, int], frozenset[str], frozenset[str]]:
+def _found(chats: Sequence[_Rendered]) -> tuple[Mapping[str, int], frozenset[str], frozenset[str]]:
     """Return the parts that the template drops of `chats`, by kind, and their control tokens that
     end answers, and those inside of answers."""
     lost = Counter(part.kind for chat in chats for part in chat.lost)

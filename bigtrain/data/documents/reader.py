@@ -13,13 +13,7 @@ from typing import IO, ClassVar
 import xxhash
 
 from bigtrain.data.documents.chat_formats import FORMATS, ONE_FORMAT, Conversations
-from bigtrain.data.documents.files import (
-    READ_ERRORS,
-    HashingReader,
-    Selection,
-    Source,
-    open_file,
-)
+from bigtrain.data.documents.files import READ_ERRORS, HashingReader, Selection, Source, open_file
 from bigtrain.data.documents.table_rows import Keys
 from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES
 from bigtrain.errors import DataError

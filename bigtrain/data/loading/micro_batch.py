@@ -54,7 +54,5 @@ class MicroBatch:
             return MicroBatch.of_tokens(move(self.tokens))
         positions = self.position_ids
         return MicroBatch(
-            move(self.input_ids),
-            move(self.labels),
-            None if positions is None else move(positions),
+            move(self.input_ids), move(self.labels), None if positions is None else move(positions)
         )

@@ -137,10 +137,7 @@ def open_plan(
 
 
 def _write(
-    file: IO[bytes],
-    shards: Sequence[Shard],
-    sequence_length: int,
-    long_documents: LongDocuments,
+    file: IO[bytes], shards: Sequence[Shard], sequence_length: int, long_documents: LongDocuments
 ) -> None:
     """Write a new plan."""
     counts = PackingCounts()

@@ -78,11 +78,7 @@ class Shard:
     """
 
     def __init__(
-        self,
-        prefix: Path,
-        *,
-        masked: bool = False,
-        checksums: Mapping[str, str] | None = None,
+        self, prefix: Path, *, masked: bool = False, checksums: Mapping[str, str] | None = None
     ) -> None:
         self.bin_path = prefix.with_name(prefix.name + ".bin")
         self.index_path = prefix.with_name(prefix.name + ".idx")

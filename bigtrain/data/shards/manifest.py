@@ -251,8 +251,7 @@ class Manifest(Record):
     options: OptionsRecord
     skipped_documents: Count = 0
     unrendered: dict[str, Count] | None = Field(
-        default=None,
-        description="parts of conversations that the chat template dropped, by kind",
+        default=None, description="parts of conversations that the chat template dropped, by kind"
     )
     splits: dict[Split, tuple[ShardRecord, ...]]
 

@@ -88,12 +88,7 @@ class ShardWriter:
     block by an exception removes them."""
 
     def __init__(
-        self,
-        directory: Path,
-        name: str,
-        dtype: Literal["uint16", "int32"],
-        *,
-        masked: bool = False,
+        self, directory: Path, name: str, dtype: Literal["uint16", "int32"], *, masked: bool = False
     ) -> None:
         self.directory = directory
         self.name = name

@@ -265,10 +265,7 @@ def _load_with_transformers(name: str) -> tuple[Any, str]:
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.CRITICAL)
     try:
-        options = {
-            "trust_remote_code": False,
-            "local_files_only": is_local or problem is not None,
-        }
+        options = {"trust_remote_code": False, "local_files_only": is_local or problem is not None}
         path = own_file(name) if is_local else None
         try:
             loaded: Any = AutoTokenizer.from_pretrained(name, **options)

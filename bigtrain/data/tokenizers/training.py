@@ -57,9 +57,7 @@ def train_tokenizer(batches: Iterable[Sequence[str]], vocab_size: int) -> Tokeni
         raise DataError("no text to train a tokenizer on: every document is empty")
     wrapper: Any = PreTrainedTokenizerFast
     wrapped = wrapper(
-        tokenizer_object=backend,
-        eos_token=END_OF_DOCUMENT,
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=backend, eos_token=END_OF_DOCUMENT, clean_up_tokenization_spaces=False
     )
     return describe("trained here", wrapped)
 

@@ -195,5 +195,7 @@ def test_a_template_without_tool_calls_is_named_as_the_fault(
     assert main([*base, "--output", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert "calls.jsonl:1: the chat template refuses it: UndefinedError" in error
-    assert "does not support tool calls -> use a template for such messages: --chat-template" in error
+    assert (
+        "does not support tool calls -> use a template for such messages: --chat-template" in error
+    )
     assert "--skip-bad" not in error
