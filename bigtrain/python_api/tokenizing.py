@@ -26,7 +26,7 @@ Encoder = Literal["auto", "gigatoken", "fastokens", "reference"]
 
 
 class ReadingOptions(TypedDict, total=False):
-    """Options for reading text: the parameters of `read_options`."""
+    """Options for reading text; `build_tokens` documents them."""
 
     text_keys: Sequence[str]
     suffixes: Sequence[str]
@@ -208,19 +208,8 @@ def train_tokenizer(
     return int(tokenizer.vocab_size)
 
 
-def read_options(
-    inputs: Inputs,
-    *,
-    text_keys: Sequence[str] = (),
-    suffixes: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    dataset_config: str | None = None,
-    dataset_split: str = "train",
-    max_document_bytes: int | None = None,
-    read_as: str = "",
-    follow_links: bool = False,
-) -> ReadOptions:
-    """Return the options for reading text; `build_tokens` documents each parameter."""
+def read_options(inputs: Inputs, **options: Unpack[ReadingOptions]) -> ReadOptions:
+    """Return the options for reading text; `build_tokens` documents each of them."""
     from bigtrain.data.documents.files import Selection
     from bigtrain.data.documents.reader import ReadOptions
     from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES
@@ -228,15 +217,16 @@ def read_options(
     names = (inputs,) if isinstance(inputs, str | Path) else inputs
     selection = Selection(
         inputs=tuple(map(str, names)),
-        suffixes=tuple(suffixes),
-        exclude=tuple(exclude),
-        dataset_config=dataset_config,
-        dataset_split=dataset_split,
-        read_as=read_as,
-        follow_links=follow_links,
+        suffixes=tuple(options.get("suffixes", ())),
+        exclude=tuple(options.get("exclude", ())),
+        dataset_config=options.get("dataset_config"),
+        dataset_split=options.get("dataset_split", "train"),
+        read_as=options.get("read_as", ""),
+        follow_links=options.get("follow_links", False),
     )
-    keys = tuple(dict.fromkeys(text_keys)) or ("text",)
-    return ReadOptions(selection, keys, max_document_bytes or DEFAULT_MAX_DOCUMENT_BYTES)
+    keys = tuple(dict.fromkeys(options.get("text_keys", ()))) or ("text",)
+    max_bytes = options.get("max_document_bytes") or DEFAULT_MAX_DOCUMENT_BYTES
+    return ReadOptions(selection, keys, max_bytes)
 
 
 def _with_progress(reader: DocumentReader) -> Iterator[list[str]]:

@@ -1,0 +1,93 @@
+"""A data format is declared once, by its reader: everything else follows from that class."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bigtrain.commands.arguments import add_input_arguments
+from bigtrain.data.documents import formats
+from bigtrain.data.documents.discovery import find_sources
+from bigtrain.data.documents.files import COMPRESSION_SUFFIXES, Selection, Source
+from bigtrain.data.documents.reader import Part, ReadOptions, even_parts
+from bigtrain.data.documents.table_readers import TableReader
+from bigtrain.data.documents.table_rows import Block, columns_of, joined_rows
+from bigtrain.data.tokenizers.training import train_tokenizer
+from bigtrain.errors import DataError
+from bigtrain.python_api.tokenizing import build_tokens
+from tests.support.worlds import ROOT
+
+
+class ColumnsReader(TableReader):
+    """A made-up table: a JSON object of columns."""
+
+    kind = "columns"
+    suffixes = (".columns",)
+
+    @classmethod
+    def first_row_keys(cls, source: Source, options: ReadOptions) -> Collection[str]:
+        return list(json.loads(Path(source.path).read_text()))
+
+    @classmethod
+    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
+        columns = json.loads(Path(source.path).read_text())
+        return even_parts(source, len(next(iter(columns.values()))), shard_bytes)
+
+    def _rows(self, file: Any) -> Iterator[Block]:
+        path, keys, begin = self.part.source.path, self.options.keys, self.part.begin
+        table = json.loads(Path(path).read_text())
+        table = {name: values[begin : self.part.end] for name, values in table.items()}
+        names = list(table)
+        wanted = columns_of(path, keys, names)
+        rows = joined_rows(len(table[names[0]]), wanted, keys, names, table.__getitem__)
+        yield Block(begin, rows)
+
+
+def test_kinds_and_suffixes_are_declared_once() -> None:
+    suffixes = [suffix for reader in formats.READERS for suffix in reader.suffixes]
+    kinds = [reader.kind for reader in formats.READERS]
+    assert len(set(suffixes)) == len(suffixes)
+    assert len(set(kinds)) == len(kinds)
+    assert set(formats.DEFAULT_SUFFIXES) <= set(suffixes)
+
+
+def test_help_and_docs_list_every_suffix() -> None:
+    parser = argparse.ArgumentParser()
+    add_input_arguments(parser)
+    page = (ROOT / "docs/howto/your_data.md").read_text(encoding="utf-8")
+    for suffix in (*formats.ROW_SUFFIXES, *COMPRESSION_SUFFIXES):
+        assert suffix in parser.format_help(), suffix
+        assert f"`{suffix}`" in page, suffix
+
+
+def test_a_new_format_is_one_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found, split, tokenized and compared after a touch, by its registration alone."""
+    texts = [f"alpha beta {number}" for number in range(40)]
+    path = tmp_path / "in.columns"
+    path.write_text(json.dumps({"text": texts}))
+    assert find_sources(Selection([str(path)]))[0].kind == "text"
+    monkeypatch.setitem(formats.BY_SUFFIX, ".columns", ColumnsReader)
+    (source,) = find_sources(Selection([str(path)]))
+    assert source.kind == "columns"
+    assert list(formats.keys_in(source, ReadOptions(Selection([])))) == ["text"]
+    train_tokenizer([texts], 300).save(tmp_path / "tokenizer")
+
+    def build() -> Any:
+        return build_tokens(
+            path, tmp_path / "tokenizer", tmp_path / "d", workers=1, shard_bytes=300
+        )
+
+    manifest = build().manifest
+    assert manifest.num_documents("train") == 40
+    assert len(manifest.splits["train"]) > 1
+    os.utime(path, ns=(1, 1))
+    assert build().already_finished
+    path.write_text(json.dumps({"text": [*texts[:-1], "alpha beta gg"]}))
+    with pytest.raises(DataError, match="contains a dataset of other input files"):
+        build()
