@@ -89,18 +89,20 @@ class AnswerEnds:
         control tokens, None if every control token's text is one. `marked`: the template has ``{%
         generation %}`` blocks, so its author decided which text is learned. Raises
         ConversationError for an answer without an end."""
-        found = [match.span() for match in self._control.find(text)] if control is None else control
+        tokens = (
+            [match.span() for match in self._control.find(text)] if control is None else control
+        )
         spans: list[Span] = []
         ends, inside = set(), set(self.inside)
-        whole = text
+        full_text = text
         for answer in answers:
             begin, end = answer.spans[-1]
-            own = [one for low, high in answer.spans for one in found if low <= one[0] < high]
+            own = [one for low, high in answer.spans for one in tokens if low <= one[0] < high]
             last = self._last(text, own, end)
             if last is None:
-                last, whole = self._behind(messages, tools, whole, answer, found, marked)
+                last, full_text = self._behind(messages, tools, full_text, answer, tokens, marked)
                 end = last[1]
-            name = whole[slice(*last)]
+            name = full_text[slice(*last)]
             ends.add(name)
             inside |= {text[slice(*one)] for one in own if one[0] < last[0]}
             spans += [*answer.spans[:-1], (begin, end)]
@@ -112,10 +114,12 @@ class AnswerEnds:
                     "--learn last; or use a template that ends every answer in "
                     f"{' or '.join(sorted(self.eos)) or 'eos_token'}: --chat-template FILE"
                 )
-        if whole != text and control is not None:
-            control = [*control, (len(text), len(whole))]
+        if full_text != text and control is not None:
+            control = [*control, (len(text), len(full_text))]
         ranges = None if control is None else tuple(control)
-        return Ended(whole, tuple(spans), ranges, frozenset(ends), frozenset(inside) - self.inside)
+        return Ended(
+            full_text, tuple(spans), ranges, frozenset(ends), frozenset(inside) - self.inside
+        )
 
     def _last(self, text: str, own: Sequence[Span], end: int) -> Span | None:
         """Return the control token that ends the answer `text[:end]`; None if there is none.
@@ -143,18 +147,18 @@ class AnswerEnds:
         tools: Tools,
         text: str,
         answer: Answer,
-        found: Sequence[Span],
+        tokens: Sequence[Span],
         marked: bool,
     ) -> tuple[Span, str]:
         """Return the token after an answer that ends it, and the text, with that token appended."""
         end = answer.spans[-1][1]
-        behind = next((one for one in found if one[0] >= end), None)
-        if behind is not None and not text[end : behind[0]].strip():
-            name = text[slice(*behind)]
+        following = next((one for one in tokens if one[0] >= end), None)
+        if following is not None and not text[end : following[0]].strip():
+            name = text[slice(*following)]
             if marked:
                 raise _closed_early(answer.number, name)
             if self.by_next_role or name == self.usual or name in self.eos:
-                return behind, text
+                return following, text
         if text[end:].strip() or not self.by_next_role or answer.number != len(messages):
             raise _without_end(answer.number, marked)
         role = self._next_role(messages, tools, text)
@@ -299,11 +303,11 @@ def _span(
     prompt, _ = template.render(messages[:number], tools, add_generation_prompt=True)
     if text.startswith(prompt):
         begin = len(prompt)
-        whole = text
+        up_to_turn = text
         if number + 1 < len(messages):
-            whole, _ = template.render(messages[: number + 1], tools)
-        if whole.startswith(prompt) and text.startswith(whole):
-            return begin, len(whole)
+            up_to_turn, _ = template.render(messages[: number + 1], tools)
+        if up_to_turn.startswith(prompt) and text.startswith(up_to_turn):
+            return begin, len(up_to_turn)
         content, end = _around_content(template, messages, tools, text, number)
         if begin <= content:
             return begin, end
@@ -323,10 +327,10 @@ def _around_content(
     has no content, and the end of its turn."""
     other = [*messages]
     other[number] = _with_placeholder(messages[number])
-    before, found, after = template.render(other, tools)[0].partition(PLACEHOLDER)
+    before, is_present, after = template.render(other, tools)[0].partition(PLACEHOLDER)
     ending = template.render(other[: number + 1], tools)[0].partition(PLACEHOLDER)[2]
     if (
-        not found
+        not is_present
         or PLACEHOLDER in after + ending
         or not (text.startswith(before) and text.endswith(after) and after.startswith(ending))
         or len(before) + len(after) > len(text)

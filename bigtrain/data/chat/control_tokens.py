@@ -102,12 +102,12 @@ class ControlTokens:
                 "it from the template's own -> remove it, or trust the data: "
                 "--parse-special-tokens"
             )
-        found, counted, marks = [], 0, 0
+        ranges, counted, marks = [], 0, 0
         for match in self.find(marked_text):
             marks += marked_text.count(MARK, counted, match.start())
             counted = match.start()
-            found.append((match.start() - marks, match.end() - marks))
-        return found
+            ranges.append((match.start() - marks, match.end() - marks))
+        return ranges
 
     def encode(
         self, text: str, control: Sequence[tuple[int, int]] | None = None
@@ -203,17 +203,17 @@ def _unknown_token(model: dict[str, Any]) -> str | None:
 
 
 def _any_of(characters: Iterable[str]) -> re.Pattern[str]:
-    found = "".join(sorted(set(characters)))
-    return re.compile(f"[{re.escape(found)}]" if found else "(?!)")
+    unique = "".join(sorted(set(characters)))
+    return re.compile(f"[{re.escape(unique)}]" if unique else "(?!)")
 
 
 def _ends_of(name: str, literals: Collection[str]) -> list[str]:
     """Return proper prefixes of `name` that a literal ends with."""
-    found = (name[:end] for end in range(1, len(name)))
-    return [part for part in found if any(literal.endswith(part) for literal in literals)]
+    prefixes = (name[:end] for end in range(1, len(name)))
+    return [part for part in prefixes if any(literal.endswith(part) for literal in literals)]
 
 
 def _begins_of(name: str, literals: Collection[str]) -> list[str]:
     """Return proper suffixes of `name` that a literal begins with."""
-    found = (name[begin:] for begin in range(1, len(name)))
-    return [part for part in found if any(literal.startswith(part) for literal in literals)]
+    suffixes = (name[begin:] for begin in range(1, len(name)))
+    return [part for part in suffixes if any(literal.startswith(part) for literal in literals)]

@@ -175,8 +175,8 @@ class ChatEncoder:
         """Return the tokens of each plain-text prompt, encoded separately."""
         known = {number: chat for number, chat in enumerate(rendered) if chat.prompt is not None}
         quick = {number: chat for number, chat in known.items() if chat.control is None}
-        found = self.encoder.encode_utf8([(c.prompt or "").encode() for c in quick.values()])
-        parts = np.split(found.tokens, np.cumsum(found.lengths)[:-1]) if quick else []
+        encoded = self.encoder.encode_utf8([(c.prompt or "").encode() for c in quick.values()])
+        parts = np.split(encoded.tokens, np.cumsum(encoded.lengths)[:-1]) if quick else []
         prompts = {n: part.tolist() for n, part in zip(quick, parts, strict=True)}
         for number in known.keys() - quick.keys():
             chat = known[number]
@@ -196,8 +196,8 @@ class ChatEncoder:
         pairs = zip(ids, prompt, strict=False)
         common = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(prompt)))
         begin = self.plain_ends.prefix
-        whole = np.array([*begin, *ids, self.plain_ends.end_id], np.int64)
-        return whole, np.arange(len(whole)) >= len(begin) + common
+        full = np.array([*begin, *ids, self.plain_ends.end_id], np.int64)
+        return full, np.arange(len(full)) >= len(begin) + common
 
     def _render_plain(self, prompt: str, completion: str) -> _Rendered:
         assert self.plain_ends is not None
@@ -323,8 +323,8 @@ class ChatEncoder:
 
 
 def _first_at(ranges: Integers, place: int) -> int | None:
-    found = np.flatnonzero((ranges[:, 0] <= place) & (ranges[:, 1] > place))
-    return int(found[0]) if len(found) else None
+    matches = np.flatnonzero((ranges[:, 0] <= place) & (ranges[:, 1] > place))
+    return int(matches[0]) if len(matches) else None
 
 
 def _rendered(

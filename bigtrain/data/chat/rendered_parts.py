@@ -131,23 +131,23 @@ class _Marking:
         if not isinstance(node, dict):
             return node
         names: dict[str, str] = {}
-        found: dict[str, Any] = {}
+        marked: dict[str, Any] = {}
         for key, value in node.items():
             if key in _NAMED and isinstance(value, dict):
                 names |= {name: self.key(part, name) for name in value}
-                found[key] = {names[name]: self.schema(part, item) for name, item in value.items()}
+                marked[key] = {names[name]: self.schema(part, item) for name, item in value.items()}
             elif key in _WORDS:
-                found[key] = self.tree(part, value, keys=False)
+                marked[key] = self.tree(part, value, keys=False)
             elif isinstance(value, dict | list) and key != "required":
-                found[key] = self.schema(part, value)
+                marked[key] = self.schema(part, value)
             else:
                 if isinstance(value, str) and key != "type":
                     self.plain(part, value)
-                found[key] = value
+                marked[key] = value
         required = node.get("required")
         if isinstance(required, list):
-            found["required"] = [names.get(r, r) if isinstance(r, str) else r for r in required]
-        return found
+            marked["required"] = [names.get(r, r) if isinstance(r, str) else r for r in required]
+        return marked
 
     def _add(self, piece: _Piece) -> tuple[str, str]:
         number = len(self.pieces)
@@ -164,32 +164,32 @@ def _marks_of(number: int) -> tuple[str, str]:
 def _marked(
     marking: _Marking, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    found = [_marked_message(marking, n, message) for n, message in enumerate(messages, 1)]
+    marked = [_marked_message(marking, n, message) for n, message in enumerate(messages, 1)]
     if tools is None:
-        return found, None
-    return found, [_marked_tool(marking, number, tool) for number, tool in enumerate(tools)]
+        return marked, None
+    return marked, [_marked_tool(marking, number, tool) for number, tool in enumerate(tools)]
 
 
 def _marked_message(marking: _Marking, number: int, message: dict[str, Any]) -> dict[str, Any]:
-    found = dict(message)
+    marked = dict(message)
     for key in REASONING_KEYS:
         if key in message:
             part = Lost(REASONING, number, f"the {key} of message {number}")
-            found[key] = marking.tree(part, message[key])
+            marked[key] = marking.tree(part, message[key])
     content = message.get("content")
     part = Lost(CONTENT, number, f"the content of message {number}")
     if isinstance(content, str):
-        found["content"] = marking.text(part, content, message["role"] == "assistant")
+        marked["content"] = marking.text(part, content, message["role"] == "assistant")
     elif content is not None:
-        found["content"] = marking.tree(part, content, keys=False)
+        marked["content"] = marking.tree(part, content, keys=False)
     for key, value in message.items():
         if key not in _READ_KEYS and isinstance(value, str) and value.strip():
             part = Lost(IGNORED, number, f"the key {key} of message {number}")
-            found[key] = marking.text(part, value)
+            marked[key] = marking.text(part, value)
     if isinstance(message.get("tool_calls"), list):
         calls = enumerate(message["tool_calls"])
-        found["tool_calls"] = [_marked_call(marking, number, place, c) for place, c in calls]
-    return found
+        marked["tool_calls"] = [_marked_call(marking, number, place, c) for place, c in calls]
+    return marked
 
 
 def _marked_call(
@@ -280,12 +280,12 @@ def _is_in(number: int, piece: _Piece, marked: str, text: str) -> bool:
 
 def _says(written: str, text: str) -> bool:
     """Return whether `written` is `text`, possibly in nested escapes of JSON, Python or HTML."""
-    found = {written}
+    forms = {written}
     for _ in range(_NESTED_ESCAPES):
-        if text in found:
+        if text in forms:
             return True
-        found |= {_without_escapes(one) for one in found} | {html.unescape(one) for one in found}
-    return text in found
+        forms |= {_without_escapes(one) for one in forms} | {html.unescape(one) for one in forms}
+    return text in forms
 
 
 def _without_escapes(text: str) -> str:

@@ -134,12 +134,12 @@ def _sharegpt(values: Values, roles: Roles) -> Chat:
             messages.append(_with_role(turn, roles))  # in OpenAI's format, under ShareGPT's key
             continue
         if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
-            shown, remedy = type(turn).__name__, ""
+            shown, fix = type(turn).__name__, ""
             if isinstance(turn, dict):
                 shown = f"an object with the keys {', '.join(sorted(turn)) or 'none'}"
-                remedy = " -> name its keys: --key from=KEY --key value=KEY"
+                fix = " -> name its keys: --key from=KEY --key value=KEY"
             raise ConversationError(
-                f"turn {number} is not an object with from and value but {shown}{remedy}"
+                f"turn {number} is not an object with from and value but {shown}{fix}"
             )
         messages.append(_turn(number, turn, roles))
     return Chat(messages, tools)
@@ -360,24 +360,24 @@ class Conversations:
         ]
 
 
-def conversation_of(values: Sequence[Any], how: Conversations) -> tuple[bytes | None, str]:
-    """Return the document in the `values` of `how.columns`, or None and the reason."""
-    extra = dict(zip(how.columns[len(how.keys) :], values[len(how.keys) :], strict=False))
+def conversation_of(values: Sequence[Any], rules: Conversations) -> tuple[bytes | None, str]:
+    """Return the document in the `values` of `rules.columns`, or None and the reason."""
+    extra = dict(zip(rules.columns[len(rules.keys) :], values[len(rules.keys) :], strict=False))
     for key, value in extra.items():
         if key in MEDIA_KEYS and value is not None and value not in ("", [], {}):
             return None, (f"it has a value under {key!r}: only text is supported")
     try:
-        given = [how.with_known_turns(value) for value in values[: len(how.keys)]]
-        given += [extra.get(key) for key in how.format.extra_keys]
-        conversation = how.format.make(given, how.roles)
+        given = [rules.with_known_turns(value) for value in values[: len(rules.keys)]]
+        given += [extra.get(key) for key in rules.format.extra_keys]
+        conversation = rules.format.make(given, rules.roles)
         if isinstance(conversation, Completion):
             return completion_bytes(conversation.prompt, conversation.completion), ""
         messages, tools = conversation.messages, conversation.tools
-        return conversation_bytes(messages, tools, last_only=how.last_only), ""
+        return conversation_bytes(messages, tools, last_only=rules.last_only), ""
     except ConversationError as error:
-        return None, f"{how.keys[0]!r} is not a conversation: {error}"
+        return None, f"{rules.keys[0]!r} is not a conversation: {error}"
     except TypeError as error:  # halves of surrogate pairs, in a prompt
-        return None, f"{how.keys[0]!r} cannot be written as JSON: {error}"
+        return None, f"{rules.keys[0]!r} cannot be written as JSON: {error}"
 
 
 def value_at(tree: Any, key: str) -> Any:

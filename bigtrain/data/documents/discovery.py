@@ -152,12 +152,12 @@ def _of_folder(
         seen[os.path.splitext(below)[1] or "no suffix"] += 1
     if not taken:
         common = ", ".join(f"{suffix} ({count})" for suffix, count in seen.most_common(5))
-        remedy = "name the suffix to read as text, for example --suffix .py"
+        fix = "name the suffix to read as text, for example --suffix .py"
         if left:
-            remedy = " ".join(f"--suffix {suffix}" for suffix in sorted(left))
+            fix = " ".join(f"--suffix {suffix}" for suffix in sorted(left))
         raise DataError(
             f"--input {folder}: no file there ends with {', '.join(suffixes)}; found: "
-            f"{common or 'none at all'} -> {remedy}"
+            f"{common or 'none at all'} -> {fix}"
         )
     if left and suffixes == DEFAULT_SUFFIXES:
         others = ", ".join(f"{suffix} ({count})" for suffix, count in left.most_common(5))
@@ -244,8 +244,8 @@ def _saved_dataset(folder: Path, selection: Selection) -> Source:
                 f"{', '.join(map(str, splits))}"
             )
         directory = folder / split
-    named = [(str(file.relative_to(folder)), str(file)) for file in sorted(directory.iterdir())]
-    Links(str(folder), selection.follow_links).chosen(named)
+    entries = [(str(file.relative_to(folder)), str(file)) for file in sorted(directory.iterdir())]
+    Links(str(folder), selection.follow_links).chosen(entries)
     files = [file.stat() for file in sorted(directory.glob("*.arrow"))]
     record = SourceRecord(
         path=str(folder),

@@ -53,12 +53,12 @@ class Links:
         seen = {os.path.realpath(self.folder)}
         waiting = [(self.folder, "")]
         while waiting:
-            place, below = waiting.pop()
+            folder, below = waiting.pop()
             try:
-                entries = sorted(os.scandir(place), key=lambda entry: entry.name)
+                entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
             except OSError as error:
-                raise DataError(f"--input {place}: cannot be read: {error.strerror}") from error
-            prefix = "" if place == "." else place
+                raise DataError(f"--input {folder}: cannot be read: {error.strerror}") from error
+            prefix = "" if folder == "." else folder
             folders = []
             for entry in entries:
                 name, path = os.path.join(below, entry.name), os.path.join(prefix, entry.name)

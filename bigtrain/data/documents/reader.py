@@ -58,12 +58,12 @@ class RejectedDocuments:
         if not self.allowed:
             if bad.reason.startswith(TEMPLATE_FAULT) and " -> " in bad.reason:
                 raise DataError(str(bad))  # without such documents few would remain
-            remedy = "skip such documents: --skip-bad"
+            fix = "skip such documents: --skip-bad"
             if OTHER_KEYS.search(bad.reason):
                 first = " if all rows are like this one" if " -> " in str(bad) else " -> fix it"
-                raise DataError(f"{bad}{first}; {ONE_FORMAT}; or {remedy}")
+                raise DataError(f"{bad}{first}; {ONE_FORMAT}; or {fix}")
             joint = ", or" if " -> " in str(bad) else " -> fix it, or"
-            raise DataError(f"{bad}{joint} {remedy}")
+            raise DataError(f"{bad}{joint} {fix}")
         self.count += 1
         if self.keep is not None:
             self.keep(bad)

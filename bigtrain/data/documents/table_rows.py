@@ -169,8 +169,8 @@ def columns_of(path: str, keys: Keys, names: Sequence[str]) -> list[str]:
     if not stored:
         wanted = " or ".join(map(repr, keys.wanted))
         there = ", ".join(sorted(names)[:20]) or "none"
-        remedy = remedy_for_row(names) or f" -> {keys.argument}: {there}"
-        raise DataError(f"{path}: no column {wanted}{remedy}")
+        fix = remedy_for_row(names) or f" -> {keys.argument}: {there}"
+        raise DataError(f"{path}: no column {wanted}{fix}")
     columns = [*stored, *(key for key in keys.optional if _is_stored(key, names))]
     for name in stored_columns(columns, names):
         if list(names).count(name) > 1:

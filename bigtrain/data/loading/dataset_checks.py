@@ -165,8 +165,8 @@ def check_tokenizer_files(config: RunConfig) -> list[Problem]:
     for number, source in enumerate(config.data.mixture):
         why = foreign_file(Path(source.path), TOKENIZER_DIRECTORY)
         if why is not None:
-            remedy = "check the origin of this dataset, and replace links by files"
-            problems.append(_problem(config, number, why, remedy))
+            fix = "check the origin of this dataset, and replace links by files"
+            problems.append(_problem(config, number, why, fix))
     return problems
 
 
@@ -246,19 +246,19 @@ def check_vocabulary(
 ) -> list[Problem]:
     """Check that the shards' token ids fit a model with `model_vocab_size` rows of embedding.
     `trained`: whether it has trained weights, whose vocabulary may grow."""
-    remedy = (
+    fix = (
         f"set vocab_size to {tokenizer.vocab_size} (random weights), or tokenize with the "
         "model's own tokenizer"
     )
     if trained:
-        remedy = "tokenize with the model's own tokenizer"
+        fix = "tokenize with the model's own tokenizer"
     if tokenizer.vocab_size > model_vocab_size:
         rule = (
             f"too small: the shards were made with tokenizer {tokenizer.name}, whose vocabulary "
             f"has {tokenizer.vocab_size} tokens"
         )
         if trained:
-            remedy += (
+            fix += (
                 "; or, if it is the model's tokenizer with added tokens, grow the weights: "
                 "model.vocabulary.new_rows=mean_covariance"
             )
@@ -270,7 +270,7 @@ def check_vocabulary(
         )
     else:
         return []
-    return [Problem("model vocab_size", model_vocab_size, rule, remedy)]
+    return [Problem("model vocab_size", model_vocab_size, rule, fix)]
 
 
 def known_vocab_size(model: ModelSection) -> int | None:
@@ -377,8 +377,8 @@ def check_best(
     if not measured or (section.set_name is not None and section.set_name not in measured):
         whose = "the data has" if section.set_name is None else f"{section.set_name} has"
         rule = f"{whose} no held-out documents to select the best checkpoint"
-        remedy = f"make shards with `bigtrain tokenize --held-out`, or set {off}"
-        return [Problem(key, value, rule, remedy)]
+        fix = f"make shards with `bigtrain tokenize --held-out`, or set {off}"
+        return [Problem(key, value, rule, fix)]
     asked = [section.set_name] if section.set_name else measured
     unknown = [
         name

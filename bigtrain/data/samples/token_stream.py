@@ -93,12 +93,12 @@ class Ranges:
     lengths: Indices
     places: Indices
 
-    def put(self, found: Tokens | Mask, begins: Indices, out: Tokens | Mask) -> None:
-        """Copy the parts, which are in `found` from `begins` on, to their positions in `out`."""
+    def put(self, stored: Tokens | Mask, begins: Indices, out: Tokens | Mask) -> None:
+        """Copy the parts, which are in `stored` from `begins` on, to their positions in `out`."""
         for place, begin, length in zip(
             self.places.tolist(), begins.tolist(), self.lengths.tolist(), strict=True
         ):
-            out[place : place + length] = found[begin : begin + length]
+            out[place : place + length] = stored[begin : begin + length]
 
     @staticmethod
     def join(several: Sequence[Ranges]) -> Ranges:

@@ -319,11 +319,11 @@ def read_manifest(directory: Path) -> Manifest:
     except DataError as error:
         if not isinstance(error.__cause__, FileNotFoundError):
             raise
-        remedy = "make it with `bigtrain tokenize --output`"
+        fix = "make it with `bigtrain tokenize --output`"
         if (directory / WORK_DIRECTORY).is_dir():
-            remedy = "run the same `bigtrain tokenize` again to finish it"
+            fix = "run the same `bigtrain tokenize` again to finish it"
         raise DataError(
-            f"{directory} is not a finished token dataset: it has no {MANIFEST_NAME} -> {remedy}"
+            f"{directory} is not a finished token dataset: it has no {MANIFEST_NAME} -> {fix}"
         ) from None
     try:
         return Manifest.model_validate_json(content)

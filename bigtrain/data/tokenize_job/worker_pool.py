@@ -415,12 +415,12 @@ def _take_units(work: Round, report: Callable[[Counts], None]) -> None:
     """Build units. Raise DataError or EncoderError of the first unit that fails."""
     workspace, counts = work.workspace, Counts()
     leases = workspace.leases
-    told = 0
+    reported = 0
 
-    def tell() -> None:
-        nonlocal told
-        if counts.num_bytes - told >= REPORT_BYTES:
-            told = counts.num_bytes
+    def report_progress() -> None:
+        nonlocal reported
+        if counts.num_bytes - reported >= REPORT_BYTES:
+            reported = counts.num_bytes
             report(counts)
 
     for unit in work.share.order(work.units):
@@ -436,7 +436,7 @@ def _take_units(work: Round, report: Callable[[Counts], None]) -> None:
                     counts.num_bytes += unit.num_bytes
                     report(counts)
                     continue
-                build_unit(unit, work.job, workspace, counts, tell)
+                build_unit(unit, work.job, workspace, counts, report_progress)
                 report(counts)
 
 

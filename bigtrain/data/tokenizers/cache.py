@@ -220,7 +220,7 @@ def foreign_file(dataset: Path, folder: str) -> str | None:
     blobs = [str(parent.with_name("blobs")) for parent in parents if parent.name == "snapshots"]
     for path in sorted([dataset / folder, *(dataset / folder).rglob("*")]):
         real = os.path.realpath(path)
-        if not real.startswith(tuple(place + os.sep for place in (root, *blobs[:1]))):
+        if not real.startswith(tuple(parent + os.sep for parent in (root, *blobs[:1]))):
             return f"{path} is a link to {real}, outside of the dataset"
         if os.path.lexists(path) and not (os.path.isfile(real) or os.path.isdir(real)):
             return f"{path} is not a file"

@@ -50,13 +50,15 @@ def require_equal(fast: Encoder, reference: Encoder, contents: Sequence[bytes]) 
 
 
 def _compare(
-    found: Encoded, documents: Sequence[int], reference: Encoder, contents: Sequence[bytes]
+    encoded: Encoded, documents: Sequence[int], reference: Encoder, contents: Sequence[bytes]
 ) -> None:
-    """Compare `documents` of the encoding `found` with the reference's encoding of `contents`."""
+    """Compare `documents` of the encoding `encoded` with the reference's encoding of `contents`."""
     expected = reference.encode_utf8(contents)
-    found_ends, expected_ends = np.cumsum(found.lengths), np.cumsum(expected.lengths)
+    encoded_ends, expected_ends = np.cumsum(encoded.lengths), np.cumsum(expected.lengths)
     for number, document in enumerate(documents):
-        have = found.tokens[found_ends[document] - found.lengths[document] : found_ends[document]]
+        have = encoded.tokens[
+            encoded_ends[document] - encoded.lengths[document] : encoded_ends[document]
+        ]
         end = expected_ends[number]
         if not np.array_equal(have, expected.tokens[end - expected.lengths[number] : end]):
             text = contents[number].decode("utf-8")

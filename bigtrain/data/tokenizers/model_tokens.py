@@ -142,10 +142,10 @@ def _other_splits(trees: list[dict[str, Any]], vocabularies: list[dict[str, int]
         if only_one and any(token in text for token in only_one):
             continue
         try:
-            found = [one.encode(text, add_special_tokens=False).ids for one in (data, model)]
+            ids = [one.encode(text, add_special_tokens=False).ids for one in (data, model)]
         except Exception:  # a tokenizer that cannot encode every text
             continue
-        if found[0] != found[1]:
+        if ids[0] != ids[1]:
             return (
                 "its tokens have the same ids, but it splits text differently, such as "
                 f"{text[:40]!a}"

@@ -72,23 +72,23 @@ def _differences(tokenizer: Any, own: Any, path: Path) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return ""
-    found, expected = json.loads(backend.to_str()), json.loads(own.to_str())
-    added = {token["content"]: token for token in found["added_tokens"]}
+    actual, expected = json.loads(backend.to_str()), json.loads(own.to_str())
+    added = {token["content"]: token for token in actual["added_tokens"]}
     lost = [t["content"] for t in expected["added_tokens"] if added.get(t["content"]) != t]
     ours = {token["content"] for token in expected["added_tokens"]}
     extra = sorted(added.keys() - ours - own.get_vocab(with_added_tokens=False).keys())
     if extra and (strange := [name for name in extra if name not in _settings(path)]):
         return f"it adds the token {strange[0]}"
-    changed = [part for part in _ENCODING if _steps(found, part) != _steps(expected, part)]
+    changed = [part for part in _ENCODING if _steps(actual, part) != _steps(expected, part)]
     changed += ["added_tokens"] * bool(lost)
     if changed and (text := _encoded_otherwise(backend, own)) is not None:
         return f"{', '.join(changed)}; for example {text[:40]!a}"
     # A difference in these affects some text that is not an edge case.
     if sure := [part for part in changed if part in ("normalizer", "pre_tokenizer")]:
         return ", ".join(sure)
-    if "model" in changed and _bare_model(found) != _bare_model(expected):
+    if "model" in changed and _bare_model(actual) != _bare_model(expected):
         return "model"
-    if _steps(found, "decoder") != _steps(expected, "decoder"):
+    if _steps(actual, "decoder") != _steps(expected, "decoder"):
         return "decoder"
     if not _sets_ends(path) and _ends(backend) != _ends(own):
         return "post_processor"
@@ -135,12 +135,12 @@ def _ends(backend: Any) -> list[int]:
 
 def _settings(path: Path) -> str:
     """Return the texts of the files that may name further tokens."""
-    found = []
+    texts = []
     for name in _SETTINGS:
         with suppress(OSError, ValueError):
             text = json.loads((path.parent / name).read_text(encoding="utf-8"))
-            found.append(json.dumps(text, ensure_ascii=False))
-    return "\n".join(found)
+            texts.append(json.dumps(text, ensure_ascii=False))
+    return "\n".join(texts)
 
 
 def _sets_ends(path: Path) -> bool:

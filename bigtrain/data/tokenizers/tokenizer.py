@@ -197,7 +197,7 @@ def _literals(sources: Iterable[str], where: str) -> frozenset[str]:
     """Return the strings in chat templates. Raise DataError for invalid syntax."""
     from jinja2 import TemplateSyntaxError, nodes
 
-    found: set[str] = set()
+    literals: set[str] = set()
     for source in sources:
         try:
             tree = template_syntax_tree(source)
@@ -205,10 +205,10 @@ def _literals(sources: Iterable[str], where: str) -> frozenset[str]:
             raise DataError(
                 f"the chat template {where} is invalid: line {error.lineno}: {error.message}"
             ) from error
-        found |= {node.data for node in tree.find_all(nodes.TemplateData)}
+        literals |= {node.data for node in tree.find_all(nodes.TemplateData)}
         values = [node.value for node in tree.find_all(nodes.Const)]
-        found |= {value for value in values if isinstance(value, str)}
-    return frozenset(found)
+        literals |= {value for value in values if isinstance(value, str)}
+    return frozenset(literals)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -243,10 +243,10 @@ def own_file(name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(name, OWN_FILE)
+        cached = try_to_load_from_cache(name, OWN_FILE)
     except ValueError:  # not a possible name
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def _load_with_transformers(name: str) -> tuple[Any, str]:

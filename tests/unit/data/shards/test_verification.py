@@ -30,7 +30,7 @@ def test_every_file_of_every_source_is_compared(tmp_path: Path) -> None:
             content = path.read_bytes()
             path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
             (text,) = shard.problems()
-            assert text.startswith(f"{path}: its checksum is ")
+            assert text.startswith(f"{path} is corrupt: its checksum ")
             assert text.endswith(f", the manifest lists {listed}")
             path.unlink()
             assert shard.problems() == [f"{path} cannot be read: No such file or directory"]
