@@ -96,8 +96,11 @@ def write_new_run(wanted: NewRun, output: Path, *, force: bool = False) -> Writt
             plan = plan_layouts(sections, wanted.devices, varies=False)
         except ConfigError as error:
             if not any(problem.key == "model" for problem in error.problems):
-                named = [_as_asked(problem) for problem in error.problems]
-                raise ConfigError(named, error.source) from error
+                renamed = [
+                    replace(problem, key="--devices") if problem.key == "--gpus" else problem
+                    for problem in error.problems
+                ]
+                raise ConfigError(renamed, error.source) from error
             rule = "cannot be planned for without the model's configuration"
             remedy = "remove it, and plan on a machine that can reach the Hub: bigtrain plan"
             unplanned = Problem("--devices", wanted.devices, rule, remedy)
@@ -112,7 +115,10 @@ def write_new_run(wanted: NewRun, output: Path, *, force: bool = False) -> Writt
         sections["engine"] = {"deepspeed_config": name or str(engine_path)}
         if name is None:
             files.append(engine_path)
-    _refuse_existing(files, force)
+    existing = [str(path) for path in files if path.exists()]
+    if existing and not force:
+        rule, fix = "exists, and may have been edited", "another --output, or --force to replace it"
+        raise ConfigError(Problem("--output", existing[0], rule, fix))
     text = commented_yaml(sections, head)
     world_size = 1 if plan is None else plan.cluster.num_devices
     if len(files) > 1:
@@ -122,11 +128,6 @@ def write_new_run(wanted: NewRun, output: Path, *, force: bool = False) -> Writt
         check(sections, world_size=world_size)
     _write(output, text)
     return WrittenRun(tuple(files), tuple(_next_commands(wanted, output, plan)))
-
-
-def _as_asked(problem: Problem) -> Problem:
-    """Convert a problem of `bigtrain plan` to this command's option name."""
-    return replace(problem, key="--devices") if problem.key == "--gpus" else problem
 
 
 def _sections(wanted: NewRun) -> dict[str, Any]:
@@ -219,15 +220,6 @@ def _shipped(engine: dict[str, Any]) -> str | None:
             if read_deepspeed_config(path) == engine:
                 return path.stem
     return None
-
-
-def _refuse_existing(files: list[Path], force: bool) -> None:
-    there = [path for path in files if path.exists()]
-    if there and not force:
-        rule = "exists, and may have been edited"
-        raise ConfigError(
-            Problem("--output", str(there[0]), rule, "another --output, or --force to replace it")
-        )
 
 
 def _write(path: Path, text: str) -> None:

@@ -308,7 +308,8 @@ def test_corrupt_contents_are_found_by_all_processes(inputs: Inputs, tmp_path: P
     assert finished.code != 0
     assert finished.output.count("2 of 6 files of the data are corrupt") == 1, finished.output
     for split in ("train", "held_out"):
-        assert f"{next(shards.glob(f'{split}*.bin'))}: its checksum is " in finished.output
+        corrupt = next(shards.glob(f"{split}*.bin"))
+        assert f"{corrupt} is corrupt: its checksum " in finished.output
     assert 'File "' + str(Path(train.__code__.co_filename)) not in finished.output
     assert not run.exists()
 

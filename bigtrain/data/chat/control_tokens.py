@@ -54,12 +54,14 @@ class ControlTokens:
         self._beginnings = {name[:end] for name in names for end in range(1, len(name))}
         self._endings = {name[begin:] for name in names for begin in range(1, len(name))}
         self._longest_part = max(map(len, names), default=1) - 1
+        # Parts of names whose other parts the template's literals end and begin with.
         self._middles = {
-            name[len(beginning) : len(name) - len(ending)]
+            name[begin:end]
             for name in names
-            for beginning in _ends_of(name, literals)
-            for ending in _begins_of(name, literals)
-            if len(beginning) + len(ending) < len(name)
+            for begin in range(1, len(name))
+            if any(literal.endswith(name[:begin]) for literal in literals)
+            for end in range(begin + 1, len(name))
+            if any(literal.startswith(name[end:]) for literal in literals)
         }
         self._first = _any_of(name[0] for name in names)
         self._last = _any_of(name[-1] for name in names)
@@ -205,15 +207,3 @@ def _unknown_token(model: dict[str, Any]) -> str | None:
 def _any_of(characters: Iterable[str]) -> re.Pattern[str]:
     unique = "".join(sorted(set(characters)))
     return re.compile(f"[{re.escape(unique)}]" if unique else "(?!)")
-
-
-def _ends_of(name: str, literals: Collection[str]) -> list[str]:
-    """Return proper prefixes of `name` that a literal ends with."""
-    prefixes = (name[:end] for end in range(1, len(name)))
-    return [part for part in prefixes if any(literal.endswith(part) for literal in literals)]
-
-
-def _begins_of(name: str, literals: Collection[str]) -> list[str]:
-    """Return proper suffixes of `name` that a literal begins with."""
-    suffixes = (name[begin:] for begin in range(1, len(name)))
-    return [part for part in suffixes if any(literal.startswith(part) for literal in literals)]

@@ -162,13 +162,16 @@ class ChatEncoder:
             if number in problems:
                 tokens, own_mask = tokens[:0], own_mask[:0]
             parts.append((tokens, own_mask))
+        good = [chat for number, chat in enumerate(rendered) if number not in problems]
         return EncodedChats(
             np.concatenate([encoded.tokens[:0], *(tokens for tokens, _ in parts)]),
             np.concatenate([mask[:0], *(own_mask for _, own_mask in parts)]),
             np.fromiter((len(tokens) for tokens, _ in parts), np.int64, len(parts)),
             np.fromiter(map(len, texts), np.int64, len(texts)),
             tuple(sorted(problems.items())),
-            *_found([chat for n, chat in enumerate(rendered) if n not in problems]),
+            Counter(part.kind for chat in good for part in chat.lost),
+            frozenset[str]().union(*(chat.ends for chat in good)),
+            frozenset[str]().union(*(chat.inside for chat in good)),
         )
 
     def _prompts(self, rendered: Sequence[_Rendered]) -> dict[int, list[int]]:
@@ -230,7 +233,10 @@ class ChatEncoder:
         if self.answer_ends is None:
             every = [span for answer in answers for span in answer.spans]
             return _Rendered(text, every, control, lost=lost)
-        kept = [one for one in map(_without_empty, answers) if one.spans]
+        filled = [
+            Answer(n.number, tuple(span for span in n.spans if span[0] < span[1])) for n in answers
+        ]
+        kept = [answer for answer in filled if answer.spans]
         if lost:  # only the end of a dropped answer remains
             dropped = {part.message for part in lost if part.kind in (CONTENT, CALLS)}
             kept = [n for n in kept if n.number not in dropped or self._says_something(text, n)]
@@ -355,18 +361,6 @@ def _as_openai_has_it(message: dict[str, Any]) -> dict[str, Any]:
             call = {"type": "function", **call, "function": {**own, "arguments": text}}
         calls.append(call)
     return {**message, "content": message.get("content") or None, "tool_calls": calls}
-
-
-def _without_empty(answer: Answer) -> Answer:
-    return Answer(answer.number, tuple((low, high) for low, high in answer.spans if low < high))
-
-
-def _found(chats: Sequence[_Rendered]) -> tuple[Mapping[str, int], frozenset[str], frozenset[str]]:
-    """Return the parts that the template drops of `chats`, by kind, and their control tokens that
-    end answers, and those inside of answers."""
-    lost = Counter(part.kind for chat in chats for part in chat.lost)
-    ends = frozenset[str]().union(*(chat.ends for chat in chats))
-    return dict(lost), ends, frozenset[str]().union(*(chat.inside for chat in chats))
 
 
 @dataclass(frozen=True)

@@ -284,12 +284,10 @@ def _says(written: str, text: str) -> bool:
     for _ in range(_NESTED_ESCAPES):
         if text in forms:
             return True
-        forms |= {_without_escapes(one) for one in forms} | {html.unescape(one) for one in forms}
+        forms |= {_ESCAPE.sub(_unescaped_one, one) for one in forms} | {
+            html.unescape(one) for one in forms
+        }
     return text in forms
-
-
-def _without_escapes(text: str) -> str:
-    return _ESCAPE.sub(_unescaped_one, text) if "\\" in text else text
 
 
 def _unescaped_one(match: re.Match[str]) -> str:
@@ -367,18 +365,13 @@ def _by_design(
     return part if part in still else Lost(STRIPPED, part.message, part.name)
 
 
-def reading_hint(template: ChatTemplate, part: Lost) -> str:
-    """Return the key of reasoning that the template reads, for an error; empty if none."""
-    if part.kind != REASONING:
-        return ""
-    sources = template.source + template.source_with_tools
-    read = [key for key in REASONING_KEYS if re.search(rf"\b{key}\b", sources)]
-    return f" (the template reads the key {' or '.join(read)})" if read else ""
-
-
 def refuse(template: ChatTemplate, part: Lost) -> ConversationError:
     """Return the error for a part that the template drops."""
+    sources = template.source + template.source_with_tools
+    read = [key for key in REASONING_KEYS if re.search(rf"\b{key}\b", sources)]
+    is_known = part.kind == REASONING and read
+    hint = f" (the template reads the key {' or '.join(read)})" if is_known else ""
     return ConversationError(
-        f"the chat template does not write {part.name}{reading_hint(template, part)} -> use a "
+        f"the chat template does not write {part.name}{hint} -> use a "
         "template that does: --chat-template FILE; or allow dropped parts: --max-unrendered N"
     )

@@ -212,16 +212,15 @@ def _prompt_completion(values: Values, roles: Roles) -> Chat | Completion:
         assert isinstance(before, list)
         assert isinstance(after, list)
         # The prompt has no loss, as in TRL.
-        before = [{**m, "train": False} if _is_answer(m) else m for m in before]
+        before = [
+            {**m, "train": False} if isinstance(m, dict) and m.get("role") == "assistant" else m
+            for m in before
+        ]
         return Chat([*before, *after], tools)
     if not _is_text(prompt) or not _is_text(completion):
         kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
         raise ConversationError(f"its prompt and completion are not both text or messages: {kinds}")
     return Completion(prompt, completion)
-
-
-def _is_answer(message: object) -> bool:
-    return isinstance(message, dict) and message.get("role") == "assistant"
 
 
 def _is_text(value: object) -> bool:

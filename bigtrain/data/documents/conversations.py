@@ -118,7 +118,10 @@ def _with_text(number: int, message: dict[str, Any]) -> dict[str, Any]:
     """Return `message` with its text parts joined: most templates print a list of parts as a Python
     list. Raise ConversationError for missing or non-text content."""
     content, is_result = message.get("content"), message["role"] in RESULTS
-    if isinstance(content, list) and (not is_result or all(map(_is_part, content))):
+    if isinstance(content, list) and (
+        not is_result
+        or all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in content)
+    ):
         return {**message, "content": "".join(_text_of(number, part) for part in content)}
     if is_result or isinstance(content, str):
         return message
@@ -133,10 +136,6 @@ def _with_text(number: int, message: dict[str, Any]) -> dict[str, Any]:
             f"message {number} has no content; keys here: {keys} -> name its key: --key content=KEY"
         )
     return message
-
-
-def _is_part(part: object) -> bool:
-    return isinstance(part, dict) and isinstance(part.get("type"), str)
 
 
 def _text_of(number: int, part: object) -> str:

@@ -81,7 +81,8 @@ def fingerprint(directory: Path, name: str) -> str | None:
     Covers its files except weights, the name (transformers recognises some models by it), the
     versions of the libraries and the modules that load tokenizers."""
     try:
-        parts: list[str | bytes] = [name, package_fingerprints(*LIBRARIES), _own_source()]
+        parts: list[str | bytes] = [name, package_fingerprints(*LIBRARIES)]
+        parts.append(source_of(*map(str, sorted(Path(__file__).parent.glob("*.py")))))
         for path in _files(directory):
             if path.stat().st_size > MAX_FILE_BYTES:
                 return None
@@ -89,10 +90,6 @@ def fingerprint(directory: Path, name: str) -> str | None:
     except (OSError, LookupError):
         return None
     return key_of(parts)
-
-
-def _own_source() -> bytes:
-    return source_of(*map(str, sorted(Path(__file__).parent.glob("*.py"))))
 
 
 def get_cached_tokenizer(directory: Path, key: str) -> CachedTokenizer | None:
