@@ -22,7 +22,8 @@ def error_texts() -> str:
         for path in sorted((ROOT / "bigtrain").rglob("*.py"))
     ]
     returned = _returned(trees)
-    texts = {text for tree in trees for _, text in _texts_of(tree, returned)}
+    makers = _makers(trees)
+    texts = {text for tree in trees for _, text in _texts_of(tree, returned, makers)}
     return "\n".join(sorted(map(markdown_cell, texts)))
 
 
@@ -43,6 +44,18 @@ def _returned(trees: Collection[ast.Module]) -> Strings:
                     if isinstance(node, ast.Return | ast.Yield) and node.value is not None:
                         nodes.setdefault(function.name, []).append(node.value)
     return nodes
+
+
+def _makers(trees: Collection[ast.Module]) -> set[str]:
+    """Collect the names of functions that return an error."""
+    return {
+        node.name
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and node.returns is not None
+        and _is_error(ast.unparse(node.returns))
+    }
 
 
 def _assigned(tree: ast.Module) -> Strings:
@@ -92,7 +105,9 @@ def _arguments(tree: ast.Module) -> Strings:
     return nodes
 
 
-def _texts_of(tree: ast.Module, returned: Strings) -> Iterator[tuple[str, str]]:
+def _texts_of(
+    tree: ast.Module, returned: Strings, makers: Collection[str]
+) -> Iterator[tuple[str, str]]:
     """Yield the name of the error and its text, for every error of bigtrain, and what is put into
     it."""
     assigned = _assigned(tree)
@@ -111,6 +126,8 @@ def _texts_of(tree: ast.Module, returned: Strings) -> Iterator[tuple[str, str]]:
             name = "ConfigError"
         elif node.args and (_is_error(name) or (name == "ValueError" and id(node) in raised)):
             texts, inside = {_text(node.args[0])}, [node.args[0]]
+        elif name in makers:
+            texts, inside = set(), [*node.args, *(word.value for word in node.keywords)]
         else:
             continue
         yield from ((name, text) for text in texts if _says(text))
