@@ -24,11 +24,9 @@ from typing import Any
 
 from bigtrain.data.chat.control_tokens import ControlTokens
 from bigtrain.data.documents.conversations import ConversationError, is_learned
-from bigtrain.data.tokenizers.chat_template import ChatTemplate
+from bigtrain.data.tokenizers.chat_template import ChatTemplate, Messages, Tools
 
 Span = tuple[int, int]
-Messages = Sequence[dict[str, Any]]
-Tools = Sequence[dict[str, Any]] | None
 
 _ANSWER, _THOUGHT = "\U0010fffb", "\U0010fffa"
 _ASKED = {"role": "user", "content": "a"}

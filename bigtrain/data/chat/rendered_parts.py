@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bigtrain.data.documents.conversations import RESULTS, WORDLESS, ConversationError
-from bigtrain.data.tokenizers.chat_template import ChatTemplate
+from bigtrain.data.tokenizers.chat_template import ChatTemplate, Messages, Tools
 
 CONTENT, CALLS, TOOLS, REASONING = "content", "tool_calls", "tools", "reasoning"
 STRIPPED, IGNORED = "stripped_reasoning", "message_keys"
@@ -162,7 +162,7 @@ def _marks_of(number: int) -> tuple[str, str]:
 
 
 def _marked(
-    marking: _Marking, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None
+    marking: _Marking, messages: Messages, tools: Tools
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     marked = [_marked_message(marking, n, message) for n, message in enumerate(messages, 1)]
     if tools is None:
@@ -219,12 +219,7 @@ def _marked_tool(marking: _Marking, number: int, tool: dict[str, Any]) -> dict[s
     return marked if own is tool else {**tool, "function": marked}
 
 
-def unrendered(
-    template: ChatTemplate,
-    messages: Sequence[dict[str, Any]],
-    tools: Sequence[dict[str, Any]] | None,
-    text: str,
-) -> list[Lost]:
+def unrendered(template: ChatTemplate, messages: Messages, tools: Tools, text: str) -> list[Lost]:
     """Return the parts of a conversation that are not in `text`, its rendering, each once. Raises
     ConversationError for a message of an unusual role that the template ignores."""
     marking = _Marking()
@@ -303,11 +298,7 @@ def _forms(text: str) -> set[str]:
 
 
 def _missing_singly(
-    template: ChatTemplate,
-    messages: Sequence[dict[str, Any]],
-    tools: Sequence[dict[str, Any]] | None,
-    text: str,
-    pieces: Sequence[_Piece],
+    template: ChatTemplate, messages: Messages, tools: Tools, text: str, pieces: Sequence[_Piece]
 ) -> Iterator[int]:
     """Yield the pieces that are missing in `text`, each marked in a separate rendering."""
     for number, piece in enumerate(pieces):
@@ -347,12 +338,7 @@ def _require_role(message: Mapping[str, Any], number: int) -> None:
         )
 
 
-def _by_design(
-    template: ChatTemplate,
-    messages: Sequence[dict[str, Any]],
-    tools: Sequence[dict[str, Any]] | None,
-    part: Lost,
-) -> Lost:
+def _by_design(template: ChatTemplate, messages: Messages, tools: Tools, part: Lost) -> Lost:
     """Return `part`, as `STRIPPED` if a conversation that ends with its message would keep it."""
     if part.kind != REASONING or part.message is None or part.message == len(messages):
         return part

@@ -14,6 +14,8 @@ from typing import Any
 from bigtrain.data.documents.conversations import ConversationError
 from bigtrain.errors import first_line
 
+Messages = Sequence[dict[str, Any]]
+Tools = Sequence[dict[str, Any]] | None
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
 """Name used by transformers, which prefers this file to the one in tokenizer_config.json."""
 _GENERATION = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
@@ -44,11 +46,7 @@ class ChatTemplate:
         return _GENERATION.search(self._source(tools)) is not None
 
     def render(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]] | None = None,
-        *,
-        add_generation_prompt: bool = False,
+        self, messages: Messages, tools: Tools = None, *, add_generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text, and its character ranges in ``{% generation %}`` blocks. Raises
         ConversationError."""
@@ -72,7 +70,7 @@ class ChatTemplate:
             ) from error
         return texts[0], ranges[0] if ranges else []
 
-    def _remedy(self, error: Exception, messages: Sequence[dict[str, Any]], tools: object) -> str:
+    def _remedy(self, error: Exception, messages: Messages, tools: object) -> str:
         """Return the end of an error for a fault of the template; empty if its author refuses."""
         if type(error).__name__ == "TemplateError":  # of raise_exception
             return ""
