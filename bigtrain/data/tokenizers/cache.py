@@ -179,6 +179,17 @@ def _saved_files(huggingface: Any) -> dict[str, str] | None:
         return {name: path.read_bytes().decode("utf-8") for name, path in names.items()}
 
 
+def cached_hub_file(name: str, file: str) -> Path | None:
+    """Return a file of a Hub repository in the local cache; None if it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        cached = try_to_load_from_cache(name, file)
+    except ValueError:  # not a valid name
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
 SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 
 
@@ -187,15 +198,10 @@ def files_fingerprint(name: str) -> str | None:
     name in the local cache; None if there are none. Weights are skipped."""
     directory = Path(local_path(name, weights=False))
     if not directory.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-
-        try:
-            cached = try_to_load_from_cache(name, "tokenizer_config.json")
-        except ValueError:  # not a possible name
+        cached = cached_hub_file(name, "tokenizer_config.json")
+        if cached is None:
             return None
-        if not isinstance(cached, str):
-            return None
-        directory = Path(cached).parent
+        directory = cached.parent
     digest = xxhash.xxh3_64()
     num_files = 0
     for file in sorted(directory.iterdir()):

@@ -18,9 +18,11 @@ from typing import Any
 
 import numpy.typing as npt
 
+from bigtrain.data.documents.discovery import HUB_TIMEOUT_S
 from bigtrain.data.shards.manifest import BeginningOfText
 from bigtrain.data.tokenizers.cache import (
     CachedTokenizer,
+    cached_hub_file,
     fingerprint,
     get_cached_tokenizer,
     put_cached_tokenizer,
@@ -36,7 +38,6 @@ from bigtrain.system.storage.stores import is_address, without_secrets
 
 logger = logging.getLogger(__name__)
 
-HUB_TIMEOUT_S = 10.0
 FACTS = ("hash", "vocab_size", "end_of_document_id")
 _DATE_FUNCTION = "strftime_now"
 
@@ -240,13 +241,7 @@ def own_file(name: str) -> Path | None:
     """Return the ``tokenizer.json`` of a directory, or of a Hub name in the local cache."""
     if Path(name).exists():
         return Path(name) / OWN_FILE if (Path(name) / OWN_FILE).is_file() else None
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        cached = try_to_load_from_cache(name, OWN_FILE)
-    except ValueError:  # not a possible name
-        return None
-    return Path(cached) if isinstance(cached, str) else None
+    return cached_hub_file(name, OWN_FILE)
 
 
 def _load_with_transformers(name: str) -> tuple[Any, str]:
