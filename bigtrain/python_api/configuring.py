@@ -31,7 +31,7 @@ Config = RunConfig | Mapping[str, Any] | str | Path
 def load_config(config: Config, *overrides: str) -> RunConfig:
     """Load the run that `config` and ``section.key=value`` `overrides` describe.
 
-    Reads the run YAML only: no torch, no network. Raises ConfigError with every problem found.
+    Reads the run YAML only: no torch, no network. Raises ConfigError with all problems.
     """
     if isinstance(config, str | Path):
         return load_run_config(str(config), overrides)
@@ -56,7 +56,7 @@ def check(
     device: "cpu" or "cuda": also refuse settings that this kind of device does not support.
     inputs: also open the data and test the model's own code, which takes seconds and imports torch.
 
-    Raises ConfigError with every problem found, CheckpointError if the run's directory has
+    Raises ConfigError with all problems, CheckpointError if the run's directory has
     another run; with `inputs` also DataError and ModelError.
     """
     return checked(config, overrides, world_size, deepspeed_config, device, inputs=inputs)[0]

@@ -57,7 +57,7 @@ class Plan:
 
     def run_tree(self, choose: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return run YAML and DeepSpeed JSON, as trees, for line `choose` of the table (from 1;
-        default: `default_choice`). Raises ConfigError if there is no such line."""
+        default: `default_choice`). Raises ConfigError for an unknown line."""
         if choose is None:
             choose = self.default_choice
         if not 1 <= choose <= len(self.fitting):
@@ -107,7 +107,7 @@ def plan(
     defaults.
 
     Traces a model that was never planned before, which imports torch. Raises ConfigError if
-    nothing fits, ModelError if the model cannot be found.
+    nothing fits, ModelError for an unknown model.
     """
     from bigtrain.models.tracing.traced_costs import model_costs
     from bigtrain.planner.plan_text import nothing_fits

@@ -322,7 +322,7 @@ def refuse_for_text(
         return
     keys = keys_in(find_sources(reading.selection)[0], reading, strict=True)
     shown = f"the first row has the keys {', '.join(sorted(keys)[:20])}"
-    remedy = remedy_for(keys) or " -> name their key, --chat-key KEY, or remove it"
+    fix = remedy_for(keys) or " -> name their key, --chat-key KEY, or remove it"
     raise DataError(
-        f"{given} is for conversations, and {shown if keys else 'no row with keys is read'}{remedy}"
+        f"{given} is for conversations, and {shown if keys else 'no row with keys is read'}{fix}"
     )
