@@ -154,9 +154,9 @@ def open_table(source: Source) -> Any:
 
 
 @contextmanager
-def open_stream(source: Source, digest: Digest, *, whole: bool = True) -> Iterator[IO[bytes]]:
+def open_stream(source: Source, digest: Digest, *, to_end: bool = True) -> Iterator[IO[bytes]]:
     """Yield the decompressed content of the file; `digest` is updated with the bytes as stored.
-    whole: read them to the end for it, regardless of the block's reads. Raises as `open_file`."""
+    to_end: read the rest for it after the block. Raises as `open_file`."""
     with open_file(source) as file:
         raw = HashingReader(file, digest)
         opener = COMPRESSIONS.get(source.file_name[source.file_name.rfind(".") :].lower())
@@ -165,7 +165,7 @@ def open_stream(source: Source, digest: Digest, *, whole: bool = True) -> Iterat
         else:
             with opener(raw) as stream:
                 yield stream
-        if whole:
+        if to_end:
             raw.drain()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from bigtrain.data.documents import line_readers, table_readers
 from bigtrain.data.documents.files import READ_ERRORS, Source, without_compression
 from bigtrain.data.documents.line_readers import TextReader
-from bigtrain.data.documents.reader import Part, PartReader, ReadOptions, RejectedDocuments, whole
+from bigtrain.data.documents.reader import Part, PartReader, ReadOptions, RejectedDocuments, unsplit
 from bigtrain.errors import DataError, first_line
 
 READERS: tuple[type[PartReader], ...] = (*line_readers.READERS, *table_readers.READERS)
@@ -77,7 +77,7 @@ class DocumentReader:
     def blocks(self) -> Iterator[list[bytes]]:
         finished = 0
         for source in self.sources:
-            reader = part_reader(whole(source), self.options, self.rejects)
+            reader = part_reader(unsplit(source), self.options, self.rejects)
             for documents in reader.blocks():
                 self.bytes_done = finished + reader.bytes_done
                 self.num_documents += len(documents)

@@ -27,7 +27,7 @@ from bigtrain.data.documents.reader import (
     PartReader,
     ReadOptions,
     even_parts,
-    whole,
+    unsplit,
 )
 from bigtrain.errors import DataError
 
@@ -89,7 +89,7 @@ class JsonLinesReader(PartReader):
     @classmethod
     def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
         if source.compressed or source.record.bytes is None:
-            return [whole(source)]
+            return [unsplit(source)]
         return even_parts(source, source.record.bytes, shard_bytes)
 
     def reject_at(self, place: int, why: str) -> None:
@@ -179,7 +179,7 @@ class JsonReader(JsonLinesReader):
     @classmethod
     def first_row_keys(cls, source: Source, options: ReadOptions) -> Collection[str]:
         """Return the keys of a list's first object, or of the first line's object."""
-        with open_stream(source, xxhash.xxh3_64(), whole=False) as stream:
+        with open_stream(source, xxhash.xxh3_64(), to_end=False) as stream:
             head = next(stream_chunks(stream, HEAD_BYTES), b"")
         text = head.removeprefix(BYTE_ORDER_MARK).decode("utf-8", "replace").lstrip(" \t\r\n[")
         try:
@@ -190,7 +190,7 @@ class JsonReader(JsonLinesReader):
 
     @classmethod
     def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
-        return [whole(source)]
+        return [unsplit(source)]
 
     def reject_at(self, place: int, why: str) -> None:
         """Reject an item. `place`: index of the object in a list, from 0, or line, from 1."""
@@ -246,7 +246,7 @@ class JsonReader(JsonLinesReader):
 
 def first_lines(source: Source, max_bytes: int) -> Iterator[bytes]:
     """Yield the lines of a file, without its byte order mark, skipping too long ones."""
-    with open_stream(source, xxhash.xxh3_64(), whole=False) as stream:
+    with open_stream(source, xxhash.xxh3_64(), to_end=False) as stream:
         lines = chain.from_iterable(split_lines(stream_chunks(stream), max_bytes))
         for number, line in enumerate(lines):
             if line is not None:

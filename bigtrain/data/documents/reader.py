@@ -117,7 +117,7 @@ class PartReader(ABC):
     @classmethod
     def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
         """Return `source` in parts of about `shard_bytes`; by default as one part."""
-        return [whole(source)]
+        return [unsplit(source)]
 
     def blocks(self) -> Iterator[list[bytes]]:
         """Yield the documents as UTF-8, in lists of those that were read together. Raises DataError
@@ -227,7 +227,7 @@ class Part:
     num_bytes: int = 0
 
 
-def whole(source: Source) -> Part:
+def unsplit(source: Source) -> Part:
     """Return all of `source` as one part."""
     return Part(source, num_bytes=source.record.bytes or 0)
 

@@ -35,7 +35,7 @@ from bigtrain.data.documents.reader import (
     PartReader,
     ReadOptions,
     even_parts,
-    whole,
+    unsplit,
 )
 from bigtrain.data.documents.table_rows import (
     Block,
@@ -225,7 +225,7 @@ class ParquetReader(TableReader):
             if group == len(ends) - 1 or at[group + 1] - done > shard_bytes:
                 parts.append(Part(source, begin, group + 1, at[group] - done))
                 begin, done = group + 1, at[group]
-        return parts or [whole(source)]
+        return parts or [unsplit(source)]
 
     def _rows(self, file: Any) -> Iterator[Block]:
         from pyarrow import parquet
@@ -273,7 +273,7 @@ class ArrowReader(TableReader):
         with _reading(source.path), _mapped(open_table(source)) as mapped:
             is_file = _is_ipc_file(mapped)
             batches = int(pyarrow.ipc.open_file(mapped).num_record_batches) if is_file else 0
-        return even_parts(source, batches, shard_bytes) if batches else [whole(source)]
+        return even_parts(source, batches, shard_bytes) if batches else [unsplit(source)]
 
     def _rows(self, file: Any) -> Iterator[Block]:
         path, keys = self.part.source.path, self.options.keys

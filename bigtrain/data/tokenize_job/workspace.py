@@ -31,7 +31,7 @@ from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from bigtrain.data.documents.files import Source
-from bigtrain.data.documents.reader import Part, ReadOptions, whole
+from bigtrain.data.documents.reader import Part, ReadOptions, unsplit
 from bigtrain.data.shards.manifest import (
     COMPACT,
     MANIFEST_NAME,
@@ -289,9 +289,9 @@ def _groups(
                 # A decompressed file cannot be read in parts by several workers.
                 is_split = not source.needs_decompression
                 parts = source.format.split(source, options, shard_bytes) if is_split else ()
-                yield from ([part] for part in parts or [whole(source)])
+                yield from ([part] for part in parts or [unsplit(source)])
                 continue
-        group.append(whole(source))
+        group.append(unsplit(source))
         size += num_bytes
         chance = min(1.0, num_bytes / (shard_bytes / 4))
         draw = xxhash.xxh3_64_intdigest(source.path.encode()) / 2**64

@@ -20,7 +20,7 @@ from bigtrain.data.documents.reader import (
     PartReader,
     ReadOptions,
     RejectedDocuments,
-    whole,
+    unsplit,
 )
 from bigtrain.errors import DataError
 
@@ -48,7 +48,7 @@ def reader_of(path: Path, bad: list[BadDocument], limit: int = 1 << 26) -> PartR
     selection = Selection(inputs=[str(path)])
     options = ReadOptions(selection, max_document_bytes=limit)
     return part_reader(
-        whole(find_sources(selection)[0]), options, RejectedDocuments(True, bad.append)
+        unsplit(find_sources(selection)[0]), options, RejectedDocuments(True, bad.append)
     )
 
 
@@ -167,7 +167,7 @@ def test_two_columns_of_one_name(kind: str, tmp_path: Path) -> None:
             path.write_text("\n".join(separator.join(row) for row in (columns, "abc")) + "\n")
         options = ReadOptions(Selection([str(path)]))
         (source,) = find_sources(options.selection)
-        reader = part_reader(whole(source), options, RejectedDocuments(False))
+        reader = part_reader(unsplit(source), options, RejectedDocuments(False))
         if is_refused:
             with pytest.raises(DataError, match=r"2 columns are named 'text'.* -> rename them"):
                 list(reader.blocks())
