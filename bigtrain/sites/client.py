@@ -7,7 +7,8 @@ import http.client
 import secrets
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,11 +40,15 @@ _SILENCE_SECONDS = 60.0
 """Timeout of a connection on which nothing moves, in addition to the ``seconds`` of a poll."""
 
 
-class UnreachableError(Exception):
+class DetachedError(LaunchError):
+    """A request that the server did not grant: the site is on its own."""
+
+
+class UnreachableError(DetachedError):
     """Timeout of the server; the text names the last failure."""
 
 
-class RefusedByServerError(Exception):
+class RefusedByServerError(DetachedError):
     """Refusal by the server, with its reason."""
 
 
@@ -59,10 +64,13 @@ class ServerClient:
         self.address = address
         parts = urlsplit(address)
         assert parts.hostname is not None
-        self._host, self._port = parts.hostname, parts.port
-        self._tls: ssl.SSLContext | None = None
+        self._connect: Callable[..., http.client.HTTPConnection]
+        self._connect = partial(http.client.HTTPConnection, parts.hostname, parts.port)
         if parts.scheme == "https":
-            self._tls = ssl.create_default_context(cafile=certificate)
+            tls = ssl.create_default_context(cafile=certificate)
+            self._connect = partial(
+                http.client.HTTPSConnection, parts.hostname, parts.port, context=tls
+            )
         self._token = token
         self._instance = self._session = ""
         self._sequence = 0
@@ -119,12 +127,7 @@ class ServerClient:
         digest, instance = digest_of(body), self._instance
         signature = request_signature(self._token, action, instance, nonce, len(body), digest)
         headers = {NONCE: nonce, INSTANCE: instance, DIGEST: digest, SIGNATURE: signature}
-        if self._tls is None:
-            connection = http.client.HTTPConnection(self._host, self._port, timeout=seconds)
-        else:
-            connection = http.client.HTTPSConnection(
-                self._host, self._port, timeout=seconds, context=self._tls
-            )
+        connection = self._connect(timeout=seconds)
         try:
             connection.request("POST", f"/{action}", body, headers)
             response = connection.getresponse()

@@ -14,10 +14,11 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError
 from bigtrain.models.torch_patches import gloo_group
 from bigtrain.settings.sections.sites import SitesSection
+from bigtrain.sites.client import DetachedError
 from bigtrain.sites.codecs import CODECS
 from bigtrain.sites.contribution import UnusableSiteError
 from bigtrain.sites.exchange import SiteGroup, WeightExchange, rectangles_of
-from bigtrain.sites.membership import DetachedError, Membership, ServerStore
+from bigtrain.sites.membership import Membership, ServerStore
 from bigtrain.sites.outer_round import OuterRound
 from bigtrain.sites.outer_state import OuterState, held_twice
 from bigtrain.sites.peers import Ranks

@@ -15,9 +15,10 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.settings.sections.sites import SitesSection
+from bigtrain.sites.client import DetachedError, RefusedByServerError
 from bigtrain.sites.codecs import CODECS, FloatCodec, is_finite
 from bigtrain.sites.contribution import decoded
-from bigtrain.sites.membership import DetachedError, Membership, poll_seconds
+from bigtrain.sites.membership import Membership, poll_seconds
 from bigtrain.sites.metrics import LEFT_OUT, RETURNED, OuterEvent, square
 from bigtrain.sites.outer_round import OuterRound
 from bigtrain.sites.outer_state import OuterState, Window
@@ -76,9 +77,9 @@ class ServerRounds:
                     self._ranks.agreed(self._upload)
                     self._ranks.on_main(lambda: membership.ask("uploaded", {}))
                 return
-            except DetachedError as error:
-                # A server that has started again has no part of them, and asks anew who joins.
-                if not (error.is_refused and tries_left):
+            except RefusedByServerError:
+                # A server that has started again has no part of them, and asks again who joins.
+                if not tries_left:
                     raise
 
     def make(self, attempt: OuterRound) -> None:

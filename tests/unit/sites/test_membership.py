@@ -15,9 +15,10 @@ import torch
 from bigtrain.errors import LaunchError, TrainingError
 from bigtrain.models.torch_patches import gloo_group
 from bigtrain.settings.sections.sites import SitesSection
+from bigtrain.sites.client import DetachedError
 from bigtrain.sites.codecs import CODECS
 from bigtrain.sites.exchange import SiteGroup
-from bigtrain.sites.membership import DetachedError, Membership, ServerStore
+from bigtrain.sites.membership import Membership, ServerStore
 from bigtrain.sites.protocol import RoundPlan, digest_of
 from tests.support.outer_servers import outer_server
 from tests.support.worlds import free_port
