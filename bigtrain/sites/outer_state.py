@@ -172,6 +172,10 @@ class OuterState:
         """Return this rank's share of a window of so many elements."""
         return slice(0, length) if self.replicas is None else self.replicas.own(length)
 
+    def joined(self, own: torch.Tensor, length: int) -> torch.Tensor:
+        """Return all of a window, of which this rank has its `own` share. Collective."""
+        return own if self.replicas is None else self.replicas.joined(own, length)
+
     def layout(self) -> str:
         """Return a checksum of the parts of parameters that this rank holds, and their order."""
         parts = [(part.name, part.start, part.count, part.shard) for part in self._parts()]
@@ -182,7 +186,7 @@ class OuterState:
         layout once the ranks of a site have added theirs: by parameter the sum of all bits, times a
         number of its name."""
         total = 0
-        for window in itertools.chain.from_iterable(map(self.windows, range(self.num_fragments))):
+        for window in self.all_windows():
             own = self.own(len(window.weights))
             for kind, state in ((GLOBAL, window.weights), (MOMENTUM, window.momentum)):
                 if state is None:
@@ -191,6 +195,10 @@ class OuterState:
                     factor = xxhash.xxh3_64_intdigest(f"{kind}/{box.name}".encode()) | 1
                     total += int(view.view(torch.int32).sum(dtype=torch.int64)) * factor
         return total % (1 << 64)
+
+    def all_windows(self) -> Iterator[Window]:
+        """Yield the windows of the model, fragment after fragment."""
+        return itertools.chain.from_iterable(map(self.windows, range(self.num_fragments)))
 
     def windows(self, fragment: int) -> Iterator[Window]:
         """Yield the windows of a fragment, of at most `ELEMENTS_AT_ONCE` elements each."""

@@ -65,8 +65,8 @@ class ServerRounds:
         self._heard = 0  # the outer step up to which the server has sent its events
 
     def begin(self, number: int, *, is_new: bool) -> None:
-        """Join the server, and upload the initial weights if it asks for them
-        (`RoundMaker.begin`)."""
+        """Join the server, and upload the initial weights if it asks for them. Raises
+        LaunchError."""
         membership = self._membership
         header = {**self._join, "number": number, "is_new": is_new}
         for tries_left in reversed(range(_TRIES)):
@@ -83,7 +83,7 @@ class ServerRounds:
                     raise
 
     def make(self, attempt: OuterRound) -> None:
-        """Make an attempt (`RoundMaker.make`)."""
+        """Fill in the results of an attempt. Raises LaunchError."""
         deadline = self._membership.deadline()
         try:
             if attempt.fragment is None:
@@ -92,10 +92,6 @@ class ServerRounds:
                 self._take_part(attempt, deadline)
         except DetachedError as error:
             attempt.detached = str(error)
-
-    def leave(self, reason: str = "") -> str:
-        """Leave; return why the server could not be notified, or an empty text."""
-        return self._membership.leave(reason)
 
     def _resync(self, attempt: OuterRound, deadline: float) -> None:
         """Take the server's weights at the beginning, if they are not those of this site."""
