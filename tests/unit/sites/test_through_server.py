@@ -18,7 +18,7 @@ from bigtrain.sites.outer_step import OuterStep
 from bigtrain.system.world import World
 from tests.support.outer_servers import outer_server
 
-NUM_STEPS = 12
+NUM_STEPS = 40
 SMALL = torch.tensor([[0.0, 0.4, -0.3, 0.2], [0.0, 0.1, -0.2, 0.2]])
 """Changes of each site before every outer step, in codes of a block whose largest is 1: they round
 to 0 each time."""
