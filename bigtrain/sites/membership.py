@@ -20,14 +20,16 @@ from bigtrain.sites.client import (
     DetachedError,
     RefusedByServerError,
     ServerClient,
+    UnreachableError,
     read_token,
 )
 from bigtrain.sites.protocol import HEARTBEAT_TIMEOUT, Header, RoundPlan
 
 _POLL_SECONDS = 15.0
-_LEAVE_SECONDS = 5.0
+_LEAVE_SECONDS = _COMPARE_SECONDS = 5.0
 _LONGEST_REASON = 500
 _MOST_NAMED = 8
+_OUTER_SETTINGS = ("count", "inner_steps", "outer", "codec")
 _HEARTBEAT_PAUSE_SECONDS = 0.1
 
 
@@ -85,8 +87,7 @@ class Membership:
         """Join, and send heartbeats from now on; return the reply. Raises LaunchError if the server
         is unreachable, serves a different run, or waits for others longer than this site."""
         seconds = self.sites.timeout_seconds
-        own = {"exchange": self.sites.exchange, "timeout_seconds": seconds}
-        reply = self.ask("join", {**header, **own})
+        reply = self.ask("join", {**self._join_fields(), **header})
         window = reply["window_seconds"]
         if window >= seconds:
             raise LaunchError(
@@ -99,6 +100,21 @@ class Membership:
             self._heartbeat = threading.Thread(target=self._send_heartbeats, daemon=True)
             self._heartbeat.start()
         return reply
+
+    def _join_fields(self) -> Header:
+        settings = self.sites.model_dump(mode="json")
+        return {
+            "sites": {key: settings[key] for key in _OUTER_SETTINGS},
+            "exchange": self.sites.exchange,
+            "timeout_seconds": self.sites.timeout_seconds,
+        }
+
+    def compare(self, facts: Mapping[str, Any], allowed: Sequence[str]) -> None:
+        """Ask whether this site may join, before its model is built; a server that does not answer
+        soon is not waited for. Raises LaunchError if the server would refuse it."""
+        header = {"facts": facts, "allowed": allowed, "parameters": None, **self._join_fields()}
+        with suppress(UnreachableError):
+            self.ask("join", header, time.monotonic() + _COMPARE_SECONDS)
 
     def _send_heartbeats(self) -> None:
         """Keep a request open all the time: the server sees at once that this process is killed."""

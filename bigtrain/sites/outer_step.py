@@ -31,7 +31,6 @@ from bigtrain.sites.site_ranks import SiteRanks
 from bigtrain.sites.through_server import ServerRounds, full_shapes
 from bigtrain.system.world import World
 
-_OUTER_SETTINGS = ("count", "inner_steps", "outer", "codec")
 _MOST_SHOWN = 10
 _WORDS = {LEFT_OUT: "is left out", RETURNED: "is back"}
 
@@ -78,11 +77,9 @@ class OuterStep:
         if sites.server is not None:
             run = self._ranks.on_main(lambda: run)
             self._membership = self._ranks.agreed(lambda: Membership(sites, run))
-        settings = sites.model_dump(mode="json")
         join = {
             "facts": dict(facts),
             "allowed": list(allowed),
-            "sites": {key: settings[key] for key in _OUTER_SETTINGS},
             "parameters": sorted(full_shapes(engine, self._ranks).items()),
         }
         self._rounds: ServerRounds | DirectRounds

@@ -200,8 +200,9 @@ class JoinRequest(SiteRequest):
     """A site that begins, or is back.
 
     facts: settings and data that all sites must have alike; allowed: those of them that this site
-    may change. sites: settings of the outer optimizer. parameters: names and shapes. number: of its
-    last outer step; is_new: whether it has no checkpoint. Of the direct exchange: layout (SHA-256
+    may change. sites: settings of the outer optimizer. parameters: names and shapes; None: the site
+    only asks whether it may join, before it builds the model. number: of its last outer step;
+    is_new: whether it has no checkpoint. Of the direct exchange: layout (SHA-256
     of the layout document), plain (parameters that it sends in float32 in any case).
 
     Reply: the run's state (as of ``wait``), ``window_seconds``, ``is_asynchronous``, ``uploads``
@@ -214,7 +215,7 @@ class JoinRequest(SiteRequest):
     facts: dict[Name, Any]
     allowed: list[Name] = []
     sites: dict[Name, Any]
-    parameters: list[Any]
+    parameters: list[Any] | None
     exchange: Literal["server", "direct"] = "server"
     number: Count = 0
     is_new: bool = False

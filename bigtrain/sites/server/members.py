@@ -95,12 +95,11 @@ class Members:
         RefusedError if it trains something else than the sites before it."""
         site, run = request.site, self.store.run()
         before = self.store.sites().get(site, SiteRow(site))
-        try:
-            document = self._agreed_run(run, before, request)
-        except RefusedError as error:
-            self.refused[site] = "; ".join(map(str.strip, str(error).splitlines()))[:_LONGEST_TEXT]
-            raise
-        self.refused.pop(site, None)
+        document = self.agreed_run(request)
+        facts = document["facts"] if run is None else run["facts"]
+        for key, value in document["facts"].items():
+            if facts.get(key) != value:
+                self.log(f"{key}: {_shown(value)} from now on")
         row = SiteRow(
             site,
             request.run or before.run,
@@ -119,43 +118,26 @@ class Members:
         self.hear(site, row.run)
         return before
 
-    def _agreed_run(self, run: Header | None, before: SiteRow, request: JoinRequest) -> Header:
-        """Return the description of the run once a site has joined it. Raises RefusedError."""
-        own = described(request)
-        refuse_index(before.site, run or own)
-        is_other = before.run and request.run and request.run != before.run
-        if is_other and before.is_active and "sites.index" not in request.allowed:
-            raise RefusedError(
-                f"sites.index = {before.site}: another run directory (run {before.run}) takes part "
-                "as this site, and has not left -> a sites.index of its own, or stop that run; if "
-                "it is lost for good, checkpoint.allow_changes=[sites.index] takes its place"
-            )
-        document = own if run is None else self._with_changes(run, request)
-        there, here = _facts_of(document), _facts_of(own)
-        if lines := [
-            f"  {key}: {_shown(there.get(key))} there, {_shown(here.get(key))} here"
-            for key in sorted({*there, *here})
-            if there.get(key) != here.get(key)
-        ]:
-            raise RefusedError(
-                "the server's run has other settings or data -> give all sites the same, or "
-                "another directory to the server:\n" + "\n".join(lines)
-            )
+    def agreed_run(self, request: JoinRequest) -> Header:
+        """Return the description of the run once a site has joined it. Raises RefusedError, and
+        keeps the reason for the other sites."""
+        run, own = self.store.run(), described(request)
+        before = self.store.sites().get(request.site, SiteRow(request.site))
+        try:
+            refuse_index(request.site, run or own)
+            _refuse_second_run(before, request)
+            if run is None:
+                return own
+            if request.parameters is None:
+                own["parameters"] = run["parameters"]
+            document = _with_changes(run, request)
+            _refuse_differences(document, own)
+        except RefusedError as error:
+            text = "; ".join(map(str.strip, str(error).splitlines()))
+            self.refused[request.site] = text[:_LONGEST_TEXT]
+            raise
+        self.refused.pop(request.site, None)
         return document
-
-    def _with_changes(self, run: Header, request: JoinRequest) -> Header:
-        """Return the run with what a site's ``checkpoint.allow_changes`` names from it, as its
-        checkpoints do: the sites after it must agree with that."""
-        facts, sites = dict(run["facts"]), dict(run["sites"])
-        for key in {*facts, *request.facts}:
-            value = request.facts.get(key)
-            is_allowed = any(f"{key}.".startswith(f"{entry}.") for entry in request.allowed)
-            if facts.get(key) != value and is_allowed:
-                self.log(f"{key}: {_shown(value)} from now on")
-                facts[key] = value
-                if key == "sites.count":  # which the outer rate may depend on
-                    sites["count"] = request.sites["count"]
-        return {**run, "facts": facts, "sites": sites}
 
     def hear(self, site: int, run: str) -> None:
         """Note that a site is alive; without the lock, which an outer step may hold."""
@@ -274,9 +256,42 @@ def refuse_index(site: int, run: Header) -> None:
         raise RefusedError(f"sites.index = {site}: sites.count = {count} has 0 to {count - 1}")
 
 
-def _facts_of(run: Mapping[str, Any]) -> Header:
-    names = ("parameters", "sites")
-    return {**run["facts"], **{k: run[k] for k in names}, "sites.exchange": run["exchange"]}
+def _refuse_second_run(before: SiteRow, request: JoinRequest) -> None:
+    is_other = before.run and request.run and request.run != before.run
+    if is_other and before.is_active and "sites.index" not in request.allowed:
+        raise RefusedError(
+            f"sites.index = {before.site}: another run directory (run {before.run}) takes part as "
+            "this site, and has not left -> a sites.index of its own, or stop that run; if it is "
+            "lost for good, checkpoint.allow_changes=[sites.index] takes its place"
+        )
+
+
+def _with_changes(run: Header, request: JoinRequest) -> Header:
+    """Return the run with what a site's ``checkpoint.allow_changes`` names from it, as its
+    checkpoints do: the sites after it must agree with that."""
+    facts, sites = dict(run["facts"]), dict(run["sites"])
+    for key in {*facts, *request.facts}:
+        value = request.facts.get(key)
+        is_allowed = any(f"{key}.".startswith(f"{entry}.") for entry in request.allowed)
+        if facts.get(key) != value and is_allowed:
+            facts[key] = value
+            if key == "sites.count":  # which the outer rate may depend on
+                sites["count"] = request.sites["count"]
+    return {**run, "facts": facts, "sites": sites}
+
+
+def _refuse_differences(run: Header, own: Header) -> None:
+    names = {"parameters": "parameters", "sites": "sites", "sites.exchange": "exchange"}
+    there, here = ({**one["facts"], **{k: one[n] for k, n in names.items()}} for one in (run, own))
+    if lines := [
+        f"  {key}: {_shown(there.get(key))} there, {_shown(here.get(key))} here"
+        for key in sorted({*there, *here})
+        if there.get(key) != here.get(key)
+    ]:
+        raise RefusedError(
+            "the server's run has other settings or data -> give all sites the same, or another "
+            "directory to the server:\n" + "\n".join(lines)
+        )
 
 
 def _shown(value: Any) -> str:

@@ -72,9 +72,13 @@ class OuterServerState(Members):
         return handler(request, payload)
 
     def join(self, request: JoinRequest) -> Header:
-        """Count a site that begins, or is back, as a member. Raises RefusedError."""
+        """Count a site that begins, or is back, as a member; without parameters only find out
+        whether it may be one. Raises RefusedError."""
         with self.changed:
             exchange = self.exchange
+            if request.parameters is None:
+                self.agreed_run(request)
+                return {}
             if exchange is None:
                 refuse_index(request.site, described(request))
                 exchange = self._build(described(request))  # before it is on disk: it may fail
