@@ -14,25 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bigtrain.errors import LaunchError
-from bigtrain.sites.protocol import (
-    DIGEST,
-    FORGED,
-    INSTANCE,
-    MOST_BYTES,
-    NONCE,
-    OK,
-    OTHER_START,
-    REFUSED,
-    SIGNATURE,
-    CorruptMessageError,
-    Header,
-    digest_of,
-    is_equal,
-    pack,
-    request_signature,
-    sign,
-    unpack,
-)
+from bigtrain.sites import protocol
+from bigtrain.sites.protocol import CorruptMessageError, Header
 
 _SHORTEST_TOKEN = 16  # bytes
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
@@ -91,7 +74,7 @@ class ServerClient:
 
         Raises UnreachableError, RefusedByServerError.
         """
-        body = pack(header, payload)
+        body = protocol.pack(header, payload)
         silence = _SILENCE_SECONDS + float(header.get("seconds", 0))
         pause, failure = _FIRST_PAUSE_SECONDS, "the deadline is over"
         while (left := deadline - time.monotonic()) > 0:
@@ -106,13 +89,13 @@ class ServerClient:
                 # It may have refused the headers, and closed before the body was through.
                 self._instance = ""
             else:
-                if status == OK:
+                if status == protocol.OK:
                     self.num_bytes += len(payload)
                     return reply, content
                 failure = str(reply.get("error", f"status {status}"))
-                if status == OTHER_START:
+                if status == protocol.OTHER_START:
                     self._instance = ""
-                elif status in (REFUSED, FORGED):
+                elif status in (protocol.REFUSED, protocol.FORGED):
                     raise RefusedByServerError(failure)
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
@@ -124,23 +107,36 @@ class ServerClient:
         nonce = secrets.token_hex(16)
         if action != "hello":
             nonce = f"{self._session}-{self._sequence}"
-        digest, instance = digest_of(body), self._instance
-        signature = request_signature(self._token, action, instance, nonce, len(body), digest)
-        headers = {NONCE: nonce, INSTANCE: instance, DIGEST: digest, SIGNATURE: signature}
+        digest, instance = protocol.digest_of(body), self._instance
+        signature = protocol.request_signature(
+            self._token, action, instance, nonce, len(body), digest
+        )
+        headers = {
+            protocol.NONCE: nonce,
+            protocol.INSTANCE: instance,
+            protocol.DIGEST: digest,
+            protocol.SIGNATURE: signature,
+        }
         connection = self._connect(timeout=seconds)
         try:
             connection.request("POST", f"/{action}", body, headers)
             response = connection.getresponse()
-            content = response.read(MOST_BYTES + 1)
-            signature = response.headers.get(SIGNATURE, "")
+            content = response.read(protocol.MOST_BYTES + 1)
+            signature = response.headers.get(protocol.SIGNATURE, "")
             status = response.status
         finally:
             connection.close()
         if not signature:  # of a proxy, or of a server in trouble
             raise http.client.HTTPException(f"status {status} that the server did not sign")
-        header, payload = unpack(content)
-        if not is_equal(sign(self._token, f"reply {status}", nonce, content), signature):
-            return FORGED, {"error": "the reply is not signed with sites.token_file"}, payload
+        header, payload = protocol.unpack(content)
+        if not protocol.is_equal(
+            protocol.sign(self._token, f"reply {status}", nonce, content), signature
+        ):
+            return (
+                protocol.FORGED,
+                {"error": "the reply is not signed with sites.token_file"},
+                payload,
+            )
         return status, header, payload
 
 

@@ -206,21 +206,16 @@ class OuterState:
         most = max(1, ELEMENTS_AT_ONCE // self._sites.count) * self._sites.count
         begin = self._begins[fragment]
         for codec, parts in self._runs(fragment):
-            pieces: list[Piece] = []
-            held = 0
-            for part in parts:
-                master, taken = part.of(part.master.data), 0
-                while taken < part.count:
-                    size = min(part.count - taken, most - held)
-                    view = master[taken : taken + size]
-                    pieces.append(Piece(part.name, part.shard, part.start + taken, view))
-                    held, taken = held + size, taken + size
-                    if held == most:
-                        yield self._window(pieces, codec, begin, held)
-                        pieces, begin, held = [], begin + held, 0
-            if pieces:
-                yield self._window(pieces, codec, begin, held)
-                begin += held
+            ends = list(itertools.accumulate(part.count for part in parts))
+            for first in range(0, sum(ends[-1:]), most):
+                last = min(first + most, ends[-1])
+                pieces = [
+                    _piece(part, max(first, end - part.count) - end, min(last, end) - end)
+                    for part, end in zip(parts, ends, strict=True)
+                    if first < end and end - part.count < last
+                ]
+                yield self._window(pieces, codec, begin + first, last - first)
+            begin += sum(ends[-1:])
 
     def _window(self, pieces: list[Piece], codec: Codec, begin: int, count: int) -> Window:
         states = self.momentum, self.error if codec.keeps_error else None
@@ -241,6 +236,13 @@ class OuterState:
         the order of the model's parameters."""
         parts = _trained_parts(self._engine)
         return sorted(parts, key=lambda p: (self._fragment(p), p.name in self.plain))
+
+
+def _piece(part: MasterPart, first: int, last: int) -> Piece:
+    """Return the elements `first` to `last` of a part, both counted from its end."""
+    taken = part.count + first
+    master = part.of(part.master.data)[taken : part.count + last]
+    return Piece(part.name, part.shard, part.start + taken, master)
 
 
 def held_twice(engine: TrainEngine) -> set[str]:

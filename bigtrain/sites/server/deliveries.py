@@ -10,20 +10,10 @@ from functools import partial
 from typing import Any
 
 from bigtrain.settings.sections.sites import SitesSection
+from bigtrain.sites import protocol
 from bigtrain.sites.contribution import UnusableError
 from bigtrain.sites.metrics import LEFT_OUT, OuterEvent
-from bigtrain.sites.protocol import (
-    ContributeRequest,
-    DeliverRequest,
-    Header,
-    JoinRequest,
-    RefusedError,
-    SiteRequest,
-    UploadRequest,
-    WeightsRequest,
-    pack,
-    unpack,
-)
+from bigtrain.sites.protocol import Header, RefusedError
 from bigtrain.sites.rectangles import Box
 from bigtrain.sites.server.global_weights import GlobalWeights, NextStep
 from bigtrain.sites.server.members import UNUSABLE, Members, events_of, named
@@ -66,7 +56,7 @@ class ServerExchange:
 
     # Requests
 
-    def joined(self, request: JoinRequest) -> Header:
+    def joined(self, request: protocol.JoinRequest) -> Header:
         """Ask one site for the initial weights."""
         run = self._store.run()
         assert run is not None
@@ -80,7 +70,7 @@ class ServerExchange:
     def left(self, site: int, reason: str) -> None:
         """Continue without a site: `tick` does."""
 
-    def _upload(self, request: UploadRequest, payload: memoryview) -> Reply:
+    def _upload(self, request: protocol.UploadRequest, payload: memoryview) -> Reply:
         """Take initial weights from the site that was asked for them."""
         with self._members.changed, _refusing():
             if self._weights.is_ready:
@@ -90,7 +80,7 @@ class ServerExchange:
             self._weights.begin(self._boxes(request.boxes), payload)
         return {}, b""
 
-    def _uploaded(self, _: SiteRequest, __: memoryview) -> Reply:
+    def _uploaded(self, _: protocol.SiteRequest, __: memoryview) -> Reply:
         """Count the initial weights as complete. Raises RefusedError if they are not."""
         with self._members.changed, _refusing():
             weights = self._weights
@@ -98,19 +88,19 @@ class ServerExchange:
                 weights.refuse_unfilled()
                 told = self._members.pending()
                 record = {**weights.record, "events": [asdict(one) for one in events_of(told, 0)]}
-                self._members.write_round(record, (), told, tensors=weights.tensors())
+                self._members.write_round(record, told, tensors=weights.tensors())
                 weights.ready()
         return {}, b""
 
-    def _contribute(self, request: ContributeRequest, payload: memoryview) -> Reply:
+    def _contribute(self, request: protocol.ContributeRequest, payload: memoryview) -> Reply:
         """Store a message with a part of what a site has changed."""
         with self._excluding(request.site):
             self._weights.refuse_payload(self._boxes(request.boxes), payload)
         key = request.attempt, request.rank, request.part
-        self._store.write_part(request.site, key, pack({"boxes": request.boxes}, payload))
+        self._store.write_part(request.site, key, protocol.pack({"boxes": request.boxes}, payload))
         return {}, b""
 
-    def _deliver(self, request: DeliverRequest, _: memoryview) -> Reply:
+    def _deliver(self, request: protocol.DeliverRequest, _: memoryview) -> Reply:
         """Count a site's contribution as complete. Returns the state, with ``late`` where the outer
         step that it was meant for was made without it. Raises RefusedError for missing parts."""
         site, members = request.site, self._members
@@ -141,7 +131,7 @@ class ServerExchange:
             members.attempt(self.tick)
             return members.summary(heard), b""
 
-    def _cut(self, request: WeightsRequest, _: memoryview) -> Reply:
+    def _cut(self, request: protocol.WeightsRequest, _: memoryview) -> Reply:
         """Return rectangles of the global weights of outer step ``number``: the last ``update``,
         encoded, or ``full``, in float32. Raises RefusedError if another step was made meanwhile."""
         with self._members.changed, _refusing():
@@ -216,15 +206,10 @@ class ServerExchange:
             events.append(OuterEvent(LEFT_OUT, f"site {site}", reason, number - 1))
         after.record["events"] = [asdict(event) for event in events]
         after.record["attempts"] = {str(site): one.attempt for site, one in delivered.items()}
-        rows = [
-            replace(
-                row,
-                is_active=row.is_active and site not in absent,
-                number=number if site in delivered else row.number,
-            )
-            for site, row in before.items()
-        ]
-        members.write_round(after.record, rows, told, tensors=after.tensors, used=list(delivered))
+        made_by = list(delivered)
+        members.write_round(
+            after.record, told, made_by, absent, tensors=after.tensors, used=made_by
+        )
         self._weights.commit(after)
         self._unusable.clear()
         self._waits_since = None
@@ -286,7 +271,7 @@ class ServerExchange:
         if len(files) != delivery.num_messages:
             raise RefusedError(f"{len(files)} of {delivery.num_messages} messages are here")
         for path in files:
-            header, payload = unpack(path.read_bytes())
+            header, payload = protocol.unpack(path.read_bytes())
             yield self._boxes(header["boxes"]), payload
 
     def _boxes(self, trees: Sequence[Any]) -> list[Box]:

@@ -14,21 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from bigtrain.sites import protocol
 from bigtrain.sites.metrics import LEFT_OUT
-from bigtrain.sites.protocol import (
-    MOST_VALUE_BYTES,
-    GetRequest,
-    Header,
-    JoinRequest,
-    LayoutOfRequest,
-    LayoutRequest,
-    PutRequest,
-    RefusedError,
-    RoundEntry,
-    RoundPlan,
-    VoteRequest,
-    digest_of,
-)
+from bigtrain.sites.protocol import Header, RefusedError, RoundEntry, RoundPlan
 from bigtrain.sites.server.members import UNUSABLE, EventKey, Members, events_of, named
 from bigtrain.sites.server.plan import Waiting, due, plan_round, round_events
 from bigtrain.sites.server.store import SiteRow
@@ -82,7 +70,7 @@ class DirectExchange:
 
     # Requests
 
-    def joined(self, request: JoinRequest) -> Header:
+    def joined(self, request: protocol.JoinRequest) -> Header:
         """Forget what an earlier start of the site was about."""
         self._detach(request.site)
         is_stored = not request.layout or self._store.layout(request.layout) is not None
@@ -94,14 +82,14 @@ class DirectExchange:
         if not reason:
             self._members.note(LEFT_OUT, f"site {site}", "left")
 
-    def _layout(self, request: LayoutRequest, document: memoryview) -> Reply:
-        digest = digest_of(document)
+    def _layout(self, request: protocol.LayoutRequest, document: memoryview) -> Reply:
+        digest = protocol.digest_of(document)
         with self._members.changed:
             self._store.write_layout(digest, document)
             self._store.write_site(replace(self._members.member(request.site), layout=digest))
         return {}, b""
 
-    def _layout_of(self, request: LayoutOfRequest, _: memoryview) -> Reply:
+    def _layout_of(self, request: protocol.LayoutOfRequest, _: memoryview) -> Reply:
         document = self._store.layout(self._members.member(request.of_site).layout or "-")
         if document is None:
             raise RefusedError(f"site {request.of_site} has not sent its layout")
@@ -147,7 +135,7 @@ class DirectExchange:
             reasons = {str(site): refused[site] for site in missing if site in refused}
             return {"is_ready": False, "missing": missing, "refused": reasons, "is_new": is_new}
 
-    def _vote(self, request: VoteRequest, _: memoryview) -> Reply:
+    def _vote(self, request: protocol.VoteRequest, _: memoryview) -> Reply:
         """Count the result of a site's transfers; return the verdict once there is one."""
         attempt, site, unusable = request.attempt, request.site, request.unusable
         with self._members.changed:
@@ -173,13 +161,15 @@ class DirectExchange:
         undecided = {"is_decided": False, "is_committed": False}
         return self._members.poll(ready, seconds) or undecided
 
-    def _put(self, request: PutRequest, payload: memoryview) -> Reply:
+    def _put(self, request: protocol.PutRequest, payload: memoryview) -> Reply:
         """Store a value for the members of a generation."""
         key, size = request.key, len(payload)
         with self._members.changed:
             self._refuse_other_generation(request.generation)
-            if size > MOST_VALUE_BYTES:
-                raise RefusedError(f"a value of {size} bytes, of at most {MOST_VALUE_BYTES}")
+            if size > protocol.MOST_VALUE_BYTES:
+                raise RefusedError(
+                    f"a value of {size} bytes, of at most {protocol.MOST_VALUE_BYTES}"
+                )
             others = sum(len(k) + len(v) for k, v in self._values.items() if k != key)
             if others + len(key) + size > _MOST_VALUES_BYTES:
                 raise RefusedError(f"more than {_MOST_VALUES_BYTES} bytes of values")
@@ -187,7 +177,7 @@ class DirectExchange:
             self._members.changed.notify_all()
         return {}, b""
 
-    def _get(self, request: GetRequest, _: memoryview) -> Reply:
+    def _get(self, request: protocol.GetRequest, _: memoryview) -> Reply:
         """Return a value of a generation, once it is there."""
 
         def ready() -> bytes | None:
@@ -270,16 +260,9 @@ class DirectExchange:
             "time": time.time(),
             "events": [asdict(event) for event in plan.events],
         }
-        changed = [
-            replace(
-                row,
-                is_active=row.is_active and site not in current.absent,
-                is_training=site in plan.members or row.is_training,
-                number=plan.number if site in plan.members else row.number,
-            )
-            for site, row in self._store.sites().items()
-        ]
-        self._members.write_round(record, changed, current.told, attempt=plan.attempt)
+        self._members.write_round(
+            record, current.told, plan.members, current.absent, attempt=plan.attempt
+        )
         self._open, self._num_undecided = None, 0
         for site in plan.members:
             self._skipped.pop(site, None)

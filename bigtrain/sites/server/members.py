@@ -6,8 +6,8 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bigtrain.sites.metrics import OuterEvent
@@ -195,11 +195,26 @@ class Members:
             return found
 
     def write_round(
-        self, record: Header, sites: Iterable[SiteRow], told: Counter[EventKey], **more: Any
+        self,
+        record: Header,
+        told: Counter[EventKey],
+        made_by: Collection[int] = (),
+        absent: Collection[int] = (),
+        **more: Any,
     ) -> None:
-        """Store a round. told: the events before it that its record contains."""
+        """Store a round of the sites `made_by`; those `absent` are not waited for after it. told:
+        the events before it that its record contains. more: as of `Store.write_round`."""
+        rows = [
+            replace(
+                row,
+                is_active=row.is_active and site not in absent,
+                is_training=row.is_training or site in made_by,
+                number=record["number"] if site in made_by else row.number,
+            )
+            for site, row in self.store.sites().items()
+        ]
         left = self._events - told
-        self.store.write_round(record, sites, left, **more)
+        self.store.write_round(record, rows, left, **more)
         self._events, self._failure = left, ""
         self.changed.notify_all()
 

@@ -6,15 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from bigtrain.sites import protocol
 from bigtrain.sites.metrics import LEFT_OUT, RETURNED
-from bigtrain.sites.protocol import (
-    Header,
-    JoinRequest,
-    LeaveRequest,
-    RefusedError,
-    Request,
-    WaitRequest,
-)
+from bigtrain.sites.protocol import Header, JoinRequest, RefusedError
 from bigtrain.sites.server.deliveries import ServerExchange
 from bigtrain.sites.server.direct import DirectExchange
 from bigtrain.sites.server.members import Members, Rules, described, refuse_index
@@ -46,11 +40,13 @@ class OuterServerState(Members):
             )
         return DirectExchange(self)
 
-    def act(self, action: str, request: Request, payload: memoryview) -> tuple[Header, bytes]:
+    def act(
+        self, action: str, request: protocol.Request, payload: memoryview
+    ) -> tuple[Header, bytes]:
         """Return header and payload of the reply to a request. Raises RefusedError."""
         if request.site is not None:
             self.hear(request.site, request.run)
-        if isinstance(request, WaitRequest):
+        if isinstance(request, protocol.WaitRequest):
             return self.wait(request.base, request.seconds, request.heard), b""
         if isinstance(request, JoinRequest):
             return self.join(request), b""
@@ -58,7 +54,7 @@ class OuterServerState(Members):
             return {}, b""
         assert request.site is not None
         self.member(request.site, request.run)
-        if isinstance(request, LeaveRequest):
+        if isinstance(request, protocol.LeaveRequest):
             self.leave(request.site, request.reason)
             return {}, b""
         assert self.exchange is not None  # where a site has joined
