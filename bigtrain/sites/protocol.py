@@ -32,17 +32,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bigtrain.sites.metrics import OuterEvent
 
-NONCE, SIGNATURE, INSTANCE = "x-bigtrain-nonce", "x-bigtrain-signature", "x-bigtrain-instance"
-"""HTTP headers: a value that is used once (``SESSION-SEQUENCE``, random for the first message),
-the signature, and the id of the server's start."""
-DIGEST = "x-bigtrain-digest"
-"""HTTP header with the body's SHA-256."""
-MOST_HEADER_BYTES = 8 << 20
-"""Limit of a message's header, which names every parameter or rectangle."""
+NONCE, SIGNATURE = "x-bigtrain-nonce", "x-bigtrain-signature"
+INSTANCE, DIGEST = "x-bigtrain-instance", "x-bigtrain-digest"
+"""HTTP headers: a value that is used once (``SESSION-SEQUENCE``, random for the first message), the
+signature, the id of the server's start, and the body's SHA-256."""
+MOST_HEADER_BYTES, MOST_VALUE_BYTES = 8 << 20, 64 << 10
 MOST_BYTES = (64 << 20) + MOST_HEADER_BYTES
-"""Limit of a body: the elements of one exchange in float32, and a header."""
-MOST_VALUE_BYTES = 64 << 10
-"""Limit of a value of ``put``."""
+"""Limits: of a header, which names every parameter or rectangle; of a value of ``put``; and of a
+body, with the elements of one exchange in float32."""
 MOST_SITES, MOST_STEP, MOST_TOKENS = 1 << 16, 10**9, 10**15
 """Limits: sites of one run; optimizer or outer steps; tokens of one contribution."""
 OK, CORRUPT, FORGED, REFUSED, TOO_LARGE, OTHER_START = 200, 400, 401, 409, 413, 412
@@ -98,7 +95,7 @@ def unpack(body: bytes | bytearray) -> tuple[Header, memoryview]:
 def _decode_header(text: bytes) -> Header:
     """Return the JSON object in `text`: finite numbers, nested no deeper than `_MAX_DEPTH`."""
     try:
-        header = json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
+        header = json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise CorruptMessageError(f"header: {str(error)[:200]}") from error
     if not isinstance(header, dict):
@@ -112,13 +109,10 @@ def _decode_header(text: bytes) -> Header:
     return header
 
 
-def _refuse_number(text: str) -> float:
-    raise ValueError(f"{text[:40]} is not a finite number")
-
-
 def _finite(text: str) -> float:
-    number = float(text)
-    return number if math.isfinite(number) else _refuse_number(text)
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:40]} is not a finite number")
+    return number
 
 
 # Signatures and log lines
@@ -149,19 +143,14 @@ def is_equal(signature: str, other: str) -> bool:
     return hmac.compare_digest(signature.encode(), other.encode())
 
 
-def one_line(text: str) -> str:
-    """Return `text` with all that is not printable escaped: line breaks, control sequences, and
-    characters that change the direction of others."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def escaping(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Return `say` for texts that include what others have sent: each is one line (`one_line`). A
-    log that cannot be written, as on a full disk, stops nothing."""
+    """Return `say` for texts that include what others have sent: each is one line, with all escaped
+    that is not printable. A log that cannot be written, as on a full disk, stops nothing."""
 
     def say_one_line(text: str) -> None:
+        escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
         with suppress(OSError):
-            say(one_line(text))
+            say("".join(escaped))
 
     return say_one_line
 
