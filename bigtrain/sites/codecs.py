@@ -1,4 +1,4 @@
-"""How values are encoded for the exchange between sites. No communication."""
+"""Encoding of values for the exchange between sites. No communication."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def is_finite(values: torch.Tensor) -> bool:
 
 
 Codec = FloatCodec | BlockCodec
-"""How rows of values [R, N] become bytes [R, num_bytes(N)], the same on every machine.
+"""Encoding of rows of values [R, N] as bytes [R, num_bytes(N)], the same on every machine.
 
 is_relative: whether the values are differences to the global weights, which are the same on all
 sites before an outer step; else they are the weights themselves. keeps_error: whether what rounding

@@ -18,11 +18,11 @@ if TYPE_CHECKING:  # which imports DeepSpeed; the outer server does without
     from bigtrain.sites.outer_state import Window
 
 MOST_CHANGE = 10.0
-"""Of a site's change to the global weights, root mean square, in units of 1 + that of the weights.
+"""Limit of a site's change to the global weights, root mean square, in units of 1 + that of these.
 An inner optimizer moves a weight by about its learning rate at each step: 1,000 steps at 1e-2 in
 one direction reach it for weights that are small beside 1."""
 PART_SLACK = 100.0
-"""How many times more a part of the change may have moved, of which one rank takes the mean."""
+"""Factor on that limit for a part of the change, of which one rank takes the mean."""
 
 
 class UnusableError(ValueError):

@@ -29,7 +29,7 @@ from bigtrain.sites.peers import Patch, Ranks, overlapping_peers
 from bigtrain.sites.rectangles import Box
 
 Tensors = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
-"""By the number of a window in its fragment."""
+"""Tensors by the number of a window in its fragment."""
 
 
 class SiteGroup:
@@ -327,7 +327,7 @@ def _packed(
                 if regions and count + box.count > ELEMENTS_AT_ONCE:
                     yield _Transfer(ranks, codec, regions)
                     regions, count = [], 0
-                view = box.of_part(one.view, one.box)
+                view = box.of(one.view, one.box)
                 regions.append(_Region.of(one.window, one.flat, view))
                 count += box.count
         if regions:

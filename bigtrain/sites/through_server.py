@@ -28,7 +28,7 @@ from bigtrain.sites.site_ranks import SiteRanks
 _TRIES = 3
 _PLAIN = FloatCodec(torch.float32, is_relative=False)
 _Boxes = Sequence[tuple[Box, tuple[int, ...], torch.Tensor]]
-"""As of `Window.boxes`."""
+"""Rectangles, shapes of their parameters, and views: see `Window.boxes`."""
 
 
 class ServerRounds:

@@ -54,7 +54,7 @@ _FIRST_NONCE = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class _Marks:
-    """What the headers of a request hold of its signature."""
+    """Headers of a request that its signature covers."""
 
     action: str
     instance: str
@@ -257,7 +257,7 @@ async def _is_closed(request: Request) -> bool:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a server listens. certificate, key: files of TLS, both or neither."""
+    """Address of a server. certificate, key: files of TLS, both or neither."""
 
     host: str
     port: int

@@ -70,11 +70,11 @@ class GlobalWeights:
 
     @property
     def number(self) -> int:
-        """Of the last outer step; 0 before the first."""
+        """The last outer step; 0 before the first."""
         return int(self.record["number"])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What `restore` needs beside the record."""
+        """Return what `restore` needs in addition to the record."""
         states = {"weights": self._weights, "momentum": self._momentum, "error": self._error}
         return {name: state for name, state in states.items() if state is not None}
 
