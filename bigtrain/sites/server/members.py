@@ -71,6 +71,8 @@ class Members:
         self._alive_until = dict.fromkeys(rows, clock() + HEARTBEAT_TIMEOUT)
         self._last_heard = clock()
         self._has_joined = False
+        # By site: its description before it builds its model, and how long that holds.
+        self._announced: dict[int, tuple[Header, float]] = {}
 
     # Sites
 
@@ -126,11 +128,10 @@ class Members:
         try:
             refuse_index(request.site, run or own)
             _refuse_second_run(before, request)
-            if run is None:
-                return own
+            document = own if run is None else _with_changes(run, request)
             if request.parameters is None:
-                own["parameters"] = run["parameters"]
-            document = _with_changes(run, request)
+                self._refuse_announced(request, own)
+                own["parameters"] = document["parameters"]
             _refuse_differences(document, own)
         except RefusedError as error:
             text = "; ".join(map(str.strip, str(error).splitlines()))
@@ -138,6 +139,15 @@ class Members:
             raise
         self.refused.pop(request.site, None)
         return document
+
+    def _refuse_announced(self, request: JoinRequest, own: Header) -> None:
+        """Refuse a site, before any has joined, that differs from one that builds its model."""
+        now = self.clock()
+        self._announced.pop(request.site, None)
+        for other, until in self._announced.values() if self.store.run() is None else ():
+            if now < until:
+                _refuse_differences(other, own)
+        self._announced[request.site] = own, now + request.timeout_seconds
 
     def hear(self, site: int, run: str) -> None:
         """Note that a site is alive; without the lock, which an outer step may hold."""

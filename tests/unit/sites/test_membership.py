@@ -170,9 +170,14 @@ def test_other_facts_and_a_second_run_with_one_index_are_refused(reach: dict[str
 def test_other_settings_are_refused_before_a_model_is_built(
     reach: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The other sites of a new run are told, and a server without a run refuses nothing."""
+    """By a site that has joined, and by one that is about to; the sites of a new run are told."""
     first, second = member(reach, 0, seconds=WINDOW + 0.5), member(reach, 1)
     second.compare({"lr": 2}, [])
+    with pytest.raises(LaunchError, match="lr: 2 there, 1 here"):
+        first.compare({"lr": 1}, [])
+    second.compare({"lr": 3}, [])  # started again
+    with pytest.raises(LaunchError, match="lr: 3 there, 1 here"):
+        first.compare({"lr": 1}, [])
     header = {"facts": {"lr": 1}, "parameters": [["w", [4]]], "layout": digest_of(LAYOUT)}
     first.join(header)
     first.ask("layout", {}, payload=LAYOUT)
