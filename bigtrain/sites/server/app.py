@@ -12,7 +12,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import anyio
@@ -157,8 +156,9 @@ class OuterServer:
         except (ClientDisconnect, TimeoutError):
             return Response(status_code=protocol.CORRUPT, headers={"connection": "close"})
         limiter = self._waiting if marks.action in protocol.POLLS else None
-        work = partial(self._checked, host, marks, body)
-        status, header, payload = await anyio.to_thread.run_sync(work, limiter=limiter)
+        status, header, payload = await anyio.to_thread.run_sync(
+            self._checked, host, marks, body, limiter=limiter
+        )
         if marks.action == "heartbeat" and status == protocol.OK and await _is_closed(request):
             fields, _ = protocol.unpack(body)
             self._state.hang_up(fields["site"], fields.get("run", ""))
@@ -226,19 +226,15 @@ class OuterServer:
 async def _read(request: Request, length: int) -> bytearray:
     """Return the body, of the length that was signed. Raises TimeoutError if nothing comes for
     `_CHUNK_SECONDS`, or less than `_LEAST_RATE` over all, ClientDisconnect if it ends early."""
-    body, end = bytearray(length), 0
-    stream = request.stream().__aiter__()
-    async with asyncio.timeout(_CHUNK_SECONDS + length / _LEAST_RATE):
-        while True:
-            try:
-                async with asyncio.timeout(_CHUNK_SECONDS):
-                    chunk = await anext(stream)
-            except StopAsyncIteration:
-                break
-            if end + len(chunk) > length:
-                raise ClientDisconnect
+    body, end, loop = bytearray(length), 0, asyncio.get_running_loop()
+    last = loop.time() + _CHUNK_SECONDS + length / _LEAST_RATE
+    async with asyncio.timeout(_CHUNK_SECONDS) as limit:
+        async for chunk in request.stream():
             body[end : end + len(chunk)] = chunk
             end += len(chunk)
+            if end > length:
+                break
+            limit.reschedule(min(last, loop.time() + _CHUNK_SECONDS))
     if end != length:
         raise ClientDisconnect
     return body
