@@ -8,12 +8,9 @@ method, path, the server's start, the sender's session and sequence number, and 
 and SHA-256: it is checked before any byte of the body is read. A number that was used in a session
 is refused forever, and a session belongs to one start of the server.
 
-Requests (``POST /ACTION``) of both ways to exchange: ``hello``, ``join``, ``heartbeat``, ``leave``.
-Exchange ``server``, where the server holds the weights: ``upload``, ``uploaded`` (initial weights),
-``contribute`` (a part of a site's change), ``deliver`` (all parts were sent), ``wait``,
-``weights``. Exchange ``direct``, where sites connect to each other: ``layout``, ``layout_of``,
-``enter`` (the site is at an outer step, and gets its `RoundPlan`), ``put``, ``get`` (addresses of
-ranks), ``vote`` (the site's transfers are done, and it learns whether the round counts).
+Requests (``POST /ACTION``, see `REQUESTS`) of both ways to exchange: ``hello`` to ``leave``. Exchange
+``server``, where the server holds the weights: ``upload`` to ``weights``. Exchange ``direct``, where
+sites connect to each other: ``layout`` to ``get``.
 """
 
 from __future__ import annotations
@@ -169,8 +166,8 @@ Seconds = Annotated[float, Field(ge=0, le=_LONGEST_SECONDS)]
 
 
 class Request(BaseModel):
-    """Fields of a request. site: who sends it. run: id of its run directory: a second one with the
-    same index is refused. most_bytes: limit of the body."""
+    """Fields of a request. site: its sender. run: id of its run directory. most_bytes: limit of the
+    body."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     most_bytes: ClassVar[int] = _SMALL_BYTES
@@ -245,8 +242,8 @@ class ContributeRequest(UploadRequest):
 
 
 class DeliverRequest(SiteRequest):
-    """A site's change is complete: `num_messages` of all its ranks, relative to outer step `base`,
-    after `step` optimizer steps, trained on `tokens`."""
+    """End of a site's change: `num_messages` of all its ranks, relative to outer step `base`, after
+    `step` optimizer steps, trained on `tokens`."""
 
     attempt: Id
     base: Count
