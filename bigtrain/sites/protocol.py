@@ -8,9 +8,9 @@ method, path, the server's start, the sender's session and sequence number, and 
 and SHA-256: it is checked before any byte of the body is read. A number that was used in a session
 is refused forever, and a session belongs to one start of the server.
 
-Requests (``POST /ACTION``, see `REQUESTS`) of both ways to exchange: ``hello`` to ``leave``. Exchange
-``server``, where the server holds the weights: ``upload`` to ``weights``. Exchange ``direct``, where
-sites connect to each other: ``layout`` to ``get``.
+Requests are ``POST /ACTION`` (`REQUESTS`): ``hello`` to ``leave`` of both ways to exchange,
+``upload`` to ``weights`` of ``server``, where the server holds the weights, and ``layout`` to
+``get`` of ``direct``, where sites connect to each other.
 """
 
 from __future__ import annotations
