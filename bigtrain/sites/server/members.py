@@ -287,7 +287,7 @@ def _refuse_second_run(before: SiteRow, request: JoinRequest) -> None:
         raise RefusedError(
             f"sites.index = {before.site}: another run directory (run {before.run}) takes part as "
             "this site, and has not left -> a sites.index of its own, or stop that run; if it is "
-            "lost for good, checkpoint.allow_changes=[sites.index] takes its place"
+            "lost for good, checkpoint.allow_changes=[sites.index] replaces it"
         )
 
 
