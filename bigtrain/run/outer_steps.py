@@ -12,6 +12,7 @@ from bigtrain.run.checkpointing.changed_settings import mathematics
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.session import Session
 from bigtrain.run.state import TrainState
+from bigtrain.sites.membership import Membership
 from bigtrain.sites.metrics import OuterEvent, OuterStepMetrics
 from bigtrain.sites.outer_step import OuterStep
 from bigtrain.sites.own_server import start_own_server
@@ -25,6 +26,21 @@ def _facts(session: Session, inputs: Inputs) -> dict[str, Any]:
     settings = mathematics(session.run.config)
     del settings[_OWN_SETTING]
     return {**settings, "data": inputs.data_hash}
+
+
+def refuse_other_run(session: Session, inputs: Inputs) -> None:
+    """Raise LaunchError on every rank if the outer server has a run with other settings or data.
+    Before the model is built; once more when this site joins. Collective over this site."""
+    config = session.run.config
+    sites, allowed = config.sites, config.checkpoint.allow_changes
+    if sites is None or sites.server is None or (sites.start_server and sites.index == 0):
+        return  # nothing to ask, or nobody yet
+
+    def compare() -> None:
+        run = checkpoints.make_run_id(session.directory)
+        Membership(sites, run).compare(_facts(session, inputs), allowed)
+
+    session.long_work.on_main_rank(compare)
 
 
 class OuterSteps:

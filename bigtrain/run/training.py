@@ -41,7 +41,7 @@ from bigtrain.run.checkpointing.saver import Saver, refuse_small_disk
 from bigtrain.run.evaluation.evaluator import Evaluator, is_over
 from bigtrain.run.finish import closing_result, finish, is_complete, stop_early
 from bigtrain.run.loop import train
-from bigtrain.run.outer_steps import OuterSteps
+from bigtrain.run.outer_steps import OuterSteps, refuse_other_run
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.reporting.closing import TrainingResult
 from bigtrain.run.session import Session, open_session
@@ -71,6 +71,7 @@ def train_inputs(
             session.log_to_file(line)
         if run.config.data.verify == "contents":
             verify_data(session)
+        refuse_other_run(session, inputs)
         limit = run.config.watchdog.collective_timeout_seconds
         _predict(session, inputs)
         mesh = open_mesh(run.topology, world.rank, limit)

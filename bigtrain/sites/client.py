@@ -7,31 +7,15 @@ import http.client
 import secrets
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from bigtrain.errors import LaunchError
-from bigtrain.sites.protocol import (
-    DIGEST,
-    FORGED,
-    INSTANCE,
-    MOST_BYTES,
-    NONCE,
-    OK,
-    OTHER_START,
-    REFUSED,
-    SIGNATURE,
-    CorruptMessageError,
-    Header,
-    digest_of,
-    is_equal,
-    pack,
-    request_signature,
-    sign,
-    unpack,
-)
+from bigtrain.sites import protocol
+from bigtrain.sites.protocol import CorruptMessageError, Header
 
 _SHORTEST_TOKEN = 16  # bytes
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
@@ -39,11 +23,15 @@ _SILENCE_SECONDS = 60.0
 """Timeout of a connection on which nothing moves, in addition to the ``seconds`` of a poll."""
 
 
-class UnreachableError(Exception):
+class DetachedError(LaunchError):
+    """A request that the server did not grant: the site is on its own."""
+
+
+class UnreachableError(DetachedError):
     """Timeout of the server; the text names the last failure."""
 
 
-class RefusedByServerError(Exception):
+class RefusedByServerError(DetachedError):
     """Refusal by the server, with its reason."""
 
 
@@ -59,10 +47,13 @@ class ServerClient:
         self.address = address
         parts = urlsplit(address)
         assert parts.hostname is not None
-        self._host, self._port = parts.hostname, parts.port
-        self._tls: ssl.SSLContext | None = None
+        self._connect: Callable[..., http.client.HTTPConnection]
+        self._connect = partial(http.client.HTTPConnection, parts.hostname, parts.port)
         if parts.scheme == "https":
-            self._tls = ssl.create_default_context(cafile=certificate)
+            tls = ssl.create_default_context(cafile=certificate)
+            self._connect = partial(
+                http.client.HTTPSConnection, parts.hostname, parts.port, context=tls
+            )
         self._token = token
         self._instance = self._session = ""
         self._sequence = 0
@@ -83,7 +74,7 @@ class ServerClient:
 
         Raises UnreachableError, RefusedByServerError.
         """
-        body = pack(header, payload)
+        body = protocol.pack(header, payload)
         silence = _SILENCE_SECONDS + float(header.get("seconds", 0))
         pause, failure = _FIRST_PAUSE_SECONDS, "the deadline is over"
         while (left := deadline - time.monotonic()) > 0:
@@ -98,13 +89,13 @@ class ServerClient:
                 # It may have refused the headers, and closed before the body was through.
                 self._instance = ""
             else:
-                if status == OK:
+                if status == protocol.OK:
                     self.num_bytes += len(payload)
                     return reply, content
                 failure = str(reply.get("error", f"status {status}"))
-                if status == OTHER_START:
+                if status == protocol.OTHER_START:
                     self._instance = ""
-                elif status in (REFUSED, FORGED):
+                elif status in (protocol.REFUSED, protocol.FORGED):
                     raise RefusedByServerError(failure)
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
@@ -116,28 +107,36 @@ class ServerClient:
         nonce = secrets.token_hex(16)
         if action != "hello":
             nonce = f"{self._session}-{self._sequence}"
-        digest, instance = digest_of(body), self._instance
-        signature = request_signature(self._token, action, instance, nonce, len(body), digest)
-        headers = {NONCE: nonce, INSTANCE: instance, DIGEST: digest, SIGNATURE: signature}
-        if self._tls is None:
-            connection = http.client.HTTPConnection(self._host, self._port, timeout=seconds)
-        else:
-            connection = http.client.HTTPSConnection(
-                self._host, self._port, timeout=seconds, context=self._tls
-            )
+        digest, instance = protocol.digest_of(body), self._instance
+        signature = protocol.request_signature(
+            self._token, action, instance, nonce, len(body), digest
+        )
+        headers = {
+            protocol.NONCE: nonce,
+            protocol.INSTANCE: instance,
+            protocol.DIGEST: digest,
+            protocol.SIGNATURE: signature,
+        }
+        connection = self._connect(timeout=seconds)
         try:
             connection.request("POST", f"/{action}", body, headers)
             response = connection.getresponse()
-            content = response.read(MOST_BYTES + 1)
-            signature = response.headers.get(SIGNATURE, "")
+            content = response.read(protocol.MOST_BYTES + 1)
+            signature = response.headers.get(protocol.SIGNATURE, "")
             status = response.status
         finally:
             connection.close()
         if not signature:  # of a proxy, or of a server in trouble
             raise http.client.HTTPException(f"status {status} that the server did not sign")
-        header, payload = unpack(content)
-        if not is_equal(sign(self._token, f"reply {status}", nonce, content), signature):
-            return FORGED, {"error": "the reply is not signed with sites.token_file"}, payload
+        header, payload = protocol.unpack(content)
+        if not protocol.is_equal(
+            protocol.sign(self._token, f"reply {status}", nonce, content), signature
+        ):
+            return (
+                protocol.FORGED,
+                {"error": "the reply is not signed with sites.token_file"},
+                payload,
+            )
         return status, header, payload
 
 

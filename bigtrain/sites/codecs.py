@@ -1,9 +1,8 @@
-"""How values are encoded for the exchange between sites. No communication."""
+"""Encoding of values for the exchange between sites. No communication."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -12,40 +11,9 @@ INT8_BLOCK, INT4_BLOCK = 256, 64
 _SCALE_BYTES = 4
 
 
-class Codec(Protocol):
-    """How rows of values become bytes.
-
-    is_relative: whether the values are differences to the global weights, which are the same on
-    all sites before an outer step; else they are the weights themselves. keeps_error: whether what
-    rounding has lost is added to the next values (error feedback).
-    """
-
-    @property
-    def is_relative(self) -> bool: ...
-
-    @property
-    def keeps_error(self) -> bool: ...
-
-    def num_bytes(self, num_elements: int) -> int:
-        """Bytes of a row of so many elements."""
-        ...
-
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Bytes [R, num_bytes(N)] of `values` [R, N], float32 or float64."""
-        ...
-
-    def decode(self, codes: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """Float32 values [R, num_elements] that `codes` stand for, the same on every machine."""
-        ...
-
-    def is_canonical(self, codes: torch.Tensor, num_elements: int) -> bool:
-        """Return whether `encode` can have made these codes of finite values."""
-        ...
-
-
 @dataclass(frozen=True)
 class FloatCodec:
-    """Every value by itself in `dtype`."""
+    """Every value by itself in `dtype`. is_relative, keeps_error: as of `Codec`."""
 
     dtype: torch.dtype
     is_relative: bool
@@ -126,10 +94,7 @@ class BlockCodec:
     def is_canonical(self, codes: torch.Tensor, num_elements: int) -> bool:
         """Return whether scales are finite and not negative, and the integers among those that
         `quantize` makes."""
-        return self.has_canonical(*self._split(codes, num_elements))
-
-    def has_canonical(self, scales: torch.Tensor, integers: torch.Tensor) -> bool:
-        """Return the same of scales and integers that are split already."""
+        scales, integers = self._split(codes, num_elements)
         if not integers.numel():
             return True
         is_scale = is_finite(scales) and bool((scales >= 0).all())
@@ -177,6 +142,14 @@ def is_finite(values: torch.Tensor) -> bool:
     low, high = torch.aminmax(values)
     return bool(low.isfinite() & high.isfinite())
 
+
+Codec = FloatCodec | BlockCodec
+"""Encoding of rows of values [R, N] as bytes [R, num_bytes(N)], the same on every machine.
+
+is_relative: whether the values are differences to the global weights, which are the same on all
+sites before an outer step; else they are the weights themselves. keeps_error: whether what rounding
+has lost is added to the next values (error feedback).
+"""
 
 CODECS: dict[str, Codec] = {
     # Absolute, so that nothing is rounded.

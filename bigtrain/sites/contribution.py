@@ -4,7 +4,7 @@ finite, and a change of bounded norm. No communication but the sum over a site's
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,11 +18,11 @@ if TYPE_CHECKING:  # which imports DeepSpeed; the outer server does without
     from bigtrain.sites.outer_state import Window
 
 MOST_CHANGE = 10.0
-"""Of a site's change to the global weights, root mean square, in units of 1 + that of the weights.
+"""Limit of a site's change to the global weights, root mean square, in units of 1 + that of these.
 An inner optimizer moves a weight by about its learning rate at each step: 1,000 steps at 1e-2 in
 one direction reach it for weights that are small beside 1."""
 PART_SLACK = 100.0
-"""How many times more a part of the change may have moved, of which one rank takes the mean."""
+"""Factor on that limit for a part of the change, of which one rank takes the mean."""
 
 
 class UnusableError(ValueError):
@@ -66,20 +66,13 @@ def refuse_norm(change: float, weights: float, count: int, slack: float = 1.0) -
 
 
 def refuse_own_change(
-    windows: Iterable[Window],
-    locals_: Sequence[torch.Tensor | None],
-    site: int,
-    step: int,
-    device: torch.device,
+    windows: Iterable[Window], site: int, step: int, device: torch.device
 ) -> None:
     """Raise TrainingError on every rank of this site if its change after `step` cannot be sent.
-
-    locals_: the masters by window; empty, or None: as they are now. Collective over the site.
-    """
+    Collective over the site."""
     totals = torch.zeros(3, dtype=torch.float64)
-    for index, window in enumerate(windows):
-        given = locals_[index] if locals_ else None
-        local = window.gathered() if given is None else given
+    for window in windows:
+        local = window.gathered()
         totals[0] += square(local, window.weights)
         totals[1] += square(window.weights, torch.zeros(()))
         totals[2] += len(local)

@@ -14,10 +14,11 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError
 from bigtrain.models.torch_patches import gloo_group
 from bigtrain.settings.sections.sites import SitesSection
+from bigtrain.sites.client import DetachedError
 from bigtrain.sites.codecs import CODECS
 from bigtrain.sites.contribution import UnusableSiteError
-from bigtrain.sites.exchange import SiteGroup, WeightExchange, rectangles_of
-from bigtrain.sites.membership import DetachedError, Membership, ServerStore
+from bigtrain.sites.exchange import SiteGroup, Tensors, WeightExchange, rectangles_of
+from bigtrain.sites.membership import Membership, ServerStore
 from bigtrain.sites.outer_round import OuterRound
 from bigtrain.sites.outer_state import OuterState, held_twice
 from bigtrain.sites.peers import Ranks
@@ -57,7 +58,8 @@ class DirectRounds:
         self._generation: str | None = None
 
     def begin(self, number: int, *, is_new: bool) -> None:
-        """Join the other sites (`RoundMaker.begin`)."""
+        """Join the other sites, with the global weights of outer step `number` in the state. Raises
+        LaunchError."""
         membership = self._membership
         if membership is None:
             return
@@ -77,16 +79,13 @@ class DirectRounds:
         self._ranks.on_main(join)
 
     def make(self, attempt: OuterRound) -> None:
-        """Make an attempt (`RoundMaker.make`)."""
+        """Fill in the results of an attempt; may run in a thread next to training. Raises
+        LaunchError, TrainingError if this site cannot continue."""
         try:
             self._make(attempt)
         except DetachedError as error:
             self._close()
             attempt.detached = str(error)
-
-    def leave(self, reason: str = "") -> str:
-        """Leave; return why the server could not be notified, or an empty text."""
-        return "" if self._membership is None else self._membership.leave(reason)
 
     def _make(self, attempt: OuterRound) -> None:
         begun = time.perf_counter()
@@ -215,12 +214,10 @@ class DirectRounds:
                 raise LaunchError(
                     f"the layout of another site does not fit this model: {error}"
                 ) from error
-        exchange.open(
-            {
-                ranks: SiteGroup(self._group(plan, ranks, position), plan.weights)
-                for ranks in exchange.ranks
-            }
-        )
+        exchange.groups = {
+            ranks: SiteGroup(self._group(plan, ranks, position), plan.weights)
+            for ranks in exchange.ranks
+        }
         self._exchange, self._generation = exchange, plan.generation
 
     def _group(self, plan: RoundPlan, ranks: Ranks, position: int) -> Any:
@@ -250,7 +247,7 @@ class DirectRounds:
             attempt.received = [pair for of_fragment in received for pair in of_fragment]
         if plan.fragment is not None:
             windows = list(self.state.windows(plan.fragment))
-            local = attempt.local or [None] * len(windows)
+            local: Tensors = attempt.local or [None] * len(windows)
             weights = [window.weights for window in windows]
             errors = [None if w.error is None else w.error.clone() for w in windows]
             if received:  # this site's own change does not count
@@ -273,12 +270,12 @@ class DirectRounds:
         for fragment in range(self.state.num_fragments):
             windows = list(self.state.windows(fragment))
             weights = [w.weights.clone() if is_taker else w.weights for w in windows]
-            exchange.send(fragment, windows, weights, donor, takers)
+            exchange.send(fragment, weights, donor, takers)
             momentum: list[torch.Tensor | None] = [None] * len(windows)
             if self.state.momentum is not None:
                 there = [w.momentum for w in windows if w.momentum is not None]
                 there = [one.clone() for one in there] if is_taker else there
-                exchange.send(fragment, windows, there, donor, takers)
+                exchange.send(fragment, there, donor, takers)
                 momentum = [*there]
             received.append(list(zip(weights, momentum, strict=True)))
         return received if is_taker else []
@@ -288,18 +285,12 @@ def _plan_of_one(attempt: OuterRound, plain: Iterable[str]) -> RoundPlan:
     """Return the plan of the only site of a run."""
     fragment = attempt.fragment
     return RoundPlan(
-        attempt="",
-        generation="",
         members=(0,),
         weights=(1,),
-        takers=(),
         donor=0,
         fragment=fragment,
         number=attempt.number + (fragment is not None),
         step=attempt.step,
         tokens_seen=attempt.tokens_seen + attempt.tokens,
-        layouts={},
         plain=tuple(plain),
-        events=(),
-        digests={},
     )

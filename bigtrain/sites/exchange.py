@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,7 +29,7 @@ from bigtrain.sites.peers import Patch, Ranks, overlapping_peers
 from bigtrain.sites.rectangles import Box
 
 Tensors = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
-"""By the number of a window in its fragment."""
+"""Tensors by the number of a window in its fragment."""
 
 
 class SiteGroup:
@@ -134,26 +134,37 @@ def _checked(
     return values
 
 
-@dataclass(frozen=True)
-class _Owned:
-    """A rectangle of this rank, of a parameter of `shape`: number `index` of its window."""
+class _Owned(NamedTuple):
+    """A rectangle of this rank, of a parameter of `shape`: a `view` of the `flat` window."""
 
     box: Box
     shape: tuple[int, ...]
     fragment: int
     window: int
-    index: int
     codec: Codec
+    flat: torch.Tensor
+    view: torch.Tensor
 
 
 @dataclass(frozen=True)
 class _Region:
-    """A part of a window: the patch `box` of the rectangle `owned`, or all that this rank
-    exchanges of the window (None)."""
+    """A part of a window, as `torch.as_strided` takes it from any tensor with its layout."""
 
     window: int
-    owned: _Owned | None = None
-    box: Box | None = None
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, window: int, flat: torch.Tensor, view: torch.Tensor) -> _Region:
+        """Return the region of a `view` of the `flat` tensor of a window."""
+        offset = int(view.storage_offset() - flat.storage_offset())
+        return cls(window, tuple(view.shape), view.stride(), offset)
+
+    def view(self, tensors: Tensors) -> torch.Tensor:
+        flat = tensors[self.window]
+        assert flat is not None
+        return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True)
@@ -163,6 +174,16 @@ class _Transfer:
     ranks: Ranks
     codec: Codec
     regions: Sequence[_Region]
+
+    def pack(self, tensors: Tensors) -> torch.Tensor:
+        """Return the values of the regions, a flat copy."""
+        return torch.cat([region.view(tensors).reshape(-1) for region in self.regions])
+
+    def unpack(self, flat: torch.Tensor, tensors: Tensors) -> None:
+        """Write flat values back to where `pack` read them."""
+        views = [region.view(tensors) for region in self.regions]
+        for view, values in zip(views, flat.split([v.numel() for v in views]), strict=True):
+            view.copy_(values.view(view.shape))
 
 
 @dataclass(frozen=True)
@@ -178,14 +199,14 @@ class WeightExchange:
 
     A rank exchanges with every rank of another site that holds some of its elements, and only
     these. All ranks process their groups in one order, so that none waits in a circle. ranks: the
-    groups of this rank, of which `open` takes one `SiteGroup` each.
+    groups of this rank. groups: set before the first exchange.
     """
 
     def __init__(self, state: OuterState, batches: Sequence[Sequence[_Batch]]) -> None:
         """batches: by fragment."""
         self._state = state
         self._batches = batches
-        self._groups: Mapping[Ranks, SiteGroup] = {}
+        self.groups: Mapping[Ranks, SiteGroup] = {}
         transfers = chain.from_iterable(b.transfers for of_one in batches for b in of_one)
         self.ranks = sorted({transfer.ranks for transfer in transfers})
 
@@ -193,14 +214,14 @@ class WeightExchange:
     def by_shards(cls, state: OuterState, ranks: Ranks) -> WeightExchange:
         """Return the exchange of sites with equal layouts: of each window between `ranks`, which
         hold the same of it."""
-        batches = [
-            [
-                _Batch([number], [_Transfer(ranks, window.codec, [_Region(number)])])
-                for number, window in enumerate(state.windows(fragment))
-            ]
-            for fragment in range(state.num_fragments)
-        ]
-        return cls(state, batches)
+
+        def batch(number: int, window: Window) -> _Batch:
+            flat = window.weights
+            region = _Region.of(number, flat, flat[state.own(len(flat))])
+            return _Batch([number], [_Transfer(ranks, window.codec, [region])])
+
+        fragments = map(state.windows, range(state.num_fragments))
+        return cls(state, [[batch(*one) for one in enumerate(windows)] for windows in fragments])
 
     @classmethod
     def by_rectangles(
@@ -227,18 +248,14 @@ class WeightExchange:
             batches.append([_Batch(windows, list(chain.from_iterable(packed)))])
         return cls(state, batches)
 
-    def open(self, groups: Mapping[Ranks, SiteGroup]) -> None:
-        """Exchange in these groups from now on."""
-        self._groups = groups
-
     @property
     def num_bytes(self) -> int:
         """Bytes sent so far, without headers."""
-        return sum(group.num_bytes for group in self._groups.values())
+        return sum(group.num_bytes for group in self.groups.values())
 
     def set_weights(self, weights: Sequence[int]) -> None:
         """Set the weight of each site in the mean."""
-        for group in self._groups.values():
+        for group in self.groups.values():
             group.weights = weights
 
     def means(
@@ -260,68 +277,26 @@ class WeightExchange:
         for batch in self._batches[fragment]:
             given = {n: _or_gathered(local[n], windows[n]) for n in batch.windows}
             mean = {n: one.clone() for n, one in given.items()}  # padding is in no rectangle
-            sent, result, before, lost = (
-                _Views(self._state, windows, tensors) for tensors in (given, mean, weights, errors)
-            )
             for transfer in batch.transfers:
-                error = lost.pack(transfer) if transfer.codec.keeps_error else None
-                values = self._groups[transfer.ranks].mean(
-                    transfer.codec, sent.pack(transfer), before.pack(transfer), error
-                )
-                result.unpack(values, transfer)
+                codec, group = transfer.codec, self.groups[transfer.ranks]
+                error = transfer.pack(errors) if codec.keeps_error else None
+                values = group.mean(codec, transfer.pack(given), transfer.pack(weights), error)
+                transfer.unpack(values, mean)
                 if error is not None:
-                    lost.unpack(error, transfer)
+                    transfer.unpack(error, errors)
             means |= {n: one[self._state.own(len(one))] for n, one in mean.items()}
         return [means[n] for n in range(len(windows))]
 
     def send(
-        self,
-        fragment: int,
-        windows: Sequence[Window],
-        tensors: Sequence[torch.Tensor],
-        donor: int,
-        takers: Sequence[int],
+        self, fragment: int, tensors: Sequence[torch.Tensor], donor: int, takers: Sequence[int]
     ) -> None:
         """Send `takers` what this rank exchanges of `tensors`, float32 [N] by window; collective
         and raising as `means`."""
         for batch in self._batches[fragment]:
-            views = _Views(self._state, windows, tensors)
             for transfer in batch.transfers:
-                flat = views.pack(transfer)
-                self._groups[transfer.ranks].send(flat, donor, takers)
-                views.unpack(flat, transfer)
-
-
-class _Views:
-    """Views of the regions of tensors that have the layout of windows."""
-
-    def __init__(self, state: OuterState, windows: Sequence[Window], tensors: Tensors) -> None:
-        self._state = state
-        self._windows = windows
-        self._tensors = tensors
-        self._boxes: dict[int, list[torch.Tensor]] = {}
-
-    def pack(self, transfer: _Transfer) -> torch.Tensor:
-        """Return the values of a transfer, a flat copy."""
-        return torch.cat([view.reshape(-1) for view in map(self._view, transfer.regions)])
-
-    def unpack(self, flat: torch.Tensor, transfer: _Transfer) -> None:
-        """Write flat values back to where `pack` read them."""
-        views = [self._view(region) for region in transfer.regions]
-        for view, values in zip(views, flat.split([v.numel() for v in views]), strict=True):
-            view.copy_(values.view(view.shape))
-
-    def _view(self, region: _Region) -> torch.Tensor:
-        tensor = self._tensors[region.window]
-        assert tensor is not None
-        own = self._state.own(len(tensor))
-        if region.owned is None or region.box is None:
-            return tensor[own]
-        if region.window not in self._boxes:
-            boxes = self._windows[region.window].boxes(tensor, own, primary=False)
-            self._boxes[region.window] = [view for _, _, view in boxes]
-        view = self._boxes[region.window][region.owned.index]
-        return region.box.of_part(view, region.owned.box)
+                flat = transfer.pack(tensors)
+                self.groups[transfer.ranks].send(flat, donor, takers)
+                transfer.unpack(flat, tensors)
 
 
 def rectangles_of(state: OuterState) -> list[Any]:
@@ -332,10 +307,9 @@ def rectangles_of(state: OuterState) -> list[Any]:
 def _owned(state: OuterState) -> Iterator[_Owned]:
     for fragment in range(state.num_fragments):
         for number, window in enumerate(state.windows(fragment)):
-            own = state.own(len(window.weights))
-            boxes = window.boxes(window.weights, own, primary=False)
-            for index, (box, shape, _) in enumerate(boxes):
-                yield _Owned(box, shape, fragment, number, index, window.codec)
+            flat = window.weights
+            for box, shape, view in window.boxes(flat, state.own(len(flat)), primary=False):
+                yield _Owned(box, shape, fragment, number, window.codec, flat, view)
 
 
 def _packed(
@@ -344,20 +318,19 @@ def _packed(
     """Yield the patches of one group and fragment, as many at once as memory allows."""
     of_fragment = [(owned[patch.index], patch.box) for patch in patches]
     of_fragment = [(one, box) for one, box in of_fragment if one.fragment == fragment]
-    for keeps_error in (True, False):  # there is one codec of each kind
+    codecs = dict.fromkeys(one.codec for one, _ in of_fragment)
+    for codec in sorted(codecs, key=lambda codec: not codec.keeps_error):
         regions: list[_Region] = []
-        codec, count = None, 0
+        count = 0
         for one, patch in of_fragment:
-            if one.codec.keeps_error != keeps_error:
-                continue
-            codec = one.codec
-            for box in patch.split(ELEMENTS_AT_ONCE):
+            for box in patch.split(ELEMENTS_AT_ONCE) if one.codec == codec else ():
                 if regions and count + box.count > ELEMENTS_AT_ONCE:
                     yield _Transfer(ranks, codec, regions)
                     regions, count = [], 0
-                regions.append(_Region(one.window, one, box))
+                view = box.of(one.view, one.box)
+                regions.append(_Region.of(one.window, one.flat, view))
                 count += box.count
-        if codec is not None and regions:
+        if regions:
             yield _Transfer(ranks, codec, regions)
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from bigtrain.errors import LaunchError, TrainingError
 from bigtrain.settings.sections.sites import SitesSection
 from bigtrain.sites.client import (
+    DetachedError,
     RefusedByServerError,
     ServerClient,
     UnreachableError,
@@ -25,20 +26,11 @@ from bigtrain.sites.client import (
 from bigtrain.sites.protocol import HEARTBEAT_TIMEOUT, Header, RoundPlan
 
 _POLL_SECONDS = 15.0
-_LEAVE_SECONDS = 5.0
+_LEAVE_SECONDS = _COMPARE_SECONDS = 5.0
 _LONGEST_REASON = 500
 _MOST_NAMED = 8
-
-
-class DetachedError(LaunchError):
-    """Loss of the server, or a request that it refuses (`is_refused`): the site is on its own."""
-
-    def __init__(self, text: str, is_refused: bool = False) -> None:
-        super().__init__(text, is_refused)
-        self.is_refused = is_refused
-
-    def __str__(self) -> str:
-        return str(self.args[0])
+_OUTER_SETTINGS = ("count", "inner_steps", "outer", "codec")
+_HEARTBEAT_PAUSE_SECONDS = 0.1
 
 
 class Membership:
@@ -89,19 +81,13 @@ class Membership:
         header = {"site": self.sites.index, "run": self._run, **header}
         if deadline is None:
             deadline = self.deadline() + float(header.get("seconds", 0))
-        try:
-            return self._client.ask(action, header, payload, deadline=deadline)
-        except UnreachableError as error:
-            raise DetachedError(str(error)) from error
-        except RefusedByServerError as error:
-            raise DetachedError(str(error), is_refused=True) from error
+        return self._client.ask(action, header, payload, deadline=deadline)
 
     def join(self, header: Mapping[str, Any]) -> Header:
         """Join, and send heartbeats from now on; return the reply. Raises LaunchError if the server
         is unreachable, serves a different run, or waits for others longer than this site."""
         seconds = self.sites.timeout_seconds
-        own = {"exchange": self.sites.exchange, "timeout_seconds": seconds}
-        reply = self.ask("join", {**header, **own})
+        reply = self.ask("join", {**self._join_fields(), **header})
         window = reply["window_seconds"]
         if window >= seconds:
             raise LaunchError(
@@ -111,18 +97,31 @@ class Membership:
             )
         if self._heartbeat is None:
             # A daemon: a request that hangs must not keep the process from ending.
-            interval = (float(reply["heartbeat_seconds"]),)
-            self._heartbeat = threading.Thread(
-                target=self._send_heartbeats, args=interval, name="heartbeat", daemon=True
-            )
+            self._heartbeat = threading.Thread(target=self._send_heartbeats, daemon=True)
             self._heartbeat.start()
         return reply
 
-    def _send_heartbeats(self, interval: float) -> None:
+    def _join_fields(self) -> Header:
+        settings = self.sites.model_dump(mode="json")
+        return {
+            "sites": {key: settings[key] for key in _OUTER_SETTINGS},
+            "exchange": self.sites.exchange,
+            "timeout_seconds": self.sites.timeout_seconds,
+        }
+
+    def compare(self, facts: Mapping[str, Any], allowed: Sequence[str]) -> None:
+        """Ask whether this site may join, before its model is built; a server that does not answer
+        soon is not waited for. Raises LaunchError if the server would refuse it."""
+        header = {"facts": facts, "allowed": allowed, "parameters": None, **self._join_fields()}
+        with suppress(UnreachableError):
+            self.ask("join", header, time.monotonic() + _COMPARE_SECONDS)
+
+    def _send_heartbeats(self) -> None:
+        """Keep a request open all the time: the server sees at once that this process is killed."""
         client = self._client.clone()
         header = {"site": self.sites.index, "run": self._run}
-        while not self._ended.wait(interval):
-            with suppress(UnreachableError, RefusedByServerError):
+        while not self._ended.wait(_HEARTBEAT_PAUSE_SECONDS):
+            with suppress(DetachedError):
                 client.ask("heartbeat", header, deadline=time.monotonic() + HEARTBEAT_TIMEOUT / 2)
 
     def enter(
@@ -138,37 +137,31 @@ class Membership:
         entry = {"entry": secrets.token_hex(8), **header}
         end = self.deadline()
         while True:
-            self._ask_as_member("enter", entry)  # again each time: the server may have restarted
-            poll = {"entry": entry["entry"], "seconds": poll_seconds(end)}
-            reply = self._ask_as_member("plan", poll)
+            reply = self._ask_as_member("enter", {**entry, "seconds": poll_seconds(end)})
             if reply["is_ready"]:
-                return RoundPlan.from_json(reply["plan"])
+                return RoundPlan.model_validate(reply["plan"])
             if on_wait is not None:
                 on_wait()
-            if reply.get("is_new") and time.monotonic() > end:
+            if reply["is_new"] and time.monotonic() > end:
                 raise _missing_sites(self.sites, reply)
 
     def commit(self, attempt: str, *, is_done: bool, unusable: int | None) -> bool:
         """Vote on an attempt; return whether all members voted that it is done: then it counts, on
         all of them. unusable: the site whose values this one cannot use. Raises as `enter`."""
         vote = {"attempt": attempt, "is_done": is_done, "unusable": unusable}
-        self._ask_as_member("vote", vote)
         while True:
-            poll = {"attempt": attempt, "seconds": _POLL_SECONDS}
-            reply = self._ask_as_member("verdict", poll)
+            reply = self._ask_as_member("vote", {**vote, "seconds": _POLL_SECONDS})
             if reply["is_decided"]:
                 return bool(reply["is_committed"])
 
     def _ask_as_member(self, action: str, header: Mapping[str, Any]) -> Header:
         try:
             return self.ask(action, header)
-        except DetachedError as error:
-            if error.is_refused:
-                raise TrainingError(
-                    f"the outer server refuses site {self.sites.index}: {error} -> start this site "
-                    "again: it resumes from its newest checkpoint"
-                ) from error
-            raise
+        except RefusedByServerError as error:
+            raise TrainingError(
+                f"the outer server refuses site {self.sites.index}: {error} -> start this site "
+                "again: it resumes from its newest checkpoint"
+            ) from error
 
     def leave(self, reason: str = "") -> str:
         """Leave: the other sites do not wait for this one. Return why the server could not be

@@ -55,18 +55,11 @@ class OuterEvent:
     count: int = 1
 
 
-@dataclass(frozen=True)
-class SiteMetrics:
-    """Sums over the ranks of a site. change, distance: root mean squares."""
-
-    sent_bytes: int
-    most_bytes: int
-    change: float
-    distance: float
-
-
-def reduce_site_metrics(squares: torch.Tensor, num_bytes: int, device: torch.device) -> SiteMetrics:
-    """Reduce every rank's sums (squares of change, squares of distance, elements) and bytes sent.
+def reduce_site_metrics(
+    squares: torch.Tensor, num_bytes: int, device: torch.device
+) -> tuple[int, int, float, float]:
+    """Reduce every rank's sums (squares of change, squares of distance, elements) and bytes sent;
+    return the bytes of all ranks, the most of one, and root mean squares of change and distance.
 
     Collective over the site.
     """
@@ -75,8 +68,8 @@ def reduce_site_metrics(squares: torch.Tensor, num_bytes: int, device: torch.dev
     dist.all_reduce(totals)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     change, distance, count, sent = totals.tolist()
-    means = (math.sqrt(total / max(1, count)) for total in (change, distance))
-    return SiteMetrics(int(sent), int(most), *means)
+    change, distance = (math.sqrt(total / max(1, count)) for total in (change, distance))
+    return int(sent), int(most), change, distance
 
 
 def square(first: torch.Tensor, second: torch.Tensor) -> float:

@@ -1,16 +1,14 @@
-"""One attempt at an outer step, as one rank of a site sees it, and the two ways to make it."""
+"""One attempt at an outer step, as one rank of a site sees it."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from bigtrain.sites.metrics import OuterEvent
-from bigtrain.sites.outer_state import OuterState
 
 
 @dataclass
@@ -19,7 +17,7 @@ class OuterRound:
 
     Inputs: fragment (None: only take the weights of others), number and tokens_seen (of the site's
     global weights), tokens (trained on since the fragment's last exchange), local (masters by
-    window, if they change meanwhile; None: the current ones).
+    window, if they change meanwhile; else empty).
 
     Results: exactly one of is_done (it counts, on all its members), detached (why this site is on
     its own instead) and failure (why it does not count). new_number, new_tokens_seen: after it;
@@ -36,7 +34,7 @@ class OuterRound:
     number: int = 0
     tokens_seen: int = 0
     tokens: int = 0
-    local: Sequence[torch.Tensor | None] = ()
+    local: Sequence[torch.Tensor] = ()
 
     is_done: bool = False
     detached: str = ""
@@ -66,21 +64,3 @@ class OuterRound:
     def has_received(self) -> bool:
         """Whether it counts, and this site takes the weights of others."""
         return self.is_done and bool(self.received)
-
-
-class RoundMaker(Protocol):
-    """Way to make outer steps: `direct.DirectRounds` or `through_server.ServerRounds`. Collective
-    over this site. state: read by rounds, and changed after them by `OuterStep`."""
-
-    state: OuterState
-
-    def begin(self, number: int, *, is_new: bool) -> None:
-        """Join the other sites, with the global weights of outer step `number` in the state.
-        Raises LaunchError."""
-
-    def make(self, attempt: OuterRound) -> None:
-        """Fill in the results of an attempt; may run in a thread next to training. Raises
-        LaunchError, TrainingError if this site cannot continue."""
-
-    def leave(self, reason: str = "") -> str:
-        """Leave; return why the server could not be notified, or an empty text. Not collective."""

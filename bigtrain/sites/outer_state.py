@@ -172,6 +172,10 @@ class OuterState:
         """Return this rank's share of a window of so many elements."""
         return slice(0, length) if self.replicas is None else self.replicas.own(length)
 
+    def joined(self, own: torch.Tensor, length: int) -> torch.Tensor:
+        """Return all of a window, of which this rank has its `own` share. Collective."""
+        return own if self.replicas is None else self.replicas.joined(own, length)
+
     def layout(self) -> str:
         """Return a checksum of the parts of parameters that this rank holds, and their order."""
         parts = [(part.name, part.start, part.count, part.shard) for part in self._parts()]
@@ -182,7 +186,7 @@ class OuterState:
         layout once the ranks of a site have added theirs: by parameter the sum of all bits, times a
         number of its name."""
         total = 0
-        for window in itertools.chain.from_iterable(map(self.windows, range(self.num_fragments))):
+        for window in self.all_windows():
             own = self.own(len(window.weights))
             for kind, state in ((GLOBAL, window.weights), (MOMENTUM, window.momentum)):
                 if state is None:
@@ -192,27 +196,26 @@ class OuterState:
                     total += int(view.view(torch.int32).sum(dtype=torch.int64)) * factor
         return total % (1 << 64)
 
+    def all_windows(self) -> Iterator[Window]:
+        """Yield the windows of the model, fragment after fragment."""
+        return itertools.chain.from_iterable(map(self.windows, range(self.num_fragments)))
+
     def windows(self, fragment: int) -> Iterator[Window]:
         """Yield the windows of a fragment, of at most `ELEMENTS_AT_ONCE` elements each."""
         # A multiple of the sites, so that only the last part is filled up.
         most = max(1, ELEMENTS_AT_ONCE // self._sites.count) * self._sites.count
         begin = self._begins[fragment]
         for codec, parts in self._runs(fragment):
-            pieces: list[Piece] = []
-            held = 0
-            for part in parts:
-                master, taken = part.of(part.master.data), 0
-                while taken < part.count:
-                    size = min(part.count - taken, most - held)
-                    view = master[taken : taken + size]
-                    pieces.append(Piece(part.name, part.shard, part.start + taken, view))
-                    held, taken = held + size, taken + size
-                    if held == most:
-                        yield self._window(pieces, codec, begin, held)
-                        pieces, begin, held = [], begin + held, 0
-            if pieces:
-                yield self._window(pieces, codec, begin, held)
-                begin += held
+            ends = list(itertools.accumulate(part.count for part in parts))
+            for first in range(0, sum(ends[-1:]), most):
+                last = min(first + most, ends[-1])
+                pieces = [
+                    _piece(part, max(first, end - part.count) - end, min(last, end) - end)
+                    for part, end in zip(parts, ends, strict=True)
+                    if first < end and end - part.count < last
+                ]
+                yield self._window(pieces, codec, begin + first, last - first)
+            begin += sum(ends[-1:])
 
     def _window(self, pieces: list[Piece], codec: Codec, begin: int, count: int) -> Window:
         states = self.momentum, self.error if codec.keeps_error else None
@@ -233,6 +236,13 @@ class OuterState:
         the order of the model's parameters."""
         parts = _trained_parts(self._engine)
         return sorted(parts, key=lambda p: (self._fragment(p), p.name in self.plain))
+
+
+def _piece(part: MasterPart, first: int, last: int) -> Piece:
+    """Return the elements `first` to `last` of a part, both counted from its end."""
+    taken = part.count + first
+    master = part.of(part.master.data)[taken : part.count + last]
+    return Piece(part.name, part.shard, part.start + taken, master)
 
 
 def held_twice(engine: TrainEngine) -> set[str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,13 +25,12 @@ from bigtrain.sites.metrics import (
     square,
 )
 from bigtrain.sites.outer_optimizer import outer_update
-from bigtrain.sites.outer_round import OuterRound, RoundMaker
-from bigtrain.sites.outer_state import OuterState, Window
+from bigtrain.sites.outer_round import OuterRound
+from bigtrain.sites.outer_state import OuterState
 from bigtrain.sites.site_ranks import SiteRanks
 from bigtrain.sites.through_server import ServerRounds, full_shapes
 from bigtrain.system.world import World
 
-_OUTER_SETTINGS = ("count", "inner_steps", "outer", "codec")
 _MOST_SHOWN = 10
 _WORDS = {LEFT_OUT: "is left out", RETURNED: "is back"}
 
@@ -79,19 +77,17 @@ class OuterStep:
         if sites.server is not None:
             run = self._ranks.on_main(lambda: run)
             self._membership = self._ranks.agreed(lambda: Membership(sites, run))
-        settings = sites.model_dump(mode="json")
         join = {
             "facts": dict(facts),
             "allowed": list(allowed),
-            "sites": {key: settings[key] for key in _OUTER_SETTINGS},
             "parameters": sorted(full_shapes(engine, self._ranks).items()),
         }
-        self._rounds: RoundMaker
+        self._rounds: ServerRounds | DirectRounds
         if self._membership is not None and sites.server_holds_weights:
             self._rounds = ServerRounds(engine, sites, self._ranks, self._membership, join)
         else:
-            membership = self._membership
-            self._rounds = DirectRounds(engine, sites, self._ranks, membership, join, on_wait)
+            own = self._membership
+            self._rounds = DirectRounds(engine, sites, self._ranks, own, join, on_wait)
 
     @property
     def state(self) -> OuterState:
@@ -122,7 +118,7 @@ class OuterStep:
         """
         self.number, self.tokens_seen = number, tokens_seen
         if is_new:
-            for window in self._windows():
+            for window in self.state.all_windows():
                 window.weights.copy_(window.gathered())
         between = self.sites.steps_between
         for sent_step in range(between, step + 1, between)[-self.sites.fragments :]:
@@ -154,7 +150,7 @@ class OuterStep:
         metrics: list[OuterStepMetrics] = []
         is_last, self.step = step == last_step, None
         mixing = 0.0 if is_last else self.sites.mixing
-        has_moved, ends = False, False
+        has_moved = ends = False
         sent = self._under_way
         if sent is not None and (is_last or step == self.sites.merged_after(sent.step)):
             metrics += self.settle()
@@ -170,7 +166,7 @@ class OuterStep:
                 continue
             attempt = self._complete(fragment, step)
             has_moved |= self._merge(attempt, mixing)
-            metrics += self._metrics(attempt, attempt.seconds)
+            metrics += self._metrics(attempt)
             ends = bool(attempt.detached) or self.step is not None
         if has_moved:
             self._engine.refresh_parameters()
@@ -192,16 +188,13 @@ class OuterStep:
             self._merge(sent, 0.0)
             self._under_way = None
             self._engine.refresh_parameters()
-        return self._metrics(sent, sent.seconds)
+        return self._metrics(sent)
 
-    def close(self) -> None:
-        """Leave, after the last step or before an early end: the others do not wait for this
-        site."""
-        self._leave()
-
-    def _leave(self, reason: str = "") -> None:
-        if self._is_main and (failure := self._rounds.leave(reason)):
-            self.notes.append(failure)
+    def close(self, reason: str = "") -> None:
+        """Leave, after the last step or before an early end (for a `reason` that the others get):
+        they do not wait for this site."""
+        if self._membership is not None and self._is_main:
+            self.notes += filter(None, [self._membership.leave(reason)])
 
     def _refuse_own_change(self, fragment: int, step: int) -> None:
         """Leave, and raise TrainingError on every rank, if no outer step may use the change."""
@@ -209,9 +202,9 @@ class OuterStep:
             return
         windows = self.state.windows(fragment)
         try:
-            refuse_own_change(windows, (), self.sites.index, step, self._engine.device)
+            refuse_own_change(windows, self.sites.index, step, self._engine.device)
         except TrainingError as error:
-            self._leave(str(error.__cause__))
+            self.close(str(error.__cause__))
             raise
 
     # Attempts
@@ -264,7 +257,9 @@ class OuterStep:
             return
         self.number, self.tokens_seen = attempt.new_number, attempt.new_tokens_seen
         if attempt.received:
-            for window, (weights, momentum) in zip(self._windows(), attempt.received, strict=True):
+            for window, (weights, momentum) in zip(
+                self.state.all_windows(), attempt.received, strict=True
+            ):
                 window.weights.copy_(self._joined(weights))
                 if window.momentum is not None and momentum is not None:
                     window.momentum.copy_(self._joined(momentum))
@@ -283,11 +278,11 @@ class OuterStep:
         rounding errors."""
         for index, window in enumerate(self.state.windows(fragment)):
             if attempt.means:
-                local = attempt.local[index] if attempt.local else None
                 if attempt.received:
                     local = window.weights.clone()
-                local = window.gathered() if local is None else local
-                mean = self._joined_part(attempt.means[index], len(local))
+                else:
+                    local = attempt.local[index] if attempt.local else window.gathered()
+                mean = self.state.joined(attempt.means[index], len(local))
                 attempt.squares[0] += square(local, window.weights)
                 attempt.squares[1] += square(local, mean)
                 attempt.squares[2] += len(local)
@@ -298,16 +293,12 @@ class OuterStep:
 
     def _joined(self, full: torch.Tensor) -> torch.Tensor:
         """Return a tensor of a window, of which this rank has its own share."""
-        return self._joined_part(full[self.state.own(len(full))], len(full))
-
-    def _joined_part(self, own: torch.Tensor, length: int) -> torch.Tensor:
-        replicas = self.state.replicas
-        return own if replicas is None else replicas.joined(own, length)
+        return self.state.joined(full[self.state.own(len(full))], len(full))
 
     def _merge(self, attempt: OuterRound, mixing: float) -> bool:
         """Move the masters to the global weights after an attempt; return whether they moved."""
         if attempt.has_received:  # the own change since the last outer step is discarded
-            windows, mixing = self._windows(), 0.0
+            windows, mixing = self.state.all_windows(), 0.0
         elif attempt.is_done and attempt.fragment is not None:
             windows = self.state.windows(attempt.fragment)
         else:
@@ -315,10 +306,6 @@ class OuterStep:
         for window in windows:
             window.merge(mixing)
         return True
-
-    def _windows(self) -> Iterator[Window]:
-        """Yield the windows of the model, fragment after fragment."""
-        return chain.from_iterable(map(self.state.windows, range(self.sites.fragments)))
 
     # Reports
 
@@ -357,26 +344,27 @@ class OuterStep:
                 f"of the samples of {attempt.new_step - attempt.step} steps is skipped"
             )
 
-    def _metrics(self, attempt: OuterRound, seconds: float) -> list[OuterStepMetrics]:
+    def _metrics(self, attempt: OuterRound) -> list[OuterStepMetrics]:
         """Return the metrics of an outer step that was made. Collective over this site."""
         if not attempt.is_done or attempt.mean_of is None:
             return []
-        totals = reduce_site_metrics(attempt.squares, attempt.num_bytes, self._engine.device)
-        distance: float | None = totals.distance
-        num_links = max(1, attempt.num_members - 1)
+        distance: float | None
+        sent, most, change, distance = reduce_site_metrics(
+            attempt.squares, attempt.num_bytes, self._engine.device
+        )
         if attempt.distances is not None:
             distance = attempt.distances.get(str(self.sites.index))
         return [
             OuterStepMetrics(
-                attempt.new_number,
-                attempt.mean_of,
-                attempt.sites,
-                totals.sent_bytes,
-                totals.most_bytes // num_links,
-                seconds,
-                attempt.waited,
-                totals.change,
-                distance,
+                number=attempt.new_number,
+                fragment=attempt.mean_of,
+                sites=attempt.sites,
+                sent_bytes=sent,
+                link_bytes=most // max(1, attempt.num_members - 1),
+                seconds=attempt.seconds,
+                waited_seconds=attempt.waited,
+                change=change,
+                distance=distance,
             )
         ]
 

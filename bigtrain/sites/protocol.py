@@ -8,12 +8,9 @@ method, path, the server's start, the sender's session and sequence number, and 
 and SHA-256: it is checked before any byte of the body is read. A number that was used in a session
 is refused forever, and a session belongs to one start of the server.
 
-Requests (``POST /ACTION``) of both ways to exchange: ``hello``, ``join``, ``heartbeat``, ``leave``.
-Exchange ``server``, where the server holds the weights: ``upload``, ``uploaded`` (initial weights),
-``contribute`` (a part of a site's change), ``deliver`` (all parts were sent), ``wait``,
-``weights``. Exchange ``direct``, where sites connect to each other: ``layout``, ``layout_of``,
-``enter`` (the site is at an outer step), ``plan`` (who takes part: `RoundPlan`), ``put``, ``get``
-(addresses of ranks), ``vote`` (the site's transfers are done), ``verdict`` (the round counts).
+Requests are ``POST /ACTION`` (`REQUESTS`): ``hello`` to ``leave`` of both ways to exchange,
+``upload`` to ``weights`` of ``server``, where the server holds the weights, and ``layout`` to
+``get`` of ``direct``, where sites connect to each other.
 """
 
 from __future__ import annotations
@@ -25,25 +22,21 @@ import math
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bigtrain.sites.metrics import OuterEvent
 
-NONCE, SIGNATURE, INSTANCE = "x-bigtrain-nonce", "x-bigtrain-signature", "x-bigtrain-instance"
-"""HTTP headers: a value that is used once (``SESSION-SEQUENCE``, random for the first message),
-the signature, and the id of the server's start."""
-DIGEST = "x-bigtrain-digest"
-"""HTTP header with the body's SHA-256."""
-MOST_HEADER_BYTES = 8 << 20
-"""Limit of a message's header, which names every parameter or rectangle."""
+NONCE, SIGNATURE = "x-bigtrain-nonce", "x-bigtrain-signature"
+INSTANCE, DIGEST = "x-bigtrain-instance", "x-bigtrain-digest"
+"""HTTP headers: a value that is used once (``SESSION-SEQUENCE``, random for the first message), the
+signature, the id of the server's start, and the body's SHA-256."""
+MOST_HEADER_BYTES, MOST_VALUE_BYTES = 8 << 20, 64 << 10
 MOST_BYTES = (64 << 20) + MOST_HEADER_BYTES
-"""Limit of a body: the elements of one exchange in float32, and a header."""
-MOST_VALUE_BYTES = 64 << 10
-"""Limit of a value of ``put``."""
+"""Limits: of a header, which names every parameter or rectangle; of a value of ``put``; and of a
+body, with the elements of one exchange in float32."""
 MOST_SITES, MOST_STEP, MOST_TOKENS = 1 << 16, 10**9, 10**15
 """Limits: sites of one run; optimizer or outer steps; tokens of one contribution."""
 OK, CORRUPT, FORGED, REFUSED, TOO_LARGE, OTHER_START = 200, 400, 401, 409, 413, 412
@@ -99,7 +92,7 @@ def unpack(body: bytes | bytearray) -> tuple[Header, memoryview]:
 def _decode_header(text: bytes) -> Header:
     """Return the JSON object in `text`: finite numbers, nested no deeper than `_MAX_DEPTH`."""
     try:
-        header = json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
+        header = json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise CorruptMessageError(f"header: {str(error)[:200]}") from error
     if not isinstance(header, dict):
@@ -113,19 +106,16 @@ def _decode_header(text: bytes) -> Header:
     return header
 
 
-def _refuse_number(text: str) -> float:
-    raise ValueError(f"{text[:40]} is not a finite number")
-
-
 def _finite(text: str) -> float:
-    number = float(text)
-    return number if math.isfinite(number) else _refuse_number(text)
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:40]} is not a finite number")
+    return number
 
 
 # Signatures and log lines
 
 
-def digest_of(body: bytes | bytearray) -> str:
+def digest_of(body: bytes | bytearray | memoryview) -> str:
     """Return the SHA-256 of a body, or of a layout document."""
     return hashlib.sha256(body).hexdigest()
 
@@ -150,19 +140,14 @@ def is_equal(signature: str, other: str) -> bool:
     return hmac.compare_digest(signature.encode(), other.encode())
 
 
-def one_line(text: str) -> str:
-    """Return `text` with all that is not printable escaped: line breaks, control sequences, and
-    characters that change the direction of others."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def escaping(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Return `say` for texts that include what others have sent: each is one line (`one_line`). A
-    log that cannot be written, as on a full disk, stops nothing."""
+    """Return `say` for texts that include what others have sent: each is one line, with all escaped
+    that is not printable. A log that cannot be written, as on a full disk, stops nothing."""
 
     def say_one_line(text: str) -> None:
+        escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
         with suppress(OSError):
-            say(one_line(text))
+            say("".join(escaped))
 
     return say_one_line
 
@@ -180,70 +165,86 @@ Rank = Annotated[int, Field(ge=0, lt=1_000_000)]
 Seconds = Annotated[float, Field(ge=0, le=_LONGEST_SECONDS)]
 
 
-class _Request(BaseModel):
+class Request(BaseModel):
+    """Fields of a request. site: its sender. run: id of its run directory. most_bytes: limit of the
+    body."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
+    most_bytes: ClassVar[int] = _SMALL_BYTES
 
-
-class _SiteRequest(_Request):
-    site: Site
-    run: RunId = ""  # id of the run directory: another one with the same index is refused
-
-
-class _Hello(_Request):
     site: Site | None = None
+    run: RunId = ""
 
 
-class JoinRequest(_SiteRequest):
+class SiteRequest(Request):
+    """Request that only a site makes."""
+
+    site: Site
+
+
+class JoinRequest(SiteRequest):
     """A site that begins, or is back.
 
     facts: settings and data that all sites must have alike; allowed: those of them that this site
-    may change. sites: settings of the outer optimizer. parameters: names and shapes. number: of its
-    last outer step; is_new: whether it has no checkpoint. Of the direct exchange: layout (SHA-256
+    may change. sites: settings of the outer optimizer. parameters: names and shapes; None: the site
+    only asks whether it may join, before it builds the model. number: of its last outer step;
+    is_new: whether it has no checkpoint. Of the direct exchange: layout (SHA-256
     of the layout document), plain (parameters that it sends in float32 in any case).
 
-    Reply: the run's state (as of ``wait``), ``window_seconds``, ``heartbeat_seconds``,
-    ``is_asynchronous``, ``uploads`` (the server asks this site for the initial weights),
-    ``needs_layout`` (it has no document of that digest yet).
+    Reply: the run's state (as of ``wait``), ``window_seconds``, ``is_asynchronous``, ``uploads``
+    (the server asks this site for the initial weights), ``needs_layout`` (it has no document of
+    that digest yet).
     """
+
+    most_bytes = MOST_HEADER_BYTES
 
     facts: dict[Name, Any]
     allowed: list[Name] = []
     sites: dict[Name, Any]
-    parameters: list[Any]
+    parameters: list[Any] | None
     exchange: Literal["server", "direct"] = "server"
     number: Count = 0
     is_new: bool = False
     timeout_seconds: Annotated[float, Field(gt=0, le=_LONGEST_SECONDS)] = 600.0
-    layout: Digest | None = None
+    layout: Digest | Literal[""] = ""
     plain: list[Name] = []
 
 
-class _Leave(_SiteRequest):
+class LeaveRequest(SiteRequest):
+    """A site that ends. reason: why its change cannot be used, if it ends for that."""
+
     reason: Annotated[str, Field(max_length=500)] = ""
 
 
-class _Wait(_Request):
-    """Poll for the state of the run after an outer step later than `base`."""
+class WaitRequest(Request):
+    """Poll for the state of the run after an outer step later than `base`, with the events since
+    outer step `heard` (None: of the last one)."""
 
-    site: Site | None = None
-    run: RunId = ""
     base: int = Field(ge=-1, le=MOST_STEP)
     seconds: Seconds
     heard: Count | None = None
 
 
-class _Upload(_SiteRequest):
+class UploadRequest(SiteRequest):
+    """Rectangles of the initial weights; payload: float32."""
+
+    most_bytes = MOST_BYTES
+
     boxes: list[Any]
 
 
-class _Contribute(_SiteRequest):
+class ContributeRequest(UploadRequest):
+    """A part of a site's change; payload: codes."""
+
     attempt: Id
     rank: Rank
     part: Rank
-    boxes: list[Any]
 
 
-class _Deliver(_SiteRequest):
+class DeliverRequest(SiteRequest):
+    """End of a site's change: `num_messages` of all its ranks, relative to outer step `base`, after
+    `step` optimizer steps, trained on `tokens`."""
+
     attempt: Id
     base: Count
     step: Count
@@ -252,22 +253,40 @@ class _Deliver(_SiteRequest):
     heard: Count | None = None
 
 
-class _Weights(_SiteRequest):
+class WeightsRequest(SiteRequest):
+    """Rectangles of the global weights of outer step `number`. Reply: ``form``, and the last update
+    encoded, or the full weights in float32."""
+
+    most_bytes = MOST_HEADER_BYTES
+
     number: Count
     form: Literal["update", "full"]
     boxes: list[Any]
 
 
-class _LayoutOf(_SiteRequest):
+class LayoutRequest(SiteRequest):
+    """The layout document of a site, as payload."""
+
+    most_bytes = MOST_BYTES
+
+
+class LayoutOfRequest(SiteRequest):
+    """Ask for the layout document of another site."""
+
     of_site: Site
 
 
-class RoundEntry(_SiteRequest):
-    """A site that is at an outer step; the same `entry` again changes nothing. Reply: empty.
+class RoundEntry(SiteRequest):
+    """A site that is at an outer step, and polls for its `RoundPlan`; the same `entry` again
+    changes nothing.
 
     entry: random. number: of its last outer step; step: its optimizer steps; fragment: that it
     would exchange, None if it only takes weights (at the begin); tokens: trained on since that
     fragment's last exchange; digest: of its global weights; tokens_seen: by those, on all sites.
+
+    Reply: ``is_ready`` and, if so, ``plan``. If not: ``missing`` (sites that are waited for),
+    ``refused`` (by such a site, why its last join was), ``is_new`` (a new run, for which all sites
+    are waited for without a limit).
     """
 
     entry: Id
@@ -277,98 +296,76 @@ class RoundEntry(_SiteRequest):
     tokens: Tokens
     digest: Digest
     tokens_seen: Annotated[int, Field(ge=0)]
+    seconds: Seconds = 0.0
 
 
-class _Plan(_SiteRequest):
-    """Poll for the `RoundPlan` of an entry.
-
-    Reply: ``is_ready`` and, if so, ``plan`` (`RoundPlan.to_json`). If not: ``is_known`` (False:
-    the server has restarted, enter again), ``missing`` (sites that are waited for),
-    ``refused`` (by such a site, why its last join was), ``is_new`` (a new run, for which all sites
-    are waited for without a limit).
-    """
-
-    entry: Id
-    seconds: Seconds
-
-
-class _Vote(_SiteRequest):
-    """The result of a site's transfers; the first one of a site counts. unusable: the site that
-    sent values which this one cannot use. Reply: empty."""
+class VoteRequest(SiteRequest):
+    """The result of a site's transfers, and a poll for the decision on the attempt; the first vote
+    of a site counts. unusable: the site that sent values which this one cannot use. Reply:
+    ``is_decided``, ``is_committed``."""
 
     attempt: Id
     is_done: bool
     unusable: Site | None = None
+    seconds: Seconds = 0.0
 
 
-class _Verdict(_SiteRequest):
-    """Poll for the decision on an attempt. Reply: ``is_decided``, ``is_committed``."""
-
-    attempt: Id
-    seconds: Seconds
-
-
-class _Put(_SiteRequest):
+class PutRequest(SiteRequest):
     """Store the payload under a key, until the members' `generation` changes."""
+
+    most_bytes = _SMALL_BYTES + MOST_VALUE_BYTES
 
     generation: Id
     key: Name
 
 
-class _Get(_Put):
+class GetRequest(SiteRequest):
     """Poll for a value. Reply: ``is_there``, and the value as payload."""
 
+    generation: Id
+    key: Name
     seconds: Seconds
 
 
-_REQUESTS: dict[str, type[_Request]] = {
-    "hello": _Hello,
+REQUESTS: dict[str, type[Request]] = {
+    "hello": Request,
     "join": JoinRequest,
-    "heartbeat": _SiteRequest,
-    "leave": _Leave,
-    "upload": _Upload,
-    "uploaded": _SiteRequest,
-    "contribute": _Contribute,
-    "deliver": _Deliver,
-    "wait": _Wait,
-    "weights": _Weights,
-    "layout": _SiteRequest,
-    "layout_of": _LayoutOf,
+    "heartbeat": SiteRequest,
+    "leave": LeaveRequest,
+    "upload": UploadRequest,
+    "uploaded": SiteRequest,
+    "contribute": ContributeRequest,
+    "deliver": DeliverRequest,
+    "wait": WaitRequest,
+    "weights": WeightsRequest,
+    "layout": LayoutRequest,
+    "layout_of": LayoutOfRequest,
     "enter": RoundEntry,
-    "plan": _Plan,
-    "vote": _Vote,
-    "verdict": _Verdict,
-    "put": _Put,
-    "get": _Get,
+    "vote": VoteRequest,
+    "put": PutRequest,
+    "get": GetRequest,
 }
-POLLS = frozenset({"wait", "plan", "verdict", "get"})
+POLLS = frozenset({"wait", "enter", "vote", "get"})
 """Requests that the server may keep for a while."""
-_WITH_TENSORS = {"upload", "contribute", "layout"}
-_WITH_BOXES = {"join", "weights"}
-_WITH_VALUE = {"put"}
 
 
 def most_bytes(action: str) -> int:
     """Return the limit of the body of a request."""
-    if action in _WITH_TENSORS:
-        return MOST_BYTES
-    if action in _WITH_BOXES:
-        return MOST_HEADER_BYTES
-    return _SMALL_BYTES + (MOST_VALUE_BYTES if action in _WITH_VALUE else 0)
+    return REQUESTS.get(action, Request).most_bytes
 
 
 def is_large(action: str) -> bool:
     """Return whether a request, or its reply, may take much memory."""
-    return action in _WITH_TENSORS or action in _WITH_BOXES or action == "layout_of"
+    return most_bytes(action) >= MOST_HEADER_BYTES or action == "layout_of"
 
 
-def refuse_fields(action: str, header: Header) -> None:
-    """Raise RefusedError, in one line, unless `header` has the fields of that request."""
-    kind = _REQUESTS.get(action)
+def parse_request(action: str, header: Header) -> Request:
+    """Return the fields of a request. Raises RefusedError, in one line, for others."""
+    kind = REQUESTS.get(action)
     if kind is None:
         raise RefusedError(f"unknown action {action[:40]!r}")
     try:
-        kind.model_validate(header)
+        return kind.model_validate(header)
     except ValidationError as error:
         problems = [
             f"{'.'.join(map(str, one['loc']))[:100]} = {repr(one['input'])[:60]}: {one['msg']}"
@@ -377,8 +374,7 @@ def refuse_fields(action: str, header: Header) -> None:
         raise RefusedError("; ".join(problems)) from error
 
 
-@dataclass(frozen=True)
-class RoundPlan:
+class RoundPlan(BaseModel):
     """Members of an attempt at an outer step of the direct exchange, and their parts in it.
 
     generation: of the groups of ranks, which must be opened again when it changes. members: all
@@ -389,40 +385,24 @@ class RoundPlan:
     a new run differ in them: every site ends then.
     """
 
-    attempt: str
-    generation: str
+    model_config = ConfigDict(frozen=True)
+
+    attempt: str = ""
+    generation: str = ""
     members: tuple[int, ...]
     weights: tuple[int, ...]
-    takers: tuple[int, ...]
+    takers: tuple[int, ...] = ()
     donor: int
     fragment: int | None
     number: int
     step: int
     tokens_seen: int
-    layouts: Mapping[int, str]
+    layouts: dict[int, str] = {}
     plain: tuple[str, ...]
-    events: tuple[OuterEvent, ...]
-    digests: Mapping[int, str]
+    events: tuple[OuterEvent, ...] = ()
+    digests: dict[int, str] = {}
 
     @property
     def sites(self) -> tuple[int, ...]:
         """Sites whose weights are in the mean."""
         return tuple(s for s, w in zip(self.members, self.weights, strict=True) if w)
-
-    def to_json(self) -> Header:
-        """Return the plan as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> RoundPlan:
-        """Return the plan of a reply."""
-        tuples = ("members", "weights", "takers", "plain")
-        by_site = ("layouts", "digests")
-        return cls(
-            **{
-                **tree,
-                **{key: tuple(tree[key]) for key in tuples},
-                **{key: {int(site): text for site, text in tree[key].items()} for key in by_site},
-                "events": tuple(OuterEvent(**one) for one in tree["events"]),
-            }
-        )

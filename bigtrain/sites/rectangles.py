@@ -1,5 +1,5 @@
-"""Rectangles of full parameters, in which sites speak of weights, to each other or to an outer
-server, whatever their layouts. No communication."""
+"""Rectangles of full parameters: the coordinates of weights between sites and an outer server,
+whatever their layouts. No communication."""
 
 from __future__ import annotations
 
@@ -26,28 +26,24 @@ class Box:
         """Elements."""
         return math.prod(self.sizes)
 
-    def of(self, full: torch.Tensor) -> torch.Tensor:
-        """The rectangle of a tensor that is shaped like the parameter: a view."""
-        where = zip(self.offsets, self.sizes, strict=True)
-        return full[tuple(slice(begin, begin + size) for begin, size in where)]
-
-    def of_part(self, part: torch.Tensor, whole: Box) -> torch.Tensor:
-        """The rectangle of a tensor that is shaped like `whole`, which it lies in: a view."""
-        begins = (o - first for o, first in zip(self.offsets, whole.offsets, strict=True))
-        where = zip(begins, self.sizes, strict=True)
-        return part[tuple(slice(begin, begin + size) for begin, size in where)]
+    def of(self, tensor: torch.Tensor, whole: Box | None = None) -> torch.Tensor:
+        """Return a view of the rectangle, of a tensor that is shaped like the parameter, or like
+        the rectangle `whole` around it."""
+        firsts = whole.offsets if whole else (0,) * len(self.offsets)
+        where = zip(self.offsets, firsts, self.sizes, strict=True)
+        return tensor[tuple(slice(o - first, o - first + size) for o, first, size in where)]
 
     def common(self, other: Box) -> Box | None:
-        """What lies in both, of which `other` is of the same parameter."""
+        """Return the intersection with a rectangle of the same parameter; None if it is empty."""
         edges = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        found = [(max(a, b), min(a + m, b + n)) for a, m, b, n in edges]
-        if any(begin >= end for begin, end in found):
+        ranges = [(max(a, b), min(a + m, b + n)) for a, m, b, n in edges]
+        if any(begin >= end for begin, end in ranges):
             return None
-        offsets = tuple(begin for begin, _ in found)
-        return Box(self.name, offsets, tuple(end - begin for begin, end in found))
+        offsets = tuple(begin for begin, _ in ranges)
+        return Box(self.name, offsets, tuple(end - begin for begin, end in ranges))
 
     def difference(self, inner: Box) -> Iterator[Box]:
-        """What is left when `inner`, which lies in it, is taken out."""
+        """Yield rectangles that cover all but `inner`, which is inside this one."""
         offsets, sizes = list(self.offsets), list(self.sizes)
         for dim, (first, size) in enumerate(zip(inner.offsets, inner.sizes, strict=True)):
             end = offsets[dim] + sizes[dim]
@@ -61,7 +57,7 @@ class Box:
             offsets[dim], sizes[dim] = first, size
 
     def split(self, most: int) -> Iterator[Box]:
-        """The rectangle in pieces of at most `most` elements."""
+        """Yield the rectangle in pieces of at most `most` elements."""
         if self.count <= most:
             yield self
             return
@@ -72,12 +68,13 @@ class Box:
             yield from half.split(most)
 
     def to_json(self) -> list[Any]:
-        """For the header of a message."""
+        """Return JSON values."""
         return [self.name, self.offsets, self.sizes]
 
     @classmethod
     def from_json(cls, tree: Any, shapes: dict[str, tuple[int, ...]]) -> Box:
-        """Raises ValueError for what is not inside one of the parameters with these `shapes`."""
+        """Return the rectangle of JSON values. Raises ValueError for what is not inside one of the
+        parameters with these `shapes`."""
         try:
             name, offsets, sizes = tree
             box = cls(str(name), tuple(map(int, offsets)), tuple(map(int, sizes)))
@@ -106,18 +103,16 @@ class Update:
             self._scales, self._elements = scales[0], integers.reshape(self._shape)
             self.values = codec.dequantize(scales, integers).reshape(self._shape)
         else:
-            assert isinstance(codec, FloatCodec)
             self._elements = update.to(codec.dtype)
             self.values = self._elements.float()
         self._codec = codec
 
     def cut(self, box: Box) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What is sent of a rectangle: its elements, flat, and the scales of the blocks that it
-        touches."""
+        """Return what is sent of a rectangle: its elements, flat, and the scales of the blocks that
+        it touches."""
         elements = box.of(self._elements).reshape(-1)
-        if self._scales is None:
+        if not isinstance(self._codec, BlockCodec) or self._scales is None:
             return elements, None
-        assert isinstance(self._codec, BlockCodec)
         touched, _ = touched_blocks(self._shape, box, self._codec.block)
         return elements, self._scales[touched]
 
@@ -125,8 +120,8 @@ class Update:
 def touched_blocks(
     shape: tuple[int, ...], box: Box, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The blocks of a flat tensor of `shape` in which `box` has elements, ascending; and for each
-    element of the box which of them it is in."""
+    """Return the blocks of a flat tensor of `shape` in which `box` has elements, ascending; and for
+    each element of the box the index of its block among them."""
     first = _flat_range(shape, box)
     if first is not None:
         blocks = torch.arange(first, first + box.count) // block
@@ -139,7 +134,7 @@ def touched_blocks(
 
 
 def _flat_range(shape: tuple[int, ...], box: Box) -> int | None:
-    """Where the box begins in the flat tensor, if it is a range of it."""
+    """Return the first element of the box in the flat tensor, if it is a range of it."""
     sizes = list(box.sizes)
     while sizes and sizes[0] == 1:
         sizes.pop(0)
@@ -153,7 +148,7 @@ def _flat_range(shape: tuple[int, ...], box: Box) -> int | None:
 
 
 def join_cuts(codec: Codec, cuts: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> bytes:
-    """The payload for several rectangles: all elements, then all scales."""
+    """Return the payload for several rectangles: all elements, then all scales."""
     elements = torch.cat([one for one, _ in cuts])
     if isinstance(codec, BlockCodec):
         packed = codec.pack(elements.unsqueeze(0))[0]
@@ -165,27 +160,26 @@ def join_cuts(codec: Codec, cuts: Sequence[tuple[torch.Tensor, torch.Tensor | No
 def split_cuts(
     codec: Codec, payload: memoryview, boxes: Sequence[tuple[Box, tuple[int, ...]]]
 ) -> torch.Tensor:
-    """The float32 values, flat, that `join_cuts` made of `boxes`, each with its parameter's shape.
+    """Return the float32 values, flat, of which `join_cuts` made the payload. boxes: each with its
+    parameter's shape.
 
     Raises ValueError for a payload of another length.
     """
-    count = sum(box.count for box, _ in boxes)
+    counts = [box.count for box, _ in boxes]
     raw = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     if isinstance(codec, FloatCodec):
-        _refuse_length(raw, count * codec.dtype.itemsize)
+        _refuse_length(raw, sum(counts) * codec.dtype.itemsize)
         return raw.view(codec.dtype).float()
-    assert isinstance(codec, BlockCodec)
-    places = [touched_blocks(shape, box, codec.block) for box, shape in boxes]
-    length = -(-count * codec.bits // 8)
-    _refuse_length(raw, length + 4 * sum(len(touched) for touched, _ in places))
-    integers = codec.unpack(raw[:length].unsqueeze(0), count)[0]
-    scales = raw[length:].clone().view(torch.float32)
-    values, begin, first = torch.empty(count), 0, 0
-    for (box, _), (touched, inside) in zip(boxes, places, strict=True):
-        end = begin + box.count
-        values[begin:end] = integers[begin:end] * scales[first : first + len(touched)][inside]
-        begin, first = end, first + len(touched)
-    return values
+    touched, places = zip(
+        *(touched_blocks(shape, box, codec.block) for box, shape in boxes), strict=True
+    )
+    length = -(-sum(counts) * codec.bits // 8)
+    num_scales = [len(blocks) for blocks in touched]
+    _refuse_length(raw, length + 4 * sum(num_scales))
+    integers = codec.unpack(raw[:length].unsqueeze(0), sum(counts))[0].split(counts)
+    scales = raw[length:].clone().view(torch.float32).split(num_scales)
+    cuts = zip(integers, scales, places, strict=True)
+    return torch.cat([elements * scale[place] for elements, scale, place in cuts])
 
 
 def _refuse_length(raw: torch.Tensor, expected: int) -> None:

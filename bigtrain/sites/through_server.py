@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import secrets
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,28 +14,21 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.settings.sections.sites import SitesSection
+from bigtrain.sites.client import DetachedError, RefusedByServerError
 from bigtrain.sites.codecs import CODECS, FloatCodec, is_finite
 from bigtrain.sites.contribution import decoded
-from bigtrain.sites.membership import DetachedError, Membership, poll_seconds
+from bigtrain.sites.membership import Membership, poll_seconds
 from bigtrain.sites.metrics import LEFT_OUT, RETURNED, OuterEvent, square
 from bigtrain.sites.outer_round import OuterRound
 from bigtrain.sites.outer_state import OuterState, Window
 from bigtrain.sites.protocol import Header
-from bigtrain.sites.rectangles import split_cuts
+from bigtrain.sites.rectangles import Box, split_cuts
 from bigtrain.sites.site_ranks import SiteRanks
 
 _TRIES = 3
 _PLAIN = FloatCodec(torch.float32, is_relative=False)
-
-
-@dataclass
-class _Contribution:
-    """Contribution of one rank: the rounding errors by window, valid once the server has used the
-    change, sums for the metrics, and the number of messages."""
-
-    errors: list[torch.Tensor | None] = field(default_factory=list)
-    squares: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
-    num_messages: int = 0
+_Boxes = Sequence[tuple[Box, tuple[int, ...], torch.Tensor]]
+"""Rectangles, shapes of their parameters, and views: see `Window.boxes`."""
 
 
 class ServerRounds:
@@ -64,8 +56,8 @@ class ServerRounds:
         self._heard = 0  # the outer step up to which the server has sent its events
 
     def begin(self, number: int, *, is_new: bool) -> None:
-        """Join the server, and upload the initial weights if it asks for them
-        (`RoundMaker.begin`)."""
+        """Join the server, and upload the initial weights if it asks for them. Raises
+        LaunchError."""
         membership = self._membership
         header = {**self._join, "number": number, "is_new": is_new}
         for tries_left in reversed(range(_TRIES)):
@@ -76,13 +68,13 @@ class ServerRounds:
                     self._ranks.agreed(self._upload)
                     self._ranks.on_main(lambda: membership.ask("uploaded", {}))
                 return
-            except DetachedError as error:
-                # A server that has started again has no part of them, and asks anew who joins.
-                if not (error.is_refused and tries_left):
+            except RefusedByServerError:
+                # A server that has started again has no part of them, and asks again who joins.
+                if not tries_left:
                     raise
 
     def make(self, attempt: OuterRound) -> None:
-        """Make an attempt (`RoundMaker.make`)."""
+        """Fill in the results of an attempt. Raises LaunchError."""
         deadline = self._membership.deadline()
         try:
             if attempt.fragment is None:
@@ -91,10 +83,6 @@ class ServerRounds:
                 self._take_part(attempt, deadline)
         except DetachedError as error:
             attempt.detached = str(error)
-
-    def leave(self, reason: str = "") -> str:
-        """Leave; return why the server could not be notified, or an empty text."""
-        return self._membership.leave(reason)
 
     def _resync(self, attempt: OuterRound, deadline: float) -> None:
         """Take the server's weights at the beginning, if they are not those of this site."""
@@ -115,20 +103,19 @@ class ServerRounds:
 
     def _take_part(self, attempt: OuterRound, deadline: float) -> None:
         name, before = self._ranks.on_main(lambda: secrets.token_hex(8)), self._membership.num_bytes
-        sent = self._ranks.agreed(lambda: self._contribute(name, deadline))
+        own_messages = self._ranks.agreed(lambda: self._contribute(attempt, name, deadline))
         attempt.num_bytes = self._membership.num_bytes - before
         begun = time.perf_counter()
-        num_messages = sum(self._ranks.gathered(sent.num_messages))
+        num_messages = sum(self._ranks.gathered(own_messages))
         current = self._ranks.on_main(lambda: self._deliver(attempt, name, num_messages, deadline))
         attempt.waited = time.perf_counter() - begun
         took_part = self._sites.index in current["sites"] and not current.get("late")
         current = self._receive(attempt, current, deadline, is_update=took_part)
-        attempt.squares, attempt.mean_of = sent.squares, 0
+        attempt.mean_of = 0
         attempt.events += [OuterEvent(**one) for one in current.get("events", ())]
         self._heard = int(current["number"])
-        if took_part:
-            attempt.errors = sent.errors
-        else:
+        if not took_part:
+            attempt.errors = ()  # what was rounded off with a change that nobody has used
             reason = f"missed outer step {attempt.number + 1}; loaded the weights of outer step"
             reason += f" {current['number']}"
             attempt.events.append(self._event(LEFT_OUT, reason, current))
@@ -145,50 +132,47 @@ class ServerRounds:
 
     # Requests
 
+    def _own_boxes(self, window: Window, flat: torch.Tensor, *, primary: bool) -> _Boxes:
+        """Return the rectangles of this rank's own share of a tensor in the order of a window."""
+        return list(window.boxes(flat, self.state.own(len(flat)), primary=primary))
+
     def _upload(self) -> None:
         """Send this rank's part of the initial weights."""
         for window in self.state.windows(0):
-            own = self.state.own(len(window.weights))
-            boxes = list(window.boxes(window.weights, own, primary=True))
-            if boxes:
-                flat = torch.cat([view.reshape(-1) for _, _, view in boxes])
-                header = {"boxes": [box.to_json() for box, _, _ in boxes]}
-                self._membership.ask("upload", header, payload=flat.numpy().tobytes())
+            if boxes := self._own_boxes(window, window.weights, primary=True):
+                payload = _flat(boxes).numpy().tobytes()
+                self._membership.ask("upload", {"boxes": _to_json(boxes)}, payload=payload)
 
-    def _contribute(self, name: str, deadline: float) -> _Contribution:
-        """Send what this rank's masters have changed since the last outer step."""
-        sent, codec = _Contribution(), CODECS[self._sites.codec]
+    def _contribute(self, attempt: OuterRound, name: str, deadline: float) -> int:
+        """Send what this rank's masters have changed since the last outer step; return the number
+        of messages."""
+        codec, errors, num_messages = CODECS[self._sites.codec], [], 0
         relative = codec.is_relative or not self._is_absolute
         for part, window in enumerate(self.state.windows(0)):
             local = window.gathered()
-            own = self.state.own(len(local))
-            sent.squares[0] += square(local, window.weights)
-            sent.squares[2] += len(local)
+            attempt.squares[0] += square(local, window.weights)
+            attempt.squares[2] += len(local)
             change = local - window.weights if relative else local
+            error = None
             if window.error is not None:
                 change += window.error
-            error = None if window.error is None else window.error.clone()
-            sent.errors.append(error)
-            boxes = list(window.boxes(change, own, primary=True))
+                error = window.error.clone()
+            errors.append(error)
+            boxes = self._own_boxes(window, change, primary=True)
             if not boxes:
                 continue
-            values = torch.cat([view.reshape(-1) for _, _, view in boxes]).unsqueeze(0)
+            values = _flat(boxes).unsqueeze(0)
             codes = codec.encode(values)
-            header = {
-                "attempt": name,
-                "rank": self._ranks.rank,
-                "part": part,
-                "boxes": [box.to_json() for box, _, _ in boxes],
-            }
+            place = {"attempt": name, "rank": self._ranks.rank, "part": part}
+            header = {**place, "boxes": _to_json(boxes)}
             self._membership.ask("contribute", header, deadline, codes[0].numpy().tobytes())
-            sent.num_messages += 1
+            num_messages += 1
             if error is not None:  # error feedback: what the server does not get
                 lost = (values - decoded(codec, codes, values.shape[1]))[0]
-                views = [view for _, _, view in window.boxes(error, own, primary=True)]
-                values_of = lost.split([view.numel() for view in views])
-                for view, value in zip(views, values_of, strict=True):
-                    view.copy_(value.view(view.shape))
-        return sent
+                for view, value in _with_values(self._own_boxes(window, error, primary=True), lost):
+                    view.copy_(value)
+        attempt.errors = errors
+        return num_messages
 
     def _deliver(
         self, attempt: OuterRound, name: str, num_messages: int, deadline: float
@@ -245,10 +229,10 @@ class ServerRounds:
     def _fetched(self, window: Window, number: int, form: str, deadline: float) -> torch.Tensor:
         """Return the new global weights of a window, of which this rank's own share is filled."""
         new = window.weights.clone()
-        boxes = list(window.boxes(new, self.state.own(len(new)), primary=False))
+        boxes = self._own_boxes(window, new, primary=False)
         if not boxes:
             return new
-        header = {"number": number, "form": form, "boxes": [box.to_json() for box, _, _ in boxes]}
+        header = {"number": number, "form": form, "boxes": _to_json(boxes)}
         reply, payload = self._membership.fetch("weights", header, deadline)
         is_update = reply["form"] == "update"
         codec = CODECS[self._sites.codec] if is_update else _PLAIN
@@ -258,12 +242,25 @@ class ServerRounds:
                 f"{self._sites.server} sent weights of outer step {number} that are not finite, "
                 "which this site does not take"
             )
-        begin = 0
-        for box, _, view in boxes:
-            value = values[begin : begin + box.count].view(box.sizes)
+        for view, value in _with_values(boxes, values):
             view.copy_(view + value if is_update and codec.is_relative else value)
-            begin += box.count
         return new
+
+
+def _to_json(boxes: _Boxes) -> list[Any]:
+    return [box.to_json() for box, _, _ in boxes]
+
+
+def _flat(boxes: _Boxes) -> torch.Tensor:
+    """Return the values of rectangles one after the other, a copy."""
+    return torch.cat([view.reshape(-1) for _, _, view in boxes])
+
+
+def _with_values(boxes: _Boxes, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the views of rectangles, each with its part of what `_flat` has made of such."""
+    parts = flat.split([view.numel() for _, _, view in boxes])
+    for (_, _, view), part in zip(boxes, parts, strict=True):
+        yield view, part.view(view.shape)
 
 
 def full_shapes(engine: TrainEngine, ranks: SiteRanks) -> dict[str, tuple[int, ...]]:

@@ -220,10 +220,9 @@ class DirectSite(threading.Thread):
                 self.ask("put", b"here", generation=plan.generation, key=key)
             except RefusedByServerError:  # it was killed meanwhile: there is no handshake
                 is_done = False
-            self.ask("vote", attempt=plan.attempt, is_done=is_done)
-            reply = {"is_decided": False}
-            while not reply["is_decided"]:
-                reply = self.ask("verdict", attempt=plan.attempt, seconds=10.0)
+            vote = {"attempt": plan.attempt, "is_done": is_done, "seconds": 10.0}
+            while not (reply := self.ask("vote", **vote))["is_decided"]:
+                pass
             if reply["is_committed"]:
                 break
         if fragment is not None:
@@ -241,12 +240,11 @@ class DirectSite(threading.Thread):
             "tokens": 0 if fragment is None else 10 + self.index,
             "digest": digest_of(repr(self.value).encode()),
             "tokens_seen": self.tokens_seen,
+            "seconds": 10.0,
         }
-        while True:
-            self.ask("enter", **entry)
-            reply = self.ask("plan", entry=entry["entry"], seconds=10.0)
-            if reply["is_ready"]:
-                return RoundPlan.from_json(reply["plan"])
+        while not (reply := self.ask("enter", **entry))["is_ready"]:
+            pass
+        return RoundPlan.model_validate(reply["plan"])
 
 
 def train_directly(lives: ServerLives, is_over: Callable[[int], bool]) -> tuple[int, float]:

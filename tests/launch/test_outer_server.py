@@ -219,7 +219,7 @@ DIES = """
 import os, sys
 from bigtrain.cli import main
 from bigtrain.sites.server.deliveries import ServerExchange
-ServerExchange.uploaded = lambda self: os._exit(9)
+ServerExchange._uploaded = lambda *_: os._exit(9)
 sys.exit(main(sys.argv[1:]))
 """
 """A server that is killed when it has all initial weights, before it confirms that."""

@@ -4,7 +4,6 @@ the token are answered before any body is read. On Starlette and uvicorn."""
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
 import secrets
 import socket
@@ -13,7 +12,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import anyio
@@ -24,33 +22,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from bigtrain.sites import protocol
 from bigtrain.sites.metrics import MESSAGE_REFUSED
-from bigtrain.sites.protocol import (
-    CORRUPT,
-    DIGEST,
-    FORGED,
-    INSTANCE,
-    LATER,
-    NONCE,
-    OK,
-    OTHER_START,
-    POLLS,
-    REFUSED,
-    SIGNATURE,
-    TOO_LARGE,
-    CorruptMessageError,
-    Header,
-    RefusedError,
-    escaping,
-    is_equal,
-    is_large,
-    most_bytes,
-    pack,
-    refuse_fields,
-    request_signature,
-    sign,
-    unpack,
-)
+from bigtrain.sites.protocol import CorruptMessageError, Header, RefusedError
 from bigtrain.sites.server.connections import (
     MOST_HEADERS,
     STATE,
@@ -79,7 +53,7 @@ _FIRST_NONCE = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class _Marks:
-    """What the headers of a request hold of its signature."""
+    """Headers of a request that its signature covers."""
 
     action: str
     instance: str
@@ -93,7 +67,13 @@ class _Marks:
         """Read the headers; a length of -1 where none is given."""
         texts = [
             request.headers.get(name, "")[:_LONGEST_MARK]
-            for name in (INSTANCE, NONCE, "content-length", DIGEST, SIGNATURE)
+            for name in (
+                protocol.INSTANCE,
+                protocol.NONCE,
+                "content-length",
+                protocol.DIGEST,
+                protocol.SIGNATURE,
+            )
         ]
         instance, nonce, length, digest, signature = texts
         number = int(length) if re.fullmatch(r"[0-9]{1,12}", length) else -1
@@ -112,7 +92,7 @@ class OuterServer:
     def __init__(self, state: OuterServerState, token: bytes, say: Callable[[str], None]) -> None:
         self._state = state
         self._token = token
-        self._say = escaping(say)
+        self._say = protocol.escaping(say)
         self._instance = secrets.token_hex(8)
         self._sessions: OrderedDict[str, str] = OrderedDict()  # by the nonce of their first message
         self._last: dict[str, int] = {}  # sequence number by session
@@ -135,7 +115,7 @@ class OuterServer:
         connection: GuardedConnection | None = request.scope["state"][STATE]()
         if connection is not None:
             connection.trust()
-        if not is_large(marks.action):
+        if not protocol.is_large(marks.action):
             return await self._reply(request, host, marks)
         async with self._room:
             return await self._reply(request, host, marks)
@@ -143,30 +123,30 @@ class OuterServer:
     def _refusal_by_headers(self, host: str, marks: _Marks) -> tuple[int, str] | None:
         """Return status and text of a refusal; None for a message whose body may be read."""
         action = marks.action
-        expected = request_signature(
+        expected = protocol.request_signature(
             self._token, action, marks.instance, marks.nonce, marks.length, marks.digest
         )
-        if marks.length < 0 or not is_equal(expected, marks.signature):
+        if marks.length < 0 or not protocol.is_equal(expected, marks.signature):
             text = f"refused a message ({action}) that nobody signed who has the token"
             self._note(host, "forged", text)
-            return FORGED, "the signature is not of this server's token"
-        if marks.length > most_bytes(action):
+            return protocol.FORGED, "the signature is not of this server's token"
+        if marks.length > protocol.most_bytes(action):
             self._note(host, "too large", f"refused a message ({action}) of {marks.length:,} bytes")
-            return TOO_LARGE, f"a message of {marks.length:,} bytes is too large"
+            return protocol.TOO_LARGE, f"a message of {marks.length:,} bytes is too large"
         if action == "hello":
             return None
         if marks.instance != self._instance:
-            return OTHER_START, "the server has started again"
+            return protocol.OTHER_START, "the server has started again"
         found = _NONCE.fullmatch(marks.nonce)
         with self._lock:
             last = self._last.get(found[1]) if found else None
             if found is None or last is None:
-                return OTHER_START, "the session is not known any longer"
+                return protocol.OTHER_START, "the session is not known any longer"
             if int(found[2]) <= last:
                 self._note(
                     host, "sent before", f"refused a message ({action}) that was sent before"
                 )
-                return FORGED, "the message was sent before"
+                return protocol.FORGED, "the message was sent before"
             self._last[found[1]] = int(found[2])
         return None
 
@@ -174,36 +154,40 @@ class OuterServer:
         try:
             body = await _read(request, marks.length)
         except (ClientDisconnect, TimeoutError):
-            return Response(status_code=CORRUPT, headers={"connection": "close"})
-        limiter = self._waiting if marks.action in POLLS else None
-        work = partial(self._checked, host, marks, body)
-        status, header, payload = await anyio.to_thread.run_sync(work, limiter=limiter)
+            return Response(status_code=protocol.CORRUPT, headers={"connection": "close"})
+        limiter = self._waiting if marks.action in protocol.POLLS else None
+        status, header, payload = await anyio.to_thread.run_sync(
+            self._checked, host, marks, body, limiter=limiter
+        )
+        if marks.action == "heartbeat" and status == protocol.OK and await _is_closed(request):
+            fields, _ = protocol.unpack(body)
+            self._state.hang_up(fields["site"], fields.get("run", ""))
         return self._signed(status, marks.nonce, header, payload)
 
     def _checked(self, host: str, marks: _Marks, body: bytearray) -> tuple[int, Header, bytes]:
         """Return the reply to a body whose headers were checked: status, header, payload."""
         action = marks.action
         try:
-            if hashlib.sha256(body).hexdigest() != marks.digest:
+            if protocol.digest_of(body) != marks.digest:
                 raise CorruptMessageError(f"checksum of {len(body)} bytes")
-            header, payload = unpack(body)
+            header, payload = protocol.unpack(body)
         except CorruptMessageError as error:
             self._note(host, "corrupted", f"refused a corrupted message ({action}): {error}")
-            return CORRUPT, {"error": f"the message came corrupted: {error}"}, b""
+            return protocol.CORRUPT, {"error": f"the message came corrupted: {error}"}, b""
         try:
-            refuse_fields(action, header)
+            fields = protocol.parse_request(action, header)
             if action == "hello":
-                return OK, self._greeted(marks.nonce), b""
-            reply, content = self._state.act(action, header, payload, body)
+                return protocol.OK, self._greeted(marks.nonce), b""
+            reply, content = self._state.act(action, fields, payload)
         except OSError as error:
             self._say(f"{host}: {action} could not be done yet, and the site asks again: {error}")
-            return LATER, {"error": str(error)}, b""
+            return protocol.LATER, {"error": str(error)}, b""
         except Exception as error:  # of a site that has the token, whatever it is
             text = str(error) if isinstance(error, RefusedError) else repr(error)
             who = f"site {header['site']}" if "site" in header else "a site"
             self._say(f"{host}: refused {action} of {who}: {'; '.join(text.splitlines())[:1000]}")
-            return REFUSED, {"error": text}, b""
-        return OK, reply, content
+            return protocol.REFUSED, {"error": text}, b""
+        return protocol.OK, reply, content
 
     def _greeted(self, nonce: str) -> Header:
         """Return this start, and the session that the message with `nonce` begins: the same one for
@@ -229,12 +213,12 @@ class OuterServer:
         count = self._refused[host, reason]
         if count.bit_count() == 1:
             self._say(f"{host}: {text}" + (f" ({count} such so far)" if count > 1 else ""))
-        self._state.members.note_later(MESSAGE_REFUSED, host, reason)
+        self._state.note(MESSAGE_REFUSED, host, reason)
 
     def _signed(self, status: int, nonce: str, header: Header, payload: bytes = b"") -> Response:
-        body = pack(header, payload)
-        headers = {SIGNATURE: sign(self._token, f"reply {status}", nonce, body)}
-        if status != OK:
+        body = protocol.pack(header, payload)
+        headers = {protocol.SIGNATURE: protocol.sign(self._token, f"reply {status}", nonce, body)}
+        if status != protocol.OK:
             headers["connection"] = "close"  # what is left of its body is not read
         return Response(body, status, headers)
 
@@ -242,27 +226,34 @@ class OuterServer:
 async def _read(request: Request, length: int) -> bytearray:
     """Return the body, of the length that was signed. Raises TimeoutError if nothing comes for
     `_CHUNK_SECONDS`, or less than `_LEAST_RATE` over all, ClientDisconnect if it ends early."""
-    body, end = bytearray(length), 0
-    stream = request.stream().__aiter__()
-    async with asyncio.timeout(_CHUNK_SECONDS + length / _LEAST_RATE):
-        while True:
-            try:
-                async with asyncio.timeout(_CHUNK_SECONDS):
-                    chunk = await anext(stream)
-            except StopAsyncIteration:
-                break
-            if end + len(chunk) > length:
-                raise ClientDisconnect
+    body, end, loop = bytearray(length), 0, asyncio.get_running_loop()
+    last = loop.time() + _CHUNK_SECONDS + length / _LEAST_RATE
+    async with asyncio.timeout(_CHUNK_SECONDS) as limit:
+        async for chunk in request.stream():
             body[end : end + len(chunk)] = chunk
             end += len(chunk)
+            if end > length:
+                break
+            limit.reschedule(min(last, loop.time() + _CHUNK_SECONDS))
     if end != length:
         raise ClientDisconnect
     return body
 
 
+async def _is_closed(request: Request) -> bool:
+    """Wait for `HEARTBEAT_SECONDS`; return whether the client has closed its connection by then."""
+    try:
+        async with asyncio.timeout(protocol.HEARTBEAT_SECONDS):
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+    except TimeoutError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class Place:
-    """Where a server listens. certificate, key: files of TLS, both or neither."""
+    """Address of a server. certificate, key: files of TLS, both or neither."""
 
     host: str
     port: int
@@ -317,7 +308,7 @@ def serve(
         def watch() -> None:
             while not ended.wait(_TICK_SECONDS):
                 state.tick()
-                if until_left and state.members.is_over(IDLE_SECONDS):
+                if until_left and state.is_over(IDLE_SECONDS):
                     server.should_exit = True
 
         ticking = threading.Thread(target=watch, name="windows", daemon=True)

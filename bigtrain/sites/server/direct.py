@@ -10,19 +10,13 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from bigtrain.sites import protocol
 from bigtrain.sites.metrics import LEFT_OUT
-from bigtrain.sites.protocol import (
-    MOST_VALUE_BYTES,
-    Header,
-    RefusedError,
-    RoundEntry,
-    RoundPlan,
-    digest_of,
-)
+from bigtrain.sites.protocol import Header, RefusedError, RoundEntry, RoundPlan
 from bigtrain.sites.server.members import UNUSABLE, EventKey, Members, events_of, named
 from bigtrain.sites.server.plan import Waiting, due, plan_round, round_events
 from bigtrain.sites.server.store import SiteRow
@@ -30,6 +24,8 @@ from bigtrain.sites.server.store import SiteRow
 _MOST_VALUES_BYTES = 64 << 20
 """Limit of the key/value store of a generation."""
 _MOST_SKIPPED = 64
+
+Reply = tuple[Header, bytes]
 
 
 @dataclass
@@ -48,12 +44,6 @@ class _OpenRound:
     blamed: set[int] = field(default_factory=set)
     first_vote: float | None = None
 
-    def vote(self, site: int, is_done: bool, now: float) -> None:
-        """Count the first vote of a member."""
-        if site in self.plan.members:
-            self.votes.setdefault(site, is_done)
-            self.first_vote = now if self.first_vote is None else self.first_vote
-
 
 class DirectExchange:
     """The entries, the open round and the key/value store of a run."""
@@ -69,43 +59,21 @@ class DirectExchange:
         self._values: dict[str, bytes] = {}
         self._num_undecided = 0
         self._skipped: dict[int, tuple[int, int]] = {}  # by site: until which number, how often
+        self.handlers: dict[str, Callable[[Any, memoryview], Reply]] = {
+            "layout": self._layout,
+            "layout_of": self._layout_of,
+            "enter": self._enter,
+            "vote": self._vote,
+            "put": self._put,
+            "get": self._get,
+        }
 
     # Requests
 
-    def act(
-        self, action: str, header: Header, payload: memoryview, body: bytes | bytearray
-    ) -> tuple[Header, bytes]:
-        """Return header and payload of the reply to a request."""
-        site, attempt = header["site"], header.get("attempt", "")
-        generation, key = header.get("generation", ""), header.get("key", "")
-        if action == "layout":
-            self.layout(site, payload)
-        elif action == "layout_of":
-            return {}, self.layout_of(header["of_site"])
-        elif action == "enter":
-            self.enter(RoundEntry.model_validate(header))
-        elif action == "plan":
-            return self.plan(site, header["entry"], header["seconds"]), b""
-        elif action == "vote":
-            self.vote(site, attempt, header["is_done"], header.get("unusable"))
-        elif action == "verdict":
-            return self.verdict(attempt, header["seconds"]), b""
-        elif action == "put":
-            self.put(generation, key, bytes(payload))
-        elif action == "get":
-            value = self.get(generation, key, header["seconds"])
-            return {"is_there": value is not None}, value or b""
-        else:
-            raise RefusedError(
-                f"{action}: the sites of this run have sites.exchange = direct, not server"
-            )
-        return {}, b""
-
-    def joined(self, site: int, request: Header) -> Header:
+    def joined(self, request: protocol.JoinRequest) -> Header:
         """Forget what an earlier start of the site was about."""
-        self._detach(site)
-        digest = request.get("layout") or ""
-        is_stored = not digest or self._store.layout(digest) is not None
+        self._detach(request.site)
+        is_stored = not request.layout or self._store.layout(request.layout) is not None
         return {"uploads": False, "needs_layout": not is_stored}
 
     def left(self, site: int, reason: str) -> None:
@@ -114,77 +82,73 @@ class DirectExchange:
         if not reason:
             self._members.note(LEFT_OUT, f"site {site}", "left")
 
-    def layout(self, site: int, document: memoryview) -> None:
-        """Store the layout document of a site, instead of one before it."""
-        digest = digest_of(bytes(document))
+    def _layout(self, request: protocol.LayoutRequest, document: memoryview) -> Reply:
+        digest = protocol.digest_of(document)
         with self._members.changed:
             self._store.write_layout(digest, document)
-            self._store.write_site(replace(self._members.row(site), layout=digest))
+            self._store.write_site(replace(self._members.member(request.site), layout=digest))
+        return {}, b""
 
-    def layout_of(self, site: int) -> bytes:
-        """Return the layout document of a site."""
-        document = self._store.layout(self._members.row(site).layout or "-")
+    def _layout_of(self, request: protocol.LayoutOfRequest, _: memoryview) -> Reply:
+        document = self._store.layout(self._members.member(request.of_site).layout or "-")
         if document is None:
-            raise RefusedError(f"site {site} has not sent its layout")
-        return document
+            raise RefusedError(f"site {request.of_site} has not sent its layout")
+        return {}, document
 
-    def enter(self, entry: RoundEntry) -> None:
-        """Count a site as waiting at an outer step."""
-        with self._members.changed:
-            site, row = entry.site, self._members.row(entry.site)
-            self._refuse_blamed(row)
-            waiting, planned = self._waiting.get(site), self._plans.get(site)
-            known = {waiting.entry.entry} if waiting else set()
-            if entry.entry in known | ({planned[0]} if planned else set()):
-                return
-            if row.layout and self._store.layout(row.layout) is None:
-                raise RefusedError(f"site {site} has not sent its layout")
-            self._detach(site)
-            if not row.is_active:
-                self._store.write_site(replace(row, is_active=True))
-            self._waiting[site] = Waiting(entry, self._members.clock())
-            self._members.attempt(self.tick)
+    def _enter(self, entry: RoundEntry, _: memoryview) -> Reply:
+        """Count a site as waiting at an outer step; return the plan once there is one."""
+        site = entry.site
 
-    def plan(self, site: int, entry: str, seconds: float) -> Header:
-        """Return the plan of an entry, once there is one."""
-
-        def ready() -> Header | None:
-            self._refuse_blamed(self._members.row(site))
+        def plan() -> Header | None:
+            self._refuse_blamed(self._members.member(site))
             planned, waiting = self._plans.get(site), self._waiting.get(site)
-            if planned is not None and planned[0] == entry:
-                return {"is_ready": True, "plan": planned[1].to_json()}
-            if waiting is None or waiting.entry.entry != entry:
-                return {"is_ready": False, "is_known": False, "missing": [], "is_new": False}
-            return None
+            if planned is not None and planned[0] == entry.entry:
+                return {"is_ready": True, "plan": planned[1].model_dump(mode="json")}
+            is_here = waiting is not None and waiting.entry.entry == entry.entry
+            return None if is_here else self._missing()  # its process has joined again
 
-        found: Header | None = self._members.poll(ready, seconds)
-        if found is not None:
-            return found
         with self._members.changed:
-            is_new, expected = self._is_new(), self._expected()
-            awaited = range(self._count()) if is_new else expected
-            missing = sorted(set(awaited) - self._waiting.keys())
-            refused = {site: self._members.refused.get(site, "") for site in missing}
-        return {
-            "is_ready": False,
-            "is_known": True,
-            "missing": missing,
-            "refused": {str(site): why for site, why in refused.items() if why},
-            "is_new": is_new,
-        }
+            self._add(entry)
+        return self._members.poll(plan, entry.seconds) or self._missing(), b""
 
-    def vote(self, site: int, attempt: str, is_done: bool, unusable: int | None) -> None:
-        """Count the result of a site's transfers; the first one of a site counts."""
+    def _add(self, entry: RoundEntry) -> None:
+        site, row = entry.site, self._members.member(entry.site)
+        self._refuse_blamed(row)
+        waiting, planned = self._waiting.get(site), self._plans.get(site)
+        if entry.entry in (waiting and waiting.entry.entry, planned and planned[0]):
+            return
+        if row.layout and self._store.layout(row.layout) is None:
+            raise RefusedError(f"site {site} has not sent its layout")
+        self._detach(site)
+        if not row.is_active:
+            self._store.write_site(replace(row, is_active=True))
+        self._waiting[site] = Waiting(entry, self._members.clock())
+        self._members.attempt(self.tick)
+
+    def _missing(self) -> Header:
+        """Return the reply to a site whose round is not planned yet."""
+        with self._members.changed:
+            is_new = self._is_new()
+            awaited = range(self._count()) if is_new else self._expected()
+            missing = sorted(set(awaited) - self._waiting.keys())
+            refused = self._members.refused
+            reasons = {str(site): refused[site] for site in missing if site in refused}
+            return {"is_ready": False, "missing": missing, "refused": reasons, "is_new": is_new}
+
+    def _vote(self, request: protocol.VoteRequest, _: memoryview) -> Reply:
+        """Count the result of a site's transfers; return the verdict once there is one."""
+        attempt, site, unusable = request.attempt, request.site, request.unusable
         with self._members.changed:
             current, aborted = self._open, self._aborted
             if current is not None and current.plan.attempt == attempt:
-                self._vote(current, site, is_done)
+                self._count_vote(current, site, request.is_done)
                 if unusable in current.plan.members and site in current.plan.members:
                     current.blamed.add(unusable)
             elif aborted is not None and aborted.attempt == attempt:
                 if unusable in aborted.members and site in aborted.members:
                     self._refuse({unusable})
             self._members.attempt(self.tick)
+        return self.verdict(attempt, request.seconds), b""
 
     def verdict(self, attempt: str, seconds: float) -> Header:
         """Return whether an attempt counts, once that is decided."""
@@ -192,33 +156,36 @@ class DirectExchange:
         def ready() -> Header | None:
             if self._open is not None and self._open.plan.attempt == attempt:
                 return None
-            is_committed = self._store.is_committed(attempt)
-            return {"is_decided": True, "is_committed": is_committed}
+            return {"is_decided": True, "is_committed": self._store.is_committed(attempt)}
 
         undecided = {"is_decided": False, "is_committed": False}
         return self._members.poll(ready, seconds) or undecided
 
-    def put(self, generation: str, key: str, value: bytes) -> None:
+    def _put(self, request: protocol.PutRequest, payload: memoryview) -> Reply:
         """Store a value for the members of a generation."""
+        key, size = request.key, len(payload)
         with self._members.changed:
-            self._refuse_other_generation(generation)
-            if len(value) > MOST_VALUE_BYTES:
-                raise RefusedError(f"a value of {len(value)} bytes, of at most {MOST_VALUE_BYTES}")
+            self._refuse_other_generation(request.generation)
+            if size > protocol.MOST_VALUE_BYTES:
+                raise RefusedError(
+                    f"a value of {size} bytes, of at most {protocol.MOST_VALUE_BYTES}"
+                )
             others = sum(len(k) + len(v) for k, v in self._values.items() if k != key)
-            if others + len(key) + len(value) > _MOST_VALUES_BYTES:
+            if others + len(key) + size > _MOST_VALUES_BYTES:
                 raise RefusedError(f"more than {_MOST_VALUES_BYTES} bytes of values")
-            self._values[key] = value
+            self._values[key] = bytes(payload)
             self._members.changed.notify_all()
+        return {}, b""
 
-    def get(self, generation: str, key: str, seconds: float) -> bytes | None:
+    def _get(self, request: protocol.GetRequest, _: memoryview) -> Reply:
         """Return a value of a generation, once it is there."""
 
         def ready() -> bytes | None:
-            self._refuse_other_generation(generation)
-            return self._values.get(key)
+            self._refuse_other_generation(request.generation)
+            return self._values.get(request.key)
 
-        found: bytes | None = self._members.poll(ready, seconds)
-        return found
+        value = self._members.poll(ready, request.seconds)
+        return {"is_there": value is not None}, value or b""
 
     # Rounds
 
@@ -230,37 +197,27 @@ class DirectExchange:
             return
         expected, is_new = self._expected(), self._is_new()
         waiting = {site: one for site, one in self._waiting.items() if site in expected}
-        rules, now = self._members.rules, self._members.clock()
-        if due(
-            waiting,
-            expected,
-            self._count(),
-            is_new=is_new,
-            window_seconds=rules.window_seconds,
-            now=now,
-        ):
-            self._form({site: one.entry for site, one in waiting.items()}, expected, is_new=is_new)
+        window, now = self._members.rules.window_seconds, self._members.clock()
+        if due(waiting, expected, self._count(), is_new=is_new, window_seconds=window, now=now):
+            self._form({site: one.entry for site, one in waiting.items()}, is_new=is_new)
 
-    def _form(
-        self, entries: dict[int, RoundEntry], rows: Mapping[int, SiteRow], *, is_new: bool
-    ) -> None:
+    def _form(self, entries: dict[int, RoundEntry], *, is_new: bool) -> None:
+        rows = self._store.sites()
         incarnations = tuple((s, rows[s].run, rows[s].num_joins) for s in sorted(entries))
         if self._incarnations[0] != incarnations:
             self._incarnations, self._values = (incarnations, secrets.token_hex(8)), {}
-        everyone = self._store.sites()
-        active = [site for site, row in everyone.items() if row.is_active]
-        plain = {name for row in everyone.values() for name in json.loads(row.plain)}
         plan = plan_round(
             entries,
             is_new=is_new,
             generation=self._incarnations[1],
             layouts={site: rows[site].layout for site in sorted(entries)},
-            plain=sorted(plain),
+            plain=sorted({name for row in rows.values() for name in json.loads(row.plain)}),
         )
         told = self._members.pending()
         last = self._store.record()
         before = set(plan.members if last is None else last["members"])
-        plan = replace(plan, events=round_events(plan, events_of(told, plan.number), before))
+        events = round_events(plan, events_of(told, plan.number), before)
+        plan = plan.model_copy(update={"events": events})
         if last is not None and plan.number < int(last["number"]):
             self._members.log(
                 f"outer step {last['number']} is on none of the sites that are here: they continue "
@@ -269,11 +226,12 @@ class DirectExchange:
         for site, one in entries.items():
             self._plans[site] = one.entry, plan
             del self._waiting[site]
-        tokens = {site: one.tokens for site, one in entries.items() if site in plan.sites}
         if plan.digests:
             self._members.log(f"{named(plan.members)}: a new run whose weights differ is not begun")
         else:
-            absent = set(active) - set(plan.members) - self._waiting.keys()
+            tokens = {site: one.tokens for site, one in entries.items() if site in plan.sites}
+            active = {site for site, row in rows.items() if row.is_active}
+            absent = active - set(plan.members) - self._waiting.keys()
             self._open = _OpenRound(plan, tokens, told, absent)
         self._members.changed.notify_all()
 
@@ -284,39 +242,27 @@ class DirectExchange:
         if not silent and all(votes.values()) and not current.blamed:
             self._commit(current)
             return
-        rows = self._store.sites()
-        lost = {site for site in silent if not self._members.is_alive(site, has_heartbeat=True)}
+        lost = {site for site in silent if not self._members.is_alive(site)}
         if lost:
             self._end_generation()
+        rows = self._store.sites()
         limit = max(rows[site].timeout_seconds for site in plan.members)
         is_over = current.first_vote is not None and now - current.first_vote >= limit
-        if silent - lost and not is_over:
-            return
-        self._abort(current, silent)
+        if is_over or silent == lost:
+            self._abort(current, silent)
 
     def _commit(self, current: _OpenRound) -> None:
-        plan, rows = current.plan, self._store.sites()
+        plan = current.plan
         record = {
-            "number": plan.number,
-            "step": plan.step,
+            **plan.model_dump(include={"number", "step", "tokens_seen", "members", "fragment"}),
             "sites": list(plan.sites),
             "tokens": {str(site): count for site, count in current.tokens.items()},
-            "tokens_seen": plan.tokens_seen,
-            "members": list(plan.members),
-            "fragment": plan.fragment,
             "time": time.time(),
             "events": [asdict(event) for event in plan.events],
         }
-        changed = [
-            replace(
-                row,
-                is_active=row.is_active and site not in current.absent,
-                is_training=site in plan.members or row.is_training,
-                number=plan.number if site in plan.members else row.number,
-            )
-            for site, row in rows.items()
-        ]
-        self._members.write_round(record, changed, current.told, attempt=plan.attempt)
+        self._members.write_round(
+            record, current.told, plan.members, current.absent, attempt=plan.attempt
+        )
         self._open, self._num_undecided = None, 0
         for site in plan.members:
             self._skipped.pop(site, None)
@@ -328,14 +274,18 @@ class DirectExchange:
     def _abort(self, current: _OpenRound, silent: set[int]) -> None:
         """End the open round without effect; exclude sites for which it failed."""
         plan = current.plan
+        failed = {site for site, is_done in current.votes.items() if not is_done}
+        if current.blamed:
+            reason = f"{named(current.blamed)} {UNUSABLE}"
+        else:
+            reason = f"{named(silent)} was lost" if silent else f"failed for {named(failed)}"
         self._open, self._aborted = None, plan
         self._end_generation()  # whose groups are broken
-        self._members.log(f"no outer step with {named(plan.members)}: {_reason(current, silent)}")
+        self._members.log(f"no outer step with {named(plan.members)}: {reason}")
         self._members.changed.notify_all()
         for site in sorted(silent):
             self._members.note(LEFT_OUT, f"site {site}", "was lost during the exchange")
         self._refuse(current.blamed)
-        failed = [site for site, is_done in current.votes.items() if not is_done]
         self._num_undecided = 0 if silent or current.blamed else self._num_undecided + 1
         if self._num_undecided > 1 and len(plan.members) > 1:
             # All are here, and some cannot reach each other: one is excluded, each time longer.
@@ -351,24 +301,23 @@ class DirectExchange:
                 f"site {site} {UNUSABLE}: it ends -> start it again: it resumes from its newest "
                 "checkpoint"
             )
-            self._store.write_site(replace(self._members.row(site), refused=text, is_active=False))
+            row = self._members.member(site)
+            self._store.write_site(replace(row, refused=text, is_active=False))
             self._waiting.pop(site, None)
             self._members.note(LEFT_OUT, f"site {site}", UNUSABLE)
             self._members.log(f"site {site} is excluded: it {UNUSABLE}")
 
-    def _expected(self) -> dict[int, SiteRow]:
+    def _expected(self) -> Mapping[int, SiteRow]:
         """Return the sites that the next round waits for, and those that wait for it."""
         record = self._store.record()
         number = 0 if record is None else int(record["number"])
         alive = {
             site: row
             for site, row in self._store.sites().items()
-            if row.is_active
-            and not row.refused
-            and self._members.is_alive(site, has_heartbeat=True)
+            if row.is_active and not row.refused and self._members.is_alive(site)
         }
         reachable = {
-            site: row for site, row in alive.items() if self._skipped.get(site, (0, 0))[0] <= number
+            s: row for s, row in alive.items() if self._skipped.get(s, (0, 0))[0] <= number
         }
         return reachable or alive
 
@@ -386,12 +335,15 @@ class DirectExchange:
         self._plans.pop(site, None)
         if self._open is not None:
             self._open.absent.discard(site)
-            self._vote(self._open, site, is_done=False)
+            self._count_vote(self._open, site, is_done=False)
 
-    def _vote(self, current: _OpenRound, site: int, is_done: bool) -> None:
-        current.vote(site, is_done, self._members.clock())
-        if not current.votes.get(site, True):
-            self._end_generation()
+    def _count_vote(self, current: _OpenRound, site: int, is_done: bool) -> None:
+        """Count the first vote of a member."""
+        if site in current.plan.members:
+            if current.first_vote is None:
+                current.first_vote = self._members.clock()
+            if not current.votes.setdefault(site, is_done):
+                self._end_generation()
 
     def _end_generation(self) -> None:
         """Refuse `get` and `put` of a round that fails: other members may wait there for a site
@@ -407,11 +359,3 @@ class DirectExchange:
     def _refuse_other_generation(self, generation: str) -> None:
         if generation != self._incarnations[1]:
             raise RefusedError("the round of this generation is over")
-
-
-def _reason(current: _OpenRound, silent: set[int]) -> str:
-    if current.blamed:
-        return f"{named(current.blamed)} {UNUSABLE}"
-    if silent:
-        return f"{named(silent)} was lost"
-    return f"failed for {named(site for site, done in current.votes.items() if not done)}"

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -53,27 +54,27 @@ class GlobalWeights:
         codec = CODECS[sites.codec]
         self._codec = codec
         self.is_relative = codec.is_relative or not absolute
-        self._count = sum(math.prod(shape) for shape in self.shapes.values())
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        self._count, ends = sum(sizes), accumulate(sizes)
+        self._places = {
+            name: slice(end - size, end)
+            for name, size, end in zip(self.shapes, sizes, ends, strict=True)
+        }
         self._weights = torch.zeros(self._count)
         self._momentum = torch.zeros(self._count) if sites.outer.has_momentum else None
         self._error = torch.zeros(self._count) if codec.keeps_error else None
         self._updates: dict[str, Update] | None = None
-        self._begins: dict[str, int] = {}
-        begin = 0
-        for name, shape in self.shapes.items():
-            self._begins[name] = begin
-            begin += math.prod(shape)
         self._is_filled = torch.zeros(0, dtype=torch.bool)
         self.is_ready = False
         self.record: dict[str, Any] = {"number": 0, "step": 0, "sites": [], "tokens": {}}
 
     @property
     def number(self) -> int:
-        """Of the last outer step; 0 before the first."""
+        """The last outer step; 0 before the first."""
         return int(self.record["number"])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What `restore` needs beside the record."""
+        """Return what `restore` needs in addition to the record."""
         states = {"weights": self._weights, "momentum": self._momentum, "error": self._error}
         return {name: state for name, state in states.items() if state is not None}
 
@@ -87,27 +88,27 @@ class GlobalWeights:
         """Expect all initial weights, whatever has come of them so far."""
         self._is_filled = torch.zeros(0, dtype=torch.bool)
 
-    def begin(self, boxes: Sequence[Box], values: torch.Tensor) -> None:
-        """Fill rectangles of the initial weights with flat `values`; the same ones again change
+    def begin(self, boxes: Sequence[Box], payload: memoryview) -> None:
+        """Fill rectangles of the initial weights with float32 values; the same ones again change
         nothing. Raises ValueError for values that are not finite, for another number of them, and
         for rectangles that overlap with others that hold something else."""
+        if len(payload) % 4 or not payload:
+            raise ValueError(f"{len(payload)} bytes are not float32 values")
+        values = torch.frombuffer(bytearray(payload), dtype=torch.float32)
         count = sum(box.count for box in boxes)
         if values.numel() != count:
             raise ValueError(f"{values.numel()} values where {count} were expected")
         if not is_finite(values):
-            raise UnusableError("initial weights that are not finite")
+            raise ValueError("initial weights that are not finite")
         if not self._is_filled.numel():
             self._is_filled = torch.zeros(self._count, dtype=torch.bool)
-        begin = 0
-        for box in boxes:
+        for box, given in _by_box(boxes, values):
             place = box.of(self._of(self._weights, box.name))
             is_filled = box.of(self._of(self._is_filled, box.name))
-            given = values[begin : begin + box.count].view(box.sizes)
             if is_filled.any() and not (is_filled.all() and torch.equal(place, given)):
                 raise ValueError(f"initial weights of {box.name} came twice, with other values")
             place.copy_(given)
             is_filled.fill_(True)
-            begin += box.count
 
     def refuse_unfilled(self) -> None:
         """Raise ValueError unless all initial weights have come."""
@@ -161,12 +162,9 @@ class GlobalWeights:
         distances = {str(site): self._distance(parts[site], mean) for site in parts}
         after = {name: state.clone() for name, state in self.tensors().items()}
         updates = {}
-        begin = 0
-        for name, shape in self.shapes.items():
-            end = begin + math.prod(shape)
-            part = {kind: state[begin:end] for kind, state in after.items()}
-            updates[name] = self._step_parameter(part, mean[begin:end], shape, share)
-            begin = end
+        for name, place in self._places.items():
+            part = {kind: state[place] for kind, state in after.items()}
+            updates[name] = self._step_parameter(part, mean[place], self.shapes[name], share)
         for kind, state in after.items():
             if not is_finite(state):
                 raise UnusableError(f"{kind} that would not be finite")
@@ -237,13 +235,9 @@ class GlobalWeights:
         return math.sqrt(total / self._count)
 
     def _values(self, parts: Parts) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The rectangles of a site, with the values that it sent, float32."""
+        """Yield the rectangles of a site, with the values that it sent, float32."""
         for boxes, payload in parts():
-            values = self._decoded(payload, sum(box.count for box in boxes))
-            begin = 0
-            for box in boxes:
-                yield box, values[begin : begin + box.count].view(box.sizes)
-                begin += box.count
+            yield from _by_box(boxes, self._decoded(payload, sum(box.count for box in boxes)))
 
     def _decoded(self, payload: memoryview, count: int) -> torch.Tensor:
         """The values of a message, flat. Raises UnusableError."""
@@ -254,5 +248,10 @@ class GlobalWeights:
 
     def _of(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """The parameter `name` in a flat tensor of all: a view."""
-        begin, shape = self._begins[name], self.shapes[name]
-        return flat[begin : begin + math.prod(shape)].view(shape)
+        return flat[self._places[name]].view(self.shapes[name])
+
+
+def _by_box(boxes: Sequence[Box], values: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield the rectangles with their part of flat `values`."""
+    flats = values.split([box.count for box in boxes])
+    yield from ((box, flat.view(box.sizes)) for box, flat in zip(boxes, flats, strict=True))

@@ -6,8 +6,8 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bigtrain.sites.metrics import OuterEvent
@@ -15,18 +15,21 @@ from bigtrain.sites.protocol import (
     HEARTBEAT_TIMEOUT,
     LONGEST_POLL_SECONDS,
     Header,
+    JoinRequest,
     RefusedError,
     escaping,
 )
 from bigtrain.sites.server.store import SiteRow, Store
 
+RECONNECT_SECONDS = 3.0
+"""Time that a site has to be heard of again once the connection of its heartbeats was closed."""
+UNUSABLE = "sent values that are not finite, or moved too far"
 _MOST_EVENTS = 50  # of one outer step
 _KEPT_EVENTS = 500  # for sites that missed outer steps
 _NEW_RUN: Header = {"is_ready": False, "number": 0, "step": 0, "sites": [], "tokens": {}}
 _LONGEST_TEXT = 500
 EventKey = tuple[str, str, str]
 """Event, who, reason."""
-UNUSABLE = "sent values that are not finite, or moved too far"
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Members:
     """Sites of a run, its rounds and events. What methods return is on disk.
 
     log: writes a line to the server's log. clock: seconds that ascend. changed: the lock of
-    everything, notified of each change.
+    everything, notified of each change. refused: by site, why its last join was refused.
     """
 
     def __init__(
@@ -58,127 +61,118 @@ class Members:
         self.store, self.rules, self.clock = store, rules, clock
         self.log = escaping(log)
         self.changed = threading.Condition(threading.RLock())
+        self.refused: dict[int, str] = {}
+        self._failure = ""
         self._events = Counter(store.events())
         self._noted: Counter[EventKey] = Counter()
         self._noted_lock = threading.Lock()
-        self._failure = ""
         rows = store.sites()
         self._run_ids = {site: row.run for site, row in rows.items()}
-        self._heard = dict.fromkeys(rows, clock())
-        self._beating: set[int] = set()
+        self._alive_until = dict.fromkeys(rows, clock() + HEARTBEAT_TIMEOUT)
+        self._last_heard = clock()
         self._has_joined = False
-        self.refused: dict[int, str] = {}  # why the last join of a site was refused
-        self.last_heard = clock()
+        # By site: its description before it builds its model, and how long that holds.
+        self._announced: dict[int, tuple[Header, float]] = {}
 
-    def admit(self, site: int, request: Header) -> SiteRow:
+    # Sites
+
+    def member(self, site: int, run: str = "") -> SiteRow:
+        """Return the row of a site. Raises RefusedError if it has not joined, or if its request is
+        of a second `run` with its index."""
+        row, document = self.store.sites().get(site), self.store.run()
+        if document is None:
+            raise RefusedError("no site has joined yet")
+        if row is None:
+            refuse_index(site, document)
+            raise RefusedError(f"site {site} has not joined")
+        if run and row.run and run != row.run:
+            raise RefusedError(
+                f"sites.index = {site}: another run directory (run {row.run}) takes part as this "
+                "site"
+            )
+        return row
+
+    def admit(self, request: JoinRequest) -> SiteRow:
         """Count a site that begins, or is back, as a member; return its row before. Raises
         RefusedError if it trains something else than the sites before it."""
-        run = self.store.run()
+        site, run = request.site, self.store.run()
         before = self.store.sites().get(site, SiteRow(site))
-        try:
-            document = self._agreed_run(run, before, request)
-        except RefusedError as error:
-            self.refused[site] = "; ".join(map(str.strip, str(error).splitlines()))[:_LONGEST_TEXT]
-            raise
-        self.refused.pop(site, None)
+        document = self.agreed_run(request)
+        facts = document["facts"] if run is None else run["facts"]
+        for key, value in document["facts"].items():
+            if facts.get(key) != value:
+                self.log(f"{key}: {_shown(value)} from now on")
         row = SiteRow(
             site,
-            request.get("run", "") or before.run,
+            request.run or before.run,
             before.num_joins + 1,
             is_active=True,
-            number=request.get("number", 0),
-            layout=request.get("layout") or "",
-            plain=json.dumps(request.get("plain", [])),
-            timeout_seconds=float(request.get("timeout_seconds", before.timeout_seconds)),
+            number=request.number,
+            layout=request.layout,
+            plain=json.dumps(request.plain),
+            timeout_seconds=request.timeout_seconds,
         )
         with self.store.transaction():
             if document != run:
                 self.store.write_run(document)
             self.store.write_site(row)
-        self._run_ids[site] = row.run
-        self._heard[site], self._has_joined = self.clock(), True
+        self._run_ids[site], self._has_joined = row.run, True
+        self.hear(site, row.run)
         return before
 
-    def row(self, site: int) -> SiteRow:
-        """Return the row of a site. Raises RefusedError if it has not joined."""
-        rows = self.store.sites()
-        if site not in rows:
-            run = self.store.run()
-            if run is None:
-                raise RefusedError("no site has joined yet")
-            refuse_index(site, int(run["sites"]["count"]))
-            raise RefusedError(f"site {site} has not joined")
-        return rows[site]
+    def agreed_run(self, request: JoinRequest) -> Header:
+        """Return the description of the run once a site has joined it. Raises RefusedError, and
+        keeps the reason for the other sites."""
+        run, own = self.store.run(), described(request)
+        before = self.store.sites().get(request.site, SiteRow(request.site))
+        try:
+            refuse_index(request.site, run or own)
+            _refuse_second_run(before, request)
+            document = own if run is None else _with_changes(run, request)
+            if request.parameters is None:
+                self._refuse_announced(request, own)
+                own["parameters"] = document["parameters"]
+            _refuse_differences(document, own)
+        except RefusedError as error:
+            text = "; ".join(map(str.strip, str(error).splitlines()))
+            self.refused[request.site] = text[:_LONGEST_TEXT]
+            raise
+        self.refused.pop(request.site, None)
+        return document
 
-    def is_alive(self, site: int, *, has_heartbeat: bool) -> bool:
-        """Return whether a site was heard of in time. has_heartbeat: whether every site sends
-        heartbeats; else one that has sent none counts as alive."""
-        if not has_heartbeat and site not in self._beating:
-            return True
-        return self.clock() - self._heard.get(site, -HEARTBEAT_TIMEOUT) < HEARTBEAT_TIMEOUT
+    def _refuse_announced(self, request: JoinRequest, own: Header) -> None:
+        """Refuse a site, before any has joined, that differs from one that builds its model."""
+        now = self.clock()
+        self._announced.pop(request.site, None)
+        for other, until in self._announced.values() if self.store.run() is None else ():
+            if now < until:
+                _refuse_differences(other, own)
+        self._announced[request.site] = own, now + request.timeout_seconds
+
+    def hear(self, site: int, run: str) -> None:
+        """Note that a site is alive; without the lock, which an outer step may hold."""
+        if not run or self._run_ids.get(site) == run:
+            self._last_heard = self.clock()
+            self._alive_until[site] = self._last_heard + HEARTBEAT_TIMEOUT
+
+    def hang_up(self, site: int, run: str) -> None:
+        """Note that the process of a site has closed the connection of its heartbeats, as the
+        system does for one that is killed; without the lock."""
+        if self._run_ids.get(site) == run:
+            limit = self.clock() + RECONNECT_SECONDS
+            self._alive_until[site] = min(limit, self._alive_until[site])
+
+    def is_alive(self, site: int) -> bool:
+        """Return whether a site was heard of in time."""
+        return site in self._alive_until and self.clock() < self._alive_until[site]
 
     def is_over(self, idle_seconds: float) -> bool:
         """Return whether sites have joined this start of the server, and all have left, or none was
         heard of for so long."""
         have_left = self._has_joined and all(row.has_left for row in self.store.sites().values())
-        return have_left or self.clock() - self.last_heard >= idle_seconds
+        return have_left or self.clock() - self._last_heard >= idle_seconds
 
-    def hear(self, site: int, run: str, *, is_beat: bool) -> None:
-        """Note that a site is alive; without the lock, which an outer step may hold."""
-        if self._run_ids.get(site) == run or not run:
-            self._heard[site] = self.last_heard = self.clock()
-            if is_beat:
-                self._beating.add(site)
-
-    def _agreed_run(self, run: Header | None, before: SiteRow, request: Header) -> Header:
-        """Return the description of the run once a site has joined it. Raises RefusedError."""
-        own = described(request)
-        refuse_index(before.site, int((own if run is None else run)["sites"]["count"]))
-        self._refuse_other_run(before, request)
-        document = own if run is None else self._with_changes(run, request)
-        _refuse_differences(_facts_of(document), _facts_of(own))
-        return document
-
-    def _refuse_other_run(self, before: SiteRow, request: Header) -> None:
-        """Refuse a second run with the index of a site that takes part."""
-        run = request.get("run", "")
-        if before.run and run and run != before.run and before.is_active:
-            if "sites.index" not in request.get("allowed", ()):
-                raise RefusedError(
-                    f"sites.index = {before.site}: another run directory (run {before.run}) takes "
-                    "part as this site, and has not left -> a sites.index of its own, or stop that "
-                    "run; if it is lost for good, checkpoint.allow_changes=[sites.index] takes its "
-                    "place"
-                )
-
-    def refuse_stranger(self, site: int, run: str) -> None:
-        """Refuse a request of a site that has not joined, or of a second run with its index."""
-        holder = self.row(site).run
-        if run and holder and run != holder:
-            raise RefusedError(
-                f"sites.index = {site}: another run directory (run {holder}) takes part as this "
-                "site"
-            )
-
-    def _with_changes(self, run: Header, request: Header) -> Header:
-        """Return the run with what a site's ``checkpoint.allow_changes`` names from it, as its
-        checkpoints do: the sites after it must agree with that."""
-        facts = dict(run["facts"])
-        changed = [
-            key
-            for key in {*facts, *request["facts"]}
-            if facts.get(key) != request["facts"].get(key)
-            and any(f"{key}.".startswith(f"{entry}.") for entry in request.get("allowed", ()))
-        ]
-        for key in changed:
-            self.log(f"{key}: {_shown(request['facts'].get(key))} from now on")
-            facts[key] = request["facts"].get(key)
-        sites = dict(run["sites"])
-        if "sites.count" in changed:  # which the outer rate may depend on
-            sites["count"] = request["sites"]["count"]
-        return {**run, "facts": facts, "sites": sites}
-
-    # Rounds and events
+    # Rounds
 
     def summary(self, heard: int | None = None) -> Header:
         """Return where the run is: the last outer step, its sites, the optimizer steps it follows;
@@ -195,11 +189,12 @@ class Members:
     def wait(self, base: int, seconds: float, heard: int | None = None) -> Header:
         """Return the `summary`, after an outer step later than `base`, or after `seconds`."""
 
-        def made() -> Header | None:
+        def ready() -> bool | None:
             record = self.store.record()
-            return None if record is None or record["number"] <= base else self.summary(heard)
+            return True if record is not None and record["number"] > base else None
 
-        return self.poll(made, seconds) or self.summary(heard)
+        self.poll(ready, seconds)
+        return self.summary(heard)
 
     def poll(self, ready: Callable[[], Any], seconds: float) -> Any:
         """Return what `ready` returns, as soon as that is not None, or after `seconds`."""
@@ -210,86 +205,114 @@ class Members:
             return found
 
     def write_round(
-        self, record: Header, sites: Iterable[SiteRow], told: Counter[EventKey], **more: Any
+        self,
+        record: Header,
+        told: Counter[EventKey],
+        made_by: Collection[int] = (),
+        absent: Collection[int] = (),
+        **more: Any,
     ) -> None:
-        """Store a round. told: the events before it that its record contains."""
+        """Store a round of the sites `made_by`; those `absent` are not waited for after it. told:
+        the events before it that its record contains. more: as of `Store.write_round`."""
+        rows = [
+            replace(
+                row,
+                is_active=row.is_active and site not in absent,
+                is_training=row.is_training or site in made_by,
+                number=record["number"] if site in made_by else row.number,
+            )
+            for site, row in self.store.sites().items()
+        ]
         left = self._events - told
-        self.store.write_round(record, sites, left, **more)
+        self.store.write_round(record, rows, left, **more)
         self._events, self._failure = left, ""
         self.changed.notify_all()
-
-    def pending(self) -> Counter[EventKey]:
-        """Return how often each event has happened since the last round."""
-        self.note_now()
-        return self._events.copy()
-
-    def note(self, event: str, who: str, reason: str) -> None:
-        """Report to the sites with the next outer step that this has happened, and how often: a
-        kind of `OuterEvent`. Of strangers only the first ones are kept apart."""
-        with self.changed:
-            key = event, who, reason
-            if key in self._events or len(self._events) < _MOST_EVENTS:
-                self._events[key] += 1
-                # Not each time: a stranger's messages must not keep the disk busy.
-                if self._events[key].bit_count() == 1:
-                    try:
-                        self.store.write_event(key, self._events[key])
-                    except OSError as error:
-                        self.log_failure(f"an event could not be stored: {error}")
-
-    def note_later(self, event: str, who: str, reason: str) -> None:
-        """Do as `note`, at the next `tick`: for callers that must not wait for an outer step."""
-        with self._noted_lock:
-            key = event, who, reason
-            if key in self._noted or len(self._noted) < _MOST_EVENTS:
-                self._noted[key] += 1
-
-    def note_now(self) -> None:
-        """Note what `note_later` was given."""
-        with self._noted_lock:
-            noted, self._noted = self._noted, Counter()
-        for key, count in noted.items():
-            for _ in range(count):
-                self.note(*key)
 
     def attempt(self, work: Callable[[], None]) -> None:
         """Call `work`; log a failure once, since the next `tick` repeats it."""
         try:
             work()
         except Exception as error:
-            self.log_failure(f"the next outer step could not be made: {error!r}")
+            self._log_failure(f"the next outer step could not be made: {error!r}")
 
-    def log_failure(self, text: str) -> None:
-        """Log a failure that may come at each try once."""
+    def _log_failure(self, text: str) -> None:
         if text != self._failure:
             self._failure = text
             self.log(f"{text}; it is repeated until it succeeds")
 
+    # Events
 
-def refuse_index(site: int, count: int) -> None:
-    """Raise RefusedError for a site that is not one of `count`."""
+    def note(self, event: str, who: str, reason: str) -> None:
+        """Report to the sites with the next outer step that this has happened, and how often: a
+        kind of `OuterEvent`. Waits for nothing. Of strangers only the first ones are kept apart."""
+        with self._noted_lock:
+            key = event, who, reason
+            if key in self._noted or len(self._noted) < _MOST_EVENTS:
+                self._noted[key] += 1
+
+    def pending(self) -> Counter[EventKey]:
+        """Return how often each event has happened since the last round. What `note` was given is
+        stored first; of repeated events at each doubling, so that nobody keeps the disk busy."""
+        with self._noted_lock:
+            noted, self._noted = self._noted, Counter()
+        for key, count in noted.items():
+            before = self._events[key]
+            if not before and len(self._events) > _MOST_EVENTS:
+                del self._events[key]
+                continue
+            self._events[key] += count
+            if self._events[key].bit_length() > before.bit_length():
+                try:
+                    self.store.write_event(key, self._events[key])
+                except OSError as error:
+                    self._log_failure(f"an event could not be stored: {error}")
+        return self._events.copy()
+
+
+def described(request: JoinRequest) -> Header:
+    """Return the description of the run that a site joins."""
+    return request.model_dump(include={"facts", "sites", "parameters", "exchange"})
+
+
+def refuse_index(site: int, run: Header) -> None:
+    """Raise RefusedError for a site that is not one of the `run`."""
+    count = int(run["sites"]["count"])
     if not 0 <= site < count:
         raise RefusedError(f"sites.index = {site}: sites.count = {count} has 0 to {count - 1}")
 
 
-def described(request: Header) -> Header:
-    """Return the description of the run that a site joins."""
-    names = ("facts", "sites", "parameters")
-    return {**{k: request[k] for k in names}, "exchange": request.get("exchange", "server")}
+def _refuse_second_run(before: SiteRow, request: JoinRequest) -> None:
+    is_other = before.run and request.run and request.run != before.run
+    if is_other and before.is_active and "sites.index" not in request.allowed:
+        raise RefusedError(
+            f"sites.index = {before.site}: another run directory (run {before.run}) takes part as "
+            "this site, and has not left -> a sites.index of its own, or stop that run; if it is "
+            "lost for good, checkpoint.allow_changes=[sites.index] replaces it"
+        )
 
 
-def _facts_of(run: Mapping[str, Any]) -> Header:
-    names = ("parameters", "sites")
-    return {**run["facts"], **{k: run[k] for k in names}, "sites.exchange": run["exchange"]}
+def _with_changes(run: Header, request: JoinRequest) -> Header:
+    """Return the run with what a site's ``checkpoint.allow_changes`` names from it, as its
+    checkpoints do: the sites after it must agree with that."""
+    facts, sites = dict(run["facts"]), dict(run["sites"])
+    for key in {*facts, *request.facts}:
+        value = request.facts.get(key)
+        is_allowed = any(f"{key}.".startswith(f"{entry}.") for entry in request.allowed)
+        if facts.get(key) != value and is_allowed:
+            facts[key] = value
+            if key == "sites.count":  # which the outer rate may depend on
+                sites["count"] = request.sites["count"]
+    return {**run, "facts": facts, "sites": sites}
 
 
-def _refuse_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    lines = [
+def _refuse_differences(run: Header, own: Header) -> None:
+    names = {"parameters": "parameters", "sites": "sites", "sites.exchange": "exchange"}
+    there, here = ({**one["facts"], **{k: one[n] for k, n in names.items()}} for one in (run, own))
+    if lines := [
         f"  {key}: {_shown(there.get(key))} there, {_shown(here.get(key))} here"
         for key in sorted({*there, *here})
         if there.get(key) != here.get(key)
-    ]
-    if lines:
+    ]:
         raise RefusedError(
             "the server's run has other settings or data -> give all sites the same, or another "
             "directory to the server:\n" + "\n".join(lines)

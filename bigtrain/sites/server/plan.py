@@ -97,7 +97,6 @@ def plan_round(
         tokens_seen=best[0].tokens_seen + sum(tokens),
         layouts=dict(layouts),
         plain=tuple(plain),
-        events=(),
         digests={site: one.digest for site, one in entries.items()} if differ else {},
     )
 

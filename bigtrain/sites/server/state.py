@@ -6,20 +6,18 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from bigtrain.sites import protocol
 from bigtrain.sites.metrics import LEFT_OUT, RETURNED
-from bigtrain.sites.protocol import HEARTBEAT_SECONDS, Header, RefusedError
+from bigtrain.sites.protocol import Header, JoinRequest, RefusedError
 from bigtrain.sites.server.deliveries import ServerExchange
 from bigtrain.sites.server.direct import DirectExchange
 from bigtrain.sites.server.members import Members, Rules, described, refuse_index
 from bigtrain.sites.server.store import Store
 
 
-class OuterServerState:
+class OuterServerState(Members):
     """The state behind the requests. Methods may be called from several threads; what they return
-    is on disk.
-
-    log: writes a line to the server's log. clock: seconds that ascend.
-    """
+    is on disk."""
 
     def __init__(
         self,
@@ -28,76 +26,83 @@ class OuterServerState:
         log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.members = Members(store, rules, log, clock)
+        super().__init__(store, rules, log, clock)
         run = store.run()
         self.exchange = None if run is None else self._build(run)
 
     def _build(self, run: Header) -> ServerExchange | DirectExchange:
         if run["exchange"] == "server":
-            return ServerExchange(self.members, run)
-        if self.members.rules.is_asynchronous:
+            return ServerExchange(self, run)
+        if self.rules.is_asynchronous:
             raise RefusedError(
                 "sites.exchange = direct: a server with --asynchronous holds the weights itself -> "
                 "sites.exchange: server, or a server without --asynchronous"
             )
-        return DirectExchange(self.members)
+        return DirectExchange(self)
 
     def act(
-        self, action: str, header: Header, payload: memoryview, body: bytes | bytearray
+        self, action: str, request: protocol.Request, payload: memoryview
     ) -> tuple[Header, bytes]:
-        """Return header and payload of the reply to a request, whose fields were checked."""
-        site, run = header.get("site"), header.get("run", "")
-        if site is not None:
-            self.members.hear(site, run, is_beat=action == "heartbeat")
+        """Return header and payload of the reply to a request. Raises RefusedError."""
+        if request.site is not None:
+            self.hear(request.site, request.run)
+        if isinstance(request, protocol.WaitRequest):
+            return self.wait(request.base, request.seconds, request.heard), b""
+        if isinstance(request, JoinRequest):
+            return self.join(request), b""
         if action == "heartbeat":
             return {}, b""
-        if action == "wait":
-            return self.members.wait(header["base"], header["seconds"], header.get("heard")), b""
-        assert site is not None
-        if action == "join":
-            return self.join(site, header), b""
-        self.members.refuse_stranger(site, run)
-        if action == "leave":
-            self.leave(site, header.get("reason", ""))
+        assert request.site is not None
+        self.member(request.site, request.run)
+        if isinstance(request, protocol.LeaveRequest):
+            self.leave(request.site, request.reason)
             return {}, b""
         assert self.exchange is not None  # where a site has joined
-        return self.exchange.act(action, header, payload, body)
+        handler = self.exchange.handlers.get(action)
+        if handler is None:
+            own = "server" if isinstance(self.exchange, ServerExchange) else "direct"
+            other = "direct" if own == "server" else "server"
+            raise RefusedError(
+                f"{action}: the sites of this run have sites.exchange = {own}, not {other}"
+            )
+        return handler(request, payload)
 
-    def join(self, site: int, request: Header) -> Header:
-        """Count a site that begins, or is back, as a member. Raises RefusedError."""
-        members = self.members
-        with members.changed:
+    def join(self, request: JoinRequest) -> Header:
+        """Count a site that begins, or is back, as a member; without parameters only find out
+        whether it may be one. Raises RefusedError."""
+        with self.changed:
             exchange = self.exchange
+            if request.parameters is None:
+                self.agreed_run(request)
+                return {}
             if exchange is None:
-                refuse_index(site, int(request["sites"]["count"]))
+                refuse_index(request.site, described(request))
                 exchange = self._build(described(request))  # before it is on disk: it may fail
-            before = members.admit(site, request)
+            before = self.admit(request)
             self.exchange = exchange
-            summary = members.summary()
+            summary = self.summary()
             if not before.is_active and summary["number"]:
-                members.note(RETURNED, f"site {site}", "joined")
-            members.log(f"site {site} joined at outer step {summary['number']}")
-            own = exchange.joined(site, request)
+                self.note(RETURNED, f"site {request.site}", "joined")
+            self.log(f"site {request.site} joined at outer step {summary['number']}")
+            own = exchange.joined(request)
             self.tick()
-            members.changed.notify_all()
-            return {
-                **summary,
-                **own,
-                "is_asynchronous": members.rules.is_asynchronous,
-                "window_seconds": members.rules.window_seconds,
-                "heartbeat_seconds": HEARTBEAT_SECONDS,
+            self.changed.notify_all()
+            rules = self.rules
+            own |= {
+                "is_asynchronous": rules.is_asynchronous,
+                "window_seconds": rules.window_seconds,
             }
+            return {**summary, **own}
 
     def leave(self, site: int, reason: str = "") -> None:
         """Stop waiting for a site: it has trained to its end, or stops. reason: why its change
         cannot be used, if it ends for that."""
-        members = self.members
-        with members.changed:
-            row = replace(members.row(site), is_active=False, is_training=False, has_left=True)
-            members.store.write_site(row)
-            members.log(f"site {site} left" + (f": {reason}" if reason else ""))
+        with self.changed:
+            row = replace(self.member(site), is_active=False, is_training=False, has_left=True)
+            self.store.write_site(row)
+            self.log(f"site {site} left" + (f": {reason}" if reason else ""))
             if reason:
-                members.note(LEFT_OUT, f"site {site}", reason)
+                self.note(LEFT_OUT, f"site {site}", reason)
             assert self.exchange is not None
             self.exchange.left(site, reason)
             self.tick()
@@ -105,8 +110,7 @@ class OuterServerState:
     def tick(self) -> None:
         """Do what is due by now. A failure leaves the state as it was and is logged once; the next
         call repeats the work."""
-        members = self.members
-        with members.changed:
-            members.attempt(members.note_now)
+        with self.changed:
+            self.pending()
             if self.exchange is not None:
-                members.attempt(self.exchange.tick)
+                self.attempt(self.exchange.tick)

@@ -6,7 +6,6 @@
     state-000012-ID           weights, momentum and rounding error after outer step 12
     parts/ID                  messages of a site for the next step, as they came
     layouts/DIGEST            layout documents of sites
-    set_aside/SITE/           the newest delivery of a site with which no step could be made
 
 A file is written and synced before the row that names it; files without a row are removed at the
 start. A transaction is on disk entirely, or not at all.
@@ -15,19 +14,17 @@ start. A transaction is on disk entirely, or not at all.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from bigtrain.errors import LaunchError
 from bigtrain.system.files import sync_to_disk, write_whole
@@ -192,9 +189,7 @@ class Store:
 
     def sites(self) -> dict[int, SiteRow]:
         """Return all sites that have joined."""
-        names = ", ".join(field.name for field in fields(SiteRow))
-        rows = [SiteRow(*row) for row in self._rows(f"SELECT {names} FROM sites ORDER BY site")]
-        return {row.site: row for row in rows}
+        return {row[0]: SiteRow(*row) for row in self._rows("SELECT * FROM sites ORDER BY site")}
 
     def write_site(self, row: SiteRow) -> None:
         """Replace the row of a site."""
@@ -214,7 +209,7 @@ class Store:
 
     # Contributions (exchange: server)
 
-    def write_part(self, site: int, key: tuple[str, int, int], body: bytes | bytearray) -> None:
+    def write_part(self, site: int, key: tuple[str, int, int], body: bytes) -> None:
         """Store a message of a site for the next step. key: attempt, rank and part; the same one
         again replaces it."""
         path = self.directory / "parts" / secrets.token_hex(8)
@@ -257,24 +252,6 @@ class Store:
                 self._delete_parts("site = ?", site)
                 self._write("DELETE FROM deliveries WHERE site = ?", site)
 
-    def set_aside(self, site: int) -> Path:
-        """Move what a site has sent out of the next step, to look for the cause; return
-        where. What was set aside of the site before is removed."""
-        place = self.directory / "set_aside" / str(site)
-        place.mkdir(parents=True, exist_ok=True)
-        for old in place.iterdir():
-            old.unlink()
-        rows = self._rows("SELECT attempt, rank, part, file FROM parts WHERE site = ?", site)
-        delivery = self.deliveries().get(site)
-        if delivery is not None:
-            (place / "delivery.json").write_text(json.dumps(asdict(delivery)))
-        for attempt, rank, part, name in rows:
-            with suppress(FileNotFoundError):
-                target = place / f"{attempt}-{rank:06d}-{part:06d}"
-                os.link(self.directory / "parts" / name, target)
-        self.forget([site])
-        return place
-
     # Rounds
 
     def record(self) -> dict[str, Any] | None:
@@ -303,47 +280,43 @@ class Store:
     ) -> None:
         """Store a round: its record, sites and events after it, and the state of the weights, if
         the server has them. Contributions of the sites `used` are removed."""
-        number, path = int(record["number"]), None
-        if tensors is not None:
-            path = self.directory / f"state-{number:06d}-{secrets.token_hex(4)}"
+        number = int(record["number"])
+        path = self.directory / f"state-{number:06d}-{secrets.token_hex(4)}"
         try:
-            if path is not None and tensors is not None:
+            if tensors is not None:
                 save_file(dict(tensors), path)
                 sync_to_disk(path)
                 sync_to_disk(self.directory)
             with self.transaction():
-                self._unused += [self.directory / name for name in self._state_files()]
-                name = None if path is None else path.name
-                columns = "(number, attempt, record, file) VALUES (?, ?, ?, ?)"
+                self._unused += self._state_files()
+                name = None if tensors is None else path.name
                 self._write("UPDATE rounds SET file = NULL WHERE file IS NOT NULL")
-                self._write(
-                    f"INSERT INTO rounds {columns}", number, attempt, json.dumps(record), name
-                )
-                for row in sites:
-                    self.write_site(row)
+                columns = "rounds (number, attempt, record, file)"
+                row = number, attempt, json.dumps(record), name
+                self._write(f"INSERT INTO {columns} VALUES (?, ?, ?, ?)", *row)
+                for site in sites:
+                    self.write_site(site)
                 self.forget(used)
                 self._write("DELETE FROM events")
                 for key, count in events.items():
                     self.write_event(key, count)
         except BaseException:
-            if path is not None:
-                path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             raise
 
-    def _state_files(self) -> list[str]:
-        return [name for (name,) in self._rows("SELECT file FROM rounds WHERE file IS NOT NULL")]
+    def _state_files(self) -> list[Path]:
+        rows = self._rows("SELECT file FROM rounds WHERE file IS NOT NULL")
+        return [self.directory / name for (name,) in rows]
 
     def state(self) -> dict[str, torch.Tensor] | None:
         """Return the tensors after the last round; None if there are none yet."""
-        names = self._state_files()
-        if not names:
-            return None
-        path = self.directory / names[0]
+        files = self._state_files()
         try:
-            with safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}
+            return load_file(files[0]) if files else None
         except Exception as error:  # whatever safetensors raises for a file that is damaged
-            raise LaunchError(f"{path} cannot be read: {error} -> restore the directory") from error
+            raise LaunchError(
+                f"{files[0]} cannot be read: {error} -> restore the directory"
+            ) from error
 
     # Events
 
@@ -360,11 +333,9 @@ class Store:
 
     def _remove_orphans(self) -> None:
         """Remove files that no row names, of interrupted writes."""
-        named = {
-            self.directory / "parts" / name for (name,) in self._rows("SELECT file FROM parts")
-        }
-        named |= {self.directory / "layouts" / row.layout for row in self.sites().values()}
-        named |= {self.directory / name for name in self._state_files()}
+        parts = [f"parts/{name}" for (name,) in self._rows("SELECT file FROM parts")]
+        layouts = [f"layouts/{row.layout}" for row in self.sites().values()]
+        named = {*self._state_files(), *(self.directory / name for name in parts + layouts)}
         for pattern in ("parts/*", "layouts/*", "state-*"):
             for path in set(self.directory.glob(pattern)) - named:
                 path.unlink()

@@ -15,9 +15,11 @@ import torch
 from bigtrain.errors import LaunchError, TrainingError
 from bigtrain.models.torch_patches import gloo_group
 from bigtrain.settings.sections.sites import SitesSection
+from bigtrain.sites import membership
+from bigtrain.sites.client import DetachedError
 from bigtrain.sites.codecs import CODECS
 from bigtrain.sites.exchange import SiteGroup
-from bigtrain.sites.membership import DetachedError, Membership, ServerStore
+from bigtrain.sites.membership import Membership, ServerStore
 from bigtrain.sites.protocol import RoundPlan, digest_of
 from tests.support.outer_servers import outer_server
 from tests.support.worlds import free_port
@@ -165,6 +167,33 @@ def test_other_facts_and_a_second_run_with_one_index_are_refused(reach: dict[str
     site.leave()
 
 
+def test_other_settings_are_refused_before_a_model_is_built(
+    reach: dict[str, Any], tmp_path: Path
+) -> None:
+    """By a site that has joined, and by one that is about to; the sites of a new run are told."""
+    first, second = member(reach, 0, seconds=WINDOW + 0.5), member(reach, 1)
+    second.compare({"lr": 2}, [])
+    with pytest.raises(LaunchError, match="lr: 2 there, 1 here"):
+        first.compare({"lr": 1}, [])
+    second.compare({"lr": 3}, [])  # started again
+    with pytest.raises(LaunchError, match="lr: 3 there, 1 here"):
+        first.compare({"lr": 1}, [])
+    header = {"facts": {"lr": 1}, "parameters": [["w", [4]]], "layout": digest_of(LAYOUT)}
+    first.join(header)
+    first.ask("layout", {}, payload=LAYOUT)
+    with pytest.raises(LaunchError, match="lr: 1 there, 2 here"):
+        second.compare({"lr": 2}, [])
+    with pytest.raises(LaunchError, match=r"site 1 was refused: .*; lr: 1 there, 2 here -> see"):
+        first.enter(entry(0, None))
+    log = (tmp_path / "server" / "server.log").read_text()
+    assert "refused join of site 1: the server's run has other settings" in log
+    second.compare({"lr": 1}, [])
+    second.compare({"lr": 2}, ["lr"])
+    second.join({**header, "facts": {"lr": 1}})  # what was only asked about has changed nothing
+    for site in (first, second):
+        site.leave()
+
+
 def test_a_site_with_values_that_none_can_use_ends(reach: dict[str, Any]) -> None:
     sites = begun(reach)
 
@@ -189,6 +218,15 @@ def test_a_server_that_cannot_be_reached_detaches_the_site(tmp_path: Path) -> No
     with pytest.raises(DetachedError, match="did not answer in time"):
         site.enter(entry(1))
     assert "could not notify the server that this site is leaving" in site.leave()
+
+
+def test_a_server_that_is_not_up_yet_is_not_compared_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "_COMPARE_SECONDS", 0.2)
+    (tmp_path / "token").write_bytes(b"0" * 32)
+    reach = {"server": f"http://127.0.0.1:{free_port()}", "token_file": str(tmp_path / "token")}
+    member(reach, 0).compare({}, [])
 
 
 @pytest.mark.parametrize("count", [2, 3])

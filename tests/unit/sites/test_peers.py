@@ -118,7 +118,7 @@ def test_rectangles_in_pieces_of_a_size(most: int) -> None:
 def test_a_part_of_a_rectangle_is_a_view_of_it() -> None:
     full = torch.arange(78.0).view(13, 6)
     whole, part = Box("embed", (4, 1), (5, 4)), Box("embed", (6, 2), (2, 3))
-    view = part.of_part(whole.of(full), whole)
+    view = part.of(whole.of(full), whole)
     assert torch.equal(view, part.of(full))
     view.zero_()
     assert not part.of(full).any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from bigtrain.engine.optimizers.masters import MasterPart
+from bigtrain.errors import LaunchError
 from bigtrain.models.parallel.sharding import Shard
 from bigtrain.settings.sections.sites import SitesSection
 from bigtrain.sites import outer_state
@@ -18,7 +20,7 @@ from bigtrain.sites.outer_step import OuterStep
 from bigtrain.system.world import World
 from tests.support.outer_servers import outer_server
 
-NUM_STEPS = 12
+NUM_STEPS = 40
 SMALL = torch.tensor([[0.0, 0.4, -0.3, 0.2], [0.0, 0.1, -0.2, 0.2]])
 """Changes of each site before every outer step, in codes of a block whose largest is 1: they round
 to 0 each time."""
@@ -31,14 +33,16 @@ def parts_of_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outer_state, "Replicas", lambda group, device: SimpleNamespace(size=1))
 
 
-def site_of(index: int, codec: str, reach: dict[str, Any]) -> tuple[OuterStep, torch.Tensor]:
+def site_of(
+    index: int, codec: str, reach: dict[str, Any], size: int = 4
+) -> tuple[OuterStep, torch.Tensor]:
     """A site of one rank, and its masters."""
     module = torch.nn.Module()
-    module.register_parameter("weight", torch.nn.Parameter(torch.zeros(4)))
-    masters = torch.zeros(4)
+    module.register_parameter("weight", torch.nn.Parameter(torch.zeros(size)))
+    masters = torch.zeros(size)
     engine: Any = SimpleNamespace(
         module=module,
-        parts=[MasterPart("weight", Shard((4,), primary=True), 0, masters, 0, 4)],
+        parts=[MasterPart("weight", Shard((size,), primary=True), 0, masters, 0, size)],
         added_states={"weight": {}},
         mesh=SimpleNamespace(replicas=None),
         device=torch.device("cpu"),
@@ -70,3 +74,22 @@ def test_what_is_rounded_off_is_sent_later(codec: str, levels: int, tmp_path: Pa
     assert torch.equal(first, second)
     # What is not sent yet: half a code of each site's last change, and of the server's last update.
     assert (first - NUM_STEPS * changes.mean(0)).abs().max() <= 1.5 / levels
+
+
+@pytest.mark.parametrize("exchange", ["server", "direct"])
+def test_another_model_with_the_same_settings_is_refused_and_logged(
+    exchange: str, tmp_path: Path
+) -> None:
+    with outer_server(tmp_path, window_seconds=1.0) as reach:
+        reach |= {"exchange": exchange, "timeout_seconds": 20.0}
+        first, _ = site_of(0, "float32", reach)
+        second, _ = site_of(1, "float32", reach, size=5)
+        reason = r"parameters: \[\['weight', \[4\]\]\] there, \[\['weight', \[5\]\]\] here"
+        first._rounds.begin(0, is_new=True)
+        with pytest.raises(LaunchError, match=reason):
+            second.begin(0, 0, is_new=True)
+        first.close()
+    log = (tmp_path / "server.log").read_text()
+    (line,) = [line for line in log.splitlines() if "refused join of site 1: " in line]
+    assert re.search(reason, line)
+    assert "site 1 joined" not in log

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bigtrain.sites.protocol import RoundPlan, digest_of, refuse_fields
+from bigtrain.sites.protocol import RoundPlan, digest_of, parse_request
+from bigtrain.sites.server.direct import DirectExchange
 from bigtrain.sites.server.members import Rules
 from bigtrain.sites.server.state import OuterServerState
 from bigtrain.sites.server.store import Store
@@ -18,8 +19,7 @@ LAYOUT = b'{"ranks": 1}'
 
 def request(state: OuterServerState, action: str, payload: bytes = b"", **header: Any) -> Any:
     """The header of the reply, after the checks of the HTTP side."""
-    refuse_fields(action, header)
-    return state.act(action, header, memoryview(payload), payload)[0]
+    return state.act(action, parse_request(action, header), memoryview(payload))[0]
 
 
 @dataclass
@@ -39,7 +39,7 @@ class DirectRun:
         return OuterServerState(Store(self.directory), rules, self.said.append, lambda: self.now)
 
     def restart(self) -> None:
-        self.state.members.store.close()
+        self.state.store.close()
         self.state = self._start()
 
     def pass_time(self, seconds: float, *alive: Site) -> None:
@@ -61,6 +61,7 @@ class Site:
         self.run_id = f"{index:016x}"
         self.step = number * 10
         self.entry = ""
+        self.sent: dict[str, Any] = {}
 
     def ask(self, action: str, payload: bytes = b"", **header: Any) -> Any:
         own = {"site": self.index, "run": self.run_id}
@@ -83,7 +84,8 @@ class Site:
 
     def enter(self, fragment: int | None = 0, tokens: int = 100) -> None:
         self.entry = secrets.token_hex(8)
-        self.ask("enter", **self.entered(fragment, tokens))
+        self.sent = self.entered(fragment, tokens)
+        self.ask("enter", **self.sent)
 
     def entered(self, fragment: int | None = 0, tokens: int = 100) -> dict[str, Any]:
         return {
@@ -97,19 +99,21 @@ class Site:
         }
 
     def poll(self) -> Any:
-        return self.ask("plan", entry=self.entry, seconds=0)
+        return self.ask("enter", **self.sent)
 
     def plan(self) -> RoundPlan:
         reply = self.poll()
         assert reply["is_ready"], reply
-        return RoundPlan.from_json(reply["plan"])
+        return RoundPlan.model_validate(reply["plan"])
 
     def vote(self, attempt: str, is_done: bool = True, unusable: int | None = None) -> None:
         self.ask("vote", attempt=attempt, is_done=is_done, unusable=unusable)
 
     def verdict(self, attempt: str) -> bool | None:
         """Whether it counts; None if that is not decided."""
-        reply = self.ask("verdict", attempt=attempt, seconds=0)
+        exchange = self.run.state.exchange
+        assert isinstance(exchange, DirectExchange)
+        reply = exchange.verdict(attempt, 0)
         return reply["is_committed"] if reply["is_decided"] else None
 
     def take(self, plan: RoundPlan) -> None:

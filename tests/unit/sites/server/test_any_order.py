@@ -84,7 +84,7 @@ class DirectOrders(RuleBasedStateMachine):
         self.make_round([1, 1, 1])
 
     def teardown(self) -> None:
-        self.server.state.members.store.close()
+        self.server.state.store.close()
         shutil.rmtree(self.folder)
 
     @rule(index=SITES, is_new=st.booleans())
@@ -101,7 +101,7 @@ class DirectOrders(RuleBasedStateMachine):
         if index in self.alive:
             site = self.sites[index]
             site.entry = secrets.token_hex(8)
-            self.entered[index] = site.entered(fragment, tokens)
+            self.entered[index] = site.sent = site.entered(fragment, tokens)
             self.enter_again(index)
 
     @rule(index=SITES)
@@ -121,7 +121,7 @@ class DirectOrders(RuleBasedStateMachine):
         reply = asked(self.sites[index].poll) if index in self.alive else None
         if not reply or not reply["is_ready"]:
             return None
-        plan = RoundPlan.from_json(reply["plan"])
+        plan = RoundPlan.model_validate(reply["plan"])
         same, entered = self.plans.setdefault(plan.attempt, (plan, {}))
         assert plan == same
         entered[index] = self.entered[index]
@@ -135,7 +135,7 @@ class DirectOrders(RuleBasedStateMachine):
         before = set(self.plans)
         polls = {index: asked(self.sites[index].poll) for index in self.alive}
         for index, reply in polls.items():
-            if reply is None or reply["is_ready"] or not reply["is_known"]:
+            if reply is None or reply["is_ready"]:
                 self.enter(index, 0, tokens[index])
         plans = [self.plan_of(index) for index in self.alive]
         for index in self.alive:
@@ -161,7 +161,7 @@ class DirectOrders(RuleBasedStateMachine):
 
     @rule(number=st.integers(1, 3))
     def fill(self, number: int) -> None:
-        fill_disk(self.server.state.members.store, number)
+        fill_disk(self.server.state.store, number)
 
     @invariant()
     def hear_verdicts(self) -> None:
@@ -183,7 +183,7 @@ class DirectOrders(RuleBasedStateMachine):
             if verdict and is_first:
                 for index in plan.members:
                     self.sites[index].take(plan)
-        records = self.server.state.members.store.records_after(-1)
+        records = self.server.state.store.records_after(-1)
         assert [record["number"] for record in records] == committed
 
     def check_plan(self, plan: RoundPlan, entered: dict[int, dict[str, Any]]) -> None:
@@ -223,7 +223,7 @@ class ServerOrders(RuleBasedStateMachine):
         return OuterServerState(Store(self.folder), rules, lambda _: None, lambda: self.now)
 
     def teardown(self) -> None:
-        self.state.members.store.close()
+        self.state.store.close()
         shutil.rmtree(self.folder)
 
     @rule(index=st.integers(0, 1), seed=st.integers(0, 99), tokens=st.integers(1, 9))
@@ -265,21 +265,21 @@ class ServerOrders(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        self.state.members.store.close()
+        self.state.store.close()
         self.state = self.started()
         for site in self.sites:
             site.ledger = self.state
 
     @rule(number=st.integers(1, 3))
     def fill(self, number: int) -> None:
-        fill_disk(self.state.members.store, number)
+        fill_disk(self.state.store, number)
 
     @invariant()
     def weights_are_those_of_the_rounds(self) -> None:
         """Of what was sent, each attempt once, in a plain mean."""
         for _ in range(4):
             self.state.tick()
-        store = self.state.members.store
+        store = self.state.store
         for record in store.records_after(self.number):
             self.number += 1
             assert record["number"] == self.number
@@ -300,7 +300,7 @@ class ServerOrders(RuleBasedStateMachine):
         assert tensors is not None
         assert torch.equal(tensors["weights"], flat(self.weights))
         assert torch.equal(tensors["momentum"], flat(self.momentum))
-        assert self.state.members.summary()["number"] == self.number
+        assert self.state.summary()["number"] == self.number
 
 
 def flat(tensors: Weights) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from bigtrain.settings.sections.sites import SitesSection
 from bigtrain.sites.codecs import CODECS, BlockCodec
 from bigtrain.sites.outer_optimizer import outer_update
-from bigtrain.sites.protocol import RefusedError, pack, refuse_fields
+from bigtrain.sites.protocol import RefusedError, parse_request
 from bigtrain.sites.rectangles import Box, Update, join_cuts, split_cuts, touched_blocks
 from bigtrain.sites.server.deliveries import staleness_weight
 from bigtrain.sites.server.members import Rules
@@ -48,8 +48,7 @@ def answer(
     state: OuterServerState, action: str, payload: bytes = b"", **header: Any
 ) -> tuple[Any, bytes]:
     """Header and payload of the reply, after the checks of the HTTP side."""
-    refuse_fields(action, header)
-    return state.act(action, header, memoryview(payload), pack(header, payload))
+    return state.act(action, parse_request(action, header), memoryview(payload))
 
 
 class Site:
@@ -59,7 +58,7 @@ class Site:
         self, ledger: OuterServerState, index: int, codec: str, *, halves: bool = False
     ) -> None:
         self.ledger, self.index, self.codec = ledger, index, CODECS[codec]
-        self.relative = self.codec.is_relative or ledger.members.rules.is_asynchronous
+        self.relative = self.codec.is_relative or ledger.rules.is_asynchronous
         self.boxes = [
             [Box(n, (0,) * len(s), s) for n, s in SHAPES.items()]
             if not halves
@@ -132,7 +131,7 @@ class Site:
         }
 
     def take(self, form: str = "update") -> None:
-        number = self.ledger.members.summary()["number"]
+        number = self.ledger.summary()["number"]
         for boxes in self.boxes:
             header = {"number": number, "form": form, "boxes": [box.to_json() for box in boxes]}
             reply, payload = answer(self.ledger, "weights", site=self.index, **header)
@@ -227,7 +226,7 @@ def test_what_a_server_loses_by_rounding_it_tells_later(codec: str, tmp_path: Pa
         site.deliver(changed(site.weights, number))
         outer_update(exact, momentum, exact + site.sent, section(codec))
         site.take()
-    state = ledger.members.store.state() or {}
+    state = ledger.store.state() or {}
     assert state["error"].any()
     torch.testing.assert_close(state["weights"] + state["error"], exact, rtol=0, atol=2e-6)
     held = torch.cat([site.weights[name].reshape(-1) for name in SHAPES])
@@ -266,9 +265,9 @@ def test_a_site_that_misses_a_window_is_left_out_and_takes_the_weights_when_it_i
         site.join(start())
     local = changed(first.weights, 1)
     assert first.deliver(local)["number"] == 0  # the other is waited for
-    assert ledger.members.wait(0, 0.2)["number"] == 0
+    assert ledger.wait(0, 0.2)["number"] == 0
     ledger.tick()
-    state = ledger.members.summary()
+    state = ledger.summary()
     assert (state["number"], state["sites"]) == (1, [0])
     assert (
         "site 1 missed outer step 1 by more than 0.05 s: not waited for until they are back" in said
@@ -286,9 +285,9 @@ def test_a_site_that_misses_a_window_is_left_out_and_takes_the_weights_when_it_i
     # From now on it is waited for again.
     assert first.deliver(changed(first.weights, 4))["number"] == 2
     assert second.deliver(changed(second.weights, 5))["number"] == 3
-    assert ledger.members.summary()["sites"] == [0, 1]
+    assert ledger.summary()["sites"] == [0, 1]
     # All sites hear of it with the outer step that follows, once.
-    lines = ledger.members.store.records_after(-1)
+    lines = ledger.store.records_after(-1)
     told = [[(e["event"], e["who"], e["reason"]) for e in line["events"]] for line in lines]
     missed = ("site_left_out", "site 1", "missed the outer step")
     late_then = ("site_left_out", "site 1", "late")
@@ -298,9 +297,9 @@ def test_a_site_that_misses_a_window_is_left_out_and_takes_the_weights_when_it_i
     for restarts in (False, True):
         server = ledger_at(tmp_path) if restarts else ledger
         for heard, expected in ((0, [missed, late_then]), (1, [late_then]), (3, [])):
-            state = server.members.wait(2, 0.1, heard)
+            state = server.wait(2, 0.1, heard)
             assert [(e["event"], e["who"], e["reason"]) for e in state["events"]] == expected
-        assert len(server.members.summary()["events"]) == 1
+        assert len(server.summary()["events"]) == 1
 
 
 def test_the_others_are_told_why_a_site_was_refused(tmp_path: Path) -> None:
@@ -311,7 +310,7 @@ def test_the_others_are_told_why_a_site_was_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="data: 'x' there, 'y' here"):
         second.join(start())
     first.deliver(changed(first.weights, 1))
-    (event,) = ledger.members.summary()["events"]
+    (event,) = ledger.summary()["events"]
     assert (event["event"], event["who"]) == ("site_left_out", "site 1")
     assert event["reason"].startswith("was refused: the server's run has other settings")
     assert event["reason"].endswith("data: 'x' there, 'y' here")
@@ -325,16 +324,16 @@ def test_a_new_site_joins_at_a_window_and_one_that_leaves_is_not_waited_for(
     first.join(start())
     # All are waited for at the beginning, whoever has joined.
     assert first.deliver(changed(first.weights, 1))["number"] == 0
-    assert ledger.members.wait(0, 0.1)["number"] == 0
+    assert ledger.wait(0, 0.1)["number"] == 0
     ledger.tick()
-    assert ledger.members.summary()["sites"] == [0]
+    assert ledger.summary()["sites"] == [0]
     first.take()
     assert second.join({})["step"] == 5
     for name, weight in first.weights.items():
         assert torch.equal(weight, second.weights[name])
     assert first.deliver(changed(first.weights, 2))["number"] == 1
     ledger.leave(1)
-    assert ledger.members.summary()["number"] == 2
+    assert ledger.summary()["number"] == 2
 
 
 def test_what_has_happened_is_told_after_a_restart(tmp_path: Path) -> None:
@@ -343,15 +342,16 @@ def test_what_has_happened_is_told_after_a_restart(tmp_path: Path) -> None:
     sites = [Site(ledger, index, "float32") for index in range(2)]
     for site in sites:
         site.join(start())
-    ledger.members.note("message_refused", "10.0.0.9", "corrupted")
+    ledger.note("message_refused", "10.0.0.9", "corrupted")
     for _ in range(3):
-        ledger.members.note("message_refused", "10.0.0.9", "forged")
+        ledger.note("message_refused", "10.0.0.9", "forged")
+        ledger.tick()
     for number in range(2):
         ledger = ledger_at(tmp_path)
         for site in sites:
             site.ledger = ledger
             site.deliver(changed(site.weights, number))
-        told = [(e["who"], e["reason"], e["count"]) for e in ledger.members.summary()["events"]]
+        told = [(e["who"], e["reason"], e["count"]) for e in ledger.summary()["events"]]
         of_three = ("10.0.0.9", "forged", 2)  # as the disk knew
         assert told == ([] if number else [("10.0.0.9", "corrupted", 1), of_three])
         for site in sites:
@@ -380,7 +380,7 @@ def test_a_restart_loses_nothing(codec: str, tmp_path: Path) -> None:
                         other.ledger = ledger
             for site in sites:
                 site.take("full" if restarts else "update")
-        assert ledger.members.summary()["number"] == 3
+        assert ledger.summary()["number"] == 3
         ends.append(sites[0].weights)
     for name, weight in ends[0].items():
         assert torch.equal(weight, ends[1][name])

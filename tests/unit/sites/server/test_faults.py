@@ -17,7 +17,7 @@ from bigtrain.sites.codecs import CODECS
 from bigtrain.sites.protocol import HEARTBEAT_TIMEOUT, RefusedError
 from bigtrain.sites.rectangles import Box
 from bigtrain.sites.server import store
-from bigtrain.sites.server.members import Rules
+from bigtrain.sites.server.members import RECONNECT_SECONDS, Rules
 from bigtrain.sites.server.state import OuterServerState
 from bigtrain.sites.server.store import Store
 from bigtrain.system.files import sync_to_disk
@@ -94,12 +94,12 @@ def test_a_full_disk_delays_a_step_and_loses_nothing(codec: str, kind: str, tmp_
             sites[1].deliver(changed(sites[1].weights, 2 * number + 1))
             record = disk.record()
             assert record is not None
-            assert record["number"] == ledger.members.summary()["number"]
+            assert record["number"] == ledger.summary()["number"]
             assert ledger.exchange is not None
             assert ledger.exchange._weights.number == record["number"]  # type: ignore[union-attr]
             for _ in range(3):
                 ledger.tick()
-            assert ledger.members.summary()["number"] == number + 1
+            assert ledger.summary()["number"] == number + 1
             for site in sites:
                 site.take("full")
         assert [line["number"] for line in disk.records_after(-1)] == [0, 1, 2, 3]
@@ -170,7 +170,7 @@ def test_a_delivery_that_is_not_on_disk_is_not_in_memory(tmp_path: Path) -> None
     attempt = site.send(changed(site.weights, 1))
     with pytest.raises(OSError, match="No space left"):
         site.ask("deliver", **site.delivery(attempt))
-    assert ledger.members.summary()["number"] == 0
+    assert ledger.summary()["number"] == 0
     assert site.ask("deliver", **site.delivery(attempt))["number"] == 1
 
 
@@ -189,11 +189,11 @@ def test_values_that_are_not_finite_or_too_large_are_refused_and_the_site_left_o
     local["a.weight"].view(-1)[3] = bad
     with pytest.raises(RefusedError, match=r"site 1 sent .*: it is excluded"):
         sites[1].deliver(local)
-    state = ledger.members.summary()  # which does not wait for it
+    state = ledger.summary()  # which does not wait for it
     assert (state["number"], state["sites"]) == (1, [0])
     assert ("site_left_out", "site 1") in {(e["event"], e["who"]) for e in state["events"]}
     assert any(text.startswith("site 1 is excluded from outer step 1: it sent ") for text in said)
-    on_disk = ledger.members.store.state()
+    on_disk = ledger.store.state()
     assert on_disk is not None
     assert all(tensor.isfinite().all() for tensor in on_disk.values())
     # With good values it is back.
@@ -206,7 +206,7 @@ def test_values_that_are_not_finite_or_too_large_are_refused_and_the_site_left_o
 
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("how", ["damaged", "gone", "tokens", "no message"])
-def test_what_makes_a_step_fail_is_set_aside_also_after_a_restart(
+def test_what_makes_a_step_fail_is_discarded_also_after_a_restart(
     how: str, restarts: bool, tmp_path: Path
 ) -> None:
     """A file that is damaged on the disk after it was confirmed; and rows that no server wrote."""
@@ -223,16 +223,14 @@ def test_what_makes_a_step_fail_is_set_aside_also_after_a_restart(
         path.unlink()
     else:
         sql = "UPDATE deliveries SET tokens = 10000000000000000"
-        ledger.members.store._write(sql if how == "tokens" else "DELETE FROM parts")
+        ledger.store._write(sql if how == "tokens" else "DELETE FROM parts")
     if restarts:
         ledger = ledger_at(tmp_path, say=said.append)
         sites[0].ledger = ledger
     state = sites[0].deliver(changed(sites[0].weights, 2))
     assert (state["number"], state["sites"]) == (1, [0]), said
     assert any(text.startswith("site 1 is excluded from outer step 1") for text in said)
-    assert (tmp_path / "set_aside/1/delivery.json").exists()
-    assert len(list((tmp_path / "set_aside/1").iterdir())) == (1 if how[0] in "gn" else 2)
-    assert ledger_at(tmp_path).members.summary()["number"] == 1
+    assert ledger_at(tmp_path).summary()["number"] == 1
     assert not list(tmp_path.glob("parts/*"))
 
 
@@ -333,28 +331,54 @@ def test_a_delivery_whose_reply_was_lost_is_used_once(
     assert site.ask("deliver", **delivery) == state
     assert "late" not in state
     site.ledger.tick()
-    assert site.ledger.members.summary()["number"] == 1
+    assert site.ledger.summary()["number"] == 1
 
 
-def test_a_site_without_heartbeats_is_not_waited_for_until_the_window_ends(tmp_path: Path) -> None:
-    """One that has sent some and is lost is skipped when these have stopped for their limit."""
+def test_a_site_that_is_lost_is_not_waited_for_until_the_window_ends(tmp_path: Path) -> None:
+    """One that has not joined yet is."""
     now = [0.0]
     ledger = OuterServerState(Store(tmp_path), Rules(False, 1000.0), quiet, lambda: now[0])
     sites = [Site(ledger, index, "float32") for index in range(3)]
     for site in sites:
         site.request["sites"]["count"] = 3
+    for site in sites[:2]:
         site.join(start())
-    for number, beating in enumerate([(), (1, 2)]):
-        for index in beating:
-            sites[index].ask("heartbeat")
-        sites[0].deliver(changed(sites[0].weights, number))
-        sites[1].deliver(changed(sites[1].weights, number))
-        now[0] += HEARTBEAT_TIMEOUT - 1
-        ledger.tick()
-        assert ledger.members.summary()["number"] == 0
-        now[0] += 1
-        ledger.tick()
-    state = ledger.members.summary()
+    sites[0].deliver(changed(sites[0].weights, 0))
+    now[0] += 2 * HEARTBEAT_TIMEOUT
+    ledger.tick()
+    assert ledger.summary()["number"] == 0
+    sites[2].join(start())
+    sites[1].ask("heartbeat")
+    sites[1].deliver(changed(sites[1].weights, 1))
+    now[0] += HEARTBEAT_TIMEOUT - 1
+    ledger.tick()
+    assert ledger.summary()["number"] == 0
+    now[0] += 1
+    ledger.tick()
+    state = ledger.summary()
     assert (state["number"], state["sites"]) == (1, [0, 1])
     assert [event["who"] for event in state["events"]] == ["site 2"]
     assert sites[2].deliver(changed(sites[2].weights, 9))["late"]
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_site_whose_heartbeats_are_cut_off_has_a_short_time_to_come_back(
+    is_back: bool, tmp_path: Path
+) -> None:
+    now = [0.0]
+    ledger = OuterServerState(Store(tmp_path), Rules(False, 1000.0), quiet, lambda: now[0])
+    sites = [Site(ledger, index, "float32") for index in range(2)]
+    for index, site in enumerate(sites):
+        site.request["run"] = f"{index:016x}"
+        site.join(start())
+    sites[0].deliver(changed(sites[0].weights, 0))
+    ledger.hang_up(1, "f" * 16)  # not of its process
+    now[0] += RECONNECT_SECONDS
+    ledger.tick()
+    assert ledger.summary()["number"] == 0
+    ledger.hang_up(1, f"{1:016x}")
+    if is_back:
+        sites[1].ask("heartbeat")
+    now[0] += RECONNECT_SECONDS
+    ledger.tick()
+    assert ledger.summary()["number"] == (0 if is_back else 1)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
+import tracemalloc
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
 import pytest
+import xxhash
 
+from bigtrain.sites import protocol
 from bigtrain.sites.client import ServerClient
 from bigtrain.sites.protocol import (
     DIGEST,
@@ -20,8 +24,10 @@ from bigtrain.sites.protocol import (
     pack,
     request_signature,
 )
-from bigtrain.sites.server import app, connections
+from bigtrain.sites.server import app, connections, members
 from bigtrain.sites.server.connections import MOST_HEADERS, MOST_OF_ONE_HOST, MOST_STRANGERS
+from tests.support.outer_servers import TOKEN as OWN_TOKEN
+from tests.support.outer_servers import outer_server
 from tests.support.worlds import free_port
 from tests.unit.sites.server.test_app import (
     JOIN,
@@ -166,11 +172,11 @@ def test_two_sites_finish_their_rounds_next_to_connections_that_drip(tmp_path: P
     assert ends == {0: 4, 1: 4}
 
 
-def signed(client: ServerClient, action: str, body: bytes) -> bytes:
+def signed(client: ServerClient, action: str, body: bytes, token: bytes = TOKEN) -> bytes:
     """The headers of a request of `client`, which has said hello."""
     client._sequence += 1
     nonce, digest = f"{client._session}-{client._sequence}", digest_of(body)
-    signature = request_signature(TOKEN, action, client._instance, nonce, len(body), digest)
+    signature = request_signature(token, action, client._instance, nonce, len(body), digest)
     headers = {
         "Host": "x",
         "Content-Length": len(body),
@@ -229,6 +235,75 @@ def test_a_tls_handshake_has_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert answer(port, start) == b""
         client = ServerClient(f"https://127.0.0.1:{port}", TOKEN, certificate)
         assert ask(client, "wait", base=-1, seconds=0.0)[0]["number"] == 0
+
+
+def test_wide_and_deep_json_is_refused_before_it_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12 MiB of empty lists and 200,000 levels, of strangers and of a site; decoded, the lists take
+    256 MiB."""
+    decoded: list[int] = []
+    decode = protocol._decode_header
+
+    def counting(text: bytes) -> protocol.Header:
+        decoded.append(len(text))
+        return decode(text)
+
+    def packed(text: bytes) -> bytes:
+        start = struct.pack("<4sIQ", b"BTO2", len(text), xxhash.xxh3_64_intdigest(text))
+        return start + text
+
+    wide = packed(b'{"a": [' + b"[]," * (4 << 20) + b"[]]}")
+    deep = packed(b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}")
+    port = free_port()
+    client = ServerClient(f"http://127.0.0.1:{port}", TOKEN)
+    with serving(tmp_path, [], port):
+        ask(client, "join", **JOIN)
+        monkeypatch.setattr(protocol, "_decode_header", counting)
+        tracemalloc.start()
+        for action in ("join", "contribute"):
+            for body in (wide, deep):
+                found = answer(port, unsigned(action, len(body), body))
+                assert found.startswith(b"HTTP/1.1 401") or not found
+        for action, status in (("join", b"413"), ("wait", b"413"), ("contribute", b"400")):
+            found = answer(port, signed(client, action, wide) + wide)
+            assert found.startswith(b"HTTP/1.1 " + status) or (not found and status == b"413")
+        assert not decoded
+        assert answer(port, signed(client, "join", deep) + deep).startswith(b"HTTP/1.1 400")
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert ask(client, "join", **JOIN)[0]["uploads"]
+    assert decoded[0] == len(deep) - 16
+    assert most < 96 << 20  # with what this test sends
+
+
+def test_the_end_of_a_process_is_noticed_by_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not by heartbeats that are missing, nor by the window."""
+    monkeypatch.setattr(members, "HEARTBEAT_TIMEOUT", 1000.0)
+    monkeypatch.setattr(members, "RECONNECT_SECONDS", 0.5)
+    with outer_server(tmp_path, window_seconds=1000.0) as reach:
+        clients = [ServerClient(reach["server"], OWN_TOKEN) for _ in range(2)]
+        request = JOIN | {"sites": JOIN["sites"] | {"count": 2}}
+        for site, client in enumerate(clients):
+            ask(client, "join", **(request | {"site": site, "run": f"{site:016x}"}))
+        boxes = [["w", [0], [4]]]
+        part = {"attempt": "0" * 16, "rank": 0, "part": 0, "boxes": boxes}
+        delivery = {"attempt": "0" * 16, "base": 0, "step": 5, "tokens": 10, "num_messages": 1}
+        ask(clients[0], "upload", site=0, boxes=boxes, payload=bytes(16))
+        ask(clients[0], "uploaded", site=0)
+        ask(clients[0], "contribute", site=0, **part, payload=bytes(16))
+        ask(clients[0], "deliver", site=0, **delivery)
+        ask(clients[1], "heartbeat", site=1, run=f"{1:016x}")  # one that ends as it should
+        assert ask(clients[0], "wait", base=0, seconds=1.0)[0]["number"] == 0
+        body = pack({"site": 1, "run": f"{1:016x}"})
+        port = int(reach["server"].rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), 10) as raw:
+            raw.sendall(signed(clients[1], "heartbeat", body, OWN_TOKEN) + body)
+        while ask(clients[0], "wait", base=0, seconds=10.0)[0]["number"] == 0:
+            pass
+        assert ask(clients[0], "wait", base=0, seconds=0.0)[0]["sites"] == [0]
 
 
 def test_memory_under_a_thousand_hostile_connections_is_as_documented(
