@@ -16,7 +16,8 @@ from bigtrain.planner.model_costs import ModelCosts
 from bigtrain.planner.step_time import StepTime, step_time
 from bigtrain.planner.tables.engines import MeasuredEngine, engine_named
 from bigtrain.planner.tables.hardware import Device
-from bigtrain.settings.deepspeed.engine_config import offload_device, value_at
+from bigtrain.settings.deepspeed.engine_config import offload_device
+from bigtrain.settings.deepspeed.keys import value_at
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.settings.run_config import OptimizerSection
 

@@ -173,21 +173,22 @@ def _cluster(
 def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
     from bigtrain.planner.run_prediction import optimizer_costs
     from bigtrain.planner.search import SearchSpace
+    from bigtrain.settings.compatibility.facts import Facts
     from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
     from bigtrain.settings.hf_config_keys import inspect_configuration
-    from bigtrain.settings.resolve import facts_of
 
     figures, problems = inspect_configuration(config.model)
     if problems:
         raise ConfigError(problems, "the run")
     raw = _deepspeed_json(1, "")
     device: Device = "cpu" if cluster.device.is_cpu else "cuda"
-    facts = facts_of(config, raw, cluster.num_devices, device, "DeepSpeed JSON", True, figures)
+    known = {"world_size": cluster.num_devices, "device": device, "async_io": True}
+    facts = Facts(config, raw, figures, torch_adam=True, **known)
     size_of = {"float32": 4, "bfloat16": 2, "float16": 2}
     gradients = gradient_dtype_of(config, 1) or config.precision.dtype
     return SearchSpace(
         model=model,
-        facts=replace(facts, torch_adam=True),
+        facts=facts,
         sequence_length=config.batch.sequence_length,
         global_batch_size=config.batch.samples_per_step,
         parameter_bytes=size_of[config.precision.dtype],

@@ -16,11 +16,10 @@ from typing import Any
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.deepspeed.accepted import ROWS, check_values, not_tried
-from bigtrain.settings.deepspeed.keys import AUTO, check_keys, with_integers
+from bigtrain.settings.deepspeed.keys import AUTO, check_keys, value_at, with_integers
 from bigtrain.settings.deepspeed.nearest import suggestion
 from bigtrain.settings.deepspeed.ownership import (
     REFUSED_BLOCKS,
-    Owned,
     check_refused_blocks,
     optimizer_is_torch,
     owned_values,
@@ -207,11 +206,6 @@ def offload_device(raw: Mapping[str, Any], block: str) -> str | None:
     none."""
     device = value_at(raw, f"zero_optimization.{block}.device")
     return device if device in ("cpu", "nvme") else None
-
-
-def value_at(tree: Mapping[str, Any], path: str) -> Any:
-    """Return the value under a dotted path; None if a part of the path is absent or not a block."""
-    return Owned.lookup(tree, path)
 
 
 def _autos(tree: Mapping[str, Any], parents: tuple[str, ...] = ()) -> Iterator[str]:

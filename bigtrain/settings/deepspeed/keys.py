@@ -35,6 +35,16 @@ _BOUNDS = {
 }
 
 
+def value_at(tree: object, path: str, default: Any = None) -> Any:
+    """Return the value under a dotted path; `default` if a part of the path is absent or not a
+    block."""
+    for name in path.split("."):
+        if not isinstance(tree, Mapping) or name not in tree:
+            return default
+        tree = tree[name]
+    return tree
+
+
 @functools.cache
 def key_table() -> Mapping[str, Any]:
     """Return the table: ``deepspeed_version``, ``keys`` (nested) and ``removed`` (key to

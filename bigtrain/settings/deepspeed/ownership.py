@@ -11,7 +11,7 @@ from typing import Any
 
 from bigtrain.errors import Problem
 from bigtrain.settings.batch_plan import BatchPlan
-from bigtrain.settings.deepspeed.keys import AUTO
+from bigtrain.settings.deepspeed.keys import AUTO, value_at
 from bigtrain.settings.run_config import RunConfig
 
 _ABSENT = object()
@@ -124,19 +124,9 @@ class Owned:
     settable: bool = True
     spelling: str = ""
 
-    @staticmethod
-    def lookup(tree: Mapping[str, Any], path: str, default: Any = None) -> Any:
-        """Return the value under a dotted path, or `default`."""
-        node: Any = tree
-        for name in path.split("."):
-            if not isinstance(node, Mapping) or name not in node:
-                return default
-            node = node[name]
-        return node
-
     def contradiction(self, raw: Mapping[str, Any], source: str) -> Problem | None:
         """Return the problem, naming both keys, if `raw` has another value than the run."""
-        given = self.lookup(raw, self.key, _ABSENT)
+        given = value_at(raw, self.key, _ABSENT)
         if given is _ABSENT or given == AUTO or _same(given, self.value):
             return None
         written = f'"{self.spelling}" or "auto"' if self.spelling else '"auto"'
@@ -208,7 +198,7 @@ def _owned_batch(config: RunConfig, plan: BatchPlan | None) -> list[Owned]:
 def _is_placeholder(raw: Mapping[str, Any]) -> bool:
     """Return whether the JSON names AdamW without a value of its own, as ds_configs/ do for HF
     Trainer: any optimizer of the run may replace that one."""
-    name, params = Owned.lookup(raw, "optimizer.type"), Owned.lookup(raw, "optimizer.params", {})
+    name, params = value_at(raw, "optimizer.type"), value_at(raw, "optimizer.params", {})
     if not isinstance(name, str) or not isinstance(params, Mapping):
         return False
     return name.lower() == "adamw" and all(
@@ -225,7 +215,7 @@ def _owned_optimizer(config: RunConfig, raw: Mapping[str, Any]) -> list[Owned]:
         own.append(
             Owned("zero_allow_untested_optimizer", "optimizer.type", optimizer.type, True, False)
         )
-        if Owned.lookup(raw, "zero_optimization.offload_optimizer.device", "none") != "none":
+        if value_at(raw, "zero_optimization.offload_optimizer.device", "none") != "none":
             own.append(
                 Owned("zero_force_ds_cpu_optimizer", "optimizer.type", optimizer.type, False, False)
             )
@@ -289,13 +279,13 @@ def check_refused_blocks(
     problems = [
         Problem(f"{source}: {path}", None, reason, remedy)
         for path, (reason, remedy) in REFUSED_BLOCKS.items()
-        if Owned.lookup(raw, path, _ABSENT) is not _ABSENT
+        if value_at(raw, path, _ABSENT) is not _ABSENT
     ]
     dtype = raw.get("communication_data_type", AUTO)
     if dtype not in (AUTO, "fp32", "bf16", "fp16"):
         key = f"{source}: communication_data_type"
         problems.append(Problem(key, dtype, "must be one of fp32, bf16, fp16"))
-    params = Owned.lookup(raw, "optimizer.params", {})
+    params = value_at(raw, "optimizer.params", {})
     if not isinstance(params, Mapping):
         return problems
     for name, value in params.items():
@@ -314,7 +304,7 @@ def _optimizer_conflicts(
 ) -> list[Problem]:
     problems = []
     torch_adam = optimizer_is_torch(
-        raw.get("optimizer", {}), raw, Owned.lookup(raw, "zero_optimization", {})
+        raw.get("optimizer", {}), raw, value_at(raw, "zero_optimization", {})
     )
     for name in ("fused", "foreach"):
         if name in params and not torch_adam:
@@ -343,8 +333,8 @@ def optimizer_is_torch(
 ) -> bool:
     """Return whether the run uses ``torch.optim.AdamW``: yes, unless the JSON sets ``torch_adam:
     false``, or ``zero_force_ds_cpu_optimizer: true`` with an offloaded optimizer."""
-    chosen = Owned.lookup(optimizer, "params.torch_adam")
+    chosen = value_at(optimizer, "params.torch_adam")
     if isinstance(chosen, bool):
         return chosen
-    offloaded = Owned.lookup(zero, "offload_optimizer.device", "none") != "none"
+    offloaded = value_at(zero, "offload_optimizer.device", "none") != "none"
     return not (offloaded and tree.get("zero_force_ds_cpu_optimizer") is True)
