@@ -11,6 +11,7 @@ from typing import Any
 
 from bigtrain.errors import Problem
 from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.deepspeed.accepted import REFUSED_BLOCKS
 from bigtrain.settings.deepspeed.keys import AUTO, value_at
 from bigtrain.settings.run_config import RunConfig
 
@@ -20,76 +21,6 @@ _DTYPE_SPELLINGS = {
     "float32": ("fp32", "float32", "torch.float32", "float"),
     "bfloat16": ("bf16", "bfloat16", "torch.bfloat16"),
     "float16": ("fp16", "float16", "torch.float16", "half"),
-}
-
-# Known to DeepSpeed, but owned by the run YAML, or without effect in a bigtrain run.
-REFUSED_BLOCKS: Mapping[str, tuple[str, str]] = {
-    "scheduler": (
-        "the run owns the learning rate over time",
-        "remove it and set schedule.* in the run YAML",
-    ),
-    "torch_autocast": (
-        "the run owns number formats",
-        "remove it and set precision.dtype in the run YAML",
-    ),
-    "bfloat16": ("is the old name of bf16", 'write "bf16"'),
-    "activation_checkpointing": (
-        "has no effect on Hugging Face models",
-        "remove it and set model.gradient_checkpointing in the run YAML",
-    ),
-    "tensor_parallel": ("the run owns parallel degrees", "remove it; parallel.tensor sets it"),
-    "sequence_parallel_size": (
-        "the run owns parallel degrees",
-        "remove it; parallel.sequence sets it",
-    ),
-    "expert_parallel": ("the run owns parallel degrees", "remove it; parallel.expert sets it"),
-    "use_data_before_expert_parallelism": (
-        "ranks that share the experts are neighbours, as parallel.expert sets",
-        "remove it",
-    ),
-    "checkpoint": (
-        "bigtrain writes its own checkpoints",
-        "remove it and set checkpoint.* in the run YAML",
-    ),
-    "datastates_ckpt": (
-        "bigtrain writes its own checkpoints",
-        "remove it and set checkpoint.* in the run YAML",
-    ),
-    "data_types.buffer_dtype": (
-        "would round buffers that must stay exact: rotary frequencies, biases of routers",
-        "remove it; buffers keep the dtype that the model gives them",
-    ),
-    "data_efficiency": ("the run owns the data and its order", "remove it"),
-    "dataloader_drop_last": ("the run owns the data and its order", "remove it"),
-    "managed_gradient_accumulation": (
-        "the run owns accumulation (batch.global_batch_size)",
-        "remove it",
-    ),
-    "autotuning": ("bigtrain is not started by DeepSpeed's autotuner", "remove it"),
-    "compile": ("bigtrain does not compile models", "remove it"),
-    **dict.fromkeys(
-        ("tensorboard", "wandb", "csv_monitor", "comet"),
-        (
-            "is DeepSpeed's monitor, which writes outside the run directory",
-            "remove it and set logging.trackers in the run YAML",
-        ),
-    ),
-    "hybrid_engine": ("is an engine for reinforcement learning, not for this", "remove it"),
-    "weight_quantization": ("is for inference", "remove it"),
-    "zero_optimization.zenflow": (
-        "delays the update of most gradients, so ZeRO stages would not compute the same run",
-        "remove it",
-    ),
-    "zero_optimization.elastic_checkpoint": (
-        "bigtrain writes its own checkpoints, and ZeRO 3 does not support it",
-        "remove it; a run resumes from any checkpoint with any world size",
-    ),
-    "zero_optimization.load_from_fp32_weights": (
-        "bigtrain writes its own checkpoints",
-        "remove it; masters are always restored as they were",
-    ),
-    "optimizer.legacy_fusion": ("is for LAMB, which no run uses", "remove it"),
-    "zero_optimization.legacy_stage1": ("was removed from DeepSpeed", "remove it"),
 }
 
 OPTIMIZER_PARAMETERS: Mapping[str, str] = {
