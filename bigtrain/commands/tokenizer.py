@@ -7,9 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigtrain.commands.arguments import (
-    reading_of,
-)
+from bigtrain.commands.arguments import reading_of
 from bigtrain.errors import ConfigError, DataError, Problem
 
 

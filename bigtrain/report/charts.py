@@ -20,9 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigtrain.report.marks import Marks
-from bigtrain.report.metrics_file import (
-    TABLES,
-)
+from bigtrain.report.metrics_file import TABLES
 from bigtrain.report.reduction import Bucketed, Column, Reduced
 from bigtrain.report.run_files import Run
 from bigtrain.report.step_metrics import StepMetrics, is_optional
