@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bigtrain.errors import LaunchError
 from bigtrain.system.files import write_new
@@ -75,24 +76,31 @@ def kubernetes_text(args: argparse.Namespace, output: Path) -> str:
     )
 
 
+def _run_on_nodes(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of `NodesRequest` but for the nodes."""
+    gpus, processes = processes_of(args)
+    return {
+        "config": absolute(args.config),
+        "overrides": tuple(args.overrides),
+        "processes_per_node": processes,
+        "directory": str(Path.cwd()),
+        "deepspeed_config": args.deepspeed_config and absolute(args.deepspeed_config),
+        "gpus": gpus > 0,
+        "setup": tuple(args.setup),
+    }
+
+
 def slurm_text(args: argparse.Namespace, output: Path) -> str:
     """Return the script for `args`, checked by bash. `output` is not read."""
     from bigtrain.launchers.slurm import SlurmRequest, render_script, sbatch_options
 
-    gpus, processes = processes_of(args)
     text = render_script(
         SlurmRequest(
-            config=absolute(args.config),
-            overrides=tuple(args.overrides),
+            **_run_on_nodes(args),
             nodes=args.nodes,
-            processes_per_node=processes,
             time=args.time,
             save_seconds=args.save_seconds,
-            directory=str(Path.cwd()),
-            deepspeed_config=args.deepspeed_config and absolute(args.deepspeed_config),
-            gpus=gpus > 0,
             options=sbatch_options(args.sbatch),
-            setup=tuple(args.setup),
         )
     )
     return _checked(text)
@@ -102,25 +110,18 @@ def torchrun_text(args: argparse.Namespace, output: Path) -> str:
     """Return the script for `args` that will be written to `output`, checked by bash."""
     from bigtrain.launchers.torchrun import TorchrunRequest, render_torchrun
 
-    gpus, processes = processes_of(args)
     text = render_torchrun(
         TorchrunRequest(
             name=args.name or _name_of(args.config),
-            config=absolute(args.config),
-            overrides=tuple(args.overrides),
+            **_run_on_nodes(args),
             nodes=args.nodes.replace(":", "-"),  # torchrun's own notation
-            processes_per_node=processes,
             endpoint=args.rendezvous,
-            directory=str(Path.cwd()),
             python=sys.executable,
             file=output.name,
-            deepspeed_config=args.deepspeed_config and absolute(args.deepspeed_config),
-            gpus=gpus > 0,
             restarts=args.restarts,
             heartbeat_timeout=args.heartbeat_timeout,
             last_call_timeout=args.last_call_timeout,
             threads=args.threads,
-            setup=tuple(args.setup),
         )
     )
     return _checked(text)

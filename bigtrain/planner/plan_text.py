@@ -8,8 +8,7 @@ from typing import Any
 
 from bigtrain.planner.memory import MEMORY_ERROR
 from bigtrain.planner.search import Candidate, Cluster
-
-GIB = 2.0**30
+from bigtrain.system.units import GIB
 
 
 def plan_table(candidates: Sequence[Candidate], cluster: Cluster, num_shown: int) -> str:

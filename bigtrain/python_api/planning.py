@@ -176,6 +176,7 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
     from bigtrain.settings.compatibility.facts import Facts
     from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
     from bigtrain.settings.hf_config_keys import inspect_configuration
+    from bigtrain.system.units import DTYPE_BYTES
 
     figures, problems = inspect_configuration(config.model)
     if problems:
@@ -184,15 +185,14 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
     device: Device = "cpu" if cluster.device.is_cpu else "cuda"
     known = {"world_size": cluster.num_devices, "device": device, "async_io": True}
     facts = Facts(config, raw, figures, torch_adam=True, **known)
-    size_of = {"float32": 4, "bfloat16": 2, "float16": 2}
     gradients = gradient_dtype_of(config, 1) or config.precision.dtype
     return SearchSpace(
         model=model,
         facts=facts,
         sequence_length=config.batch.sequence_length,
         global_batch_size=config.batch.samples_per_step,
-        parameter_bytes=size_of[config.precision.dtype],
-        gradient_bytes=size_of.get(str(gradients), 4),
+        parameter_bytes=DTYPE_BYTES[config.precision.dtype],
+        gradient_bytes=DTYPE_BYTES[gradients],
         bucket_elements=int(raw["zero_optimization"]["reduce_bucket_size"]),
         loss=config.model.loss,
         loss_chunk_tokens=config.model.loss_chunk_tokens,

@@ -19,6 +19,7 @@ from bigtrain.planner.published.rows import RowRun, run_of
 from bigtrain.planner.published.words import has_value
 from bigtrain.planner.step_time import step_time
 from bigtrain.planner.tables.engines import Engine
+from bigtrain.system.units import GIB
 
 COLUMNS = (
     "source", "model", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "gpu",
@@ -26,8 +27,6 @@ COLUMNS = (
     "tokens_per_s_per_gpu",
 )  # fmt: skip
 """Required columns; ``cp``, ``ep``, ``peak_gib``, ``params_b`` and ``notes`` are optional."""
-
-GIB = 2.0**30
 
 
 @dataclass(frozen=True)

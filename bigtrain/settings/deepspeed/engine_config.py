@@ -25,6 +25,7 @@ from bigtrain.settings.deepspeed.ownership import (
 )
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.shipped_files import ds_configs
+from bigtrain.system.units import DEEPSPEED_DTYPES
 
 # DeepSpeed would print its own progress and throughput in addition to bigtrain's.
 _NEVER_PRINT_STEPS = 1_000_000_000
@@ -54,8 +55,6 @@ _ALWAYS_OWNED = {
     "gradient_accumulation_steps",
     "fp16.initial_scale_power",
 }
-
-DEEPSPEED_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True)
