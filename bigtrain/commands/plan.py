@@ -75,7 +75,7 @@ def _evaluate(path: Path, output: Path | None) -> int:
 def _calibrate(output: Path | None) -> int:
     from bigtrain.engine.calibration.device import calibrate
     from bigtrain.engine.calibration.engine import measure_engine
-    from bigtrain.planner.tables.calibration_file import keep_calibration, write_calibration
+    from bigtrain.planner.tables.engines import keep_calibration, write_calibration
 
     if output is None:
         raise ConfigError(Problem("--output", None, "is required for --calibrate", "name a file"))

@@ -141,8 +141,7 @@ def _cluster(
     hardware: str | Path | None,
 ) -> tuple[Cluster, MeasuredEngine | None]:
     from bigtrain.planner.search import Cluster
-    from bigtrain.planner.tables.calibration_file import load_calibration
-    from bigtrain.planner.tables.engines import cpu_engine
+    from bigtrain.planner.tables.engines import cpu_engine, load_calibration
     from bigtrain.planner.tables.hardware import find_device, with_network
 
     match = re.fullmatch(r"\s*(\d+)\s*x\s*(\S.*?)\s*", devices)

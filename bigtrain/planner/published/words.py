@@ -15,20 +15,7 @@ from bigtrain.planner.layout import Recompute
 Row = Mapping[str, str]
 
 MOST = 10**8  # of anything that is counted
-NOTHING = {
-    "",
-    "-",
-    "--",
-    "n/a",
-    "na",
-    "nan",
-    "none",
-    "null",
-    "?",
-    "unknown",
-    "not stated",
-    "default",
-}
+NOTHING = {"", "-", "--", "?", "not stated", *"n/a na nan none null unknown default".split()}
 _ENGINES = (
     (r"megatron[- ]?deepspeed|gpt[- ]?neox", "megatron_deepspeed"),
     (r"nanotron", "nanotron"),

@@ -16,8 +16,7 @@ from typing import Any
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.deepspeed.accepted import REFUSED_BLOCKS, ROWS, check_values, not_tried
-from bigtrain.settings.deepspeed.keys import AUTO, check_keys, value_at, with_integers
-from bigtrain.settings.deepspeed.nearest import suggestion
+from bigtrain.settings.deepspeed.keys import AUTO, check_keys, suggestion, value_at, with_integers
 from bigtrain.settings.deepspeed.ownership import (
     check_refused_blocks,
     optimizer_is_torch,

@@ -19,8 +19,7 @@ from bigtrain.settings.deepspeed.engine_config import (
     read_deepspeed_config,
     render,
 )
-from bigtrain.settings.deepspeed.keys import key_table
-from bigtrain.settings.deepspeed.nearest import suggestion
+from bigtrain.settings.deepspeed.keys import key_table, suggestion
 from bigtrain.settings.resolve import resolve_run, resolve_run_files
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.shipped_files import ds_configs
