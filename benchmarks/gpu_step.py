@@ -45,12 +45,12 @@ from benchmarks.support.contenders import (
 from benchmarks.support.litgpt_loop import LitgptLoop
 from benchmarks.support.points import Point, resolve_point
 from bigtrain.data.loading.loader import open_training_data
-from bigtrain.planner.run_prediction import GIB
 from bigtrain.run.diagnostics.profiling import top_ops
 from bigtrain.run.preflight import Inputs, inspect_inputs
 from bigtrain.run.session import open_session
 from bigtrain.run.training import predict
 from bigtrain.settings.resolve import ResolvedRun
+from bigtrain.system.units import GIB
 from bigtrain.system.world import World
 
 CONTENDERS = ("bare", "bigtrain", "hf", "litgpt")

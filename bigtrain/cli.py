@@ -1,7 +1,7 @@
 """The `bigtrain` command: finds the subcommand and calls it. Imports nothing heavy itself.
 
-A subcommand is a module in `bigtrain/commands/` with ``add_arguments(parser)`` and
-``run(args) -> int`` (the exit code). It imports torch and the like inside ``run``, so that
+A subcommand is a module in `bigtrain/commands/` with ``run(args) -> int`` (the exit code), and an
+entry in ``arguments.yaml`` there. It imports torch and the like inside ``run``, so that
 ``bigtrain --help`` takes no longer than Python's own start.
 """
 

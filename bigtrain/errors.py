@@ -125,3 +125,8 @@ def first_line(error: BaseException) -> str:
     """The first line of an error of another library, or the name of its class."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+def one_line(error: BaseException) -> str:
+    """Return the text of `error` in one line of at most 300 characters; its type if it has none."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,10 +78,9 @@ def _row(rule: Rule) -> str:
 
 
 def _differences(before: Facts, after: Facts) -> Iterator[tuple[str, object]]:
-    for field in fields(Facts):
-        value = getattr(after, field.name)
-        if getattr(before, field.name) != value:
-            yield field.name, value
+    for name, value in after.values().items():
+        if before[name] != value:
+            yield name, value
 
 
 def _trap(trap: Trap) -> str:

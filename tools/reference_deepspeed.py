@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from bigtrain.settings.deepspeed.accepted import ROWS, TEST, Row
+from bigtrain.settings.deepspeed.accepted import REFUSED_BLOCKS, ROWS, TEST, Row
 from bigtrain.settings.deepspeed.keys import key_table
-from bigtrain.settings.deepspeed.ownership import REFUSED_BLOCKS
 from tools.markdown import markdown_cell
 
 _HEAD = f"""\

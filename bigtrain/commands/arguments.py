@@ -1,10 +1,15 @@
-"""Arguments that several subcommands share. Pure."""
+"""Arguments of the subcommands, by the table in arguments.yaml. Pure."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 EXIT_CODES = (
     "Exit codes: 0 done; 2 a problem with the arguments or their files, reported in one "
@@ -13,103 +18,8 @@ EXIT_CODES = (
 """Epilog of every command's help."""
 
 
-def add_input_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add the arguments for reading text, which `reading_of` converts.
-
-    `required`: whether the command always needs an input."""
-    from bigtrain.data.documents.files import COMPRESSION_SUFFIXES
-    from bigtrain.data.documents.formats import DEFAULT_SUFFIXES, READERS, ROW_SUFFIXES
-
-    compressed = f"{', '.join(COMPRESSION_SUFFIXES[:-1])} or {COMPRESSION_SUFFIXES[-1]}"
-    tables = " and ".join(reader.kind for reader in READERS if reader.random_access)
-    parser.add_argument(
-        "--input",
-        required=required,
-        nargs="+",
-        action="extend",
-        metavar="INPUT",
-        help="files, folders, globs, directories of Dataset.save_to_disk, Hub datasets, - for "
-        "standard input, or addresses (s3://, gs://, az://, hf://, https:// and all that fsspec "
-        f"supports) of files, folders and globs. Files: {', '.join(ROW_SUFFIXES)}, or else text, "
-        f"each also compressed ({compressed}). Compressed {tables} files are decompressed next to "
-        "the output while they are read: this needs space for the largest, once per worker",
-    )
-    parser.add_argument(
-        "--text-key",
-        action="append",
-        default=[],
-        type=_keys,
-        metavar="KEY",
-        help="key or column of the document (default: text); with several (a,b, or "
-        "repeated) those that a row has are joined by a newline",
-    )
-    parser.add_argument(
-        "--suffix",
-        action="append",
-        default=[],
-        type=_suffix,
-        metavar=".SUFFIX",
-        help=f"suffix of files to read in folders, also followed by {compressed}; may be repeated "
-        f"(default: {' '.join(DEFAULT_SUFFIXES)})",
-    )
-    parser.add_argument(
-        "--read-as",
-        default=None,
-        type=_suffix,
-        metavar=".SUFFIX",
-        help="read every input file as if it had this suffix, such as .jsonl.gz (default: by its "
-        "own name; for standard input .jsonl)",
-    )
-    parser.add_argument(
-        "--exclude",
-        action="append",
-        default=[],
-        metavar="GLOB",
-        help="files and folders to skip, by name or by path below the input; may be repeated",
-    )
-    parser.add_argument(
-        "--follow-links",
-        action="store_true",
-        help="read targets of a folder's links outside of it, files and folders; without it "
-        "such a link is an error, which names it",
-    )
-    _add_limits(parser)
-    parser.add_argument("--dataset-config", metavar="NAME", help="configuration of a Hub dataset")
-    parser.add_argument(
-        "--dataset-split",
-        default="train",
-        metavar="SPLIT",
-        help="split of a Hub or saved dataset (default: train)",
-    )
-
-
-def _add_limits(parser: argparse.ArgumentParser) -> None:
-    """Add the limits on bad documents."""
-    parser.add_argument(
-        "--max-document-bytes",
-        type=size,
-        metavar="SIZE",
-        help="a larger document, or line, is bad (default: 64MiB)",
-    )
-    parser.add_argument(
-        "--max-bad-fraction",
-        type=_fraction_or_one,
-        default=0.0,
-        metavar="F",
-        help="skip and count unreadable documents, up to this share of all; with 0, the "
-        "default, the first one is an error",
-    )
-    parser.add_argument(
-        "--skip-bad",
-        action="store_const",
-        const=1.0,
-        dest="max_bad_fraction",
-        help="same as --max-bad-fraction 1: skip all of them",
-    )
-
-
 def reading_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Convert the arguments of `add_input_arguments` to parameters of
+    """Convert the arguments for reading text to parameters of
     `bigtrain.python_api.tokenizing`, without the inputs and the limit of bad documents."""
     return {
         "text_keys": [key for keys in args.text_key for key in keys],
@@ -121,24 +31,6 @@ def reading_of(args: argparse.Namespace) -> dict[str, Any]:
         "read_as": args.read_as or "",
         "follow_links": args.follow_links,
     }
-
-
-def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Add the settings of the run that the command line changes."""
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="settings of the run to change, such as train.steps=20 (default: none)",
-    )
-
-
-def add_count(
-    parser: argparse.ArgumentParser, flag: str, default: int, metavar: str, text: str
-) -> None:
-    """Add an option that takes an integer of at least 1; its help is `text` and the default."""
-    help_text = f"{text} (default: {default})"
-    parser.add_argument(flag, type=positive_int, default=default, metavar=metavar, help=help_text)
 
 
 def positive_int(text: str) -> int:
@@ -183,3 +75,97 @@ def _fraction_or_one(text: str) -> float:
 
 def _suffix(text: str) -> str:
     return text if text.startswith(".") else f".{text}"
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value < 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not a fraction from 0 to below 1")
+    return value
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: an integer from 1 to 65535")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration: a number above 0")
+    return seconds
+
+
+def _shard_size(text: str) -> str:
+    if re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", text.upper()) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
+    return text.upper()
+
+
+def _rate(text: str) -> float:
+    """Parse an argument: bits per second, such as 400Gb."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([GMT])b(?:it)?(?:/s|ps)?\s*", text)
+    value = float(match[1]) * {"M": 1e6, "G": 1e9, "T": 1e12}[match[2]] if match else 0.0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a rate, such as 400Gb")
+    return value
+
+
+TYPES: Mapping[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "path": Path,
+    "positive": positive_int,
+    "count": count,
+    "size": size,
+    "shard_size": _shard_size,
+    "rate": _rate,
+    "seconds": _seconds,
+    "port": _port,
+    "fraction": _fraction,
+    "fraction_or_one": _fraction_or_one,
+    "suffix": _suffix,
+    "keys": _keys,
+}
+
+
+@functools.cache
+def table() -> Mapping[str, Mapping[str, Any]]:
+    """Return the arguments of each command, such as ``check`` or ``launch slurm``."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # without libyaml ten times slower
+    path = Path(__file__).with_name("arguments.yaml")
+    tree: Mapping[str, Mapping[str, Any]] = yaml.load(path.read_text("utf-8"), Loader=loader)
+    return tree
+
+
+def add_arguments(parser: Any, arguments: Mapping[str, Any]) -> None:
+    """Add `arguments`, an entry of `table`, to a parser or a group of one."""
+    for flags, settings in arguments.items():
+        if flags.startswith("one of"):
+            group = parser.add_mutually_exclusive_group(required=flags.endswith("required"))
+            add_arguments(group, settings)
+        else:
+            own = dict(settings)
+            if "type" in own:
+                own["type"] = TYPES[own["type"]]
+            if "{" in own.get("help", ""):
+                own["help"] = own["help"].format_map(_formats())
+            parser.add_argument(*flags.split(), **own)
+
+
+@functools.cache
+def _formats() -> Mapping[str, str]:
+    """Return what texts of help in the table quote of the data formats."""
+    from bigtrain.data.documents.files import COMPRESSION_SUFFIXES
+    from bigtrain.data.documents.formats import DEFAULT_SUFFIXES, READERS, ROW_SUFFIXES
+
+    return {
+        "rows": ", ".join(ROW_SUFFIXES),
+        "compressed": f"{', '.join(COMPRESSION_SUFFIXES[:-1])} or {COMPRESSION_SUFFIXES[-1]}",
+        "tables": " and ".join(reader.kind for reader in READERS if reader.random_access),
+        "folder_suffixes": " ".join(DEFAULT_SUFFIXES),
+    }

@@ -4,51 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 
-from bigtrain.commands.arguments import add_overrides
 from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem
 from bigtrain.python_api.configuring import checked, resolve
 from bigtrain.settings.compatibility.check import Device
 from bigtrain.settings.resolve import ResolvedRun
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the subcommand."""
-    parser.add_argument("--config", required=True, help="run YAML, or the name of a recipe")
-    parser.add_argument(
-        "--world-size", type=int, default=1, metavar="N", help="number of ranks (default: 1)"
-    )
-    parser.add_argument(
-        "--deepspeed_config",
-        "--deepspeed-config",
-        metavar="NAME_OR_PATH",
-        help="DeepSpeed JSON or its name in ds_configs/ (default: engine.deepspeed_config)",
-    )
-    parser.add_argument(
-        "--device",
-        choices=get_args(Device),
-        help="also refuse settings that this kind of device does not support (default: unknown)",
-    )
-    parser.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help="predict time and memory on this device (e.g. H100-80GB), and refuse what cannot fit",
-    )
-    parser.add_argument(
-        "--inputs",
-        action="store_true",
-        help="also open the data and test the model's own code, like the run before its "
-        "rendezvous (some seconds; default: the settings only)",
-    )
-    parser.add_argument(
-        "--show",
-        metavar="SECTION.KEY",
-        help="print only this setting of the run, for scripts (e.g. output.directory)",
-    )
-    add_overrides(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -31,17 +31,6 @@ complete -o bashdefault -o default -F _bigtrain bigtrain
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    parser.add_argument(
-        "shell",
-        choices=SHELLS,
-        help='for bash: eval "$(bigtrain completion bash)" in ~/.bashrc; for zsh: the same in '
-        "~/.zshrc after compinit; for fish: bigtrain completion fish > "
-        "~/.config/fish/completions/bigtrain.fish",
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the script."""
     print(completion_script(args.shell))

@@ -5,44 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
-from bigtrain.commands.arguments import add_count, positive_int
 from bigtrain.errors import EXIT_USER_ERROR
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `bigtrain doctor`."""
-    hosts = parser.add_mutually_exclusive_group()
-    hosts.add_argument("--hostfile", type=Path, metavar="FILE", help="hosts, reached over ssh")
-    hosts.add_argument("--slurm", action="store_true", help="the hosts of the current Slurm job")
-    parser.add_argument(
-        "--slots",
-        type=positive_int,
-        metavar="N",
-        help="ranks per host, without --hostfile (default: from Slurm, or 1)",
-    )
-    parser.add_argument(
-        "--directory",
-        type=Path,
-        default=Path("runs"),
-        metavar="DIR",
-        help="where runs will write, on all hosts (default: runs)",
-    )
-    parser.add_argument(
-        "--port", type=positive_int, metavar="N", help="the port a run will use (default: any)"
-    )
-    add_count(parser, "--seconds", 120, "S", "time limit of each check")
-    parser.add_argument(
-        "--least-gib",
-        type=float,
-        default=10.0,
-        metavar="G",
-        help="free memory and disk that each host must have (default: 10)",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="do not load torch to compute and communicate"
-    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,19 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    parser.add_argument("address", help="address, such as s3://bucket/runs/mine")
-    parser.add_argument("output", type=Path, help="directory to copy it to")
-    parser.add_argument(
-        "--step",
-        type=int,
-        metavar="N",
-        help="for a run: the checkpoint to fetch (default: the newest complete one)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:

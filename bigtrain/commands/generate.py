@@ -12,40 +12,6 @@ from typing import Any
 from bigtrain.errors import ModelError
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    parser.add_argument("--model", required=True, help="Hugging Face directory or Hub name")
-    parser.add_argument(
-        "--prompt", help="text to continue; with --chat the first message of the user"
-    )
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="chat with the tokenizer's chat template: each line of standard input is a message "
-        "(or --prompt is the only one), and the answer is streamed",
-    )
-    parser.add_argument(
-        "--messages",
-        type=Path,
-        metavar="FILE",
-        help="with --chat: a JSON list of messages to begin with; if the last one is the user's, "
-        "only answer it",
-    )
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=128, help="maximum new tokens (default: 128)"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        help="0 always selects the most likely token (default: 0.8)",
-    )
-    parser.add_argument(
-        "--top-p", type=float, default=0.95, help="nucleus to sample from (default: 0.95)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation, or a conversation."""
     from bigtrain.python_api.results import generate

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-from bigtrain.commands.arguments import positive_int
 from bigtrain.launchers.deepspeed_env import (
     KEEP_ALIVE,
     NAME,
@@ -35,38 +34,6 @@ from bigtrain.system.files import write_new
 
 _RESOLVE_SECONDS = 10
 _LOOKUPS_AT_ONCE = 256  # threads that wait
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `bigtrain hostfile`."""
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--check", type=Path, metavar="FILE", help="report the problems of a file")
-    what.add_argument("--slurm", action="store_true", help="write one for the current Slurm job")
-    what.add_argument(
-        "--environment",
-        action="store_true",
-        help=f"write {NAME}: the variables that DeepSpeed sends to the hosts, without secrets",
-    )
-    parser.add_argument(
-        "--slots",
-        type=positive_int,
-        metavar="N",
-        help="with --slurm: ranks on each host (default: its GPUs, or else its tasks)",
-    )
-    parser.add_argument(
-        "--include",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME",
-        help="with --environment: additional variables; secret ones are refused",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help=f"file to write (default: with --slurm print it, with --environment {NAME} here)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bigtrain.commands.arguments import add_count
 from bigtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -19,45 +18,6 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 512
 SHOWN = 20
 """Number of shards and inputs in human-readable output; --json has all of them."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    parser.add_argument(
-        "shards",
-        type=Path,
-        metavar="SHARDS",
-        help="directory of a dataset, or prefix of one .bin/.idx pair, also Megatron's or NeoX's",
-    )
-    parser.add_argument(
-        "--document",
-        type=int,
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="N",
-        help="also show these documents, counted from 0 in shard order",
-    )
-    parser.add_argument(
-        "--split", choices=("train", "held_out"), help="of --document (default: train)"
-    )
-    add_count(parser, "--max-tokens", DEFAULT_MAX_TOKENS, "N", "maximum tokens of a document")
-    parser.add_argument(
-        "--tokenizer", type=Path, help="directory to decode with (default: the dataset's own)"
-    )
-    parser.add_argument(
-        "--mask",
-        action="store_true",
-        help="show the learned tokens of the documents: in color on a terminal, else between "
-        "\u27e6 and \u27e7; without --document for document 0",
-    )
-    parser.add_argument(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="write the documents of --mask as a page with learned tokens marked",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
 
 
 def run(args: argparse.Namespace) -> int:

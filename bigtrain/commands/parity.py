@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from bigtrain.commands.arguments import add_count, add_overrides
 from bigtrain.settings.loading import load_run_config
 
 if TYPE_CHECKING:
@@ -14,16 +13,6 @@ if TYPE_CHECKING:
     from bigtrain.parity.topologies import Point
 
 EXIT_DIFFERENT = 1
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the subcommand."""
-    parser.add_argument("--config", required=True, help="run YAML, or the name of a recipe")
-    add_count(parser, "--world-size", 2, "N", "ranks, started on this machine's CPUs")
-    parser.add_argument(
-        "--refused", action="store_true", help="also list the topologies that are refused, and why"
-    )
-    add_overrides(parser)
 
 
 def run(args: argparse.Namespace) -> int:

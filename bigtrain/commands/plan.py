@@ -6,78 +6,15 @@ import argparse
 import atexit
 import gc
 import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bigtrain.commands.arguments import add_count, add_overrides, positive_int, size
 from bigtrain.errors import ConfigError, OutputError, Problem
 
 if TYPE_CHECKING:
     from bigtrain.python_api.planning import Plan
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the subcommand."""
-    parser.add_argument("--config", help="run YAML, or the name of a recipe")
-    parser.add_argument(
-        "--gpus",
-        metavar="NxDEVICE",
-        help="devices: 64xH100-80GB, 8xA100; 4xCPU: processes, with this machine's measurements "
-        "by --hardware, else with those of bigtrain's development CPUs",
-    )
-    parser.add_argument(
-        "--nodes-of", type=positive_int, metavar="N", help="devices on each node (default: 8)"
-    )
-    parser.add_argument(
-        "--host-memory",
-        type=size,
-        metavar="SIZE",
-        help="main memory of a node, for offload (default: 1TB)",
-    )
-    parser.add_argument(
-        "--network",
-        type=_bits,
-        metavar="RATE",
-        help="network bandwidth per device, such as 400Gb (default: of the device's usual node)",
-    )
-    parser.add_argument(
-        "--hardware", type=Path, metavar="FILE", help="measurements of --calibrate, for DEVICE"
-    )
-    add_count(parser, "--top", 10, "N", "layouts to show")
-    parser.add_argument("--json", action="store_true", help="print all layouts as JSON")
-    parser.add_argument(
-        "--write",
-        type=Path,
-        metavar="DIRECTORY",
-        help="write run YAML and DeepSpeed JSON of the chosen layout there",
-    )
-    parser.add_argument(
-        "--choose",
-        type=positive_int,
-        metavar="N",
-        help="line of the table that --write uses (default: the first that is not tight)",
-    )
-    parser.add_argument(
-        "--evaluate",
-        type=Path,
-        metavar="ROWS.csv",
-        help="instead: predict published or own measurements, and print the errors",
-    )
-    parser.add_argument(
-        "--calibrate",
-        action="store_true",
-        help="instead: measure this machine in about a minute and write --output, for --hardware",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="of --evaluate: rows with predictions, as CSV; of --calibrate: measurements",
-    )
-    add_overrides(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -138,7 +75,7 @@ def _evaluate(path: Path, output: Path | None) -> int:
 def _calibrate(output: Path | None) -> int:
     from bigtrain.engine.calibration.device import calibrate
     from bigtrain.engine.calibration.engine import measure_engine
-    from bigtrain.planner.tables.calibration_file import keep_calibration, write_calibration
+    from bigtrain.planner.tables.engines import keep_calibration, write_calibration
 
     if output is None:
         raise ConfigError(Problem("--output", None, "is required for --calibrate", "name a file"))
@@ -202,17 +139,6 @@ def _plan(args: argparse.Namespace) -> int:
         start = launch_line(str(path), plan)
         print(f"wrote {path} and {path.with_name('deepspeed.json')}; start it with:\n  {start}")
     return 0
-
-
-def _bits(text: str) -> float:
-    """Parse an argument: bits per second, such as 400Gb."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([GMT])b(?:it)?(?:/s|ps)?\s*", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text} is not a rate, such as 400Gb")
-    value = float(match.group(1)) * {"M": 1e6, "G": 1e9, "T": 1e12}[match.group(2)]
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a rate, such as 400Gb")
-    return value
 
 
 def _heading(plan: Plan) -> str:

@@ -10,7 +10,7 @@ import re
 from typing import Any, NoReturn
 
 from bigtrain import __version__
-from bigtrain.commands.arguments import EXIT_CODES
+from bigtrain.commands.arguments import EXIT_CODES, add_arguments, table
 from bigtrain.settings.loading import with_setting_names
 
 COMMANDS = {
@@ -89,9 +89,24 @@ def build_parser(*loaded: str | None) -> CommandParser:
         )
         parser.commands[name] = subparser
         if name in loaded:
-            command_module(name).add_arguments(subparser)
+            _add_arguments(subparser, name)
             parser.takes_settings = subparser.format_usage().rstrip().endswith(SETTINGS)
     return parser
+
+
+def _add_arguments(parser: CommandParser, command: str) -> None:
+    """Add the arguments of `command`, or of each of its kinds."""
+    arguments = table().get(command)
+    if arguments is not None:
+        add_arguments(parser, arguments)
+        return
+    summaries = {kind: entry.summary for kind, entry in command_module(command).KINDS.items()}
+    kinds = parser.add_subparsers(dest="kind", metavar="|".join(summaries), required=True)
+    for kind, text in summaries.items():
+        parser.commands[kind] = kinds.add_parser(
+            kind, help=text, description=f"Write {text}", epilog=EXIT_CODES
+        )
+        add_arguments(parser.commands[kind], table()[f"{command} {kind}"])
 
 
 def _unknown_command(name: str) -> str:

@@ -5,52 +5,12 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bigtrain.report.run_files import Run
 
 DEFAULT_PORT = 8600
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    parser.add_argument("--run", required=True, type=Path, metavar="DIR", help="run directory")
-    parser.add_argument(
-        "--compare",
-        type=Path,
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="DIR",
-        help="directories of more runs, drawn into the same charts; may be repeated",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE.html",
-        help="the page (default: report.html in the directory of --run); an older report there is "
-        "replaced, any other file is not",
-    )
-    parser.add_argument(
-        "--live",
-        action="store_true",
-        help="write no file but serve the page, on this machine only, while the run trains; "
-        "Ctrl-C ends it",
-    )
-    parser.add_argument(
-        "--port",
-        type=_port,
-        metavar="N",
-        help=f"port of --live, 1 to 65535 (default: {DEFAULT_PORT})",
-    )
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port: an integer from 1 to 65535")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,21 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from bigtrain.errors import OutputError
 from bigtrain.settings.commented_yaml import schema_text
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write it there, for a line `# yaml-language-server: $schema=FILE` at the top of a "
-        "run YAML (default: print it)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,52 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigtrain.commands.arguments import (
-    add_input_arguments,
-    add_overrides,
-    positive_int,
-    reading_of,
-)
+from bigtrain.commands.arguments import reading_of
 from bigtrain.errors import ConfigError, DataError, Problem
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `bigtrain tokenizer`."""
-    add_input_arguments(parser, required=False)
-    parser.add_argument(
-        "--vocab-size",
-        type=positive_int,
-        metavar="N",
-        help="tokens of the vocabulary, including the end-of-document token; at least 257",
-    )
-    parser.add_argument(
-        "--base",
-        metavar="NAME",
-        help="instead of --input and --vocab-size: use this tokenizer (directory or Hub name), "
-        "and add tokens to it",
-    )
-    parser.add_argument(
-        "--add-token",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="text that becomes one token of --base; may be repeated",
-    )
-    parser.add_argument(
-        "--add-special-token",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="the same for a control token, such as <|im_start|>: document text never "
-        "becomes it, and decoding can skip it; may be repeated",
-    )
-    parser.add_argument(
-        "--config",
-        metavar="NAME_OR_PATH",
-        help="instead of --base and the tokens: the run YAML whose section tokenizer names them",
-    )
-    parser.add_argument("--output", required=True, type=Path, help="directory to write")
-    add_overrides(parser)
 
 
 def run(args: argparse.Namespace) -> int:

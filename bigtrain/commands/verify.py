@@ -9,20 +9,6 @@ from pathlib import Path
 from bigtrain.errors import EXIT_USER_ERROR, ConfigError, Problem
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `bigtrain verify`."""
-    parser.add_argument(
-        "datasets", nargs="*", type=Path, metavar="DATASET", help="written by `bigtrain tokenize`"
-    )
-    parser.add_argument(
-        "--run", type=Path, metavar="DIR", help="run directory whose checkpoints are read"
-    )
-    parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="written by `bigtrain export`: its weights"
-    )
-    parser.add_argument("--step", type=int, help="step of one checkpoint (default: all of them)")
-
-
 def run(args: argparse.Namespace) -> int:
     """Print a line for each; exit code 0 if all are complete and correct, else 2.
 

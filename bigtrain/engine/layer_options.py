@@ -8,7 +8,7 @@ import torch
 
 from bigtrain.models.layers.compilation import compile_layers, is_compiled, offload_checkpoints
 from bigtrain.models.layers.kernels import apply_kernels
-from bigtrain.settings.compatibility.check import Facts, may_compile
+from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
 
@@ -28,16 +28,9 @@ def apply_layer_options(
         apply_kernels(model)
     if section.activation_offload:
         offload_checkpoints(model, device.type)
-    facts = Facts(
-        zero_stage=engine_config.zero_stage,
-        tensor_size=config.parallel.tensor,
-        sequence_size=config.parallel.sequence,
-        expert_size=config.parallel.expert,
-        activation_offload=section.activation_offload,
-        bias_updates=config.moe.bias_update_rate > 0,
-    )
+    facts = Facts(config, engine_config.deepspeed)
     kind = cast(Literal["cpu", "cuda"], device.type)
-    if not is_compiled(section.compile, kind, allowed=may_compile(facts)):
+    if not is_compiled(section.compile, kind, allowed=facts.may_compile):
         return False
     compile_layers(model)
     return True

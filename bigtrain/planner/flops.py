@@ -13,9 +13,12 @@ Pure: imports no torch.
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from bigtrain.settings.hf_config_keys import CHOSEN_EXPERTS, EXPERTS, number_of
 
@@ -85,34 +88,13 @@ def model_shape(
     return ModelShape(num_dense + num_expert, num_layers, num_heads, head_size)
 
 
-# Dense peaks in TFLOP/s with float32 accumulation, without sparsity, one device: (a pattern of the
-# name that torch.cuda.get_device_name() gives, 16-bit floats, float32 outside tensor cores); the
-# first pattern that matches holds. Sources: the vendors' data sheets (NVIDIA GB200 NVL72, HGX
-# B200, H200, H100, GH200, A100, A40, A10, L40S, L40, L4, V100 and T4; Ada and Ampere GA102
-# architecture white papers for RTX; AMD Instinct MI300X, MI325X). NVIDIA states many of them with
-# sparsity: the table has half of that. None: not stated there, or not supported by the device.
-_PEAK_TERAFLOPS: tuple[tuple[str, float | None, float | None], ...] = (
-    (r"\bGB200\b", 2500.0, None),
-    (r"\bB200\b", 2250.0, None),
-    (r"\bGH200\b", 989.4, 66.9),
-    (r"\bH200 NVL\b", 835.5, 60.3),
-    (r"\bH200\b", 989.4, 66.9),
-    (r"\bH100 NVL\b", 835.5, 60.3),
-    (r"\bH100 PCIe\b", 756.4, 51.2),
-    (r"\bH100\b", 989.4, 66.9),
-    (r"\bA100\b", 312.0, 19.5),
-    (r"\bA40\b", 149.7, 37.4),
-    (r"\bA10\b", 125.0, 31.2),
-    (r"\bL40S\b", 362.0, 91.6),
-    (r"\bL40\b", 181.0, 90.5),
-    (r"\bL4\b", 121.0, 30.3),
-    (r"\bRTX 4090\b", 165.2, 82.6),
-    (r"\bRTX 3090\b", 71.0, 35.6),
-    (r"\bMI325X\b", 1307.4, 163.4),
-    (r"\bMI300X\b", 1307.4, 163.4),
-    (r"\bV100\b", 125.0, 15.7),
-    (r"\bT4\b", 65.0, 8.1),
-)
+@functools.cache
+def _peak_teraflops() -> list[tuple[str, float | None, float | None]]:
+    """Return patterns of device names, each with the peaks of 16-bit floats and of float32."""
+    text = (Path(__file__).parent / "tables/peak_flops.json").read_text(encoding="utf-8")
+    return [tuple(row) for row in json.loads(text)["peaks"]]
+
+
 _WITHOUT_BFLOAT16 = r"\b(V100|T4)\b"
 
 
@@ -122,7 +104,7 @@ def peak_flops_per_second(device_name: str, dtype: str) -> float | None:
     Parameters: `device_name` as ``torch.cuda.get_device_name()`` gives it; `dtype` as in
     ``precision.dtype``: bfloat16, float16 or float32 (without TF32, PyTorch's default).
     """
-    for pattern, half, single in _PEAK_TERAFLOPS:
+    for pattern, half, single in _peak_teraflops():
         if not re.search(pattern, device_name, re.IGNORECASE):
             continue
         if dtype == "bfloat16" and re.search(_WITHOUT_BFLOAT16, device_name):

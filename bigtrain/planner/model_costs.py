@@ -297,11 +297,7 @@ def with_adapters(model: ModelCosts, costs: AdapterCosts) -> ModelCosts:
             kinds.append(kind)
         order.append(kinds.index(kind))
     return replace(
-        model,
-        kinds=tuple(kinds),
-        layers=tuple(order),
-        is_frozen=True,
-        others_outside=costs.outside,
+        model, kinds=tuple(kinds), layers=tuple(order), is_frozen=True, others_outside=costs.outside
     )
 
 

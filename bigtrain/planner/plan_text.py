@@ -8,8 +8,7 @@ from typing import Any
 
 from bigtrain.planner.memory import MEMORY_ERROR
 from bigtrain.planner.search import Candidate, Cluster
-
-GIB = 2.0**30
+from bigtrain.system.units import GIB
 
 
 def plan_table(candidates: Sequence[Candidate], cluster: Cluster, num_shown: int) -> str:
@@ -87,10 +86,7 @@ def as_json(candidates: Sequence[Candidate], cluster: Cluster) -> list[dict[str,
             "layout": asdict(candidate.layout),
             "fits": candidate.fits,
             "memory_bytes": {"total": candidate.memory.total, **candidate.memory.terms()},
-            "host_memory_bytes": {
-                "total": candidate.memory.host,
-                **candidate.memory.host_terms(),
-            },
+            "host_memory_bytes": {"total": candidate.memory.host, **candidate.memory.host_terms()},
             "fullest_stage": candidate.memory.stage,
             "step_seconds": {"total": candidate.time.total, **candidate.time.terms()},
             "tokens_per_second": candidate.tokens_per_second,

@@ -16,11 +16,12 @@ from bigtrain.planner.model_costs import ModelCosts
 from bigtrain.planner.step_time import StepTime, step_time
 from bigtrain.planner.tables.engines import MeasuredEngine, engine_named
 from bigtrain.planner.tables.hardware import Device
-from bigtrain.settings.deepspeed.engine_config import offload_device, value_at
+from bigtrain.settings.deepspeed.engine_config import offload_device
+from bigtrain.settings.deepspeed.keys import value_at
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.settings.run_config import OptimizerSection
+from bigtrain.system.units import DTYPE_BYTES, GIB
 
-GIB = 2.0**30
 PREDICTION = "prediction.json"
 
 
@@ -126,9 +127,6 @@ def refuse_too_large(prediction: RunPrediction, memory_bytes: float, *, refuses:
     return text
 
 
-SIZE_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp16": 2}
-
-
 def layout_of(run: ResolvedRun, loss_chunk_tokens: int | None = None) -> Layout:
     """Return the layout of `run`. `loss_chunk_tokens`: the chunk that model.loss = auto resolved
     to."""
@@ -149,8 +147,8 @@ def layout_of(run: ResolvedRun, loss_chunk_tokens: int | None = None) -> Layout:
         offload_optimizer=offload_device(run.engine.deepspeed, "offload_optimizer") is not None,
         offload_parameters=offload_device(run.engine.deepspeed, "offload_param") is not None,
         loss_chunk_tokens=config.model.loss_chunk_tokens or loss_chunk_tokens,
-        parameter_bytes=SIZE_OF[dtype],
-        gradient_bytes=SIZE_OF.get(str(gradients), SIZE_OF[dtype]),
+        parameter_bytes=DTYPE_BYTES[dtype],
+        gradient_bytes=DTYPE_BYTES.get(str(gradients), DTYPE_BYTES[dtype]),
         reduce_bucket_elements=int(zero.get("reduce_bucket_size", 500_000_000)),
         gather_bucket_elements=int(zero.get("allgather_bucket_size", 500_000_000)),
         overlap_communication=zero.get("overlap_comm") is True,

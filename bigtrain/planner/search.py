@@ -372,12 +372,12 @@ def _offloads(degrees: _Degrees, request: SearchSpace) -> list[dict[str, Any]]:
     options: list[dict[str, Any]] = []
     if degrees.zero_stage < 1 or degrees.pipeline_size > 1:
         return options
-    facts = replace(request.facts, offload_optimizer="cpu")
+    facts = request.facts.changed(offload_optimizer="cpu")
     optimizer = {"offload_optimizer": True}
     if is_legal(facts, degrees.zero_stage, degrees):
         options += [optimizer, {**optimizer, "recompute": "full"}]
     if degrees.zero_stage == 3:
-        facts = replace(facts, offload_param="cpu")
+        facts = facts.changed(offload_param="cpu")
         if is_legal(facts, 3, degrees):
             options.append({**optimizer, "offload_parameters": True, "recompute": "full"})
     return options

@@ -2,8 +2,8 @@
 
 The slowest pipeline stage determines the time of ``m`` micro-batches; the other stages' time for
 one micro-batch is the bubble (1F1B: Narayanan et al. 2021, arXiv 2104.04473, section 2.2; with
-``v`` virtual stages a ``v``-th of it). Layers are computed in `bigtrain.planner.seconds.layer`,
-the end of a step in `bigtrain.planner.seconds.update`.
+``v`` virtual stages a ``v``-th of it). Layers and the end of a step are computed in
+`bigtrain.planner.seconds.layer`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import ModelCosts
 from bigtrain.planner.seconds.communication import Groups, groups_of
-from bigtrain.planner.seconds.layer import Work, head_work, layer_work
-from bigtrain.planner.seconds.update import (
+from bigtrain.planner.seconds.layer import (
+    Work,
     gradient_seconds,
+    head_work,
+    layer_work,
     optimizer_seconds,
     orthogonalizing_seconds,
 )

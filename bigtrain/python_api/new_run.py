@@ -20,6 +20,7 @@ from bigtrain.settings.run_config import ModelSection, RunConfig
 from bigtrain.system.files import whole_file
 from bigtrain.system.shipped_files import checkout
 from bigtrain.system.storage.stores import is_address
+from bigtrain.system.units import GIB
 
 if TYPE_CHECKING:
     from bigtrain.python_api.planning import Plan
@@ -200,12 +201,11 @@ def _prediction(plan: Plan) -> list[str]:
     best = plan.fitting[line - 1]
     choice = "the first" if line == 1 else f"line {line}, the first that is not tight,"
     rate = float(f"{best.tokens_per_second / cluster.num_devices:.3g}")
-    gib = 2.0**30
     return [
         f"Layout: {choice} of `bigtrain plan` for {cluster.num_devices}x{cluster.device.name}: "
         f"{best.layout.describe()}",
-        f"predicted, not measured: {best.memory.total / gib:.3g} GiB of "
-        f"{cluster.usable_memory / gib:.3g} on the fullest device, {rate:,.0f} tokens/s on each",
+        f"predicted, not measured: {best.memory.total / GIB:.3g} GiB of "
+        f"{cluster.usable_memory / GIB:.3g} on the fullest device, {rate:,.0f} tokens/s on each",
     ]
 
 

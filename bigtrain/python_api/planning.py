@@ -140,8 +140,7 @@ def _cluster(
     hardware: str | Path | None,
 ) -> tuple[Cluster, MeasuredEngine | None]:
     from bigtrain.planner.search import Cluster
-    from bigtrain.planner.tables.calibration_file import load_calibration
-    from bigtrain.planner.tables.engines import cpu_engine
+    from bigtrain.planner.tables.engines import cpu_engine, load_calibration
     from bigtrain.planner.tables.hardware import find_device, with_network
 
     match = re.fullmatch(r"\s*(\d+)\s*x\s*(\S.*?)\s*", devices)
@@ -170,26 +169,28 @@ def _cluster(
 
 
 def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
-    from bigtrain.planner.run_prediction import SIZE_OF, optimizer_costs
+    from bigtrain.planner.run_prediction import optimizer_costs
     from bigtrain.planner.search import SearchSpace
+    from bigtrain.settings.compatibility.facts import Facts
     from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
     from bigtrain.settings.hf_config_keys import inspect_configuration
-    from bigtrain.settings.resolve import facts_of
+    from bigtrain.system.units import DTYPE_BYTES
 
     figures, problems = inspect_configuration(config.model)
     if problems:
         raise ConfigError(problems, "the run")
     raw = _deepspeed_json(1, "")
     device: Device = "cpu" if cluster.device.is_cpu else "cuda"
-    facts = facts_of(config, raw, cluster.num_devices, device, "DeepSpeed JSON", True, figures)
+    known = {"world_size": cluster.num_devices, "device": device, "async_io": True}
+    facts = Facts(config, raw, figures, torch_adam=True, **known)
     gradients = gradient_dtype_of(config, 1) or config.precision.dtype
     return SearchSpace(
         model=model,
-        facts=replace(facts, torch_adam=True),
+        facts=facts,
         sequence_length=config.batch.sequence_length,
         global_batch_size=config.batch.samples_per_step,
-        parameter_bytes=SIZE_OF[config.precision.dtype],
-        gradient_bytes=SIZE_OF[str(gradients)],
+        parameter_bytes=DTYPE_BYTES[config.precision.dtype],
+        gradient_bytes=DTYPE_BYTES[gradients],
         bucket_elements=int(raw["zero_optimization"]["reduce_bucket_size"]),
         loss=config.model.loss,
         loss_chunk_tokens=config.model.loss_chunk_tokens,

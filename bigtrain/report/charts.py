@@ -9,30 +9,18 @@ Curves as a table of numbers, also for screen readers.
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bigtrain.report.marks import Marks
-from bigtrain.report.metrics_file import (
-    BITS,
-    BREAKDOWN,
-    EXCHANGE,
-    EXPERTS,
-    MEAN_OF_LAYERS,
-    MOST_OF_LAYERS,
-    PHASES,
-    SENT_BY_OPTIMIZER,
-    SITES,
-    SOURCES,
-    TABLES,
-    TASKS,
-    WAITING,
-)
+from bigtrain.report.metrics_file import TABLES
 from bigtrain.report.reduction import Bucketed, Column, Reduced
 from bigtrain.report.run_files import Run
 from bigtrain.report.step_metrics import StepMetrics, is_optional
@@ -67,183 +55,16 @@ class Chart:
     from_zero: bool = False
 
 
-_SPECIAL_CHARTS = (
-    Chart(
-        "loss",
-        "Training loss",
-        "nats per token",
-        "Mean over the target tokens since the last logged step.",
-        "steps",
-        ("loss",),
-        logarithmic=True,
-    ),
-    Chart(
-        "held-out-loss",
-        "Held-out loss",
-        "nats per token",
-        "At each evaluation; for a mixture also per source, dashed.",
-        "evaluations",
-        ("held_out_loss", f"{SOURCES}/*"),
-        logarithmic=True,
-    ),
-    Chart(
-        "bits-per-byte",
-        "Held-out bits per byte",
-        "bits per byte",
-        "At each evaluation; comparable between tokenizers.",
-        "evaluations",
-        (BITS,),
-        of_some=True,
-    ),
-    Chart(
-        "tasks",
-        "Tasks",
-        "",
-        "Metrics of lm-eval's tasks, by task and metric.",
-        "evaluations",
-        (f"{TASKS}/*",),
-        of_some=True,
-    ),
-    Chart("lr", "Learning rate", "", "Used in the step.", "steps", ("lr",)),
-    Chart(
-        "grad-norm",
-        "Gradient norm",
-        "",
-        "Before clipping.",
-        "steps",
-        ("grad_norm",),
-        logarithmic=True,
-    ),
-    Chart(
-        "throughput",
-        "Throughput",
-        "tokens/s",
-        "Total of all ranks, including padding.",
-        "steps",
-        ("tokens_per_second",),
-        predicted="tokens_per_second",
-    ),
-    Chart(
-        "mfu",
-        "Model FLOPs utilization",
-        "% of peak",
-        "Model FLOPs per second divided by the peak of all devices.",
-        "steps",
-        ("model_flops_utilization",),
-        scale=100,
-    ),
-    Chart(
-        "step-time",
-        "Step time",
-        "s",
-        "Wall time of an optimizer step.",
-        "steps",
-        ("step_seconds",),
-        predicted="step_seconds",
-    ),
-    Chart(
-        "breakdown",
-        "Step breakdown",
-        "s",
-        "Time of a step on the main rank by part; dashed: the part spent waiting for other ranks.",
-        "steps",
-        (f"{BREAKDOWN}/*",),
-        stacked=True,
-        apart=(WAITING,),
-    ),
-    Chart(
-        "experts",
-        "Busiest expert",
-        "x mean",
-        "Tokens of the busiest expert relative to the mean of its layer's experts: the maximum "
-        "and mean over all layers and, if there are few layers, each layer.",
-        "steps",
-        (MOST_OF_LAYERS, MEAN_OF_LAYERS, f"{EXPERTS}/*"),
-        of_some=True,
-        most_entries=6,
-    ),
-    Chart(
-        "expert-bytes",
-        "Sent between experts' ranks",
-        "bytes",
-        "By a rank in the token and gradient exchanges of a step, mean over all ranks.",
-        "steps",
-        (f"{EXCHANGE}/sent_bytes",),
-        of_some=True,
-        from_zero=True,
-    ),
-    Chart(
-        "expert-seconds",
-        "Exchanges between experts' ranks",
-        "s",
-        "Time per step including waiting for the other ranks, mean over all ranks.",
-        "steps",
-        (f"{EXCHANGE}/seconds",),
-        of_some=True,
-        from_zero=True,
-    ),
-    Chart(
-        "optimizer-bytes",
-        "Sent by the optimizer",
-        "bytes",
-        "By a rank in a step, to gather matrices (Muon).",
-        "steps",
-        (f"{SENT_BY_OPTIMIZER}/sent_bytes",),
-        of_some=True,
-        from_zero=True,
-    ),
-    Chart(
-        "site-bytes",
-        "Sent between sites",
-        "bytes",
-        "By all ranks of this site in an outer step.",
-        "outer_steps",
-        ("sent_bytes", "link_bytes"),
-        of_some=True,
-        from_zero=True,
-    ),
-    Chart(
-        "site-distance",
-        "Distance between sites",
-        "",
-        "Root mean square over the weights: distance of this site to the mean of all sites, "
-        "and change of the global weights.",
-        "outer_steps",
-        ("distance", "change"),
-        logarithmic=True,
-        of_some=True,
-    ),
-    Chart(
-        "site-seconds",
-        "Outer steps",
-        "s",
-        "Wall time of an outer step, and the time it waited for other sites.",
-        "outer_steps",
-        ("seconds", "waited_seconds"),
-        of_some=True,
-        from_zero=True,
-    ),
-    Chart(
-        "sites",
-        "Participating sites",
-        "sites",
-        "In an outer step.",
-        "outer_steps",
-        (SITES,),
-        of_some=True,
-        from_zero=True,
-    ),
-    Chart(
-        "memory",
-        "Peak memory",
-        "GiB",
-        "On the main rank so far; dashed: by phase, if the run measured it.",
-        "steps",
-        ("memory_gib", f"{PHASES}/*"),
-        predicted="peak_memory_gib",
-        from_zero=True,
-    ),
-)
+def _special_charts() -> tuple[Chart, ...]:
+    """Return the charts of charts.json, which draw several series or one in a way of its own."""
+    text = Path(__file__).with_name("charts.json").read_text(encoding="utf-8")
+    rows: list[dict[str, Any]] = json.loads(text)
+    for row in rows:
+        row.update(series=tuple(row["series"]), apart=tuple(row.get("apart", ())))
+    return tuple(Chart(**row) for row in rows)
+
+
+_SPECIAL_CHARTS = _special_charts()
 
 
 def own_charts(metrics: type = StepMetrics) -> Iterator[Chart]:

@@ -32,8 +32,7 @@ from bigtrain.models.layers.chunked_loss import LossPlan
 from bigtrain.models.tracing.traced_costs import model_costs
 from bigtrain.models.weights.import_hf import Weights
 from bigtrain.planner.run_prediction import RunPrediction, predict_run, refuse_too_large
-from bigtrain.planner.tables.calibration_file import kept_calibration
-from bigtrain.planner.tables.engines import MeasuredEngine
+from bigtrain.planner.tables.engines import MeasuredEngine, kept_calibration
 from bigtrain.planner.tables.hardware import Device, find_device
 from bigtrain.run.checkpointing.initialize import WeightsSource, weights_source
 from bigtrain.run.checkpointing.resume import acquire_run_directory, restore_or_start

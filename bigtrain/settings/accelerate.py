@@ -14,7 +14,8 @@ from typing import Any
 
 from bigtrain.errors import ConfigError, LaunchError, Problem
 from bigtrain.settings.batch_plan import BatchPlan
-from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config, value_at
+from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config
+from bigtrain.settings.deepspeed.keys import value_at
 from bigtrain.settings.deepspeed.ownership import owned_values
 from bigtrain.settings.run_config import RunConfig
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import gcd, lcm
 
 from bigtrain.errors import Problem
-from bigtrain.settings.compatibility.facts import largest_divisor
+from bigtrain.settings.degrees import largest_divisor
 from bigtrain.settings.run_config import BatchSection
 
 _MOST_RANKS = 1 << 32  # of one site

@@ -6,6 +6,7 @@ A new degree is a field here and one of the same name in section ``parallel`` of
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import isqrt
 from typing import Any, Self
 
 
@@ -61,3 +62,12 @@ class Degrees(ModelDegrees):
     def degrees(self) -> dict[str, Any]:
         """Return all degrees by name, as keyword arguments."""
         return {"data_size": self.data_size, **self.model_degrees()}
+
+
+def largest_divisor(number: int, at_most: int) -> int:
+    """Return the largest divisor of `number` up to `at_most`.
+
+    Beyond 1e12 only divisors that have a factor up to 1e6 are searched, to bound the time.
+    """
+    small = [n for n in range(1, min(isqrt(number), 1_000_000) + 1) if number % n == 0]
+    return max(n for d in small for n in (d, number // d) if n <= at_most)

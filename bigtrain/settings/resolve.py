@@ -19,20 +19,14 @@ from bigtrain.settings.deepspeed.engine_config import (
     check_file_alone,
     find_deepspeed_config,
     label_of,
-    offload_device,
     read_deepspeed_config,
     render,
-    value_at,
-    zero_stage_of,
 )
-from bigtrain.settings.deepspeed.keys import AUTO
-from bigtrain.settings.deepspeed.ownership import optimizer_is_torch
-from bigtrain.settings.hf_config_keys import ModelDimensions, inspect_configuration
+from bigtrain.settings.deepspeed.keys import value_at
+from bigtrain.settings.hf_config_keys import inspect_configuration
 from bigtrain.settings.loading import apply_overrides, find_config, load_run_config, parse_yaml
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.topology import Topology, derive_topology
-
-_UNKNOWN_MODEL = ModelDimensions()
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,16 @@ def resolve_run(
             problems.extend(accelerate.contradictions(config, plan, raw, source))
         engine, of_engine = render(config, plan, raw, source)
         problems.extend(of_engine)
-        facts = facts_of(config, raw, world_size, device, source, async_io, model)
+        facts = Facts(
+            config,
+            raw,
+            model,
+            world_size=world_size,
+            device=device,
+            async_io=async_io,
+            source=source,
+            accelerate=source == SOURCE,
+        )
         problems.extend(check_compatibility(facts))
     if problems or topology is None or plan is None or engine is None:
         raise ConfigError(problems, f"the run with {source}")
@@ -123,89 +126,6 @@ def resolve_run_files(
     return resolve_run(config, world_size, deepspeed_config, device, accelerate)
 
 
-def facts_of(
-    config: RunConfig,
-    raw: Mapping[str, Any],
-    world_size: int,
-    device: Device | None,
-    source: str,
-    async_io: bool | None = None,
-    model: ModelDimensions = _UNKNOWN_MODEL,
-) -> Facts:
-    """Return the facts for `bigtrain.settings.compatibility.check`; values of a wrong type count as
-    absent."""
-    adapters = config.adapters
-    return Facts(
-        **_json_facts(raw),
-        world_size=world_size,
-        **config.parallel.degrees.model_degrees(),
-        sequence_length=config.batch.sequence_length,
-        dtype=config.precision.dtype,
-        gradient_dtype=config.precision.gradient_dtype,
-        optimizer=config.optimizer.type,
-        state_dtype=config.optimizer.state_dtype,
-        attention=config.model.attention,
-        isolates=config.data.isolates,
-        adapters=None if adapters is None else adapters.type,
-        adapted_stacks=() if adapters is None else adapters.target_parameters,
-        quantization="none" if adapters is None else adapters.quantization,
-        num_sites=0 if config.sites is None else config.sites.count,
-        site_fragments=1 if config.sites is None else config.sites.fragments,
-        stops_early=config.evaluation.early_stopping is not None,
-        accelerate=source == SOURCE,
-        loss=config.model.loss,
-        kernels=config.model.kernels,
-        compiles=config.model.compile,
-        activation_offload=config.model.activation_offload,
-        freezes=adapters is not None or bool(config.model.frozen),
-        auxiliary_loss=config.moe.auxiliary_loss,
-        z_loss=config.moe.z_loss_coefficient,
-        bias_updates=config.moe.bias_update_rate > 0,
-        device=device,
-        async_io=async_io,
-        attention_heads=model.num_attention_heads,
-        cut_heads=model.cut_heads,
-        cut_key_heads=model.cut_key_heads,
-        num_layers=model.num_hidden_layers,
-        num_experts=model.num_experts,
-        max_positions=model.max_position_embeddings,
-        source=source,
-    )
-
-
-def _json_facts(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts that depend only on the DeepSpeed JSON."""
-    zero, optimizer = _block(raw, "zero_optimization"), _block(raw, "optimizer")
-    return {
-        "zero_stage": zero_stage_of(raw),
-        "offload_optimizer": offload_device(raw, "offload_optimizer"),
-        "offload_optimizer_ratio": _number(value_at(zero, "offload_optimizer.ratio"), 1.0),
-        "offload_param": offload_device(raw, "offload_param"),
-        "offload_param_nvme_path": _text(value_at(zero, "offload_param.nvme_path")),
-        "super_offload": value_at(zero, "offload_optimizer.super_offload") is True,
-        "torch_adam": optimizer_is_torch(optimizer, raw, zero),
-        "partition_size": int(_number(zero.get("zero_hpz_partition_size"), 1)),
-        "quantized_weights": zero.get("zero_quantized_weights") is True
-        or zero.get("zero_quantized_nontrainable_weights") is True,
-        "quantized_gradients": zero.get("zero_quantized_gradients") is True,
-        "communication_dtype": _given(raw.get("communication_data_type")),
-        "prescale_gradients": raw.get("prescale_gradients") is True,
-        "reduce_scatter": zero.get("reduce_scatter") is not False,
-        "contiguous_gradients": zero.get("contiguous_gradients") is not False,
-        "overlap_comm": zero.get("overlap_comm") is True,
-        "compute_grad_norm": zero.get("compute_grad_norm") is not False,
-        "use_gds": value_at(raw, "aio.use_gds") is True,
-        "pipeline_block": "pipeline" in raw,
-        "pipeline_settings": _pipeline_settings(raw.get("pipeline")),
-        "flops_profiler": value_at(raw, "flops_profiler.enabled") is True,
-    }
-
-
-def _block(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    block = raw.get(key)
-    return block if isinstance(block, Mapping) else {}
-
-
 def _check_profile(config: RunConfig, world_size: int) -> list[Problem]:
     valid = "rank is 0" if world_size == 1 else f"ranks are 0 to {world_size - 1}"
     rule = f"the only valid {valid}" if world_size == 1 else f"valid {valid}"
@@ -215,13 +135,6 @@ def _check_profile(config: RunConfig, world_size: int) -> list[Problem]:
         for rank in config.profile.ranks
         if rank >= world_size > 0
     ]
-
-
-def _pipeline_settings(block: object) -> tuple[str, ...]:
-    if not isinstance(block, Mapping):
-        return ()
-    free = ("pipe_partitioned", "grad_partitioned")
-    return tuple(key for key, value in block.items() if key not in free or value is not False)
 
 
 def _topology_of(config: RunConfig, world_size: int) -> tuple[Topology | None, list[Problem]]:
@@ -269,15 +182,3 @@ def _deepspeed_config_named_in(name_or_path: str, overrides: Sequence[str]) -> s
     apply_overrides(tree, overrides)
     name = value_at(tree, "engine.deepspeed_config")
     return name if isinstance(name, str) else None
-
-
-def _given(value: object) -> str | None:
-    return None if value == AUTO else _text(value)
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _number(value: object, default: float) -> float:
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else default

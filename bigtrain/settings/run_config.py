@@ -20,11 +20,7 @@ from bigtrain.settings.sections.data import (
     SourceSection,
     TokenizerSection,
 )
-from bigtrain.settings.sections.evaluation import (
-    BestSection,
-    EvaluationSection,
-    HeldOutSetSection,
-)
+from bigtrain.settings.sections.evaluation import BestSection, EvaluationSection, HeldOutSetSection
 from bigtrain.settings.sections.model import (
     ModelSection,
     MoeSection,

@@ -162,9 +162,7 @@ Found = TypeVar("Found")
 
 
 def made_once(
-    places: Sequence[Path],
-    read: Callable[[Path], Found | None],
-    make: Callable[[IO[bytes]], None],
+    places: Sequence[Path], read: Callable[[Path], Found | None], make: Callable[[IO[bytes]], None]
 ) -> Found | None:
     """Return `read` of the first of `places` that has the file; create it if none has.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bigtrain.settings.compatibility.adapter_rules import SITE_RULES
+from bigtrain.settings.compatibility.check import RULES
 from bigtrain.settings.run_config import SitesSection
 from bigtrain.sites.codecs import sent_bytes
 from tests.support.worlds import ROOT
@@ -71,6 +71,6 @@ def test_all_that_is_refused_is_named() -> None:
         "fragments without a layer": "more fragments than layers",
         "sites under accelerate's own settings": "accelerate without",
     }
-    assert words.keys() == {rule.name for rule in SITE_RULES}
+    assert words.keys() == {rule.name for rule in RULES if rule.group == "sites"}
     refused = TEXT.partition("## What is refused")[2]
     assert all(word in refused for word in words.values())

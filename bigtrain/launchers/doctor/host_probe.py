@@ -36,10 +36,7 @@ def facts(directory: str) -> dict[str, Any]:
     files = {Path.home() / NAME, Path.cwd() / NAME}
     return {
         "hostname": socket.gethostname(),
-        "versions": {
-            **library_versions(),
-            "driver": _driver(),
-        },
+        "versions": {**library_versions(), "driver": _driver()},
         "bigtrain_at": str(Path(bigtrain.__file__).parent),
         "devices": _num_devices(),
         "cores": len(os.sched_getaffinity(0)),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bigtrain.errors import ModelError, Problem
+from bigtrain.errors import ModelError, Problem, one_line
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     VOCABULARY,
@@ -94,7 +94,7 @@ def find_isolation(
             undo()
         return MASKED, _difference(model, MASKED)
     except MODEL_FAILURES as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = one_line(error)
         return MASKED, f"its proxy model could not be tested: {reason}"
 
 

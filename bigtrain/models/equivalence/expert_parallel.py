@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bigtrain.errors import ModelError, Problem
+from bigtrain.errors import ModelError, Problem, one_line
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.gradient_reach import (
@@ -88,7 +88,7 @@ def check_expert_parallel(
         rule, _, remedy = str(error).rpartition(" -> ")
         return [Problem("parallel.expert", size, rule.partition(": ")[2], remedy)]
     except (*MODEL_FAILURES, ImportError) as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = one_line(error)
         failure = f"a proxy model of {hf_config.model_type} failed: {reason}"
     if failure is None:
         return []
@@ -378,7 +378,7 @@ def _tokens(model: PreTrainedModel) -> torch.Tensor:
 
 
 def _first_words(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return one_line(error)
 
 
 def check_expert_gathering(

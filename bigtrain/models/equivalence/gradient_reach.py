@@ -19,6 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
+from bigtrain.errors import one_line
 from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
@@ -64,7 +65,7 @@ def find_gradient_reach(hf_config: PreTrainedConfig, attention: str = "auto") ->
         except NotImplementedError:
             return GradientReach(None)
         except (*MODEL_FAILURES, ArithmeticError) as error:
-            text = " ".join(str(error).split())[:300]
+            text = one_line(error)
             return GradientReach(None, f"{type(error).__name__}: {text}")
 
 

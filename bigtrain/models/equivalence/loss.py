@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bigtrain.errors import ModelError, Problem
+from bigtrain.errors import ModelError, Problem, one_line
 from bigtrain.models.configuration import text_config, vocabulary_size
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
@@ -98,7 +98,7 @@ def _try(
             return softcap, _is_linear(model, softcap)
         return None, difference(model)
     except (ModelError, *MODEL_FAILURES) as error:
-        return None, " ".join(str(error).split())[:300] or type(error).__name__
+        return None, one_line(error)
 
 
 def difference(model: PreTrainedModel, chunk_tokens: int = 7) -> str:

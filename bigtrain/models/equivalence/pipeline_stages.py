@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bigtrain.errors import ModelError, Problem
+from bigtrain.errors import ModelError, Problem, one_line
 from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
@@ -94,7 +94,7 @@ def plan_stages(
         cuts = balanced_cuts(stage_costs(hf_config, layout), num_stages)
         plan, reason = find_stage_plan(model, layout, cuts, ids, router_losses=router_losses)
     except (ModelError, *MODEL_FAILURES) as error:
-        plan, reason = None, " ".join(str(error).split())[:300] or type(error).__name__
+        plan, reason = None, one_line(error)
     if plan is None:
         rule = f"is not supported for model_type {hf_config.model_type}: {reason}"
         return refused(rule, f"{without}, or another architecture")

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bigtrain.errors import BigtrainError, Problem
+from bigtrain.errors import BigtrainError, Problem, one_line
 from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
@@ -74,7 +74,7 @@ def check_sequence_parallel(
     except BigtrainError as error:
         return [_refusal(size, str(error))]
     except MODEL_FAILURES as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = one_line(error)
         return [_refusal(size, f"a proxy model of {hf_config.model_type} failed: {reason}")]
     limit = TOLERANCE * float(whole.abs().max())
     if not float((_joined(lonely) - whole).abs().max()) > 10 * limit:

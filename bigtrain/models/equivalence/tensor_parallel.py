@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from bigtrain.errors import ModelError, Problem
+from bigtrain.errors import ModelError, Problem, one_line
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.proxy_model import (
@@ -97,7 +97,7 @@ def check_tensor_plan(
             sequence_length=sequence_length,
         )
     except ValueError as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error)
         raise ModelError(
             f"parallel.tensor: a proxy model of {kind} could not be tested: {reason} -> "
             "parallel.tensor=1"

@@ -38,7 +38,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from bigtrain.errors import ModelError
+from bigtrain.errors import ModelError, one_line
 from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES
 from bigtrain.models.layers.document_masks import document_boundaries
@@ -217,7 +217,7 @@ def trace_model(
         with torch.random.fork_rng(devices=[]):  # constructors may draw numbers
             return _trace(hf_config, dtype, sequence_length)
     except (*MODEL_FAILURES, ArithmeticError) as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = one_line(error)
         raise ModelError(
             f"model_type {hf_config.model_type} cannot be traced on the meta device: {reason}"
         ) from error

@@ -1,5 +1,5 @@
-"""Predictions beside measurements that others published (``bigtrain plan --evaluate``). Pure.
+"""Predictions compared with published measurements (``bigtrain plan --evaluate``). Pure.
 
-Start with `evaluation`; `rows` reads what a row's columns and words say, `known_models` what a
-model's name alone says.
+Start with `evaluation`; `rows` reads a row's columns and text, `known_models` the
+model's name.
 """

@@ -1,6 +1,6 @@
-"""Predictions beside published measurements: ``bigtrain plan --evaluate ROWS.csv``. Pure.
+"""Predictions compared with published measurements: ``bigtrain plan --evaluate ROWS.csv``. Pure.
 
-`rows` reads what a row says. Nothing is fitted to a single source: the only constants are those of
+`rows` reads a row. Nothing is fitted to a single source: the only constants are those of
 devices and engines, in `tables/`.
 """
 
@@ -19,6 +19,7 @@ from bigtrain.planner.published.rows import RowRun, run_of
 from bigtrain.planner.published.words import has_value
 from bigtrain.planner.step_time import step_time
 from bigtrain.planner.tables.engines import Engine
+from bigtrain.system.units import GIB
 
 COLUMNS = (
     "source", "model", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "gpu",
@@ -26,8 +27,6 @@ COLUMNS = (
     "tokens_per_s_per_gpu",
 )  # fmt: skip
 """Required columns; ``cp``, ``ep``, ``peak_gib``, ``params_b`` and ``notes`` are optional."""
-
-GIB = 2.0**30
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,13 @@ class Prediction:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file with a header. Raises ConfigError naming columns that are missing."""
+    """Return the rows of a CSV file with a header. Raises ConfigError naming missing columns."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             names = reader.fieldnames or ()
             missing = [name for name in COLUMNS if name not in names]
-            if "peak_gib" in names:  # memory alone is a row
+            if "peak_gib" in names:  # a row may have only memory
                 missing = [name for name in missing if name != "tokens_per_s_per_gpu"]
             if missing:
                 rule = f"has no column{'s' * (len(missing) > 1)} {', '.join(missing)}"
@@ -64,8 +63,8 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def _why_not_measured(row: Mapping[str, str]) -> str:
-    """Why a row has no measurement: it needs throughput or memory, as positive numbers; empty if it
-    has one, and no wrong one."""
+    """Return why a row has no measurement (throughput or memory, as positive numbers); empty if it
+    has one."""
     given = [name for name in ("tokens_per_s_per_gpu", "peak_gib") if has_value(row, name)]
     for name in given:
         try:
@@ -78,8 +77,8 @@ def _why_not_measured(row: Mapping[str, str]) -> str:
 
 
 def _measured(row: Mapping[str, str], name: str = "tokens_per_s_per_gpu") -> float | None:
-    """A figure that was measured, None where the column says nothing. Also "1,039" and "77 GiB".
-    Raises ValueError where it is something else."""
+    """Return a measured number, also "1,039" and "77 GiB"; None if the column is empty. Raises
+    ValueError if it is not a number."""
     if not has_value(row, name):
         return None
     text = re.sub(r"[,_]|\s*(gib|gb|tokens/s.*)$", "", row[name].strip().lower())
@@ -90,7 +89,7 @@ def _measured(row: Mapping[str, str], name: str = "tokens_per_s_per_gpu") -> flo
 
 
 def predict(row: Mapping[str, str]) -> Prediction:
-    """The prediction for one row; if a value is missing or inconsistent, `refused` says so."""
+    """Return the prediction for one row; `refused` has the reason if there is none."""
     if reason := _why_not_measured(row):
         return Prediction(None, None, reason)
     try:
@@ -105,7 +104,7 @@ def predict(row: Mapping[str, str]) -> Prediction:
 
 
 def _as_measured(use: MemoryUse, engine: Engine, notes: str) -> float:
-    """Bytes as the source counts them: allocated by tensors, reserved, or used on the device."""
+    """Return the bytes as the source counts them: allocated, reserved, or used on the device."""
     said = notes.lower()
     if re.search(r"peak.?alloc|max_memory_alloc|\(allocated\)|memory allocated", said):
         return use.allocated
@@ -133,23 +132,23 @@ class SourceErrors:
 def summarize(
     rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction]
 ) -> list[SourceErrors]:
-    """The errors of each source, in the order of the rows; the last one is of all rows."""
+    """Return the errors of each source, in the order of the rows; the last one is of all rows."""
     sources = dict.fromkeys(row["source"] for row in rows)
     pairs = list(zip(rows, predictions, strict=True))
-    found = [_of_source(name, [p for p in pairs if p[0]["source"] == name]) for name in sources]
-    return [*found, _of_source("all", pairs)] if len(found) > 1 else found
+    errors = [_of_source(name, [p for p in pairs if p[0]["source"] == name]) for name in sources]
+    return [*errors, _of_source("all", pairs)] if len(errors) > 1 else errors
 
 
 _Pairs = Sequence[tuple[Mapping[str, str], Prediction]]
 
 
 def _of_source(name: str, pairs: _Pairs) -> SourceErrors:
-    told = [
+    measured_rows = [
         (row, p.tokens_per_second, measured)
         for row, p in pairs
         if p.tokens_per_second is not None and (measured := _measured(row))
     ]
-    errors = [abs(p / measured - 1) for _, p, measured in told]
+    errors = [abs(p / measured - 1) for _, p, measured in measured_rows]
     memory = [
         abs(p.peak_gib / peak - 1)
         for row, p in pairs
@@ -160,11 +159,11 @@ def _of_source(name: str, pairs: _Pairs) -> SourceErrors:
         num_rows=len(pairs),
         mean=_mean(errors),
         worst=max(errors, default=math.nan),
-        baseline=_mean(_baseline_errors([(row, measured) for row, _, measured in told])),
+        baseline=_mean(_baseline_errors([(row, measured) for row, _, measured in measured_rows])),
         memory_rows=len(memory),
         memory_mean=_mean(memory),
         memory_worst=max(memory, default=math.nan),
-        rank_correlation=_rank_correlation(told),
+        rank_correlation=_rank_correlation(measured_rows),
         num_refused=sum(1 for _, p in pairs if p.tokens_per_second is None),
     )
 
@@ -174,21 +173,21 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _baseline_errors(rows: Sequence[tuple[Mapping[str, str], float]]) -> list[float]:
-    """Errors of a baseline that predicts each source's mean utilization for all of its rows."""
+    """Return the errors of predicting each source's mean utilization for all of its rows."""
     utilization: dict[str, list[float]] = {}
     for row, measured in rows:
         run = run_of(row)
         spent = _flops_per_token(run) * measured / run.device.peak_flops
         utilization.setdefault(row["source"], []).append(spent)
     errors = []
-    for found in utilization.values():
-        constant = _mean(found)
-        errors += [abs(constant / spent - 1) for spent in found]
+    for shares in utilization.values():
+        constant = _mean(shares)
+        errors += [abs(constant / spent - 1) for spent in shares]
     return errors
 
 
 def _flops_per_token(run: RowRun) -> float:
-    """Forward and backward, attention in full, without recomputation."""
+    """Return the FLOPs forward and backward, attention in full, without recomputation."""
     flops = 6.0 * run.model.vocabulary_size * run.model.hidden_size
     for kind in run.model.layers:
         layer = run.model.kinds[kind]
@@ -200,11 +199,13 @@ def _flops_per_token(run: RowRun) -> float:
     return flops
 
 
-def _rank_correlation(told: Sequence[tuple[Mapping[str, str], float, float]]) -> float | None:
-    """Spearman's, among layouts of one model on as many devices; the mean over such groups of at
-    least three, weighted by their sizes."""
+def _rank_correlation(
+    measured_rows: Sequence[tuple[Mapping[str, str], float, float]],
+) -> float | None:
+    """Return Spearman's rank correlation among layouts of one model on as many devices; the mean
+    over such groups of at least three, weighted by their sizes."""
     groups: dict[tuple[str, ...], list[tuple[float, float]]] = {}
-    for row, predicted, measured in told:
+    for row, predicted, measured in measured_rows:
         key = tuple(row[k] for k in ("source", "model", "layers", "hidden", "gpu", "num_gpus"))
         groups.setdefault(key, []).append((predicted, measured))
     weighed = [(len(pairs), _spearman(pairs)) for pairs in groups.values() if len(pairs) >= 3]
@@ -231,7 +232,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 def write_rows(
     path: Path, rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction]
 ) -> None:
-    """Every row again, with what was predicted and why it was not. Raises OSError."""
+    """Write every row with its prediction, or the reason for none. Raises OSError."""
     added = ("predicted_tokens_per_s_per_gpu", "predicted_peak_gib", "refused")
     names = [name for name in (rows[0] if rows else COLUMNS) if name not in added]
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -244,26 +245,26 @@ def write_rows(
 
 
 def error_table(errors: Sequence[SourceErrors]) -> str:
-    """`errors` as a Markdown table."""
+    """Return `errors` as a Markdown table."""
     lines = [
         "| source | rows | tokens/s: mean error | worst | constant utilization | "
         "rank correlation | memory rows | memory: mean error | worst |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for found in errors:
-        rank = "" if found.rank_correlation is None else f"{found.rank_correlation:.2f}"
+    for error in errors:
+        rank = "" if error.rank_correlation is None else f"{error.rank_correlation:.2f}"
         memory = ["", ""]
-        if found.memory_rows:
-            memory = [f"{found.memory_mean:.1%}", f"{found.memory_worst:.1%}"]
-        refused = f" ({found.num_refused} refused)" if found.num_refused else ""
+        if error.memory_rows:
+            memory = [f"{error.memory_mean:.1%}", f"{error.memory_worst:.1%}"]
+        refused = f" ({error.num_refused} refused)" if error.num_refused else ""
         lines.append(
-            f"| {found.source} | {found.num_rows}{refused} | {_percent(found.mean)} "
-            f"| {_percent(found.worst)} | {_percent(found.baseline)} | {rank} "
-            f"| {found.memory_rows or ''} | {memory[0]} | {memory[1]} |"
+            f"| {error.source} | {error.num_rows}{refused} | {_percent(error.mean)} "
+            f"| {_percent(error.worst)} | {_percent(error.baseline)} | {rank} "
+            f"| {error.memory_rows or ''} | {memory[0]} | {memory[1]} |"
         )
     return "\n".join(lines)
 
 
 def _percent(share: float) -> str:
-    """As text; empty for NaN, of a source without such rows."""
+    """Format a share; empty for NaN, of a source without such rows."""
     return "" if math.isnan(share) else f"{share:.1%}"

@@ -1,4 +1,4 @@
-"""What a model's name says of its shape (`known_models.json`), and costs of layers with experts.
+"""Shapes of models by name (`known_models.json`), and costs of layers with experts.
 
 Pure. Costs are a closed form, as `bigtrain.planner.model_costs.closed_form`, which knows dense
 layers: a row of a table has no configuration that could be traced.
@@ -26,9 +26,9 @@ from bigtrain.planner.model_costs import (
 
 @dataclass(frozen=True)
 class Experts:
-    """Of a layer: `num` of `inner` width, of which a token meets `per_token`, beside `shared_inner`
-    of those that all tokens meet. The first `num_dense_layers` have none; after them one layer in
-    `every`."""
+    """Experts of a layer: `num` of `inner` width, of which a token is routed to `per_token`, in
+    addition to `shared_inner` of shared ones. The first `num_dense_layers` have none; after them
+    one layer in `every` has."""
 
     num: int
     per_token: int
@@ -40,7 +40,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention: ranks of queries (0: whole) and of keys and values; widths of a
+    """Multi-head latent attention: ranks of queries (0: full) and of keys and values; widths of a
     head's part without and with rotary embedding, and of its values."""
 
     query_rank: int
@@ -52,7 +52,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Figures of a model. `window` of every `window_every`-th layer's attention."""
+    """Dimensions of a model. `window` of every `window_every`-th layer's attention."""
 
     dense: DenseShape
     experts: Experts | None = None
@@ -69,7 +69,7 @@ def _table() -> list[dict[str, Any]]:
 
 
 def known_figures(name: str) -> Mapping[str, Any]:
-    """Of the model called `name`; empty where it is not known."""
+    """Return the dimensions of the model called `name`; empty if unknown."""
     for entry in _table():
         if re.search(entry["pattern"], name, re.IGNORECASE):
             return entry
@@ -77,15 +77,15 @@ def known_figures(name: str) -> Mapping[str, Any]:
 
 
 def usual_shape(billions: float, *, gated: bool) -> Mapping[str, int]:
-    """Layers and hidden size of a model of which only the size is known: 128 hidden units for each
-    layer, as models from 1B to 175B have them (Llama 7B: 32 and 4,096)."""
+    """Return layers and hidden size of a model of which only the size is known: 128 hidden units
+    for each layer, as in models from 1B to 175B (Llama 7B: 32 and 4,096)."""
     # 12 h^2 parameters in a layer, gated or not (`ffn` of rows), are 12 x 128^2 n^3 in n layers.
     layers = max(1, round((billions * 1e9 / (12 * 128**2)) ** (1 / 3)))
     return {"layers": layers, "hidden": 128 * layers, "vocab": 32000 if gated else 50257}
 
 
 def costs_of(shape: ModelShape, element_bytes: int = 2) -> ModelCosts:
-    """Of a model of `shape`."""
+    """Return the costs of a model of `shape`."""
     model = closed_form(shape.dense, element_bytes)
     plain = model.kinds[0]
     if shape.latent is not None:
@@ -108,8 +108,8 @@ def costs_of(shape: ModelShape, element_bytes: int = 2) -> ModelCosts:
 def _expert_layer(
     layer: LayerCosts, dense: DenseShape, experts: Experts, element_bytes: int
 ) -> LayerCosts:
-    """`layer` with experts in place of its feed-forward network: a router, products over groups,
-    and tokens copied to `per_token` experts and back."""
+    """Return `layer` with experts instead of its feed-forward network: a router, products over
+    groups, and tokens copied to `per_token` experts and back."""
     hidden, ups, scale = dense.hidden_size, 2 if dense.gated else 1, element_bytes / 2
     inner, met = experts.inner, experts.per_token
     width = met * inner + experts.shared_inner - dense.intermediate_size
@@ -131,7 +131,7 @@ def _expert_layer(
         num_parameters_expert=experts.num * feed_forward * inner,
         num_tensors=layer.num_tensors + 3,
         matmuls=tuple(matmuls),
-        # Each copy of a token before its expert, and what comes of it before the sum.
+        # Each copy of a token before its expert, and its output before the sum.
         saved_bytes_whole=layer.saved_bytes_whole + 4.0 * met * hidden * scale,
         saved_bytes_cut=layer.saved_bytes_cut + (8.0 if dense.gated else 4.0) * width * scale,
         moved_bytes_whole=layer.moved_bytes_whole + 8.0 * met * hidden * scale,
@@ -143,7 +143,7 @@ def _expert_layer(
 def _latent_layer(
     layer: LayerCosts, dense: DenseShape, latent: Latent, element_bytes: int
 ) -> LayerCosts:
-    """`layer` with latent attention: keys and values come from a shared short vector."""
+    """Return `layer` with latent attention: keys and values are of a shared short vector."""
     hidden, heads, scale = dense.hidden_size, dense.num_heads, element_bytes / 2
     width, short = latent.plain + latent.rotary, latent.rank
     queries = [Matmul(hidden, heads * width, "out")]

@@ -1,9 +1,9 @@
-"""What a row of published measurements says: model, layout, device and engine. Pure.
+"""Model, layout, device and engine of a row of published measurements. Pure.
 
-Columns first; where one is empty, what the model's name says (`known_models`), then what the page's
-words say (`notes`, `source`), then what such runs usually have. What was measured was trained, so a
-row is refused only where its device, its model or its number of devices cannot be told, or where
-its columns contradict each other. Nothing here is fitted.
+An empty column is filled from the model's name (`known_models`), then from the page's text
+(`notes`, `source`), then with the usual value. A measured run did train, so a row is refused only
+if its device, model or number of devices is unknown, or its columns contradict each other. Nothing
+here is fitted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _GATED = r"llama|mistral|mixtral|qwen|gemma|deepseek|olmo|swiglu|gpt.?oss|kimi|g
 
 @dataclass(frozen=True)
 class RowRun:
-    """What a row describes."""
+    """Run that a row describes."""
 
     model: ModelCosts
     layout: Layout
@@ -64,7 +64,7 @@ class RowRun:
 
 
 def run_of(row: Row) -> RowRun:
-    """Model, layout, device and engine of a row. Raises ValueError with what is wrong."""
+    """Return model, layout, device and engine of a row. Raises ValueError with the problem."""
     engine = engine_named(engine_name(row))
     if engine.compiled_logit_bytes and compiles_loss(row):
         engine = replace(engine, logit_bytes_cut=engine.compiled_logit_bytes)
@@ -134,18 +134,18 @@ def _model(row: Row, engine: Engine, element_bytes: int) -> ModelCosts:
 
 
 _PACKED = 256
-"""Tokens of a sample of those that share a packed sequence, by whose like others are not attended
-to: instructions and answers of fine-tuning sets have some 100 to 500."""
+"""Tokens of a sample in a packed sequence, which attends only to itself: instructions and answers
+of fine-tuning sets have some 100 to 500."""
 
 
 def _usual_heads(hidden: int) -> int:
-    """As many heads of about 128 as divide the hidden size."""
+    """Return the number of heads of about 128 that divides the hidden size."""
     near = (heads for heads in range(max(1, hidden // 128), 0, -1) if hidden % heads == 0)
     return next(near)
 
 
 def _experts(row: Row, known: Mapping[str, object], hidden: int) -> Experts | None:
-    """Of a model that is known by name; those of a proxy are narrower as its layers are."""
+    """Return the experts of a model known by name, scaled with the hidden size for a proxy."""
     if "experts" not in known:
         return None
     figures = {name: value for name, value in known.items() if isinstance(value, int)}
@@ -161,12 +161,12 @@ def _experts(row: Row, known: Mapping[str, object], hidden: int) -> Experts | No
 
 
 def _guessed_experts(row: Row, said: str, dense: DenseShape) -> Experts | None:
-    """Of a model that no table here knows: from words such as "8x7B", "64 experts", "top-2" and
-    "A3B", and from how many parameters it has (`params_b`) beyond those of `dense`, whose `ffn` is
-    then an expert's."""
+    """Return the experts of an unknown model: from text such as "8x7B", "64 experts", "top-2" and
+    "A3B", and from its parameters (`params_b`) in addition to those of `dense`, whose `ffn` is then
+    an expert's."""
     times = re.search(r"\b(\d+)x\d+(?:\.\d+)?b\b", said)
-    told = re.search(r"(\d+)\s*(?:routed\s*)?experts", said)
-    number = int((times or told).group(1)) if times or told else 0  # type: ignore[union-attr]
+    stated = re.search(r"(\d+)\s*(?:routed\s*)?experts", said)
+    number = int((times or stated).group(1)) if times or stated else 0  # type: ignore[union-attr]
     each = (3 if dense.gated else 2) * dense.hidden_size * dense.intermediate_size
     per_expert = each * dense.num_layers
     rest = costs_of(ModelShape(dense)).num_parameters - per_expert
@@ -219,7 +219,7 @@ def _layout(
 
 
 _SEQUENCE_PARALLEL = ("megatron_core", "automodel", "fsdp", "fsdp_compiled")
-"""Engines that cut norms and residuals along the sequence wherever they have tensor parallelism."""
+"""Engines that shard norms and residuals along the sequence under tensor parallelism."""
 
 
 _MICRO_PER_STAGE = ("fsdp", "fsdp_compiled")
@@ -227,19 +227,19 @@ _MICRO_PER_STAGE = ("fsdp", "fsdp_compiled")
 
 
 def _replicas(row: Row, tp: int, pp: int, cp: int) -> int:
-    """Data-parallel size. Some tables leave it out, count context-parallel ranks among it, leave
-    expert-parallel ones out of it, or name the ranks that share one copy of the states (HSDP)."""
-    told = number(row, "dp", 0)
-    world = number(row, "num_gpus", told * tp * pp * cp or None)
-    if not told:
+    """Return the data-parallel size. Some tables omit it, include context-parallel ranks, exclude
+    expert-parallel ones, or state the ranks that share one copy of the states (HSDP)."""
+    stated = number(row, "dp", 0)
+    world = number(row, "num_gpus", stated * tp * pp * cp or None)
+    if not stated:
         if world % (tp * pp * cp):
             raise ValueError(f"tp x pp x cp = {tp * pp * cp} does not divide num_gpus = {world}")
         return world // (tp * pp * cp)
-    product = told * tp * pp * cp
+    product = stated * tp * pp * cp
     if product == world:
-        return told
+        return stated
     replicas, rest = divmod(world, tp * pp * cp)
-    if rest or (replicas % told and told % replicas):
+    if rest or (replicas % stated and stated % replicas):
         raise ValueError(f"dp x tp x pp x cp = {product} is not num_gpus = {row['num_gpus']}")
     return replicas
 
@@ -247,10 +247,9 @@ def _replicas(row: Row, tp: int, pp: int, cp: int) -> int:
 def _with_batch(
     row: Row, layout: Layout, engine: Engine, model: ModelCosts, device: Device, gain: float
 ) -> Layout:
-    """`layout` with its batch. A micro-batch that no column tells is the fastest power of two that
-    fits the device and divides the batch, as people set it; a batch that none tells is one
-    micro-batch, or four for each pipeline stage. A batch given in tokens is told from samples by
-    its size."""
+    """Return `layout` with its batch. A missing micro-batch size is the fastest power of two that
+    fits the device and divides the batch; a missing batch is one micro-batch, or four for each
+    pipeline stage. A batch is in tokens if it is too large for samples."""
     dp, p = layout.data_size, layout.pipeline_size
     micro, batch = number(row, "micro_batch", 0), number(row, "global_batch", 0)
     if layout.sequence_length >= 512 and batch >= 2 * dp * layout.sequence_length:
@@ -262,21 +261,21 @@ def _with_batch(
     if batch and batch < micro * dp:
         raise ValueError(f"global_batch = {batch} is less than micro_batch x dp = {micro * dp}")
     if batch % dp:
-        raise ValueError(f"global_batch = {batch} is no multiple of dp = {dp}")
+        raise ValueError(f"global_batch = {batch} is not a multiple of dp = {dp}")
     number_of = math.ceil(batch // dp / micro) if batch else 4 * p if p > 1 else 1
     if batch:
         micro = math.ceil(batch // dp / number_of)  # of uneven ones the mean
     layout = replace(layout, micro_batch_size=micro, num_accumulation=number_of)
     if not has_value(row, "recompute") and words(row, "recompute").strip() != "none":
-        return _as_much_recomputed_as_fits(layout, engine, model, device)
+        return _with_least_recompute(layout, engine, model, device)
     return layout
 
 
-def _as_much_recomputed_as_fits(
+def _with_least_recompute(
     layout: Layout, engine: Engine, model: ModelCosts, device: Device
 ) -> Layout:
-    """Of a page that says nothing: it was trained, so what is a tenth too much was not kept; but no
-    more is recomputed than has to be."""
+    """Return `layout` with the least recomputation that fits memory (+10 %), for a page that does
+    not state it."""
 
     def fits(tried: Layout) -> bool:
         return peak_memory(model, tried, engine).total <= 1.1 * device.memory_bytes
@@ -297,7 +296,7 @@ def _as_much_recomputed_as_fits(
 def _fastest_micro(
     batch: int, layout: Layout, engine: Engine, model: ModelCosts, device: Device, gain: float
 ) -> int:
-    """The micro-batch that is predicted to be the fastest of those that fit."""
+    """Return the micro-batch size that is predicted to be the fastest of those that fit."""
     dp, p = layout.data_size, layout.pipeline_size
     best, found = 0.0, 1
     for tried in _powers(batch // dp if batch else 64):
@@ -312,7 +311,7 @@ def _fastest_micro(
 
 
 def _powers(number: int) -> Iterator[int]:
-    """1, 2, 4 and so on, as long as they divide `number`."""
+    """Yield 1, 2, 4 and so on, as long as they divide `number`."""
     power = 1
     while number % power == 0 and power <= max(1, number):
         yield power

@@ -1,8 +1,7 @@
-"""How tables of measurements write things: counts, stages, precisions, engines. Pure.
+"""Parsing of the columns of published measurements: counts, stages, precisions, engines. Pure.
 
-One function for a column or a subject, from the text of a row to a value; `rows` puts them
-together. Tables are written to be read by eye, so each knows many spellings of one thing, and
-takes what it does not know for not told where that leaves a sensible value.
+One function per column or subject, from the text of a row to a value; `rows` combines them. Each
+accepts many spellings, and treats unknown values as missing when a default exists.
 """
 
 from __future__ import annotations
@@ -16,20 +15,7 @@ from bigtrain.planner.layout import Recompute
 Row = Mapping[str, str]
 
 MOST = 10**8  # of anything that is counted
-NOTHING = {
-    "",
-    "-",
-    "--",
-    "n/a",
-    "na",
-    "nan",
-    "none",
-    "null",
-    "?",
-    "unknown",
-    "not stated",
-    "default",
-}
+NOTHING = {"", "-", "--", "?", "not stated", *"n/a na nan none null unknown default".split()}
 _ENGINES = (
     (r"megatron[- ]?deepspeed|gpt[- ]?neox", "megatron_deepspeed"),
     (r"nanotron", "nanotron"),
@@ -42,23 +28,23 @@ _ENGINES = (
     (r"max ?text|\bjax\b|levanter|praxis|paxml|nanogpt|nanochat", "fsdp_compiled"),
     (r"\btrl\b|unsloth|axolotl|accelerate|lit-?gpt|olmo|torchtune|composer|mosaic", "fsdp"),
 )
-"""Words of a page and the engine they mean; the first found counts."""
+"""Patterns of a page's text, and the engine of each; the first match wins."""
 
 
 def words(row: Row, *names: str) -> str:
-    """The named columns in lower case, one after another."""
+    """Return the named columns in lower case, joined."""
     return " ".join((row.get(name) or "") for name in names).lower()
 
 
 def has_value(row: Row, name: str) -> bool:
-    """Whether a column says anything."""
+    """Return whether a column has a value."""
     return (row.get(name) or "").strip().lower() not in NOTHING
 
 
 def number(row: Row, name: str, default: int | None = None) -> int:
-    """A count: also "4,096", "8k", "16x" and "8 (per node)". A k is
-    1024 where that makes a power of two, as of tokens, else 1000. Raises ValueError where there is
-    none, or something else."""
+    """Return a count: also "4,096", "8k", "16x" and "8 (per node)". A k is 1024 if that makes a
+    power of two, as for tokens, else 1000. Raises ValueError if the value is missing or not a
+    count."""
     text = (row.get(name) or "").strip()
     if not has_value(row, name):
         if default is not None:
@@ -85,14 +71,14 @@ def _kilo(value: float) -> int:
 
 
 def degree(row: Row, name: str) -> int:
-    """A degree of parallelism; tables write 0 for what is not used."""
+    """Return a degree of parallelism; tables write 0 for an unused one."""
     text = (row.get(name) or "").strip().lower()
     return 1 if text in ("0", "0.0", "no", "off", "false") else number(row, name, 1)
 
 
 def engine_name(row: Row) -> str:
-    """By the words of the page, where "compile" is told from "eager". Of a page that names none:
-    with tensor or pipeline parallelism it is Megatron's, else DeepSpeed."""
+    """Return the engine that the page names; compiled FSDP is one of its own. Default: Megatron
+    with tensor or pipeline parallelism, else DeepSpeed."""
     said = words(row, "notes", "source")
     found = next((name for pattern, name in _ENGINES if re.search(pattern, said)), None)
     if found is None:
@@ -109,12 +95,12 @@ def engine_name(row: Row) -> str:
 
 
 def zero_stage(row: Row, engine: str) -> int:
-    """The stage, also by FSDP's and Megatron's names; where none is told, what the engine has.
+    """Return the ZeRO stage, also by FSDP's and Megatron's names; default: the engine's.
 
-    FSDP beside a pipeline keeps what it has gathered until the step ends, or it would gather anew
+    FSDP with a pipeline keeps gathered parameters until the step ends, or it would gather again
     for each micro-batch, and reduces gradients once, as ZeRO 1 does (torch.distributed.pipelining).
     """
-    stage = _stage_told(row, engine)
+    stage = _written_stage(row, engine)
     gathers_once = engine in _FULLY_SHARDED and degree(row, "pp") > 1
     return 1 if gathers_once and stage == 3 else stage
 
@@ -122,9 +108,9 @@ def zero_stage(row: Row, engine: str) -> int:
 _FULLY_SHARDED = ("fsdp", "fsdp_compiled", "automodel")
 
 
-def _stage_told(row: Row, engine: str) -> int:
+def _written_stage(row: Row, engine: str) -> int:
     text, notes = (row.get("zero") or "").strip().lower(), row.get("notes") or ""
-    # FSDP's name of what ZeRO 2 does: parameters stay whole between the passes.
+    # FSDP's name for ZeRO 2: parameters stay unsharded between the passes.
     if "SHARD_GRAD_OP" in notes or "grad_op" in text:
         return 2
     if re.search(r"full.?shard|hybrid.?shard|hsdp|fsdp", text):
@@ -137,15 +123,15 @@ def _stage_told(row: Row, engine: str) -> int:
     if "dist" in text:  # Megatron's distributed optimizer
         return 1
     if re.fullmatch(r"[-+.\de]+", text):
-        raise ValueError(f"zero = {row['zero']} is no stage")
+        raise ValueError(f"zero = {row['zero']} is not a stage")
     usual = {"fsdp": 3, "fsdp_compiled": 3, "automodel": 3, "megatron_core": 1}
     said = re.search(r"zero[- ]?(?:stage[- ]?)?([0-3])\b", notes, re.I)
     return int(said[1]) if said else usual.get(engine, 0)
 
 
 def recompute(row: Row, engine: str) -> tuple[Recompute, int]:
-    """What is recomputed, and of how many layers one: "selective" of Megatron is attention, of
-    torchtitan every second product."""
+    """Return the kind of recomputation and n, if every n-th layer is recomputed: "selective" is
+    attention for Megatron, every second product for torchtitan."""
     text = (row.get("recompute") or "").strip().lower()
     if text in NOTHING or re.fullmatch(r"no|false|0|off|w/o|without|no .*", text):
         return "none", 1
@@ -161,7 +147,7 @@ def recompute(row: Row, engine: str) -> tuple[Recompute, int]:
             r"\bops?\b", text
         )
         return ("operators" if by_operator else "attention"), 1
-    # Experts' or norms' activations alone: a few percent of a layer's work.
+    # Activations of experts or norms only: a few percent of a layer's work.
     if re.search(r"^(mla|moe|norm|layer.?norm|rms|act(?!ivation.?(c|rec))|swiglu|mlp)", text):
         return "none", 1
     full = r"full|yes|true|block|uniform|^1(\.0)?$|^on$|^all|^ac\b|checkpoint|recomp|layer"
@@ -169,7 +155,7 @@ def recompute(row: Row, engine: str) -> tuple[Recompute, int]:
 
 
 def is_single_precision(row: Row) -> bool:
-    """Whether products are of 32-bit floats, which mixed precision's are not."""
+    """Return whether products are of 32-bit floats, unlike in mixed precision."""
     said = words(row, "precision")
     if re.search(r"bf16|fp16|float16|half|16-mixed|16-true|mixed|amp|fp8|float8|fp4|^16\b", said):
         return False
@@ -177,28 +163,28 @@ def is_single_precision(row: Row) -> bool:
 
 
 def is_float8(row: Row) -> bool:
-    """Whether products are of 8-bit floats, or fewer."""
+    """Return whether products are of 8-bit floats, or fewer bits."""
     return re.search(r"fp8|float8|fp4|8-?bit float", words(row, "precision", "notes")) is not None
 
 
 def is_float4(row: Row) -> bool:
-    """Whether products are of 4-bit floats; weights in 4 bits alone (QLoRA) are not."""
+    """Return whether products are of 4-bit floats, not only weights (QLoRA)."""
     return re.search(r"(?<!q)fp4|float4|4-?bit float", words(row, "precision")) is not None
 
 
 def compiles_loss(row: Row) -> bool:
-    """Whether torch.compile is told of a run of 2025 or later: its loss is compiled too since
+    """Return whether a page is of 2025 or later: torchtitan compiles the loss since
     pytorch/torchtitan#1033 of March 2025."""
     return re.search(r"\b20(2[5-9]|[3-9]\d)\b", words(row, "source", "notes")) is not None
 
 
 def has_float32_gradients(row: Row) -> bool:
-    """Whether gradients add up in 32 bits."""
+    """Return whether gradients are accumulated in 32 bits."""
     return re.search(r"(fp|float)32 (grad|acc)", words(row, "precision", "notes")) is not None
 
 
 def network_bits(notes: str) -> float | None:
-    """Bits a second that leave a node, where the page says."""
+    """Return a node's network bandwidth in bits per second; None if not stated."""
     cards = re.search(r"(\d+)\s*x\s*(\d+)\s*Gb", notes)
     if cards:
         return int(cards[1]) * int(cards[2]) * 1e9
@@ -209,17 +195,17 @@ def network_bits(notes: str) -> float | None:
 
 
 def virtual_stages(notes: str) -> int:
-    """Stages of an interleaved pipeline that a rank has."""
+    """Return the stages per rank of an interleaved pipeline."""
     pattern = r"(?:interleav\w*|\bvpp?\b|virtual)[^0-9]{0,20}(\d+)(?!\s*f1b)"
     found = re.search(pattern, notes, re.I)
     if found:
         return max(1, int(found[1]))
-    # A page that says no number has the least there is.
+    # If no number is stated, the smallest possible one.
     return 2 if re.search(r"(?<!non[- ])(?<!no )(?<!not )interleav", notes, re.I) else 1
 
 
 def sequence_length(row: Row) -> int:
-    """Of a sample; where the column is empty, what the notes say, or 2048."""
+    """Return the tokens of a sample, from the column, else the notes, else 2048."""
     said = re.search(
         r"(?:seq\w*(?: length)?|context)\D{0,6}(\d[\d,]*\s*k?)\b", words(row, "notes", "model")
     )
@@ -228,7 +214,7 @@ def sequence_length(row: Row) -> int:
 
 
 def billions(row: Row) -> float:
-    """Parameters, by the column or by the model's name ("7B", "350M"); 0 where neither tells."""
+    """Return the parameters from the column or the model's name ("7B", "350M"); 0 if unknown."""
     text = (row.get("params_b") or "").strip().lower().removesuffix("b")
     try:
         value = float(text)
@@ -242,8 +228,8 @@ def billions(row: Row) -> float:
 
 
 def active_billions(row: Row) -> float:
-    """Parameters that a token meets, of a page that says how many FLOPs it counts: six of each;
-    0 where it does not."""
+    """Return the parameters that a token is multiplied with, if the page states FLOPs (six per
+    parameter and token); 0 if it does not."""
     try:
         flops = float(row.get("tflops_per_gpu") or "") * 1e12
         tokens = float(row.get("tokens_per_s_per_gpu") or "")

@@ -23,8 +23,7 @@ from bigtrain.models.weights.quantized import packed_tensors
 from bigtrain.run.diagnostics.profiling import DIRECTORY
 from bigtrain.run.session import Session
 from bigtrain.settings.run_config import RunConfig
-
-GIB = 2**30
+from bigtrain.system.units import GIB
 
 
 @dataclass(frozen=True)

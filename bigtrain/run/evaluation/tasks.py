@@ -22,6 +22,7 @@ import torch.distributed as dist
 from bigtrain.data.loading.micro_batch import IGNORED_LABEL
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.errors import one_line
 from bigtrain.models.lm_eval_tasks import Drawing, IsFinished, Tasks, Tokens
 from bigtrain.run.session import Session
 from bigtrain.system.text_record import TextRecord
@@ -59,7 +60,7 @@ class TaskRunner:
         except Exception as error:
             if lead.is_computing:
                 raise  # the other ranks are in the model, not waiting
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            reason = one_line(error)
             self._session.log(f"the tasks of lm-eval failed, training continues: {reason}")
             metrics = {}
         lead.send("done", metrics)

@@ -72,10 +72,9 @@ from bigtrain.run.reporting.progress import (
 from bigtrain.run.reporting.tally import Tally, loss_text
 from bigtrain.run.reporting.trackers import Trackers, check_trackers
 from bigtrain.system.files import writing
+from bigtrain.system.units import GIB
 
 __all__ = ["HeldOutLoss", "MetricsWriter", "StepMetrics", "check_trackers", "memory_gib"]
-
-GIB = 2**30
 
 
 class MetricsWriter:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from bigtrain.run.reporting.metrics import GIB, memory_gib
+from bigtrain.run.reporting.metrics import memory_gib
+from bigtrain.system.units import GIB
 
 PHASES = ("forward", "backward", "compute", "optimizer", "save", "evaluation")
 """`compute`: forward and backward passes of a pipeline, which alternate."""

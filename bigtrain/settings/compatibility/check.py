@@ -1,53 +1,166 @@
-"""Table of illegal combinations, each with the nearest legal one, over the facts of a run.
+"""The table of illegal combinations in rules.yaml, and the function that applies it. Pure.
 
-Pure. The rules hold for DeepSpeed 0.19.8; each names the line of its source, or the experiment,
-that it is based on. A combination that DeepSpeed would accept and silently ignore is refused like
-one that it would crash on: a setting without effect is a user's mistake. `tools/compatibility.py`
-writes the table to docs/compatibility.md, and the tests are generated from it.
+`tools/compatibility.py` writes the table to docs/compatibility.md, and the tests are generated
+from it.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
 from bigtrain.errors import Problem
-from bigtrain.settings.compatibility.adapter_rules import (
-    ADAPTER_RULES,
-    OPTIMIZER_RULES,
-    QUANTIZATION_RULES,
-    SITE_RULES,
-)
-from bigtrain.settings.compatibility.deepspeed_rules import ENGINE_RULES
-from bigtrain.settings.compatibility.facts import Device, Facts, Rule
-from bigtrain.settings.compatibility.parallel_rules import (
-    EXPERT_MODEL_RULES,
-    EXPERT_RULES,
-    MODEL_RULES,
-    PARALLEL_RULES,
-)
-from bigtrain.settings.compatibility.performance_rules import SPEED_RULES, may_compile
+from bigtrain.settings.compatibility.facts import DECLARED, Device, Facts
 
-__all__ = [
-    "RULES",
-    "Device",
-    "Facts",
-    "Rule",
-    "check_compatibility",
-    "check_model",
-    "is_violated",
-    "may_compile",
-]
+__all__ = ["RULES", "Device", "Facts", "Rule", "check_compatibility", "check_model", "is_violated"]
 
-RULES: tuple[Rule, ...] = (
-    *PARALLEL_RULES,
-    *EXPERT_RULES,
-    *MODEL_RULES,
-    *EXPERT_MODEL_RULES,
-    *ENGINE_RULES,
-    *OPTIMIZER_RULES,
-    *ADAPTER_RULES,
-    *QUANTIZATION_RULES,
-    *SPEED_RULES,
-    *SITE_RULES,
-)
+# Reads a value from the facts, and tests it.
+_Condition = tuple[Callable[[Facts], Any], Callable[[Any], object]]
+_COMPARISONS: Mapping[str, Callable[[Any, Any], object]] = {
+    "<": operator.lt,
+    ">": operator.gt,
+    "does not divide": lambda value, number: number % value,
+}
+_LITERALS: Mapping[str, object] = {"null": None, "[]": ()}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One cell of the table: its conditions, all of which hold where a run is refused.
+
+    `blames` is the fact whose key is reported, with `value` instead of the fact's own if it is in
+    `shown`. `without` are the facts of the nearest legal run; `example` violates this rule only.
+    """
+
+    name: str
+    group: str
+    conditions: tuple[_Condition, ...]
+    blames: str
+    shown: Mapping[str, object]
+    reason_text: str
+    fix_text: str
+    without: Mapping[str, Any]
+    example: Facts
+
+    @property
+    def key(self) -> str:
+        """Key of the run YAML, or of the DeepSpeed JSON with a leading ``ds:``."""
+        return DECLARED[self.blames].key
+
+    def violated(self, facts: Facts) -> bool:
+        """Return whether `facts` violate this rule."""
+        return _hold(self.conditions, facts)
+
+    def reason(self, facts: Facts) -> str:
+        """Return the reason why `facts` are refused."""
+        return _filled(self.reason_text, facts)
+
+    def nearest(self, facts: Facts) -> Facts:
+        """Return the facts nearest to `facts`, which violate this rule, that do not."""
+        return facts.changed(**{name: _value(v, facts) for name, v in self.without.items()})
+
+    def problem(self, facts: Facts) -> Problem:
+        """Return the problem to report for `facts`, which violate this rule."""
+        value = self.shown.get("value", facts[self.blames])
+        if isinstance(value, tuple):
+            value = ", ".join(value)
+        key = self.key.replace("ds:", f"{facts.source}: ")
+        return Problem(key, value, self.reason(facts), _filled(self.fix_text, facts))
+
+
+def _value(value: Any, facts: Facts) -> Any:
+    """Return a value of the table: a fact's where it is the fact's name in braces."""
+    if isinstance(value, str) and value.startswith("{"):
+        return facts[value.strip("{}")]
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _filled(text: str, facts: Facts) -> str:
+    return text.format_map(_Shown(facts)) if "{" in text else text
+
+
+class _Shown:
+    """Facts as texts contain them."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+
+    def __getitem__(self, name: str) -> str:
+        value = self._facts[name]
+        return " or ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _condition(name: str, wanted: Any) -> _Condition:
+    """Return the condition that the table writes as ``name: wanted``."""
+    if name == "any":
+        cases = [_conditions(case.items()) for case in wanted]
+        return _itself, lambda facts: any(_hold(case, facts) for case in cases)
+    read = operator.attrgetter(name)
+    read(Facts())  # raises AttributeError for an unknown fact
+    if isinstance(wanted, list):
+        return read, tuple(wanted).__contains__
+    sign, _, text = wanted.rpartition(" ") if isinstance(wanted, str) else ("", "", "")
+    if not sign:
+        return read, functools.partial(operator.eq, wanted)
+    if sign == "!=":
+        return read, functools.partial(operator.ne, _LITERALS.get(text, text))
+    compare = _COMPARISONS[sign]
+    if text.isdecimal():
+        return read, lambda value: value is not None and compare(value, int(text))
+    return operator.attrgetter(name, text), lambda two: None not in two and compare(*two)
+
+
+def _itself(facts: Facts) -> Facts:
+    return facts
+
+
+def _conditions(items: Iterable[tuple[str, Any]]) -> tuple[_Condition, ...]:
+    return tuple(_condition(name, wanted) for name, wanted in items)
+
+
+def _hold(conditions: tuple[_Condition, ...], facts: Facts) -> bool:
+    for read, test in conditions:  # all() takes twice the time, and a plan asks thousands
+        if not test(read(facts)):
+            return False
+    return True
+
+
+def _rule(group: str, row: Mapping[str, Any], features: Mapping[str, Any]) -> Rule:
+    """Return the rule of a row; its first feature is blamed."""
+    parts = [*(features[name] for name in row.get("of", ())), row]
+    example = {k: v for part in parts for k, v in part.get("example", {}).items()}
+    return Rule(
+        row["name"],
+        group,
+        _conditions(item for part in parts for item in part.get("if", {}).items()),
+        row.get("blames") or parts[0]["blames"],
+        {"value": row["value"]} if "value" in row else {},
+        row["reason"],
+        row["fix"],
+        row.get("without") or parts[0]["without"],
+        Facts(**{name: _value(value, Facts()) for name, value in example.items()}),
+    )
+
+
+def _read_rules() -> tuple[Rule, ...]:
+    # The loader in C takes a tenth of the time; not every PyYAML has it.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    path = Path(__file__).with_name("rules.yaml")
+    table = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+    return tuple(
+        _rule(group, row, table["features"])
+        for group, rows in table["rules"].items()
+        for row in rows
+    )
+
+
+RULES = _read_rules()
 
 
 def check_compatibility(facts: Facts) -> list[Problem]:
@@ -62,6 +175,5 @@ def is_violated(facts: Facts) -> bool:
 
 def check_model(facts: Facts) -> list[Problem]:
     """Check only the rules that relate the model to parallel degrees and batch."""
-    return [
-        rule.problem(facts) for rule in (*MODEL_RULES, *EXPERT_MODEL_RULES) if rule.violated(facts)
-    ]
+    rules = (rule for rule in RULES if rule.group == "model")
+    return [rule.problem(facts) for rule in rules if rule.violated(facts)]

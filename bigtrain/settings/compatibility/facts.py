@@ -1,229 +1,342 @@
-"""Facts of a run that rules check, and the definition of a rule."""
+"""Facts that the compatibility rules are about: a view of a run, its engine and its model. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from math import isqrt
-from typing import Any, Literal
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar, cast
 
-from bigtrain.errors import Problem
-from bigtrain.settings.degrees import ModelDegrees
+from bigtrain.settings.deepspeed.engine_config import offload_device, zero_stage_of
+from bigtrain.settings.deepspeed.keys import AUTO, value_at
+from bigtrain.settings.deepspeed.ownership import optimizer_is_torch
+from bigtrain.settings.degrees import largest_divisor
+from bigtrain.settings.hf_config_keys import ModelDimensions
+from bigtrain.settings.run_config import RunConfig
 
 Device = Literal["cpu", "cuda"]
+_T = TypeVar("_T")
+_MOST_RANKS = 1024
 
 
-@dataclass(frozen=True, kw_only=True)
-class Facts(ModelDegrees):
-    """Facts of a run that the rules check.
+class _Fact:
+    """One fact: `key` is where a user sets it, `read` returns its value from a view. The value is
+    kept in the view; without a source it is `default`."""
 
-    None means unknown, and rules about an unknown fact pass: ``device`` and ``async_io`` (whether
-    libaio is installed) are unknown on a login node. ``gradient_dtype``: None where the run leaves
-    it to the engine. ``pipeline_settings``: keys of the JSON's pipeline block that differ from its
-    defaults. ``communication_dtype``: the JSON's, None without. ``source`` names the DeepSpeed
-    JSON in problems. ``accelerate``: the engine is configured by the answers to accelerate, without
-    a JSON.
+    def __init__(self, default: object, key: str, read: Callable[[Facts], object]) -> None:
+        self.default, self.key, self.read = default, key, read
 
-    From the run YAML: ``attention``, ``loss``, ``kernels``, ``compiles`` (model.compile) and
-    ``activation_offload`` of section model; ``freezes``: whether some weights are not trained;
-    ``isolates``: whether documents are isolated; ``auxiliary_loss``, ``z_loss`` (its coefficient)
-    and ``bias_updates`` (whether the rate is positive) of section moe; ``optimizer`` and
-    ``state_dtype`` of section optimizer; ``adapters``: their type, None without, with
-    ``adapted_stacks`` (target_parameters) and ``quantization`` of their base; ``num_sites``: 0
-    without section sites; ``site_fragments``: in which they exchange the model.
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
 
-    From the model's configuration, once it is read: ``attention_heads``; ``cut_heads`` and
-    ``cut_key_heads``, the heads that its tensor-parallel plan divides among ranks; ``num_layers``
-    that can be divided into stages; ``num_experts`` of a layer; ``max_positions``.
+    def __get__(self, facts: Facts | None, owner: type) -> Any:
+        if facts is None:
+            return self
+        value = self.read(facts)
+        return vars(facts).setdefault(self.name, self.default if value is None else value)
+
+
+def _given(default: _T) -> _T:
+    """Declare a fact that is passed to `Facts`."""
+    return cast(_T, _Fact(default, "", lambda facts: None))
+
+
+def _run(key: str, default: _T, convert: Callable[[Any], Any] = lambda value: value) -> _T:
+    """Declare a fact of the run YAML; `default` where the section is absent."""
+
+    def read(facts: Facts) -> object:
+        value = functools.reduce(
+            lambda node, name: getattr(node, name, None), key.split("."), facts._run
+        )
+        return None if value is None else convert(value)
+
+    return cast(_T, _Fact(default, key, read))
+
+
+def _json(key: str, default: _T, read: Callable[[Mapping[str, Any]], object] | None = None) -> _T:
+    """Declare a fact of the DeepSpeed JSON; a value of another type than `default` is ignored."""
+
+    def of_type(raw: Mapping[str, Any]) -> object:
+        value = value_at(raw, key)
+        if isinstance(default, bool) or isinstance(value, bool):
+            return value if type(value) is type(default) else None
+        if default is None:
+            return value if isinstance(value, str) and value != AUTO else None
+        if isinstance(value, (int, float)):
+            return int(value) if isinstance(default, int) else value
+        return None
+
+    chosen = read or of_type
+    return cast(_T, _Fact(default, f"ds:{key}", lambda facts: chosen(facts._raw)))
+
+
+def _model(name: str) -> int | None:
+    """Declare a fact of the model's configuration."""
+    return cast(int | None, _Fact(None, "", lambda facts: getattr(facts._model, name, None)))
+
+
+def _freezes(facts: Facts) -> bool:
+    run = facts._run
+    return run is not None and (run.adapters is not None or bool(run.model.frozen))
+
+
+def _pipeline_settings(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys of the JSON's pipeline block that differ from bigtrain's values."""
+    block, free = raw.get("pipeline"), ("pipe_partitioned", "grad_partitioned")
+    if not isinstance(block, Mapping):
+        return ()
+    return tuple(key for key, value in block.items() if key not in free or value is not False)
+
+
+def _is_torch(raw: Mapping[str, Any]) -> bool:
+    blocks = (raw.get(key) for key in ("optimizer", "zero_optimization"))
+    optimizer, zero = (block if isinstance(block, Mapping) else {} for block in blocks)
+    return optimizer_is_torch(optimizer, raw, zero)
+
+
+def _quantizes(raw: Mapping[str, Any]) -> bool:
+    keys = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
+    return any(value_at(raw, f"zero_optimization.{key}") is True for key in keys)
+
+
+class Facts:
+    """View of a run's settings, DeepSpeed JSON and model, as the rules name them.
+
+    A fact is read when it is asked for, unless it was passed by name. None means absent or unknown,
+    and rules about an unknown fact pass: `device` and `async_io` (whether libaio is installed) are
+    unknown on a login node. `source` names the DeepSpeed JSON in problems; `accelerate`: the
+    answers to accelerate configure the engine, without a JSON. `cut_heads` and `cut_key_heads`: the
+    heads that the model's tensor-parallel plan divides among ranks.
     """
 
-    zero_stage: int = 0
-    world_size: int = 1
-    sequence_length: int = 1 << 12
-    dtype: str = "bfloat16"
-    gradient_dtype: str | None = None
-    offload_optimizer: str | None = None
-    offload_optimizer_ratio: float = 1.0
-    offload_param: str | None = None
-    offload_param_nvme_path: str | None = None
-    super_offload: bool = False
-    torch_adam: bool = True
-    optimizer: str = "adamw"
-    state_dtype: str = "float32"
-    partition_size: int = 1
-    quantized_weights: bool = False
-    quantized_gradients: bool = False
-    communication_dtype: str | None = None
-    prescale_gradients: bool = False
-    reduce_scatter: bool = True
-    contiguous_gradients: bool = True
-    overlap_comm: bool = False
-    compute_grad_norm: bool = True
-    use_gds: bool = False
-    pipeline_block: bool = False
-    pipeline_settings: tuple[str, ...] = ()
-    flops_profiler: bool = False
-    attention: str = "auto"
-    isolates: bool = False
-    loss: str = "auto"
-    kernels: str = "none"
-    compiles: str = "off"
-    activation_offload: bool = False
-    freezes: bool = False
-    auxiliary_loss: str = "micro_batch"
-    z_loss: float = 0.0
-    bias_updates: bool = False
-    adapters: str | None = None
-    adapted_stacks: tuple[str, ...] = ()
-    quantization: str = "none"
-    num_sites: int = 0
-    site_fragments: int = 1
-    stops_early: bool = False
-    accelerate: bool = False
-    device: Device | None = None
-    async_io: bool | None = None
-    attention_heads: int | None = None
-    cut_heads: int | None = None
-    cut_key_heads: int | None = None
-    num_layers: int | None = None
-    num_experts: int | None = None
-    max_positions: int | None = None
-    source: str = "DeepSpeed JSON"
+    tensor_size: int = _run("parallel.tensor", 1)
+    pipeline_size: int = _run("parallel.pipeline", 1)
+    sequence_size: int = _run("parallel.sequence", 1)
+    expert_size: int = _run("parallel.expert", 1)
+    zero_stage: int = _json("zero_optimization.stage", 0, zero_stage_of)
+    world_size: int = _given(1)
+    sequence_length: int = _run("batch.sequence_length", 1 << 12)
+    dtype: str = _run("precision.dtype", "bfloat16")
+    gradient_dtype: str | None = _run("precision.gradient_dtype", None)
+    offload_optimizer: str | None = _json(
+        "zero_optimization.offload_optimizer.device",
+        None,
+        lambda raw: offload_device(raw, "offload_optimizer"),
+    )
+    offload_optimizer_ratio: float = _json("zero_optimization.offload_optimizer.ratio", 1.0)
+    offload_param: str | None = _json(
+        "zero_optimization.offload_param.device",
+        None,
+        lambda raw: offload_device(raw, "offload_param"),
+    )
+    offload_param_nvme_path: str | None = _json("zero_optimization.offload_param.nvme_path", None)
+    super_offload: bool = _json("zero_optimization.offload_optimizer.super_offload", False)
+    torch_adam: bool = _json("optimizer.params.torch_adam", True, _is_torch)
+    optimizer: str = _run("optimizer.type", "adamw")
+    state_dtype: str = _run("optimizer.state_dtype", "float32")
+    partition_size: int = _json("zero_optimization.zero_hpz_partition_size", 1)
+    quantized_weights: bool = _json("zero_optimization.zero_quantized_weights", False, _quantizes)
+    quantized_gradients: bool = _json("zero_optimization.zero_quantized_gradients", False)
+    communication_dtype: str | None = _json("communication_data_type", None)
+    prescale_gradients: bool = _json("prescale_gradients", False)
+    reduce_scatter: bool = _json("zero_optimization.reduce_scatter", True)
+    contiguous_gradients: bool = _json("zero_optimization.contiguous_gradients", True)
+    overlap_comm: bool = _json("zero_optimization.overlap_comm", False)
+    compute_grad_norm: bool = _json("zero_optimization.compute_grad_norm", True)
+    use_gds: bool = _json("aio.use_gds", False)
+    pipeline_block: bool = _json("pipeline", False, lambda raw: "pipeline" in raw)
+    pipeline_settings: tuple[str, ...] = _json("pipeline", (), _pipeline_settings)
+    flops_profiler: bool = _json("flops_profiler.enabled", False)
+    attention: str = _run("model.attention", "auto")
+    isolates: bool = _run("data.isolates", False)
+    loss: str = _run("model.loss", "auto")
+    kernels: str = _run("model.kernels", "none")
+    compiles: str = _run("model.compile", "off")
+    activation_offload: bool = _run("model.activation_offload", False)
+    freezes: bool = cast(bool, _Fact(False, "model.frozen", _freezes))
+    bias_updates: bool = _run("moe.bias_update_rate", False, lambda rate: rate > 0)
+    adapters: str | None = _run("adapters.type", None)
+    adapted_stacks: tuple[str, ...] = _run("adapters.target_parameters", ())
+    quantization: str = _run("adapters.quantization", "none")
+    num_sites: int = _run("sites.count", 0)
+    site_fragments: int = _run("sites.fragments", 1)
+    stops_early: bool = _run("evaluation.early_stopping", False, lambda section: True)
+    accelerate: bool = _given(False)
+    device: Device | None = _given(None)
+    async_io: bool | None = _given(None)
+    attention_heads: int | None = _model("num_attention_heads")
+    cut_heads: int | None = _model("cut_heads")
+    cut_key_heads: int | None = _model("cut_key_heads")
+    num_layers: int | None = _model("num_hidden_layers")
+    num_experts: int | None = _model("num_experts")
+    max_positions: int | None = _model("max_position_embeddings")
+    source: str = _given("DeepSpeed JSON")
+
+    def __init__(
+        self,
+        run: RunConfig | None = None,
+        raw: Mapping[str, Any] | None = None,
+        model: ModelDimensions | None = None,
+        **given: Any,
+    ) -> None:
+        """Raises TypeError for a name in `given` that is not a fact."""
+        if unknown := given.keys() - DECLARED.keys():
+            raise TypeError(f"not facts of a run: {', '.join(sorted(unknown))}")
+        vars(self).update(given, _run=run, _raw={} if raw is None else raw, _model=model)
+
+    _run: RunConfig | None
+    _raw: Mapping[str, Any]
+    _model: ModelDimensions | None
 
     def changed(self, **changes: Any) -> Facts:
-        """Return a changed copy, ten times faster than `dataclasses.replace`: a plan makes
-        thousands."""
+        """Return a copy with other values of the facts in `changes`."""
+        _ = self._is_read
         other = object.__new__(Facts)
         vars(other).update(vars(self), **changes)
         return other
 
+    @functools.cached_property
+    def _is_read(self) -> bool:
+        """True, after every fact has been read, so that copies need not: a plan makes
+        thousands."""
+        return bool(self.values())
 
-@dataclass(frozen=True)
-class Rule:
-    """One illegal combination: its condition, the key that is reported, the reason, the fix.
+    def values(self) -> dict[str, Any]:
+        """Return every fact by name."""
+        return {name: getattr(self, name) for name in DECLARED}
 
-    nearest: maps violating facts to the nearest ones that satisfy this rule. example: facts that
-    violate this rule and no other.
-    """
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
 
-    name: str
-    violated: Callable[[Facts], bool]
-    key: str  # of the run YAML, or of the DeepSpeed JSON with a leading "ds:"
-    value: Callable[[Facts], object]
-    reason: Callable[[Facts], str]
-    remedy: Callable[[Facts], str]
-    nearest: Callable[[Facts], Facts]
-    example: Facts
+    @property
+    def num_replicas(self) -> int:
+        """Ranks of data x sequence; 0 where the degrees do not divide the world, which is
+        refused."""
+        inner = self.tensor_size * self.pipeline_size * self.sequence_size
+        return 0 if self.world_size % inner else self.world_size // inner * self.sequence_size
 
-    def problem(self, facts: Facts) -> Problem:
-        """Return the problem to report for `facts`, which violate this rule."""
-        key = self.key
-        if key.startswith("ds:"):
-            key = f"{facts.source}: {key.removeprefix('ds:')}"
-        return Problem(key, self.value(facts), self.reason(facts), self.remedy(facts))
-
-
-def rule(
-    name: str,
-    violated: Callable[[Facts], bool],
-    blamed: tuple[str, Callable[[Facts], object]],
-    reason: str | Callable[[Facts], str],
-    remedy: str | Callable[[Facts], str],
-    nearest: Callable[[Facts], Facts],
-    example: Facts,
-) -> Rule:
-    """Return a `Rule`; texts may be functions of the facts."""
-    key, value = blamed
-    return Rule(name, violated, key, value, _text(reason), _text(remedy), nearest, example)
-
-
-def rules_of(applies: Callable[[Facts], bool], example: dict[str, Any]) -> Callable[..., Rule]:
-    """Return a maker of rules that hold only where a method is used.
-
-    Args:
-        applies: whether a run uses the method.
-        example: facts that a rule's `example` needs in addition to use it.
-    """
-
-    def make(
-        name: str,
-        holds: Callable[[Facts], bool],
-        blamed: tuple[str, Callable[[Facts], object]],
-        reason: str,
-        remedy: str,
-        changes: dict[str, Any],
-        facts: Facts,
-    ) -> Rule:
-        return rule(
-            name,
-            lambda f: applies(f) and holds(f),
-            blamed,
-            reason,
-            remedy,
-            lambda f: replace(f, **changes),
-            replace(facts, **example),
+    @property
+    def may_compile(self) -> bool:
+        """Whether the decoder layers only compute: no gathers, collectives or copies inside
+        them."""
+        return (
+            self.zero_stage < 3
+            and self.tensor_size == self.sequence_size == self.expert_size == 1
+            and not self.activation_offload
+            and not self.bias_updates
         )
 
-    return make
+    @property
+    def own_optimizer(self) -> str | None:
+        """Setting of the run that makes bigtrain, not DeepSpeed, provide the optimizer."""
+        if self.optimizer != "adamw":
+            return f"optimizer.type = {self.optimizer}"
+        is_own = self.state_dtype != "float32"
+        return f"optimizer.state_dtype = {self.state_dtype}" if is_own else None
+
+    @property
+    def another_gradient_dtype(self) -> str | None:
+        """Dtype of the gradients where it is not that of the parameters."""
+        return None if self.gradient_dtype == self.dtype else self.gradient_dtype
+
+    @property
+    def hpz_size(self) -> int:
+        """Ranks of a secondary partition (`_create_zero_param_parallel_group` of DeepSpeed)."""
+        return min(self.partition_size, self.world_size)
+
+    @property
+    def fitting_hpz_size(self) -> int:
+        """The largest secondary partition that divides the world."""
+        return largest_divisor(self.world_size, self.partition_size)
+
+    @property
+    def padded_length(self) -> int:
+        """The next sequence length that divides among sequence-parallel ranks."""
+        return -(-self.sequence_length // self.sequence_size) * self.sequence_size
+
+    @property
+    def sequence_size_of_length(self) -> int:
+        """The largest sequence-parallel size that divides the samples."""
+        return largest_divisor(self.sequence_length, self.sequence_size)
+
+    @property
+    def sequence_size_of_heads(self) -> int:
+        """The largest smaller sequence-parallel size that divides the attention heads."""
+        heads = self.attention_heads or 1
+        if heads % self.tensor_size:
+            return 1
+        return largest_divisor(heads // self.tensor_size, self.sequence_size - 1)
+
+    @property
+    def ranks_of_heads(self) -> int:
+        """Ranks that attention heads are divided among."""
+        return self.sequence_size * self.tensor_size
+
+    @property
+    def splits_heads(self) -> bool:
+        """Whether a tensor-parallel rank would get a part of a head."""
+        return self.cut_heads is not None and not self._divides_heads(self.tensor_size)
+
+    def _divides_heads(self, size: int) -> bool:
+        """Return whether each of `size` ranks gets complete heads; several may share a key-value
+        head."""
+        heads, key_heads = self.cut_heads or 1, self.cut_key_heads
+        shared = key_heads is None or key_heads % size == 0 or size % key_heads == 0
+        return heads % size == 0 and shared
+
+    @property
+    def names_of_heads(self) -> str:
+        """Numbers of heads that tensor-parallel ranks divide, as the model's keys."""
+        key_heads = self.cut_key_heads
+        shared = "" if key_heads is None else f" and num_key_value_heads = {key_heads}"
+        return f"num_attention_heads = {self.cut_heads}{shared}"
+
+    @property
+    def among_tensor(self) -> str:
+        """Note on the tensor-parallel ranks that divide attention heads first."""
+        return f" among parallel.tensor = {self.tensor_size}" if self.tensor_size > 1 else ""
+
+    @property
+    def is_flash(self) -> bool:
+        return self.attention.startswith("flash")
+
+    @property
+    def tensor_sizes(self) -> list[int]:
+        """The next tensor-parallel sizes below and above that divide the heads, and also the world
+        size where the current one divides it."""
+        legal = filter(self._divides_heads, range(1, _MOST_RANKS))
+        if self.world_size % self.tensor_size == 0:
+            return _around(self.tensor_size, [n for n in legal if self.world_size % n == 0])
+        return _around(self.tensor_size, list(legal))
+
+    @property
+    def tensor_size_below(self) -> int:
+        return self.tensor_sizes[0]
+
+    @property
+    def expert_size_of_replicas(self) -> int:
+        """The largest expert-parallel size that divides the replicas."""
+        return largest_divisor(self.num_replicas, min(self.num_replicas, self.expert_size))
+
+    @property
+    def expert_size_of_experts(self) -> int:
+        """The largest expert-parallel size that divides the experts and the replicas."""
+        both = math.gcd(self.num_experts or 1, self.num_replicas)
+        return largest_divisor(both, min(both, self.expert_size))
+
+    @property
+    def expert_sizes(self) -> list[int]:
+        """The next expert-parallel sizes below and above that divide the experts."""
+        number = self.num_experts or 1
+        divisors = [n for n in range(1, number + 1) if number % n == 0]
+        return _around(self.expert_size, divisors)
 
 
-def unproven_engines(refused: Callable[..., Rule], method: str, unproven: str) -> tuple[Rule, ...]:
-    """Return the rules of a method that has not been compared with plain training where DeepSpeed
-    scales the loss or keeps parameters in other ways than most.
-
-    Args:
-        refused: a function made by `rules_of`.
-        method: its name in the names of the rules.
-        unproven: the first words of their reasons.
-    """
-    return (
-        refused(
-            f"{method} in float16",
-            lambda f: f.dtype == "float16",
-            ("precision.dtype", lambda f: f.dtype),
-            f"{unproven} with a loss scale",
-            "precision.dtype=bfloat16",
-            {"dtype": "bfloat16"},
-            Facts(dtype="float16"),
-        ),
-        refused(
-            f"{method} with parameters on NVMe",
-            lambda f: f.offload_param == "nvme",
-            ("ds:zero_optimization.offload_param.device", lambda f: f.offload_param),
-            f"{unproven} with parameters in files",
-            'device "cpu" (ds_configs/zero3_offload.json)',
-            {"offload_param": "cpu"},
-            Facts(zero_stage=3, offload_param="nvme", offload_param_nvme_path="/local-disk"),
-        ),
-        refused(
-            f"{method} with SuperOffload",
-            lambda f: f.super_offload,
-            ("ds:zero_optimization.offload_optimizer.super_offload", lambda f: True),
-            f"{unproven} under SuperOffload",
-            "omit super_offload",
-            {"super_offload": False, "torch_adam": True},
-            Facts(zero_stage=3, offload_optimizer="cpu", super_offload=True, torch_adam=False),
-        ),
-        refused(
-            f"{method} over quantized or secondary partitions",
-            lambda f: f.quantized_weights or f.quantized_gradients or f.partition_size > 1,
-            ("ds:zero_optimization.zero_hpz_partition_size", lambda f: f.partition_size),
-            f"{unproven} under ZeRO++",
-            "ds_configs/zero3.json",
-            {"quantized_weights": False, "quantized_gradients": False, "partition_size": 1},
-            Facts(zero_stage=3, partition_size=2, world_size=4),
-        ),
-    )
+def _around(size: int, legal: list[int]) -> list[int]:
+    """Return the neighbors of `size` in `legal`, which is sorted."""
+    return [*[n for n in legal if n < size][-1:], *[n for n in legal if n > size][:1]]
 
 
-def _text(text: str | Callable[[Facts], str]) -> Callable[[Facts], str]:
-    return text if callable(text) else lambda _facts: text
-
-
-def largest_divisor(number: int, at_most: int) -> int:
-    """Return the largest divisor of `number` up to `at_most`.
-
-    Beyond 1e12 only divisors that have a factor up to 1e6 are searched, to bound the time.
-    """
-    small = [n for n in range(1, min(isqrt(number), 1_000_000) + 1) if number % n == 0]
-    return max(n for d in small for n in (d, number // d) if n <= at_most)
+DECLARED: Mapping[str, _Fact] = {
+    name: fact for name, fact in vars(Facts).items() if isinstance(fact, _Fact)
+}

@@ -15,18 +15,16 @@ from typing import Any
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.batch_plan import BatchPlan
-from bigtrain.settings.deepspeed.accepted import ROWS, check_values, not_tried
-from bigtrain.settings.deepspeed.keys import AUTO, check_keys, with_integers
-from bigtrain.settings.deepspeed.nearest import suggestion
+from bigtrain.settings.deepspeed.accepted import REFUSED_BLOCKS, ROWS, check_values, not_tried
+from bigtrain.settings.deepspeed.keys import AUTO, check_keys, suggestion, value_at, with_integers
 from bigtrain.settings.deepspeed.ownership import (
-    REFUSED_BLOCKS,
-    Owned,
     check_refused_blocks,
     optimizer_is_torch,
     owned_values,
 )
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.shipped_files import ds_configs
+from bigtrain.system.units import DEEPSPEED_DTYPES
 
 # DeepSpeed would print its own progress and throughput in addition to bigtrain's.
 _NEVER_PRINT_STEPS = 1_000_000_000
@@ -56,8 +54,6 @@ _ALWAYS_OWNED = {
     "gradient_accumulation_steps",
     "fp16.initial_scale_power",
 }
-
-DEEPSPEED_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True)
@@ -207,11 +203,6 @@ def offload_device(raw: Mapping[str, Any], block: str) -> str | None:
     none."""
     device = value_at(raw, f"zero_optimization.{block}.device")
     return device if device in ("cpu", "nvme") else None
-
-
-def value_at(tree: Mapping[str, Any], path: str) -> Any:
-    """Return the value under a dotted path; None if a part of the path is absent or not a block."""
-    return Owned.lookup(tree, path)
 
 
 def _autos(tree: Mapping[str, Any], parents: tuple[str, ...] = ()) -> Iterator[str]:

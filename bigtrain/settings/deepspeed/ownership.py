@@ -11,7 +11,8 @@ from typing import Any
 
 from bigtrain.errors import Problem
 from bigtrain.settings.batch_plan import BatchPlan
-from bigtrain.settings.deepspeed.keys import AUTO
+from bigtrain.settings.deepspeed.accepted import REFUSED_BLOCKS
+from bigtrain.settings.deepspeed.keys import AUTO, value_at
 from bigtrain.settings.run_config import RunConfig
 
 _ABSENT = object()
@@ -20,76 +21,6 @@ _DTYPE_SPELLINGS = {
     "float32": ("fp32", "float32", "torch.float32", "float"),
     "bfloat16": ("bf16", "bfloat16", "torch.bfloat16"),
     "float16": ("fp16", "float16", "torch.float16", "half"),
-}
-
-# Known to DeepSpeed, but owned by the run YAML, or without effect in a bigtrain run.
-REFUSED_BLOCKS: Mapping[str, tuple[str, str]] = {
-    "scheduler": (
-        "the run owns the learning rate over time",
-        "remove it and set schedule.* in the run YAML",
-    ),
-    "torch_autocast": (
-        "the run owns number formats",
-        "remove it and set precision.dtype in the run YAML",
-    ),
-    "bfloat16": ("is the old name of bf16", 'write "bf16"'),
-    "activation_checkpointing": (
-        "has no effect on Hugging Face models",
-        "remove it and set model.gradient_checkpointing in the run YAML",
-    ),
-    "tensor_parallel": ("the run owns parallel degrees", "remove it; parallel.tensor sets it"),
-    "sequence_parallel_size": (
-        "the run owns parallel degrees",
-        "remove it; parallel.sequence sets it",
-    ),
-    "expert_parallel": ("the run owns parallel degrees", "remove it; parallel.expert sets it"),
-    "use_data_before_expert_parallelism": (
-        "ranks that share the experts are neighbours, as parallel.expert sets",
-        "remove it",
-    ),
-    "checkpoint": (
-        "bigtrain writes its own checkpoints",
-        "remove it and set checkpoint.* in the run YAML",
-    ),
-    "datastates_ckpt": (
-        "bigtrain writes its own checkpoints",
-        "remove it and set checkpoint.* in the run YAML",
-    ),
-    "data_types.buffer_dtype": (
-        "would round buffers that must stay exact: rotary frequencies, biases of routers",
-        "remove it; buffers keep the dtype that the model gives them",
-    ),
-    "data_efficiency": ("the run owns the data and its order", "remove it"),
-    "dataloader_drop_last": ("the run owns the data and its order", "remove it"),
-    "managed_gradient_accumulation": (
-        "the run owns accumulation (batch.global_batch_size)",
-        "remove it",
-    ),
-    "autotuning": ("bigtrain is not started by DeepSpeed's autotuner", "remove it"),
-    "compile": ("bigtrain does not compile models", "remove it"),
-    **dict.fromkeys(
-        ("tensorboard", "wandb", "csv_monitor", "comet"),
-        (
-            "is DeepSpeed's monitor, which writes outside the run directory",
-            "remove it and set logging.trackers in the run YAML",
-        ),
-    ),
-    "hybrid_engine": ("is an engine for reinforcement learning, not for this", "remove it"),
-    "weight_quantization": ("is for inference", "remove it"),
-    "zero_optimization.zenflow": (
-        "delays the update of most gradients, so ZeRO stages would not compute the same run",
-        "remove it",
-    ),
-    "zero_optimization.elastic_checkpoint": (
-        "bigtrain writes its own checkpoints, and ZeRO 3 does not support it",
-        "remove it; a run resumes from any checkpoint with any world size",
-    ),
-    "zero_optimization.load_from_fp32_weights": (
-        "bigtrain writes its own checkpoints",
-        "remove it; masters are always restored as they were",
-    ),
-    "optimizer.legacy_fusion": ("is for LAMB, which no run uses", "remove it"),
-    "zero_optimization.legacy_stage1": ("was removed from DeepSpeed", "remove it"),
 }
 
 OPTIMIZER_PARAMETERS: Mapping[str, str] = {
@@ -124,19 +55,9 @@ class Owned:
     settable: bool = True
     spelling: str = ""
 
-    @staticmethod
-    def lookup(tree: Mapping[str, Any], path: str, default: Any = None) -> Any:
-        """Return the value under a dotted path, or `default`."""
-        node: Any = tree
-        for name in path.split("."):
-            if not isinstance(node, Mapping) or name not in node:
-                return default
-            node = node[name]
-        return node
-
     def contradiction(self, raw: Mapping[str, Any], source: str) -> Problem | None:
         """Return the problem, naming both keys, if `raw` has another value than the run."""
-        given = self.lookup(raw, self.key, _ABSENT)
+        given = value_at(raw, self.key, _ABSENT)
         if given is _ABSENT or given == AUTO or _same(given, self.value):
             return None
         written = f'"{self.spelling}" or "auto"' if self.spelling else '"auto"'
@@ -208,7 +129,7 @@ def _owned_batch(config: RunConfig, plan: BatchPlan | None) -> list[Owned]:
 def _is_placeholder(raw: Mapping[str, Any]) -> bool:
     """Return whether the JSON names AdamW without a value of its own, as ds_configs/ do for HF
     Trainer: any optimizer of the run may replace that one."""
-    name, params = Owned.lookup(raw, "optimizer.type"), Owned.lookup(raw, "optimizer.params", {})
+    name, params = value_at(raw, "optimizer.type"), value_at(raw, "optimizer.params", {})
     if not isinstance(name, str) or not isinstance(params, Mapping):
         return False
     return name.lower() == "adamw" and all(
@@ -225,7 +146,7 @@ def _owned_optimizer(config: RunConfig, raw: Mapping[str, Any]) -> list[Owned]:
         own.append(
             Owned("zero_allow_untested_optimizer", "optimizer.type", optimizer.type, True, False)
         )
-        if Owned.lookup(raw, "zero_optimization.offload_optimizer.device", "none") != "none":
+        if value_at(raw, "zero_optimization.offload_optimizer.device", "none") != "none":
             own.append(
                 Owned("zero_force_ds_cpu_optimizer", "optimizer.type", optimizer.type, False, False)
             )
@@ -289,13 +210,13 @@ def check_refused_blocks(
     problems = [
         Problem(f"{source}: {path}", None, reason, remedy)
         for path, (reason, remedy) in REFUSED_BLOCKS.items()
-        if Owned.lookup(raw, path, _ABSENT) is not _ABSENT
+        if value_at(raw, path, _ABSENT) is not _ABSENT
     ]
     dtype = raw.get("communication_data_type", AUTO)
     if dtype not in (AUTO, "fp32", "bf16", "fp16"):
         key = f"{source}: communication_data_type"
         problems.append(Problem(key, dtype, "must be one of fp32, bf16, fp16"))
-    params = Owned.lookup(raw, "optimizer.params", {})
+    params = value_at(raw, "optimizer.params", {})
     if not isinstance(params, Mapping):
         return problems
     for name, value in params.items():
@@ -314,7 +235,7 @@ def _optimizer_conflicts(
 ) -> list[Problem]:
     problems = []
     torch_adam = optimizer_is_torch(
-        raw.get("optimizer", {}), raw, Owned.lookup(raw, "zero_optimization", {})
+        raw.get("optimizer", {}), raw, value_at(raw, "zero_optimization", {})
     )
     for name in ("fused", "foreach"):
         if name in params and not torch_adam:
@@ -343,8 +264,8 @@ def optimizer_is_torch(
 ) -> bool:
     """Return whether the run uses ``torch.optim.AdamW``: yes, unless the JSON sets ``torch_adam:
     false``, or ``zero_force_ds_cpu_optimizer: true`` with an offloaded optimizer."""
-    chosen = Owned.lookup(optimizer, "params.torch_adam")
+    chosen = value_at(optimizer, "params.torch_adam")
     if isinstance(chosen, bool):
         return chosen
-    offloaded = Owned.lookup(zero, "offload_optimizer.device", "none") != "none"
+    offloaded = value_at(zero, "offload_optimizer.device", "none") != "none"
     return not (offloaded and tree.get("zero_force_ds_cpu_optimizer") is True)

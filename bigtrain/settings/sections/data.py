@@ -160,8 +160,7 @@ class BatchSection(Section):
         default=None, description="samples per optimizer step over all ranks"
     )
     global_tokens: PositiveInt | None = Field(
-        default=None,
-        description="the same in tokens; must be a multiple of sequence_length",
+        default=None, description="the same in tokens; must be a multiple of sequence_length"
     )
     micro_batch_size: PositiveInt = Field(
         default=1, description="samples per forward pass of one rank"

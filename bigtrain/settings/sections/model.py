@@ -6,12 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from bigtrain.settings.sections.base import (
-    NonNegativeFloat,
-    PositiveInt,
-    Section,
-    refuse_secrets,
-)
+from bigtrain.settings.sections.base import NonNegativeFloat, PositiveInt, Section, refuse_secrets
 
 
 class VocabularySection(Section):

@@ -42,13 +42,13 @@ class OuterSection(Section):
         if self.type == "average" and self.momentum is not None:
             raise ValueError(
                 f"sites.outer.momentum = {self.momentum} is set, and sites.outer.type = average "
-                "has none -> type: momentum, or take it out"
+                "has none -> type: momentum, or omit it"
             )
         return self
 
     @property
     def has_momentum(self) -> bool:
-        """Whether there is a state beside the global weights."""
+        """Whether there is a state in addition to the global weights."""
         return self.type != "average"
 
     @property
@@ -88,7 +88,7 @@ class SitesSection(Section):
     )
     inner_steps: PositiveInt = Field(
         description="optimizer steps of each site between two outer steps; the last window of a "
-        "run is shorter where train.steps is no multiple"
+        "run is shorter where train.steps is not a multiple"
     )
     shares: tuple[PositiveInt, ...] | None = Field(
         default=None,
@@ -110,8 +110,8 @@ class SitesSection(Section):
     )
     overlap_steps: NonNegativeInt = Field(
         default=0,
-        description="steps that go on while a fragment is exchanged, before it takes effect (the "
-        "paper's tau); less than inner_steps / fragments",
+        description="steps during the exchange of a fragment, before it takes effect (the paper's "
+        "tau); less than inner_steps / fragments",
     )
     mixing: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.0,
@@ -121,7 +121,7 @@ class SitesSection(Section):
     timeout_seconds: Seconds = Field(
         default=600.0,
         description="that sites wait for each other at the start, at each outer step, and within a "
-        "transfer; then they go on without those that are missing, whom a new run names and ends",
+        "transfer; then they continue without the missing ones, which a new run names and ends",
     )
 
     @model_validator(mode="after")
@@ -167,7 +167,7 @@ class SitesSection(Section):
         elif self.start_server:
             raise ValueError(
                 "sites.start_server = true needs the address at which sites meet -> sites.server: "
-                "http://HOST:PORT of site 0, or leave sites.start_server out"
+                "http://HOST:PORT of site 0, or omit sites.start_server"
             )
         return self
 

@@ -20,8 +20,7 @@ from bigtrain.cli import main as bigtrain
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.parallel.grouped_experts import PADDED
-from bigtrain.planner.tables.calibration_file import write_calibration
-from bigtrain.planner.tables.engines import cpu_engine
+from bigtrain.planner.tables.engines import cpu_engine, write_calibration
 from bigtrain.planner.tables.hardware import find_device
 from tests.launch.conftest import tokenize, write_documents
 from tests.support.worlds import ROOT

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 
 from bigtrain.cli import COMMANDS, build_parser, main
+from bigtrain.commands.arguments import table
+from bigtrain.settings.compatibility.facts import Device
 from bigtrain.train import build_parser as train_parser
 
+_SHOWN = {"0.0.0.0": "all"}
 NO_DEFAULT = (None, False, [], ())
 
 
@@ -55,6 +60,21 @@ def test_every_argument_says_what_it_is_and_its_default(name: str) -> None:
         if action.default in NO_DEFAULT or action.default == argparse.SUPPRESS:
             continue
         assert "default" in text or str(action.default) in text, f"{name} {where}: {text}"
+
+
+def test_the_table_has_the_defaults_that_its_texts_name() -> None:
+    """A default is in the table and in the text of its argument: they agree."""
+    choices = {"--device": get_args(Device)}
+    for command, arguments in table().items():
+        assert command.split()[0] in {*COMMANDS, "reading"}, command
+        for flags, settings in arguments.items():
+            named = re.search(r"\(default: ([^\s);,:]+)\)$", settings.get("help", ""))
+            if named and "default" in settings and settings["default"] not in NO_DEFAULT:
+                default = settings["default"]
+                shown = f"{default:g}" if isinstance(default, float) else str(default)
+                assert named[1] in (shown, _SHOWN.get(shown)), f"{command} {flags}"
+            if flags in choices:
+                assert tuple(settings["choices"]) == choices[flags]
 
 
 def test_a_reader_that_has_seen_enough_costs_no_traceback() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import threading
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bigtrain.commands import outer_server
+from bigtrain.commands.registry import build_parser
 from bigtrain.sites.client import ServerClient, UnreachableError
 from bigtrain.sites.server import app
 from tests.support.worlds import free_port
@@ -22,10 +22,10 @@ def started(directory: Path) -> tuple[threading.Thread, list[int], ServerClient]
     token = directory / "token"
     token.write_text(TOKEN)
     port = free_port()
-    parser = argparse.ArgumentParser()
-    outer_server.add_arguments(parser)
     place = ["--directory", str(directory / "state"), "--port", str(port), "--host", "127.0.0.1"]
-    arguments = parser.parse_args([*place, "--token-file", str(token), "--until-left"])
+    arguments = build_parser("outer-server").parse_args(
+        ["outer-server", *place, "--token-file", str(token), "--until-left"]
+    )
     codes: list[int] = []
     thread = threading.Thread(target=lambda: codes.append(outer_server.run(arguments)))
     thread.start()

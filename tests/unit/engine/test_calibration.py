@@ -10,8 +10,7 @@ import pytest
 from bigtrain.cli import main
 from bigtrain.engine.calibration import device as calibration
 from bigtrain.engine.calibration import engine as engine_calibration
-from bigtrain.planner.tables.calibration_file import load_calibration
-from bigtrain.planner.tables.engines import MeasuredEngine, ZeroCosts
+from bigtrain.planner.tables.engines import MeasuredEngine, ZeroCosts, load_calibration
 
 
 @pytest.fixture

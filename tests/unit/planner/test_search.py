@@ -51,8 +51,7 @@ def test_every_layout_is_legal_and_covers_the_run(num_devices: int) -> None:
         layout = candidate.layout
         assert layout.world_size == num_devices
         assert layout.global_batch_size == 64
-        facts = replace(
-            FACTS,
+        facts = FACTS.changed(
             zero_stage=layout.zero_stage,
             world_size=num_devices,
             tensor_size=layout.tensor_size,
@@ -88,15 +87,14 @@ def test_experts_are_divided_where_a_run_may_divide_them() -> None:
     expert = Matmul(1024, 5632, None, num_groups=8, share=2.0)
     kind = replace(SMALL.kinds[0], matmuls=(expert,), num_parameters_expert=8 * 1024 * 5632)
     request = replace(
-        REQUEST, model=replace(SMALL, kinds=(kind,)), facts=replace(FACTS, num_experts=8)
+        REQUEST, model=replace(SMALL, kinds=(kind,)), facts=FACTS.changed(num_experts=8)
     )
     fitting, others = search(request, cluster(16), ENGINE)
     sizes = {c.layout.expert_size for c in (*fitting, *others)}
     assert sizes == {1, 2, 4, 8}
     for candidate in (*fitting, *others):
         layout = candidate.layout
-        facts = replace(
-            request.facts,
+        facts = request.facts.changed(
             zero_stage=layout.zero_stage,
             world_size=16,
             tensor_size=layout.tensor_size,
@@ -171,7 +169,7 @@ def test_what_is_not_looked_at_would_not_fit(
     model: ModelCosts, num_devices: int, margin: float
 ) -> None:
     """Pruned and whole search find the same layouts in the same order, and as many that do not."""
-    facts = replace(FACTS, num_experts=8 if model is EXPERTS else None)
+    facts = FACTS.changed(num_experts=8 if model is EXPERTS else None)
     request = replace(REQUEST, model=model, facts=facts)
     tight = replace(cluster(num_devices, "A100-80GB"), margin=margin)
     whole = whole_search(request, tight, ENGINE, prunes=False)

@@ -83,10 +83,10 @@ def test_rank_correlation(order: tuple[int, ...], expected: float) -> None:
     [
         ({"layers": ""}, "layers is empty"),
         ({"dp": "3"}, "dp x tp x pp x cp = 3 is not num_gpus = 2"),
-        ({"global_batch": "5"}, "global_batch = 5 is no multiple of dp = 2"),
+        ({"global_batch": "5"}, "global_batch = 5 is not a multiple of dp = 2"),
         ({"gpu": "TPU-v4"}, "no such device"),
         ({"hidden": "many"}, "many"),
-        ({"zero": "4"}, "zero = 4 is no stage"),
+        ({"zero": "4"}, "zero = 4 is not a stage"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_with_its_reason(

@@ -14,8 +14,7 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.layers.chunked_loss import LossPlan
 from bigtrain.planner.run_prediction import RunPrediction, refuse_too_large
 from bigtrain.planner.search import Cluster
-from bigtrain.planner.tables.calibration_file import keep_calibration
-from bigtrain.planner.tables.engines import cpu_engine
+from bigtrain.planner.tables.engines import cpu_engine, keep_calibration
 from bigtrain.planner.tables.hardware import find_device
 from bigtrain.run.training import predict
 from bigtrain.settings.resolve import resolve_run_files

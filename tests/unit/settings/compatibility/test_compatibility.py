@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import yaml
 
+from bigtrain.settings.compatibility import check
 from bigtrain.settings.compatibility.check import (
     RULES,
     Facts,
@@ -17,10 +19,15 @@ from bigtrain.settings.compatibility.check import (
     check_compatibility,
     check_model,
 )
+from bigtrain.settings.compatibility.facts import DECLARED
 from bigtrain.settings.deepspeed.engine_config import render
+from bigtrain.settings.deepspeed.keys import key_table
+from bigtrain.settings.hf_config_keys import ModelDimensions
 from bigtrain.settings.loading import load_run_config
+from bigtrain.settings.run_config import RunConfig
 from tests.support.worlds import ROOT
 
+TABLE = Path(check.__file__).with_name("rules.yaml")
 ZERO3 = {"zero_stage": 3}
 OF_RULES = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 
@@ -74,30 +81,79 @@ def test_names_are_unique() -> None:
     assert len({rule.name for rule in RULES}) == len(RULES)
 
 
+def test_facts_have_the_keys_of_the_run_and_of_deepspeed() -> None:
+    """A problem names the key of the fact that is blamed, and a view reads the fact there."""
+    for name, fact in DECLARED.items():
+        kind, _, path = fact.key.rpartition(":")
+        node: Any = {"keys": key_table()["keys"]} if kind else RunConfig
+        for part in path.split(".") if path else ():
+            if kind:
+                node = node.get("keys", {part: {}})[part]
+            elif part in node.model_fields:
+                sections = (
+                    *get_args(node.model_fields[part].annotation),
+                    node.model_fields[part].annotation,
+                )
+                node = next((s for s in sections if hasattr(s, "model_fields")), None)
+            else:
+                assert isinstance(getattr(node, part), property), name
+
+
+def test_a_view_reads_the_run_the_json_and_the_model() -> None:
+    config = load_run_config("quickstart", ["parallel.tensor=2", "optimizer.state_dtype=bfloat16"])
+    zero = {
+        "stage": 3,
+        "overlap_comm": True,
+        "offload_param": {"device": "cpu"},
+        "reduce_scatter": 0,
+    }
+    facts = Facts(config, {"zero_optimization": zero}, ModelDimensions(num_experts=4), world_size=2)
+    assert (facts.tensor_size, facts.state_dtype, facts.own_optimizer) == (
+        2,
+        "bfloat16",
+        "optimizer.state_dtype = bfloat16",
+    )
+    assert (facts.zero_stage, facts.overlap_comm, facts.offload_param) == (3, True, "cpu")
+    assert facts.reduce_scatter is True  # 0 is not of its type, which DeepSpeed's keys refuse
+    assert (facts.num_experts, facts.world_size, facts.num_sites) == (4, 2, 0)
+    changed = facts.changed(zero_stage=1)
+    assert (changed.zero_stage, changed.state_dtype, facts.zero_stage) == (1, "bfloat16", 3)
+    with pytest.raises(TypeError, match="not facts of a run: zero"):
+        Facts(zero=3)
+
+
+def test_every_feature_of_the_table_is_refused_with_another() -> None:
+    table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    rows = [row for group in table["rules"].values() for row in group]
+    assert {name for row in rows for name in row.get("of", ())} == table["features"].keys()
+    keys = {"name", "of", "at", "blames", "value", "if", "reason", "fix", "without", "example"}
+    assert all(row.keys() <= keys for row in rows)
+
+
 @OF_RULES
 def test_example_is_refused_by_its_rule_alone(rule: Rule) -> None:
-    facts = replace(rule.example, source="x.json")
+    facts = rule.example.changed(source="x.json")
     (problem,) = check_compatibility(facts)
     assert problem == rule.problem(facts)
     assert problem.key.removeprefix("x.json: ") == rule.key.removeprefix("ds:")
     assert problem.rule
     assert problem.remedy
     # The example is told from what is legal by what it says, not by a default.
-    assert facts != Facts(source="x.json")
+    assert facts.values() != Facts(source="x.json").values()
     assert check_compatibility(Facts()) == []
 
 
 @OF_RULES
 def test_the_nearest_alternative_is_legal(rule: Rule) -> None:
     nearest = rule.nearest(rule.example)
-    assert nearest != rule.example
+    assert nearest.values() != rule.example.values()
     assert check_compatibility(nearest) == []
 
 
 @OF_RULES
 def test_what_is_not_known_is_not_refused(rule: Rule) -> None:
     """A rule that needs what a login node cannot know lets pass without it."""
-    optional = [name for name, value in vars(Facts()).items() if value is None]
+    optional = [name for name, value in Facts().values().items() if value is None]
     known = [
         name
         for name in optional
@@ -105,7 +161,7 @@ def test_what_is_not_known_is_not_refused(rule: Rule) -> None:
         and name in ("device", "async_io", "attention_heads", "cut_heads", "num_layers")
     ]
     for name in known:
-        assert not rule.violated(replace(rule.example, **{name: None})), name
+        assert not rule.violated(rule.example.changed(**{name: None})), name
 
 
 @pytest.mark.parametrize("facts", LEGAL, ids=str)

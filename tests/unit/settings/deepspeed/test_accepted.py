@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bigtrain.settings.deepspeed.accepted import (
+    REFUSED_BLOCKS,
     ROWS,
     TEST,
     Row,
@@ -19,7 +20,7 @@ from bigtrain.settings.deepspeed.accepted import (
 )
 from bigtrain.settings.deepspeed.engine_config import check_file_alone
 from bigtrain.settings.deepspeed.keys import key_table
-from bigtrain.settings.deepspeed.ownership import OPTIMIZER_PARAMETERS, REFUSED_BLOCKS
+from bigtrain.settings.deepspeed.ownership import OPTIMIZER_PARAMETERS
 from tests.support.worlds import ROOT
 from tests.unit.settings.deepspeed.test_engine_config import problems_of
 

@@ -11,7 +11,7 @@ import pytest
 
 from bigtrain.errors import ConfigError
 from bigtrain.settings.batch_plan import BatchPlan
-from bigtrain.settings.deepspeed.accepted import ROWS, known_leaves
+from bigtrain.settings.deepspeed.accepted import REFUSED_BLOCKS, ROWS, known_leaves
 from bigtrain.settings.deepspeed.engine_config import (
     check_file_alone,
     deepspeed_config_names,
@@ -19,9 +19,7 @@ from bigtrain.settings.deepspeed.engine_config import (
     read_deepspeed_config,
     render,
 )
-from bigtrain.settings.deepspeed.keys import key_table
-from bigtrain.settings.deepspeed.nearest import suggestion
-from bigtrain.settings.deepspeed.ownership import REFUSED_BLOCKS
+from bigtrain.settings.deepspeed.keys import key_table, suggestion
 from bigtrain.settings.resolve import resolve_run, resolve_run_files
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.shipped_files import ds_configs

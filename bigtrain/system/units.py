@@ -1,0 +1,11 @@
+"""Sizes of units and dtypes. Pure."""
+
+from __future__ import annotations
+
+GIB = 2**30
+
+DEEPSPEED_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""DeepSpeed's names of the dtypes of a run."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of an element, by the run's and DeepSpeed's names."""
