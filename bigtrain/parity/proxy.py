@@ -16,11 +16,11 @@ from bigtrain.models.configuration import load_hf_config, text_config
 from bigtrain.models.equivalence.loss import choose_loss
 from bigtrain.models.equivalence.proxy_model import (
     VOCABULARY,
-    build_proxy_model,
+    build_noisy_proxy,
+    deterministic,
     document_positions,
     with_heads,
 )
-from bigtrain.models.equivalence.tensor_parallel import deterministic, randomize
 from bigtrain.models.layers.parameters import KEY as FROZEN
 from bigtrain.parity.adapters import comparable_adapters
 from bigtrain.parity.optimizers import check_comparable
@@ -166,8 +166,8 @@ def _proxy_model(
             "that training with it cannot be compared step by step"
         )
     try:
-        model = build_proxy_model(
-            deterministic(hf_config),
+        model = build_noisy_proxy(
+            hf_config,
             attention,
             [with_heads(max(2, world_size))],
             sequence_length=config.batch.sequence_length,
@@ -185,7 +185,6 @@ def _proxy_model(
                 "here, so that an error is detected"
             )
             model.config.router_aux_loss_coef = AUXILIARY
-    randomize(model)
     return model
 
 

@@ -17,7 +17,6 @@ other tokens reach other modules, or none, and wait for each other forever.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,7 +29,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import ModelError, Problem
 from bigtrain.models.build import empty_model
-from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.gradient_reach import (
     GradientReach,
     find_gradient_reach,
@@ -38,14 +36,23 @@ from bigtrain.models.equivalence.gradient_reach import (
 )
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
-    TOKENS,
-    VOCABULARY,
+    build_noisy_proxy,
     build_proxy_model,
     fewer_experts,
+    proxy_tokens,
+    smaller,
     with_heads,
 )
 from bigtrain.models.equivalence.rank_threads import RankThreads
-from bigtrain.models.equivalence.tensor_parallel import deterministic, randomize
+from bigtrain.models.equivalence.trial import (
+    GRADIENT,
+    LOSS,
+    Tolerance,
+    Trial,
+    Values,
+    failure_text,
+    training_results,
+)
 from bigtrain.models.experts import (
     Routing,
     ask_for_router_logits,
@@ -62,10 +69,8 @@ from bigtrain.models.torch_patches import OperatorMode
 from bigtrain.models.transformers_patches import modules_of_experts
 from bigtrain.settings.run_config import RunConfig
 
-# Relative to the parameter's largest gradient, and the model's: rounding of float32 is far below
-# both, a part of a gradient or a wrong factor far above.
-_RELATIVE, _ABSOLUTE = 1e-3, 1e-6
-_LOSS = 1e-5
+TOLERANCES = {LOSS: Tolerance(own=1e-5), GRADIENT: Tolerance(own=1e-3, common=1e-6)}
+"""Rounding of float32 is far below both, a part of a gradient or a wrong factor far above."""
 
 
 def check_expert_parallel(
@@ -78,120 +83,80 @@ def check_expert_parallel(
     as the smallest prime factor of `size`: each does the same for any number of them. Takes a
     second or two.
     """
+    kind = hf_config.model_type
     try:
         for experts in expert_modules(empty_model(hf_config)):
             check_divides(experts, size)
-        ranks = next(n for n in range(2, size + 1) if size % n == 0)
-        model = _proxy_model(hf_config, attention, ranks, sequence_length)
-        failure = _difference(model, ranks)
+        num_ranks = next(n for n in range(2, size + 1) if size % n == 0)
+
+        def usable(model: PreTrainedModel) -> None:
+            for experts in expert_modules(model):
+                check_divides(experts, num_ranks)
+            training_results(model)
+
+        model = build_noisy_proxy(
+            hf_config,
+            attention,
+            smaller(with_heads(2), divisor=num_ranks),
+            usable,
+            sequence_length=sequence_length,
+        )
+        trial = Trial(
+            partial(_one_rank, num_ranks), partial(_divided_experts, num_ranks), TOLERANCES
+        )
+        difference = trial.difference(model)
     except ModelError as error:
         rule, _, remedy = str(error).rpartition(" -> ")
         return [Problem("parallel.expert", size, rule.partition(": ")[2], remedy)]
     except (*MODEL_FAILURES, ImportError) as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        failure = f"a proxy model of {hf_config.model_type} failed: {reason}"
-    if failure is None:
+        rule = f"a proxy model of {kind} failed: {failure_text(error)}"
+        return [Problem("parallel.expert", size, rule, "parallel.expert=1")]
+    if difference is None:
         return []
-    return [Problem("parallel.expert", size, failure, "parallel.expert=1")]
+    rule = f"expert parallelism changes the {difference.where} ({kind}, {difference.size})"
+    return [Problem("parallel.expert", size, rule, "parallel.expert=1")]
 
 
-def _proxy_model(
-    hf_config: PreTrainedConfig, attention: str, ranks: int, sequence_length: int
-) -> PreTrainedModel:
-    fewer_heads = with_heads(2)
-
-    def smallest(config: Any) -> None:
-        fewer_experts(config, ranks)
-        fewer_heads(config)
-
-    def fewer(config: Any) -> None:
-        fewer_experts(config, ranks)
-
-    def usable(model: PreTrainedModel) -> None:
-        for experts in expert_modules(model):
-            check_divides(experts, ranks)
-        randomize(model)
-        _loss(model, 0).backward()
-        model.zero_grad()
-
-    if attention not in ("auto", "sdpa", "eager"):
-        attention = "sdpa"  # other kernels have no float32
-    return build_proxy_model(
-        deterministic(hf_config),
-        attention,
-        [smallest, fewer, fewer_heads],
-        usable,
-        sequence_length=sequence_length,
-    )
+def _one_rank(num_ranks: int, model: PreTrainedModel) -> dict[str, Values]:
+    """Return the losses of all ranks' samples, computed by one rank, and the summed gradients."""
+    return _summed([training_results(model, seed=rank) for rank in range(num_ranks)])
 
 
-def _difference(model: PreTrainedModel, ranks: int) -> str | None:
-    """Return the difference between `model` with and without divided experts; None if there is
-    none."""
-    kind = model.config.model_type
-    divided = [copy.deepcopy(model) for _ in range(ranks)]
-    losses = [_loss(model, rank) for rank in range(ranks)]
-    torch.stack(losses).sum().backward()
-    divided_losses = _divided_losses(divided)
-    for whole, other in zip([float(loss.detach()) for loss in losses], divided_losses, strict=True):
-        if not math.isfinite(whole):
-            return f"the loss of a {kind} is {whole}, so that nothing can be compared"
-        if not abs(other - whole) <= _LOSS * max(1.0, abs(whole)):
-            return (
-                f"expert parallelism changes the loss ({kind}): {other:.6f} instead of {whole:.6f}"
-            )
-    expected = dict(model.named_parameters())
-    largest = max(float(p.grad.abs().max()) for p in expected.values() if p.grad is not None)
-    for name, parameter in expected.items():
-        wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        have = _joined([rank.get_parameter(name) for rank in divided], wanted)
-        limit = _RELATIVE * float(wanted.abs().max()) + _ABSOLUTE * largest
-        if not float((have - wanted).abs().max()) <= limit:
-            return f"expert parallelism changes the gradient of {name} ({kind})"
-    return None
+def _divided_experts(num_ranks: int, model: PreTrainedModel) -> dict[str, Values]:
+    """Return `_one_rank` of ranks that divide the experts, each with its own samples."""
+    exchange = RankThreads(num_ranks)
+    models = [copy.deepcopy(model) for _ in range(num_ranks)]
 
-
-def _divided_losses(models: list[PreTrainedModel]) -> list[float]:
-    """Return the loss of each rank's samples; gradients are in `models`."""
-    exchange = RankThreads(len(models))
-
-    def compute(rank: int) -> float:
+    def compute(rank: int) -> dict[str, Values]:
         with exchange.as_rank(rank):
             shard_experts(models[rank], exchange)
             for parameter in models[rank].parameters():
                 cut_parameter(parameter)
             fit_experts(models[rank])
-            loss = _loss(models[rank], rank)
-            loss.backward()
-            return float(loss.detach())
+            results = training_results(models[rank], seed=rank)
+        gradients = dict(results[GRADIENT])
+        for name, parameter in models[rank].named_parameters():
+            shard = shard_of(parameter)
+            if is_expert(parameter) and shard is not None:
+                gradients[name] = shard.put(gradients[name])
+        return {LOSS: results[LOSS], GRADIENT: gradients}
 
-    with ThreadPoolExecutor(len(models)) as pool:
-        return list(pool.map(compute, range(len(models))))
-
-
-def _joined(parameters: list[Any], like: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a full parameter from all ranks: the sum, or for experts each rank's
-    part."""
-    total = torch.zeros_like(like)
-    for parameter in parameters:
-        shard = shard_of(parameter)
-        if parameter.grad is None:
-            continue
-        if is_expert(parameter) and shard is not None:
-            ((start, stop),) = shard.ranges
-            total[start:stop] += parameter.grad
-        else:
-            total += parameter.grad
-    return total
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return _summed(list(pool.map(compute, range(num_ranks))))
 
 
-def _loss(model: PreTrainedModel, rank: int) -> torch.Tensor:
-    """Return the loss of samples that only rank `rank` has."""
-    generator = torch.Generator().manual_seed(rank)
-    vocabulary = min(VOCABULARY, int(text_config(model.config).vocab_size))
-    ids = torch.randint(3, vocabulary, (2, TOKENS), generator=generator)
-    loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
-    return loss
+def _summed(results: Sequence[Mapping[str, Values]]) -> dict[str, Values]:
+    """Return the loss of each rank, and the sums of the gradients."""
+    losses = {
+        "loss" if rank == 0 else f"loss of rank {rank}": loss
+        for rank, one in enumerate(results)
+        for loss in one[LOSS].values()
+    }
+    gradients = {
+        name: torch.stack([one[GRADIENT][name] for one in results]).sum(0)
+        for name in results[0][GRADIENT]
+    }
+    return {LOSS: losses, GRADIENT: gradients}
 
 
 _FAR = 1e4  # of a selection bias from all router scores
@@ -258,16 +223,16 @@ def _without_biases(
     except ModelError as error:
         return f"a {kind}: {error}"
     except MODEL_FAILURES as error:
-        return f"a proxy model of {kind} failed: {_first_words(error)}"
+        return f"a proxy model of {kind} failed: {failure_text(error)}"
 
 
 @torch.no_grad()
 def _other_choice(hf_config: PreTrainedConfig, attention: str) -> str | None:
     """Return why the biases of a proxy model are not such by which tokens choose experts: one that
     is much larger than the others has to draw all tokens, and one that is much smaller none."""
-    model = _proxy(hf_config, attention)
+    model = build_noisy_proxy(hf_config, attention, smaller(with_heads(2)))
     untrained = parameters_without_gradient(model.config, attention) or ()
-    ids = _tokens(model)
+    ids = proxy_tokens(model)
     for bias in selection_biases(model, untrained):
         experts, before = model.get_submodule(bias.experts), bias.tensor.clone()
         for change, expected in ((_FAR, True), (-_FAR, False)):
@@ -315,8 +280,8 @@ def _other_auxiliary_loss(kind: str, tried: _Tried) -> str | None:
     except ModelError as error:
         return f"a {kind}: {error}"
     except MODEL_FAILURES as error:
-        return f"a proxy model of {kind} failed: {_first_words(error)}"
-    if not abs(actual - expected) <= _LOSS * abs(expected):
+        return f"a proxy model of {kind} failed: {failure_text(error)}"
+    if not abs(actual - expected) <= 1e-5 * abs(expected):
         return (
             f"a {kind} computes another auxiliary loss ({expected:.6f}) than Switch "
             f"Transformer's of its router logits ({actual:.6f})"
@@ -333,7 +298,7 @@ def _without_logits(kind: str, tried: _Tried) -> str | None:
     except ModelError as error:
         return f"a {kind}: {error}"
     except MODEL_FAILURES as error:
-        return f"a proxy model of {kind} failed: {_first_words(error)}"
+        return f"a proxy model of {kind} failed: {failure_text(error)}"
     if num_experts != {layer.shape[-1] for layer in logits}:
         return f"what a {kind} returns as router logits has not one for each expert"
     if any(_are_probabilities(layer) for layer in logits):
@@ -350,35 +315,9 @@ def _are_probabilities(layer: torch.Tensor) -> bool:
 
 def _run_proxy(hf_config: PreTrainedConfig, attention: str) -> tuple[Any, PreTrainedModel]:
     """Return the outputs of a proxy model with router logits, and the model."""
-    model = _proxy(hf_config, attention)
+    model = build_noisy_proxy(hf_config, attention, smaller(with_heads(2)))
     ask_for_router_logits(model)
-    return model(input_ids=_tokens(model), use_cache=False), model
-
-
-def _proxy(hf_config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    fewer_heads = with_heads(2)
-
-    def smallest(config: Any) -> None:
-        fewer_experts(config)
-        fewer_heads(config)
-
-    if attention not in ("auto", "sdpa", "eager"):
-        attention = "sdpa"  # other kernels have no float32
-    model = build_proxy_model(
-        deterministic(hf_config), attention, [smallest, fewer_experts, fewer_heads]
-    )
-    randomize(model)
-    return model
-
-
-def _tokens(model: PreTrainedModel) -> torch.Tensor:
-    vocabulary = min(VOCABULARY, int(text_config(model.config).vocab_size))
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(3, vocabulary, (2, TOKENS), generator=generator)
-
-
-def _first_words(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return model(input_ids=proxy_tokens(model), use_cache=False), model
 
 
 def check_expert_gathering(
@@ -395,10 +334,8 @@ def check_expert_gathering(
         return []
     try:
         model = build_proxy_model(hf_config, "eager", [fewer_experts])
-        vocabulary = min(VOCABULARY, int(text_config(model.config).vocab_size))
-        ids = torch.randint(3, vocabulary, (2, TOKENS), generator=torch.Generator().manual_seed(0))
         with _Reads(unmarked_experts(model)) as reads, torch.no_grad():
-            model(input_ids=ids, use_cache=False)
+            model(input_ids=proxy_tokens(model), use_cache=False)
     except MODEL_FAILURES:
         return []  # errors are left to the run
     if not reads.found:

@@ -19,15 +19,14 @@ from torch.autograd.function import BackwardCFunction
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
-from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
-    TOKENS,
-    VOCABULARY,
     build_proxy_model,
-    fewer_experts,
+    proxy_tokens,
+    smaller,
     with_heads,
 )
+from bigtrain.models.equivalence.trial import failure_text
 from bigtrain.models.experts import auxiliary_loss
 from bigtrain.models.layers.document_masks import document_boundaries
 from bigtrain.models.torch_patches import OperatorMode
@@ -64,8 +63,7 @@ def find_gradient_reach(hf_config: PreTrainedConfig, attention: str = "auto") ->
         except NotImplementedError:
             return GradientReach(None)
         except (*MODEL_FAILURES, ArithmeticError) as error:
-            text = " ".join(str(error).split())[:300]
-            return GradientReach(None, f"{type(error).__name__}: {text}")
+            return GradientReach(None, f"{type(error).__name__}: {failure_text(error)}")
 
 
 def parameters_without_gradient(
@@ -86,21 +84,9 @@ def _on_meta(hf_config: PreTrainedConfig) -> tuple[str, ...]:
 
 
 def _on_cpu(hf_config: PreTrainedConfig, attention: str) -> tuple[str, ...]:
-    if attention not in ("auto", "sdpa", "eager"):
-        attention = "auto"  # other kernels need a GPU
-    fewer_heads = with_heads(2)
-
-    def smallest(config: Any) -> None:
-        fewer_experts(config)
-        fewer_heads(config)
-
-    model = build_proxy_model(
-        hf_config, attention, [smallest, fewer_experts, fewer_heads], all_layers=True
-    )
+    model = build_proxy_model(hf_config, attention, smaller(with_heads(2)), all_layers=True)
     model.train()
-    vocabulary = min(VOCABULARY, int(text_config(model.config).vocab_size))
-    ids = torch.randint(3, vocabulary, (2, TOKENS), generator=torch.Generator().manual_seed(0))
-    return _unreached(model, ids)
+    return _unreached(model, proxy_tokens(model))
 
 
 def _unreached(model: Any, ids: torch.Tensor) -> tuple[str, ...]:

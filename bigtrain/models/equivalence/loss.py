@@ -17,11 +17,21 @@ from bigtrain.errors import ModelError, Problem
 from bigtrain.models.configuration import text_config, vocabulary_size
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
-    TOKENS,
     build_proxy_model,
-    fewer_experts,
+    proxy_tokens,
+    smaller,
     with_heads,
 )
+from bigtrain.models.equivalence.trial import (
+    GRADIENT,
+    LOSS,
+    Results,
+    Tolerance,
+    Trial,
+    failure_text,
+    pop_gradients,
+)
+from bigtrain.models.experts import auxiliary_loss
 from bigtrain.models.layers.chunked_loss import IGNORED_LABEL, ChunkedLoss, LossPlan
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
@@ -29,9 +39,6 @@ from bigtrain.settings.run_config import RunConfig
 CHUNK_BYTES = 256 * 2**20
 """Float32 logits of a chunk. Smaller chunks save little memory, and each costs an addition of the
 head's full gradient."""
-
-_TOLERANCE = 1e-5
-"""Relative to the loss and the largest gradient; float32 sums in another order make 1e-6."""
 
 LIGER_REMEDY = "pip install 'bigtrain[gpu]', or set {key}"
 
@@ -84,62 +91,51 @@ def _try(
 ) -> tuple[float | None, str]:
     """Return the softcap of the logits, for Liger, and why `kind` does not work; empty if it
     does."""
-    if attention not in ("auto", "sdpa", "eager"):
-        attention = "auto"  # other kernels have no float32 on a CPU
     try:
         model = build_proxy_model(
-            hf_config,
-            attention,
-            [_fewer_heads_and_experts, with_heads(2)],
-            sequence_length=sequence_length,
+            hf_config, attention, smaller(with_heads(2)), sequence_length=sequence_length
         ).eval()
         softcap = getattr(text_config(model.config), "final_logit_softcapping", None)
         if kind == "liger":
             return softcap, _is_linear(model, softcap)
-        return None, difference(model)
+        difference = CHUNKED.difference(model)
     except (ModelError, *MODEL_FAILURES) as error:
-        return None, " ".join(str(error).split())[:300] or type(error).__name__
+        return None, failure_text(error)
+    return None, "" if difference is None else f"the {difference.where} differs {difference.size}"
 
 
-def difference(model: PreTrainedModel, chunk_tokens: int = 7) -> str:
-    """Describe how the chunked loss or a gradient differs from the plain one; empty if
-    not. Some labels are masked. Leaves `model` as it was, without gradients."""
+def _plain(model: PreTrainedModel) -> Results:
     ids, labels = _sample(model)
-    plain = model(input_ids=ids, use_cache=False)
-    cross_entropy = F.cross_entropy(
-        plain.logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED_LABEL
+    outputs = model(input_ids=ids, use_cache=False)
+    loss = F.cross_entropy(
+        outputs.logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED_LABEL
     )
-    wanted = _gradients(model, cross_entropy, plain)
+    return _results(model, loss, outputs)
+
+
+def _in_chunks(model: PreTrainedModel, chunk_tokens: int = 7) -> Results:
+    ids, labels = _sample(model)
     chunked = ChunkedLoss(model, chunk_tokens)
     try:
         outputs = model(input_ids=ids, use_cache=False, targets=labels)
-        mean = outputs.loss / (labels != IGNORED_LABEL).sum()
-        gradients = _gradients(model, mean, outputs)
+        return _results(model, outputs.loss / (labels != IGNORED_LABEL).sum(), outputs)
     finally:
         chunked.remove()
-    off = abs(float(mean.detach()) - float(cross_entropy.detach())) / float(cross_entropy.detach())
-    if not off <= _TOLERANCE:
-        return f"the loss differs by {off:.1g} of it"
-    largest = max(float(g.abs().max()) for g in wanted.values() if g is not None)
-    for name, gradient in wanted.items():
-        zero = torch.zeros(())
-        one, other = (zero if g is None else g for g in (gradient, gradients[name]))
-        off = float((one - other).abs().max()) / largest
-        if not off <= _TOLERANCE:
-            return f"the gradient of {name} differs by {off:.1g} of the largest"
-    return ""
 
 
-def _gradients(
-    model: PreTrainedModel, loss: torch.Tensor, outputs: Any
-) -> dict[str, torch.Tensor | None]:
+def _results(model: PreTrainedModel, loss: torch.Tensor, outputs: Any) -> Results:
+    auxiliary = auxiliary_loss(outputs)
     model.zero_grad(set_to_none=True)
-    if getattr(outputs, "aux_loss", None) is not None:
-        loss = loss + outputs.aux_loss
-    loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
-    return gradients
+    (loss if auxiliary is None else loss + auxiliary).backward()
+    return {LOSS: {"loss": loss.detach()}, GRADIENT: pop_gradients(model)}
+
+
+CHUNKED = Trial(
+    _plain,
+    _in_chunks,
+    # Float32 sums in another order make 1e-6.
+    {LOSS: Tolerance(own=1e-5), GRADIENT: Tolerance(common=1e-5)},
+)
 
 
 @torch.no_grad()
@@ -163,14 +159,6 @@ def _is_linear(model: PreTrainedModel, softcap: float | None) -> str:
 
 def _sample(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and labels, some of them masked: int64 [2, TOKENS]."""
-    vocabulary = vocabulary_size(model.config)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, vocabulary, (2, TOKENS), generator=generator)
-    labels = torch.randint(3, vocabulary, (2, TOKENS), generator=generator)
+    labels = proxy_tokens(model, seed=1)
     labels[0, 5:17] = IGNORED_LABEL
-    return ids, labels
-
-
-def _fewer_heads_and_experts(config: Any) -> None:
-    with_heads(2)(config)
-    fewer_experts(config)
+    return proxy_tokens(model), labels
