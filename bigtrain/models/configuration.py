@@ -165,11 +165,8 @@ def known_keys(config_class: type[PreTrainedConfig]) -> frozenset[str]:
 
 
 def _model_reads(config_class: type[PreTrainedConfig], key: str) -> bool:
-    """Return whether the architecture's own source names `key`.
-
-    Some models read keys that their configuration does not declare, and that published
-    checkpoints have: Qwen3-MoE's head_dim, for one.
-    """
+    """Return whether the architecture's source names `key`: some read undeclared ones (Qwen3-MoE's
+    head_dim)."""
     module = config_class.__module__.replace(".configuration_", ".modeling_")
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:

@@ -1,11 +1,7 @@
-"""The router logits that transformers records in a forward pass, for the model's auxiliary loss.
+"""Router logits, counts of tokens by expert, and selection biases of a mixture of experts.
 
-The loss (``load_balancing_loss_func``, Switch Transformer's equations 4 to 6) multiplies two means
-over all tokens and layers, so it is not a sum over parts: each part needs the others' logits.
-
-Counting on the device how many tokens choose each expert during training.
-
-The biases added to router scores when tokens choose experts, for architectures with them.
+The auxiliary loss (``load_balancing_loss_func``, Switch Transformer's equations 4 to 6) multiplies
+two means over all tokens and layers: it is not a sum over parts.
 """
 
 from __future__ import annotations

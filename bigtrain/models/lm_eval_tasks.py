@@ -1,10 +1,9 @@
-"""Tasks of lm-eval, asked of a model that is somewhere else: two functions that score and continue
-token lists. The only file that imports lm_eval, which is optional, and only inside of functions.
+"""Tasks of lm-eval for a model in other processes: two functions that score and continue token
+lists. The only file that imports lm_eval, which is optional.
 
-lm-eval's own `HFLM` tokenizes, truncates, divides long texts into windows and cuts answers at stop
-sequences, so that figures are those of its `hf` model. Overridden are the two methods in which it
-calls a model in memory, `_loglikelihood_tokens` and `_model_generate` (models/huggingface.py of
-0.4.13); `tests/launch/test_evaluation.py` compares the figures with those of the `hf` model.
+lm-eval's own `HFLM` does everything else, so that results are those of its `hf` model; only the two
+methods in which it calls a model in memory are overridden, `_loglikelihood_tokens` and
+`_model_generate` (models/huggingface.py of 0.4.13).
 """
 
 from __future__ import annotations
@@ -191,8 +190,7 @@ def figures_of(results: Any) -> dict[str, float]:
 
 
 def _begin_contexts(tokenizer: Any, texts: TextRecord) -> dict[str, Any]:
-    """lm-eval's options for contexts that begin as training texts do; `tokenizer` adds those tokens
-    from now on."""
+    """Make `tokenizer` begin contexts like training texts; return lm-eval's options for it."""
     from tokenizers.processors import TemplateProcessing
 
     backend, ids = tokenizer.backend_tokenizer, texts.beginning_ids

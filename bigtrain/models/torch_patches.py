@@ -1,9 +1,5 @@
-"""Every private part of torch that bigtrain uses, each with why.
-
-Read in torch 2.13. It is here because `models`, `engine` and `run` need it, and `models` is the
-lowest of them. `tests/unit/models/test_torch_patches.py` has a contract test for each, which says
-in one sentence what an upgrade has moved.
-"""
+"""Every private part of torch (2.13) that `models`, `engine` and `run` use, each with why.
+`tests/unit/models/test_torch_patches.py` has a contract test for each."""
 
 from __future__ import annotations
 

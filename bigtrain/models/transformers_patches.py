@@ -1,9 +1,7 @@
-"""Every private part of transformers that models need, each with why, and what peft does for it.
-Read in transformers 5.23 and peft 0.21.
+"""Every private part of transformers (5.23) and peft (0.21) that models need, each with why.
 
-`tests/unit/models/test_transformers_patches.py` has a contract test for each, which says in one
-sentence what an upgrade has moved. Those that tokenizers need are in
-`bigtrain.data.tokenizers.transformers_patches`.
+`tests/unit/models/test_transformers_patches.py` has a contract test for each. Those that tokenizers
+need are in `bigtrain.data.tokenizers.transformers_patches`.
 """
 
 from __future__ import annotations
@@ -180,8 +178,8 @@ def recorded_classes(model: nn.Module, output: str) -> tuple[type, ...]:
 
 
 def _recorded(model: Any, output: str) -> tuple[type, ...]:
-    """Map by `_can_record_outputs` of a model's class: a class or an `OutputRecorder`, or several,
-    by the name of an output (utils/output_capturing.py:58)."""
+    """Return `_can_record_outputs` of a model's class: classes or `OutputRecorder`s by output name
+    (utils/output_capturing.py:58)."""
     declared: Any = getattr(model, "_can_record_outputs", None) or {}
     found = declared.get(output, ())
     recorded: list[Any] = list(found) if isinstance(found, list | tuple) else [found]

@@ -133,7 +133,7 @@ def _mean(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _distances(reference: TrainingTrace, found: TrainingTrace) -> tuple[float, float, float]:
     """Return differences of the loss and the (relative) norm at the worst step, and of the worst
-    weight at the end."""
+    weight."""
     norms = _scalars(reference.norms)
     steps = distances(
         {"loss": _scalars(reference.losses), "norm": norms / norms},

@@ -158,8 +158,7 @@ def _proxy_model(
     tokens: int,
     notes: list[str],
 ) -> Any:
-    """Return the proxy model, filled with noise, for samples of this many tokens. Raises
-    ModelError."""
+    """Return the proxy model, with noise, for samples of `tokens` tokens. Raises ModelError."""
     if dropout := _dropout(hf_config):
         notes.append(
             f"dropout is off here ({dropout}): its masks depend on the division of the work, so "
@@ -205,8 +204,7 @@ def _moe(section: MoeSection, notes: list[str]) -> MoeSection:
 
 
 def _dropout(hf_config: Any) -> str:
-    """Return the configuration's dropout probabilities that are not zero, as text; empty if
-    none."""
+    """Return the configuration's nonzero dropout probabilities as text."""
     off = deterministic(hf_config)
     probabilities = {
         f"{key} = {value}"
@@ -221,9 +219,8 @@ def _optimizer(section: OptimizerSection, notes: list[str]) -> OptimizerSection:
     """Return the run's section, except for settings that would hide differences or amplify
     rounding.
 
-    With Adam's default eps a gradient that is only rounding error moves a weight as far as any
-    other, and every topology would differ; at a small learning rate no weight would show a
-    difference.
+    With Adam's default eps a gradient that is only rounding moves a weight like any other; at a
+    small learning rate no weight would show a difference.
     """
     if section.facts.settings == "muon":
         own: dict[str, Any] = {"ns_dtype": "float32", "split": {}}

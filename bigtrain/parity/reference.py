@@ -1,8 +1,5 @@
-"""Reference for every topology: plain transformers and torch.optim in one process.
-
-Only the tokens are bigtrain's: the model is loaded by `from_pretrained`, and loss, decay, frozen
-parameters and clipping, as the run YAML defines them, are implemented again.
-"""
+"""Reference for every topology: plain transformers and torch.optim in one process. Only the tokens
+are bigtrain's; loss, decay, freezing and clipping are implemented again."""
 
 from __future__ import annotations
 
@@ -162,8 +159,8 @@ def _train(
 
 
 def _trained(model: nn.Module, frozen: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Return trained parameters by name: all without a name (tied ones have several) in
-    `frozen`."""
+    """Return trained parameters: those without a name (tied ones have several) that `frozen`
+    matches."""
     is_frozen = {
         id(parameter)
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -183,8 +180,8 @@ def _backward(
     sum_dtype: torch.dtype,
     terms: RouterTerms,
 ) -> float:
-    """Set the gradient of `masters` to that of the mean loss over a step's targets, and of the
-    router losses; return the former."""
+    """Set the gradients of `masters` for a step's mean loss and router losses; return the
+    former."""
     terms.begin_step()
     num_targets = int((batch.labels != _IGNORED).sum())
     sums: dict[str, torch.Tensor] = {}
@@ -220,8 +217,8 @@ def _logits(model: Any, batch: MicroBatch) -> torch.Tensor:
 
 
 def _outputs(model: Any, batch: MicroBatch) -> tuple[list[Any], torch.Tensor]:
-    """Return plain transformers' outputs for `batch`, and its logits [B, T, V]; every document is a
-    separate forward pass if documents are isolated."""
+    """Return plain transformers' outputs, and logits [B, T, V]; isolated documents pass one by
+    one."""
     outputs: list[Any] = []
 
     def of(ids: torch.Tensor) -> torch.Tensor:
@@ -242,8 +239,8 @@ def _outputs(model: Any, batch: MicroBatch) -> tuple[list[Any], torch.Tensor]:
 def _weights(
     model: nn.Module, masters: dict[str, torch.Tensor], terms: RouterTerms
 ) -> dict[str, torch.Tensor]:
-    """Return masters, unmodified frozen parameters (not with adapters, whose base no run saves),
-    and selection biases."""
+    """Return masters, frozen parameters (of no adapters' base, which no run saves) and selection
+    biases."""
     kept = dict(model.named_parameters())
     if any(".lora_" in name for name in masters):
         kept = {name: kept[name] for name in masters}

@@ -1,8 +1,7 @@
 """Router losses and selection biases of a mixture of experts in a plain training loop.
 
-Independent implementation, from transformers' outputs: the terms of the run's section ``moe`` and
-the model's own auxiliary loss. Their value depends on the division of a step's samples, so the
-reference uses the division of the compared topology.
+Independent implementation, from transformers' outputs. The values depend on the division of a
+step's samples, so the reference uses the division of the compared topology.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """Isolation of packed documents, tested on a proxy model.
 
-From ``position_ids`` that restart at each document, transformers builds a block-diagonal causal
-mask (``masking_utils.find_packed_sequence_indices``), of sequence squared. If the model takes its
-attention from transformers' registry, attention runs for each document separately instead, without
-a mask. Both depend on the architecture's own code: some have masks of their own (ALiBi, chunks),
-some have state across tokens (recurrent layers, convolutions), and no configuration lists it. So it
-is tested, not looked up.
+Some architectures have masks of their own (ALiBi, chunks) or state across tokens (recurrent layers,
+convolutions), and no configuration lists it.
 """
 
 from __future__ import annotations

@@ -1,17 +1,10 @@
 """Tests of a model's experts on a proxy model, before there is a process group.
 
 Expert parallelism: a plan names the modules of experts, not whether they follow its contract
-(`bigtrain.models.parallel.experts`): for example that outputs are weighted
-last, or that a token's output does not depend on other tokens. Threads
-replace ranks, each with its own samples, and every gradient is compared
-with the full model's.
-
-The `moe` section: no configuration states the formula of the auxiliary loss, or what the router
-returns as logits. So the loss is computed again from these, and compared.
-
-ZeRO 3: ranks gather a module's weights together, forward and backward. Where the data
-decide which experts are computed, in a loop over those that tokens have chosen (DBRX), ranks with
-other tokens reach other modules, or none, and wait for each other forever.
+(`bigtrain.models.parallel.experts`). The `moe` section: no configuration states the formula of the
+auxiliary loss, or what the router returns as logits. ZeRO 3: where the data decide in a loop which
+experts are computed (DBRX), ranks with other tokens reach other modules and wait for each other
+forever.
 """
 
 from __future__ import annotations
@@ -206,10 +199,8 @@ def _has_auxiliary_loss(hf_config: PreTrainedConfig) -> bool:
 def _without_biases(
     hf_config: PreTrainedConfig, attention: str, reach: GradientReach | None
 ) -> str | None:
-    """Return why the biases by which tokens choose cannot be updated; None if they can.
-
-    A block of experts without one is skipped: DeepSeek-V4's first ones choose by a hash.
-    """
+    """Return why the biases by which tokens choose cannot be updated; None if they can. Blocks of
+    experts without one are skipped: DeepSeek-V4's first ones choose by a hash."""
     kind = hf_config.model_type
     absent = f"the routers of a {kind} have no bias by which tokens choose experts"
     model = empty_model(hf_config)

@@ -1,10 +1,8 @@
-"""Parameters that get no gradient from text, found without computing one.
+"""Parameters that get no gradient from text, read from autograd's graph of one forward pass.
 
-A composite's vision tower, an indexer whose choice has no gradient, the cross-attention of a
-decoder without its encoder: torch leaves a parameter without a gradient as it is, while DeepSpeed
-gives it a gradient of zeros, and weight decay shrinks it. Such parameters are not trained. Which
-they are is read from autograd's graph of one forward pass, on the meta device; where a model cannot
-run there, of a proxy model with all layers.
+Examples: a vision tower, an indexer whose choice has no gradient. torch leaves them unchanged,
+while DeepSpeed gives them a gradient of zeros, and weight decay shrinks them; so they are not
+trained.
 """
 
 from __future__ import annotations
@@ -102,8 +100,8 @@ def _unreached(model: Any, ids: torch.Tensor) -> tuple[str, ...]:
 
 
 def _leaves(roots: list[torch.Tensor]) -> tuple[set[int], bool]:
-    """Return ids of the parameters in the graph that `roots` come from; whether these are all: a
-    function with a backward pass of its own (Reformer's) may know more."""
+    """Return ids of the parameters in the graph of `roots`, and whether these are all: a function
+    with its own backward pass (Reformer's) may have more."""
     leaves: set[int] = set()
     seen, waiting, is_complete = set(), [root.grad_fn for root in roots], True
     while waiting:
@@ -120,8 +118,8 @@ def _leaves(roots: list[torch.Tensor]) -> tuple[set[int], bool]:
 
 
 class _WithoutValues(OperatorMode):
-    """Answers what the meta device cannot: grouped products in any dtype, and values that decide
-    which way a forward pass goes (1, true, one element found)."""
+    """Answers what the meta device cannot: grouped products, and values that decide control
+    flow."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name()

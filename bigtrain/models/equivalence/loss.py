@@ -1,8 +1,5 @@
-"""Choice of a run's loss: from all logits at once, in chunks, or by Liger's fused kernel.
-
-Chunks pay off if logits are large, and work for every model whose forward method calls its base
-model and its head. A proxy model is tested for it: loss and every gradient.
-"""
+"""Choice of a run's loss: from all logits at once, in chunks, or by Liger's fused kernel. Whether
+chunks compute the same is tested on a proxy model."""
 
 from __future__ import annotations
 
@@ -89,8 +86,7 @@ def _try(
     kind: Literal["liger", "chunked"],
     sequence_length: int,
 ) -> tuple[float | None, str]:
-    """Return the softcap of the logits, for Liger, and why `kind` does not work; empty if it
-    does."""
+    """Return the softcap of the logits, for Liger, and why `kind` does not work, if it does not."""
     try:
         model = build_proxy_model(
             hf_config, attention, smaller(with_heads(2)), sequence_length=sequence_length
@@ -140,8 +136,7 @@ CHUNKED = Trial(
 
 @torch.no_grad()
 def _is_linear(model: PreTrainedModel, softcap: float | None) -> str:
-    """Return why Liger's kernel, which supports a matrix, a bias and a softcap, does not fit; empty
-    if it does."""
+    """Return why Liger's kernel (a matrix, a bias, a softcap) does not fit; empty if it does."""
     kept: list[torch.Tensor] = []
     head = model.get_output_embeddings()
     if type(head) is not torch.nn.Linear:

@@ -1,12 +1,8 @@
 """Plan of a run's model before it is built, each part tested on a proxy model.
 
-Trials of proxy models, made by one rank and cached for later launches.
-
-A trial takes seconds of a CPU and up to 2 GB, and has the same result on every rank. The result is
-stored in the user's cache (`bigtrain.system.user_cache`); the key covers everything that it depends
-on: the settings that it reads, the model's configuration, the kind of device, libraries by their
-checksums and this package by its source. Refusals are not cached, nor results for a model whose
-code is not transformers' own.
+Trials take seconds and up to 2 GB, so one rank makes them and they are cached. The key covers all
+that the result depends on: settings, configuration, device, libraries by their checksums, this
+package by its source. Refusals are not cached, nor results for code that is not transformers' own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Parameters of a run's model that are trained, decay, and are updated by Muon.
-
-Checkpoints record it, so that a resume after an upgrade of bigtrain or transformers does not change
-the groups of an optimizer in silence (`bigtrain.run.checkpointing.changed_settings`).
-"""
+"""Parameters of a run's model that are trained, decay, and are updated by Muon. Checkpoints record
+it, so that no upgrade changes an optimizer's groups silently
+(`bigtrain.run.checkpointing.changed_settings`)."""
 
 from __future__ import annotations
 
@@ -111,8 +109,8 @@ def _listed(title: str, names: Collection[str], every: Collection[str]) -> str:
 
 
 def _decays(model: nn.Module, also: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Trained parameters that decay, and those that decayed in earlier releases and do not now,
-    among them `also`, which are no longer trained."""
+    """Return trained parameters that decay; and those that decayed in earlier releases, `also`
+    included."""
     decaying, before = [], []
     parameters, no_longer = dict(model.named_parameters()), set(also)
     for name, entry in parameter_roles(model).items():

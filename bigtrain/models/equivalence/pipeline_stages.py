@@ -1,7 +1,4 @@
-"""Equivalence of pipeline stages and the full model, tested on a proxy model.
-
-All stages run one after another in this process.
-"""
+"""Equivalence of pipeline stages, run one after another in this process, and the full model."""
 
 from __future__ import annotations
 

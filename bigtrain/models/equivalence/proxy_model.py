@@ -1,10 +1,8 @@
-"""A proxy model of an architecture: a few small layers with every option of the real one.
+"""Proxy model of an architecture: a few small layers with every option of the real one.
 
-How a model handles masks or process groups depends on its own code, which the proxy shares: so it
-is tested there, in a second, instead of looked up in a table. Lengths at which a model's
-computation changes (sliding windows, attention chunks, long rotary embeddings, scales by position)
-are scaled down: a proxy model tested on 24 tokens would never reach what the run does at 8192. But
-only those that the run's samples cross, since one that a run never reaches must not rule it out.
+Lengths at which a model's computation changes (sliding windows, attention chunks, long rotary
+embeddings) are scaled down, since 24 tokens would never reach those of a run; but only those that
+the run's samples cross, since one that a run never reaches must not rule it out.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""Plain PyTorch with its sums in another order: the effect of rounding on a training run.
-
-A parallel run adds up the same products in another order, and float32 sums depend on the order. How
-much of that reaches the weights depends on the model: a norm over small values amplifies the last
-bits, and so does an optimizer that divides by the size of gradients. So it is measured.
-"""
+"""Plain PyTorch with its sums in another order: measures how much rounding changes a training
+run."""
 
 from __future__ import annotations
 

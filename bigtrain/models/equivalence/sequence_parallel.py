@@ -1,8 +1,6 @@
-"""Equivalence of sequence parallelism and the full sample, tested on a proxy model.
+"""Equivalence of sequence parallelism and the full sample, tested with threads as ranks.
 
-Convolutions and recurrent layers see beyond the tokens of one rank, and no configuration lists it;
-attention outside transformers' registry, or with a parameter for each head, cannot be divided. So
-it is tested before there is a process group: threads replace ranks.
+Convolutions and recurrent layers see beyond the tokens of one rank, and no configuration lists it.
 """
 
 from __future__ import annotations
@@ -97,8 +95,8 @@ def _refusal(size: int, reason: str) -> Problem:
 
 
 def _trial(model: PreTrainedModel, size: int, *, isolate: bool) -> Trial:
-    """Return the comparison of full samples with `size` parts that exchange tokens; parts that do
-    not are the control."""
+    """Compare full samples with `size` parts that exchange tokens; parts that do not are the
+    control."""
     length = size * _TOKENS_OF_PART
     ids = proxy_tokens(model, length)
     positions = torch.arange(length).expand(2, length)

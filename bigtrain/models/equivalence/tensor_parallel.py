@@ -1,8 +1,7 @@
-"""Equivalence of a model's tensor-parallel plan, tested on a proxy model before a run.
+"""Equivalence of a model's tensor-parallel plan and the unsharded model.
 
 Plans come from transformers and some are silently wrong: a parameter that only sees its rank's
-heads gets a part of its gradient, or a mean is taken over a part of a dimension. The proxy model
-runs unsharded and sharded on the run's own ranks, and every gradient is compared.
+heads gets a part of its gradient, or a mean is taken over a part of a dimension.
 """
 
 from __future__ import annotations
@@ -152,8 +151,7 @@ def _sharded(group: Group, model: PreTrainedModel) -> Results:
 
 
 def _heads(config: Any, size: int) -> tuple[int, int]:
-    """Return the fewest heads, and key-value heads, that `size` ranks divide as they do the real
-    ones."""
+    """Return the fewest heads and key-value heads that `size` ranks divide like the real ones."""
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     if key_heads < size:
@@ -186,8 +184,7 @@ def check_tensor_size(
 
 
 def _check_adapted(model: PreTrainedModel, plan: Plan, section: AdaptersSection) -> list[Problem]:
-    """Return problems with adapted layers that are sharded in a style without support for
-    them."""
+    """Return problems with adapted layers of a style without support for adapters."""
     names, _ = find_targets(model, section)
     styles = {name: plan.get(name, "replicate") for name in names}
     return [
@@ -204,8 +201,8 @@ def _check_adapted(model: PreTrainedModel, plan: Plan, section: AdaptersSection)
 
 
 def _check_heads(config: Any, plan: Plan, size: int) -> list[Problem]:
-    """Return problems with dividing heads: each is on one rank; ranks may share a key-value
-    head."""
+    """Return problems with dividing heads, each of which is on one rank; key-value heads may be
+    shared."""
     cut = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
     heads = config.num_attention_heads if cut & {"q_proj", "query_key_value"} else None
     key_heads = getattr(config, "num_key_value_heads", None) if "k_proj" in cut else None

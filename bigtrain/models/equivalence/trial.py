@@ -1,8 +1,5 @@
-"""The harness of every equivalence trial, also of `bigtrain parity`.
-
-A trial runs a proxy model without and with one change on the same batch, and the harness names the
-first difference: in the forward outputs, the losses, or the gradients by parameter.
-"""
+"""The harness of all equivalence trials, also of `bigtrain parity`: runs a proxy model without and
+with one change on the same batch, and names the first difference."""
 
 from __future__ import annotations
 

@@ -1,13 +1,10 @@
-"""Everything in a base model's directory beyond the values that are trained, kept for exports.
-
-A run that starts from `model.path` copies it into its own directory, because the base may be moved
-or changed before the export: the base's other files, the names and dtypes of its tensors, and the
-tensors that transformers does not load. An export gives them back unchanged, and lists what it had
-to change.
+"""Everything in a base model's directory beyond the trained values, kept for exports, since the
+base may be moved or changed. An export writes it back unchanged.
 
 Format of the directory: `files/`, the copied files; `tensors.json`, with `stored` (name: dtype),
 `sources` (parameter: name of the one stored tensor that it is), `copies` (name: name of the tensor
-that it repeats) and `omitted` (files that were not copied: reason); `unused.safetensors`.
+that it repeats) and `omitted` (files that were not copied: reason); `unused.safetensors`, tensors
+that transformers does not load.
 """
 
 from __future__ import annotations
@@ -94,8 +91,8 @@ def record_base(source: str, weights: Weights, directory: Path) -> None:
 
 
 def _local_directory(source: str, weights: Weights) -> Path:
-    """Return a directory of this host with the small files of `source`; of a hub model those that
-    the cache holds next to the weights, if the hub cannot be reached."""
+    """Return a local directory with the small files of `source`; from the hub's cache if it is
+    unreachable."""
     path = Path(local_path(source))
     if path.is_dir():
         return path
@@ -108,7 +105,7 @@ def _local_directory(source: str, weights: Weights) -> Path:
 
 
 def _why_omitted(name: str, path: Path, weights: Weights) -> str | None:
-    """Return why a file of a base is not copied; empty if nobody has to be informed, None if it
+    """Return why a file of a base is not copied: empty for a reason without interest, None if it
     is."""
     parts = name.split("/")
     if any(part.startswith(".") and part != ".gitattributes" for part in parts):

@@ -1,7 +1,5 @@
-"""An exported directory on the Hugging Face hub, or on a server like it (HF_ENDPOINT).
-
-The token is that of `hf auth login` or HF_TOKEN, as huggingface_hub finds it; it is never printed.
-"""
+"""Upload of an exported directory to the Hugging Face hub, or to a server like it (HF_ENDPOINT).
+The token is found by huggingface_hub and never printed."""
 
 from __future__ import annotations
 

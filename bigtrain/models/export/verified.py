@@ -1,7 +1,4 @@
-"""Writing a Hugging Face directory, and verifying that it is the trained model.
-
-The tokens with which a chat template ends an answer, so that generation stops there.
-"""
+"""Writing a Hugging Face directory, and verifying that it is the trained model."""
 
 from __future__ import annotations
 
@@ -231,7 +228,7 @@ def end_of_turn_ids(tokenizer: Any) -> list[int]:
 
 
 def _after_answer(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    """Return what the chat template writes after the answer; empty if it does not accept
+    """Return the text that the chat template writes after the answer; empty if it refuses
     `messages`."""
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))

@@ -1,16 +1,14 @@
 """LoRA adapters on the layers of a model: peft's own modules, injected in place.
 
-peft wraps a layer: its weight `q_proj.weight` becomes `q_proj.base_layer.weight`, and the two
-trained matrices are `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. Everything
-else keeps its name. `base_name` gives the name in the base model's files. Importing peft takes
+peft wraps a layer: its weight `q_proj.weight` becomes `q_proj.base_layer.weight`, and the trained
+matrices are `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. Importing peft takes
 seconds, so only runs with adapters do it.
 
-Layers of a kind, `attention` and `mlp`, by what modules are and not by their names.
-
-Attention is the module that transformers records attention weights of; where an architecture
-declares none, a module of a decoder layer that has heads (`head_dim`) and no convolution. What is
-left of a decoder layer is its MLP, but for modules that mix tokens in another way (those with a
-convolution, as Mamba's) and routers.
+The presets `attention` and `mlp` go by what modules are, not by their names. Attention is the
+module that transformers records attention weights of; where an architecture declares none, a module
+of a decoder layer that has heads (`head_dim`) and no convolution. The rest of a decoder layer is
+its MLP, except for modules that mix tokens in another way (with a convolution, like Mamba's) and
+routers.
 """
 
 from __future__ import annotations
@@ -383,8 +381,8 @@ def _adapted_names(model: nn.Module) -> set[str]:
 
 @contextmanager
 def _zeros_for_weights(layers: Iterable[Any]) -> Iterator[None]:
-    """Inside, `layers` show zeros for weights. peft makes DoRA's magnitudes of these, which get
-    their values later; the weights may not be read yet, or be partitioned."""
+    """Show zeros for weights inside: peft computes DoRA's magnitudes, and they may be
+    partitioned."""
     with ExitStack() as stack:
         for layer in layers:
             weight = layer.weight

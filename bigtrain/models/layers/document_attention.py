@@ -1,12 +1,8 @@
-"""Attention for each document of a sample separately.
+"""Attention for each document of a sample separately: the same as with a block-diagonal causal
+mask, without its sequence squared elements.
 
-The same as the model's own attention (sdpa or eager) with a block-diagonal causal mask, but without
-the mask, which has sequence squared elements and rules out torch's fast sdpa kernels, and without
-the products that the mask discards.
-
-It uses transformers' extension points: `AttentionMaskInterface` may return any object as mask, and
-layers pass it on to `AttentionInterface` unchanged (as with flex attention's block masks). Here it
-is a list of lengths. So layers recomputed in the backward pass get it too.
+It uses transformers' extension points: `AttentionMaskInterface` may return any object as mask, here
+a list of lengths, and layers pass it on to `AttentionInterface`, also when they are recomputed.
 """
 
 from __future__ import annotations
@@ -115,10 +111,8 @@ def _mask(
 
 
 def _is_band(mask_function: Callable[..., torch.Tensor], tokens: int, window: int | None) -> bool:
-    """Return whether `mask_function` lets a token see itself and those before it, `window` in all.
-
-    Checked for the rows at which the window starts to move, in the middle, and at the end.
-    """
+    """Return whether `mask_function` lets a token see itself and `window` - 1 before it, by the
+    rows at which the window starts to move, in the middle, and at the end."""
     width = tokens if window is None else window
     rows = {0, 1, width - 1, width, width + 1, 2 * width, tokens // 2, tokens - 1}
     query = torch.tensor(sorted(row for row in rows if 0 <= row < tokens))[:, None]
@@ -163,11 +157,8 @@ def _attend(
 def _blocks(
     document: Sequence[torch.Tensor], window: int, name: str
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """Queries, keys, values and mask of each block of `document`: three tensors [1, H, L, D].
-
-    A document longer than the window is split into blocks of that length, with masks of window x
-    2 window elements.
-    """
+    """Yield queries, keys, values [1, H, L, D] and mask of each block of `document`, at most a
+    window long."""
     query, key, value = document
     length = query.shape[2]
     if length <= window and name == "sdpa":

@@ -1,9 +1,7 @@
 """Document boundaries in the form that masks and flash attention take.
 
-Flash attention has no mask. Its variable-length kernels take all tokens of a micro-batch in one row
-and the start of each document (``cu_seqlens``), without anything of sequence squared. transformers
-passes these arguments to the attention of every layer and flattens the rows itself
-(`_flash_attention_forward`). A document never crosses a sample.
+Variable-length flash kernels take all tokens of a micro-batch in one row and the start of each
+document (``cu_seqlens``); transformers flattens the rows (`_flash_attention_forward`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The role of every parameter of a model: the one table that decides what is done with each.
 
 A role follows from the type of the module that holds a parameter, from what transformers declares
-(`_can_record_outputs` names the routers) and, of parameters that a module holds directly, from the
-name that the module gives them: never from a number of dimensions or from equal widths. Weight
-decay, the choice between Muon and AdamW, targets of adapters and `docs/architectures.md` read it.
+(`_can_record_outputs` names the routers) and, of parameters that a module holds directly, from
+their name there: never from a number of dimensions or from equal widths.
 """
 
 from __future__ import annotations
@@ -226,8 +225,7 @@ def _is_position(kind: str, *names: str) -> bool:
 
 
 def _is_vector(parameter: nn.Parameter) -> bool:
-    """Return whether at most one dimension is longer than 1: then it is not a matrix, whatever its
-    name."""
+    """Return whether at most one dimension is longer than 1."""
     return sum(length > 1 for length in local_shape(parameter)) < 2
 
 

@@ -1,7 +1,5 @@
-"""Parameters by their names: which are frozen (`model.frozen`), from which seeds they are drawn.
-
-A model's decoder layers, the members of its outermost module lists, and experts in them.
-"""
+"""Parameters by name, their seeds and freezing (`model.frozen`); decoder layers and their
+experts."""
 
 from __future__ import annotations
 

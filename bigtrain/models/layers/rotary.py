@@ -1,12 +1,10 @@
 """Rotary embeddings that depend on the sequence length, chosen by each document's own length.
 
 With rope type ``longrope`` (Phi-3) transformers switches to other frequencies as soon as one
-position of its input exceeds ``original_max_position_embeddings``. So a full micro-batch would
-change with its longest document, and sequence-parallel ranks would each choose by their own part.
-Here each document gets what plain transformers computes for it separately.
-
-The model's own module computes both, and each token takes the one for its document's length. Rope
-type ``dynamic`` changes only beyond ``max_position_embeddings``, which no run may exceed
+position of its input exceeds ``original_max_position_embeddings``: a micro-batch would change with
+its longest document, and sequence-parallel ranks would choose by their part. Here the model's own
+module computes both, and each token takes the one for its document's length. Rope type ``dynamic``
+changes only beyond ``max_position_embeddings``, which no run may exceed
 (`bigtrain.settings.compatibility.check`).
 """
 

@@ -76,8 +76,7 @@ def _is_gathered(style: str) -> bool:
 
 
 def _side_of_stack(style: str) -> Literal["in", "out"] | None:
-    """Return, for a stack [experts, in, out], if its first matrix dimension counts as that of
-    inputs."""
+    """Return whether the first matrix dimension of a stack [experts, in, out] is that of inputs."""
     if "colwise" in style:
         return "in"
     return "out" if "rowwise" in style else None
@@ -93,8 +92,7 @@ def _is_cut(name: str, plan: Plan) -> bool:
 def _packed(
     model: PreTrainedModel, section: AdaptersSection, prefixes: list[str]
 ) -> tuple[QuantizedWeights, ...]:
-    """Return costs of each decoder layer; the few linear layers outside of those count as if they
-    were plain."""
+    """Return costs of each decoder layer; linear layers outside of those count as plain ones."""
     sizes: dict[str, list[int]] = {prefix: [] for prefix in prefixes}
     for name in quantized_layers(model):
         of_layer = next((found for prefix, found in sizes.items() if name.startswith(prefix)), None)

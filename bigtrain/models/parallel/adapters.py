@@ -1,11 +1,9 @@
 """Adapters on layers that tensor parallelism shards, by peft's rule.
 
-On a column-parallel layer ``lora_A`` is replicated and ``lora_B`` is sharded as the layer is; on a
-row-parallel one ``lora_A`` is sharded as the layer is and ``lora_B`` is replicated. The matrix that
-is cut is called as a layer of the same style: ranks exchange the low-rank tensor between the two,
-and the gradients of the replicated matrix are complete on every rank. The two matrices of a stacked
-weight are not called but multiplied with each other: there ranks have their parts of the replicated
-one's gradient, which are summed.
+On a column-parallel layer ``lora_A`` is replicated and ``lora_B`` is sharded like the layer; on a
+row-parallel one the other way round. The sharded matrix is called like a layer of the same style,
+so the gradients of the replicated one are complete on every rank. The two matrices of a stacked
+weight are not called but multiplied: there ranks sum their parts of the replicated one's gradient.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Collectives with gradients over an explicit process group, for tensor and expert parallelism.
+"""Collectives with gradients over an explicit process group, for tensor and expert parallelism:
+Megatron's f and g (arXiv:1909.08053, section 3) and their relatives.
 
-Megatron's f and g (arXiv:1909.08053, section 3) and their relatives. A tensor is *replicated* if
-every rank has the same values, and *partial* if it is the sum of the ranks' values.
-
-Bytes sent and time taken in exchanges of rows between ranks.
+A tensor is *replicated* if every rank has the same values, and *partial* if it is the sum of the
+ranks' values.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Expert parallelism of any Hugging Face causal LM by the plan that the model itself carries.
+"""Expert parallelism of any Hugging Face causal LM by the plan that the model itself carries
+(``base_model_ep_plan``, transformers 5), or by the structure of its experts' modules.
 
-A plan (``base_model_ep_plan``, transformers 5) names the modules of experts; where a model has
-none, they are found by their structure. All keep one contract: weights stacked along their first
-dimension, [experts, ...], and a forward method of
+Their contract: weights stacked along their first dimension, [experts, ...], and a forward method of
 (hidden states [T, h], chosen experts [T, k], their weights [T, k]) whose result [T, h] is the sum
-of the chosen experts' outputs, each times its weight. Here a rank keeps the stacks' rows of its own
-experts. Each token's hidden state is sent to the ranks of its experts, which return their outputs;
-no token is dropped. There is no code for single architectures;
-`bigtrain.models.equivalence.expert_parallel` tests whether a model follows the contract.
+of the chosen experts' outputs, each times its weight. A rank keeps the rows of its own experts;
+each token's hidden state is sent to the ranks of its experts, which return their outputs. No token
+is dropped. `bigtrain.models.equivalence.expert_parallel` tests the contract.
 
 Shapes: T = tokens of this rank, k = experts chosen for each, n = rows that this rank receives.
 """

@@ -1,9 +1,8 @@
-"""Experts whose widths torch's grouped matrix products do not support, padded with zeros.
+"""Padding of experts whose widths torch's grouped matrix products do not support.
 
-Grouped products need every row of their factors, and of their outputs' gradients, to begin at a
-multiple of 16 bytes. Here zeros pad such rows, which changes no product. The alternative,
-transformers' own loop over experts, launches a kernel for each expert, and reads from the device
-which of them have tokens.
+They need every row of their factors, and of their outputs' gradients, to begin at a multiple of 16
+bytes. Zeros change no product; transformers' own loop launches a kernel for each expert, and waits
+for the device.
 """
 
 from __future__ import annotations

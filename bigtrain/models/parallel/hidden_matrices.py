@@ -69,9 +69,8 @@ def _weights(module: Any, is_stack: bool) -> Iterator[tuple[str, nn.Parameter, i
 
 
 def _is_transposed(module: Any, shapes: list[tuple[int, ...]]) -> bool:
-    """Return whether stacks are [experts, in, out]. Where transformers has not marked them, the
-    widths of two show it that follow each other with a gate: the second takes half of what the
-    first gives."""
+    """Return whether stacks are [experts, in, out]: marked by transformers, or by the widths of a
+    gated pair, whose second takes half of what the first gives."""
     marked = getattr(module, "is_transposed", None)
     if marked is not None or len(shapes) != 2:
         return bool(marked)

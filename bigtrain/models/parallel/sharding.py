@@ -1,7 +1,5 @@
-"""The part of a full parameter that a rank holds: the single description of a shard.
-
-Initialization, loading and checkpoints all use it, so that they cannot disagree.
-"""
+"""The part of a full parameter that a rank holds: the single description of a shard, for
+initialization, loading and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Layout of pipeline stages of a model: observed in one forward pass of a proxy model.
+"""Layout of pipeline stages, observed in one forward pass of a proxy model.
 
-transformers' models loop over a list of layers inside their own forward method. What one layer
-passes to the next, what else layers get, and which parameters come before and after them is not
-declared anywhere (``base_model_pp_plan`` names modules, for half of the architectures). So it is
-observed, and no architecture is known by name.
+What one layer passes to the next, what else layers get, and which parameters come before and after
+them is not declared anywhere (``base_model_pp_plan`` names modules, for half of the architectures).
 """
 
 from __future__ import annotations
@@ -93,10 +91,8 @@ class _Call:
 
 
 def _layer_list(model: PreTrainedModel, input_ids: torch.Tensor) -> str:
-    """Return the module list whose members a forward pass calls once each, in order.
-
-    A list that the pipeline plan names is preferred, then the one with most parameters.
-    """
+    """Return the module list whose members a forward pass calls once each, in order: one of the
+    pipeline plan, else the one with most parameters."""
     lists = {
         name: list(module)
         for name, module in model.named_modules()

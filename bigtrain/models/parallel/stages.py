@@ -1,10 +1,9 @@
 """One pipeline stage of any Hugging Face causal LM: the full model with most layers replaced.
 
-The model object and its forward method stay. Layers of other stages are replaced in the list: the
-one before the stage's first returns what the previous stage sent, the one after its last ends the
-forward pass with what the next stage needs. So parameter names, indices, masks, rotary embeddings,
-multipliers and the head are the model's own, and there is no code for single architectures.
-Parameters outside the layers that a stage does not need are replaced by zeros without memory.
+The layer before the stage's first returns what the previous stage sent, the one after its last ends
+the forward pass with what the next stage needs. So names, indices, masks, rotary embeddings,
+multipliers and the head are the model's own. Parameters outside the layers that a stage does not
+need are zeros without memory.
 """
 
 from __future__ import annotations
@@ -273,10 +272,8 @@ def _hollow_out(model: PreTrainedModel, keep: set[str]) -> None:
 
 
 def _give_zeros(module: nn.Module, shapes: dict[str, torch.Size], like: nn.Parameter) -> None:
-    """Give `module` properties that return zeros of `shapes`: one stored element, never trained.
-
-    They have the current dtype and device of `like`, and so do masks made from them.
-    """
+    """Give `module` properties that return zeros of `shapes` (one stored element) in the dtype and
+    on the device that `like` has then."""
 
     def zeros_of(shape: torch.Size) -> Callable[[nn.Module], torch.Tensor]:
         def zeros(_: nn.Module) -> torch.Tensor:

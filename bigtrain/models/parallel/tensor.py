@@ -1,10 +1,9 @@
 """Tensor parallelism of any Hugging Face causal LM by the plan that the model itself carries.
 
 The plan (``base_model_tp_plan`` of the configuration, ``_tp_plan`` of class and instance) gives
-modules and parameters a style. Here every style that transformers 5.23 registers is implemented on
-plain local tensors (transformers/distributed/tensor_parallel.py uses DTensors, which ZeRO does not
-support), except `sequence_parallel`, which no plan uses. There is no code for single architectures;
-`bigtrain.models.equivalence.tensor_parallel` tests whether a plan is right.
+modules and parameters a style. Every style that transformers 5.23 registers is implemented on plain
+local tensors (its own code uses DTensors, which ZeRO does not support), except `sequence_parallel`,
+which no plan uses. `bigtrain.models.equivalence.tensor_parallel` tests whether a plan is right.
 """
 
 from __future__ import annotations
@@ -212,12 +211,10 @@ def _shard_of_style(
 
 
 def _inner_dropout(model: PreTrainedModel, name: str) -> str | None:
-    """Return a dropout that may act on the output of the sharded parameter `name`; None if there is
-    none.
+    """Return a dropout that may act on the output of the sharded parameter `name`, or None.
 
-    It is a module or a number of the block that holds the parameter's layer. Dropout outside of
-    that block acts on full hidden states, and attention's on full heads: all ranks draw equally
-    many numbers for those. A configuration may hold numbers that its causal model never reads.
+    It is a module or a number of the block that holds the layer: elsewhere dropout acts on full
+    hidden states or full heads, for which all ranks draw equally many numbers.
     """
     block_name = name.rpartition(".")[0].rpartition(".")[0]
     for prefix, module in model.get_submodule(block_name).named_modules(prefix=block_name):
@@ -252,8 +249,7 @@ def _unpadded(
 
 
 def _key_value_heads(model: PreTrainedModel, size: int) -> int:
-    """Return the number of key-value heads if there are fewer than ranks and it divides them; else
-    0."""
+    """Return the number of key-value heads if it is below `size` and divides it; else 0."""
     heads = getattr(text_config(model.config), "num_key_value_heads", None)
     return heads if isinstance(heads, int) and heads < size and size % heads == 0 else 0
 
@@ -394,8 +390,7 @@ def _rowwise(name: str, module: Any, forward: Any, group: Group) -> Any:
 
 
 def _vocabulary_parallel(module: Any, forward: Any, group: Group) -> Any:
-    """Look up the ids of this rank; the sum of all lookups is the full
-    result."""
+    """Look up the ids of this rank; the sum of all ranks' lookups is the full result."""
     rows = _shard(module.weight).local_size
     first = dist.get_rank(group) * rows
     padding = module.padding_idx
@@ -424,8 +419,7 @@ def _experts(forward: Any, group: Group) -> Any:
 
 
 def _compressed_key_value(forward: Any, rope: int, group: Group) -> Any:
-    """Return the rotary part goes to all heads directly, so its gradient is partial and must be
-    summed."""
+    """Sum the gradient of the rotary part, which goes to all heads directly."""
 
     def project(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         output = forward(x, *args, **kwargs)

@@ -1,20 +1,14 @@
 """The costs of a model's layers, traced from the real transformers module on the meta device.
 
-The full model is built and run forward without memory: a dispatch mode sees every operation, and
-saved-tensor hooks see what autograd keeps. Hooks on the decoder layers attribute operations to
-layers; the model's own plan says what tensor parallelism would divide: everything between a
-column-parallel module and the next row-parallel one. Layers with the same costs are one kind.
-A layer that is built as one before it, and is called with tensors of the same shapes, is not run
-again: its costs are those of the first, whose outputs it returns.
-Attention is replaced by one that saves what fused kernels save (queries, keys, values, output,
-log-sum-exp), since on the meta device sdpa takes the path that saves the scores.
+A dispatch mode sees every operation of a forward pass, saved-tensor hooks see what autograd keeps,
+and hooks on the decoder layers attribute both; the model's own plan says what tensor parallelism
+divides: everything between a column-parallel module and the next row-parallel one. Attention is
+replaced by one that saves what fused kernels save (queries, keys, values, output, log-sum-exp),
+since on the meta device sdpa takes the path that saves the scores.
 
-Runs equal layers once, where only the shapes of what they compute matter.
-
-A model of a hundred layers has one or two kinds of them. Two layers are equal here if their modules
-have the same classes and figures, and their parameters the same shapes, and if they are called with
-tensors of the same shapes: on the meta device, where there are no values, they then compute the
-same. `tests/unit/models/test_meta_trace.py` compares what is traced so with every layer run.
+Equal layers run once: those whose modules have the same classes and numbers, their parameters the
+same shapes, and that are called with tensors of the same shapes. Without values they compute the
+same; `tests/unit/models/test_meta_trace.py` compares it with every layer run.
 """
 
 from __future__ import annotations
@@ -389,8 +383,8 @@ def _collected(
 def _parameters(
     prefix: str, layer: nn.Module, plan: dict[str, str], stacked: Container[str]
 ) -> tuple[int, int, int, int]:
-    """Elements that every tensor-parallel rank has, that ranks divide, and of `stacked` experts;
-    and the number of tensors."""
+    """Count elements that all tensor-parallel ranks have, that they divide, and of `stacked`
+    experts; and the tensors."""
     whole = cut = expert = count = 0
     for name, parameter in layer.named_parameters():
         count += 1

@@ -1,8 +1,8 @@
 """Checksums of a model's files: those that an export wrote, those a run began with. No torch.
 
-An export lists all of its files except the README in `checksums.json`, as ``{file name: {"bytes":
-size, "xxh3": XXH3-64}}``. A run that starts from pretrained weights records theirs in
-`base_model.json`, by absolute path, so that a later launch that reads them again can compare.
+An export lists its files in `checksums.json`, as ``{file name: {"bytes": size, "xxh3": XXH3-64}}``.
+A run records those of its base in `base_model.json`, by absolute path, for comparison at later
+launches.
 """
 
 from __future__ import annotations

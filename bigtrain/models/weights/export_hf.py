@@ -118,10 +118,8 @@ def _state(
     output: Path,
     as_stored: Collection[str],
 ) -> dict[str, torch.Tensor]:
-    """`weights` by the names and in the order of the model's state dict, tied ones once.
-
-    In the dtypes that `write_model` describes.
-    """
+    """Return `weights` by name and in the order of the model's state dict, tied ones once, in the
+    dtypes of `write_model`."""
     names = names_of(model.named_parameters(remove_duplicate=False)).values()
     alias = {name: group[0] for group in names for name in group}
     expected = set(alias.values())

@@ -1,8 +1,7 @@
 """The weights of a Hugging Face directory or hub name, read a rectangle at a time.
 
 transformers' own loading decides which tensor of which file becomes which parameter: it runs on a
-model without memory, with `LazyTensor`s instead of tensors. So nothing is read until a part of a
-parameter is asked for, and then only that part.
+model without memory, with `LazyTensor`s instead of tensors.
 """
 
 from __future__ import annotations
@@ -170,8 +169,7 @@ def stored_tensors(file: Path) -> dict[str, LazyTensor]:
 
 
 def _quantization(source: str) -> str | None:
-    """Return the method by which the files in `source` are quantized, according to its
-    config.json."""
+    """Return the quantization method in the config.json of `source`; None without one."""
     path = find_file(local_path(source), CONFIG_NAME)
     with suppress(OSError, ValueError, LookupError, AttributeError):
         if path is not None:
@@ -271,8 +269,8 @@ class _Unreadable(Exception):
 
 
 def _leaves_of(files: Sequence[Path]) -> dict[str, _Leaf]:
-    """Return all tensors of `files` by name. Raises ValueError for a name that two of them hold,
-    with or without an index: transformers would take the one it reads last."""
+    """Return all tensors of `files` by name. Raises ValueError for a name in two of them, of which
+    transformers would take the last."""
     found: dict[str, _Leaf] = {}
     for path in files:
         for name, leaf in _leaves(path):

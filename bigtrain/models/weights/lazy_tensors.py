@@ -1,10 +1,8 @@
 """Tensors whose values are read on demand, a rectangle at a time.
 
 transformers renames, merges and splits the tensors of a file while it loads or saves a model
-(transformers/core_model_loading.py). With these tensors the same code computes nothing: its
-operations are recorded, and `LazyTensor.fill` reads from the file what a rectangle of the result
-needs. Operations that only move elements are traced back to the file; the result of any other one
-is computed when it is read.
+(transformers/core_model_loading.py). With these tensors its operations are recorded: those that
+only move elements are traced back to the file, the result of any other is computed when it is read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Fields that transformers 4, vLLM, SGLang and llama.cpp read and transformers 5 no longer writes.
 
-transformers 5 stores rotary parameters in `rope_parameters`; a reader of the older form that finds
-no `rope_theta` and `rope_scaling` computes with its defaults and reports nothing. A key is written
-only where transformers 5 itself reads the older form as the same parameters, so that both forms in
-one file agree.
+Without `rope_theta` and `rope_scaling` these readers silently compute with defaults. A key is
+written only where transformers 5 itself reads the older form as the same parameters, so that both
+forms in one file agree.
 """
 
 from __future__ import annotations
@@ -143,8 +142,8 @@ def _rope_of(config_class: type[PreTrainedConfig], values: Mapping[str, Any]) ->
 
 
 def _with_floats(value: Any) -> Any:
-    """Return a copy of a JSON value with the numbers that JSON has none for, as transformers 5
-    writes them (``{"__float__": "Infinity"}``), which `from_dict` does not read."""
+    """Return a JSON value with ``{"__float__": "Infinity"}`` of transformers 5, unread by
+    `from_dict`, as floats."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])

@@ -1,9 +1,7 @@
-"""A frozen base whose linear layers hold their weights in 4 bits (QLoRA), by bitsandbytes.
+"""A frozen base whose linear layers hold their weights in 4 bits (QLoRA), by bitsandbytes (0.50).
 
-Layers are replaced before there is an engine and hold nothing until their weights are read: so
-nothing casts, moves or sends what is packed, and no rank ever has more than one of the weights in
-full. Written against bitsandbytes 0.50, which takes a second to import, and only where it is asked
-for.
+Layers are replaced before there is an engine and hold nothing until their weights are read: nothing
+casts, moves or sends packed weights, and no rank ever holds more than one weight in full.
 """
 
 from __future__ import annotations

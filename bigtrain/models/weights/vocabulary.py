@@ -1,8 +1,7 @@
-"""The vocabulary of trained weights, grown: new rows of the embedding, the head and its bias.
+"""Growth of the vocabulary of trained weights: new rows of the embedding, the head and its bias.
 
-What transformers' `resize_token_embeddings` does to a model in memory (modeling_utils.py, 5.23) is
-done here to weights that are read a rectangle at a time: rows are computed once, from the full old
-tensor, and every rank then reads its part of old and new rows as of any other tensor. So they are
+The same as transformers' `resize_token_embeddings` (modeling_utils.py, 5.23) for weights that are
+read a rectangle at a time: new rows are computed once, from the full old tensor, so that they are
 the same at every topology.
 """
 
@@ -146,8 +145,8 @@ def new_rows(
 
 
 def _initialize_near_mean(old: torch.Tensor, count: int, *, spread: bool) -> torch.Tensor:
-    """`count` rows drawn as transformers draws them from the `old` ones, which are overwritten;
-    without `spread` their mean."""
+    """Draw `count` rows like transformers from the `old` ones (overwritten); without `spread` their
+    mean."""
     mean = torch.mean(old, 0)
     same = mean.expand(count, *mean.shape).clone()
     if not spread:

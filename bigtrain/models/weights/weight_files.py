@@ -46,8 +46,8 @@ def weight_files(source: str, hf_config: PreTrainedConfig) -> list[Path]:
 
 
 def _refuse_second_set(path: Path) -> None:
-    """Raises ValueError for a file of weights next to an index of other files, which transformers
-    would ignore."""
+    """Raises ValueError for weights next to an index of other files, which transformers would
+    ignore."""
     index = path.with_name(SAFE_WEIGHTS_INDEX_NAME)
     if path.name != SAFE_WEIGHTS_NAME or not index.is_file():
         return
