@@ -12,12 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    PreTrainedConfig,
-)
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
 from bigtrain.errors import ModelError, first_line

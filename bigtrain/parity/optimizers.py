@@ -217,7 +217,6 @@ PLAIN: dict[str, Callable[[Groups, OptimizerSection], PlainOptimizer]] = {
 """Optimizers by ``optimizer.type``: on full masters, in groups with and without decay."""
 
 PLAIN_OF_MATRICES: dict[
-    str,
-    Callable[[Sequence[Matrix], Mapping[str, torch.Tensor], OptimizerSection], PlainOptimizer],
+    str, Callable[[Sequence[Matrix], Mapping[str, torch.Tensor], OptimizerSection], PlainOptimizer]
 ] = {"muon": _MuonOfParts}
 """Optimizers by ``optimizer.type``: on the matrices of hidden layers only."""

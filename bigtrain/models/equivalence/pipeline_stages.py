@@ -31,12 +31,7 @@ from bigtrain.models.equivalence.trial import (
     forward_results,
     pop_gradients,
 )
-from bigtrain.models.experts import (
-    ask_for_router_logits,
-    auxiliary_loss,
-    router_logits_of,
-    z_loss,
-)
+from bigtrain.models.experts import ask_for_router_logits, auxiliary_loss, router_logits_of, z_loss
 from bigtrain.models.layers.parameter_roles import parameter_roles
 from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.stage_layout import StageLayout, StagePlan, find_layout

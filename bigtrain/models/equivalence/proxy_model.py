@@ -179,9 +179,7 @@ def build_proxy_model(
 
 def _build(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        config,
-        dtype=torch.float32,
-        attn_implementation=None if attention == "auto" else attention,
+        config, dtype=torch.float32, attn_implementation=None if attention == "auto" else attention
     )
     fit_experts(model)
     return model

@@ -37,13 +37,7 @@ from bigtrain.models.layers.adapters import add_adapters, find_parameters, find_
 from bigtrain.models.parallel.collectives import Group
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.parallel.sharding import cut_parameter, shard_of
-from bigtrain.models.parallel.tensor import (
-    ADAPTED,
-    Plan,
-    check_shards,
-    shard_model,
-    tensor_plan,
-)
+from bigtrain.models.parallel.tensor import ADAPTED, Plan, check_shards, shard_model, tensor_plan
 from bigtrain.settings.compatibility.check import Facts, check_model
 from bigtrain.settings.sections.adapters import AdaptersSection
 

@@ -200,10 +200,7 @@ class ChunkedLoss:
     @contextmanager
     def _standing_in(self, base: Callable[..., Any], head: Callable[..., Any]) -> Iterator[None]:
         """Inside, the forward method calls these instead; the modules stay registered."""
-        calls = {
-            self._base_name: _Call(self._base, base),
-            self._head_name: _Call(self._head, head),
-        }
+        calls = {self._base_name: _Call(self._base, base), self._head_name: _Call(self._head, head)}
         with shadowed(self._model, calls):
             yield
 

@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from bigtrain.models.transformers_patches import attention_name, packed_sequences_found_by
 

@@ -11,10 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bigtrain.models.layers.document_attention import attend_by_document, per_document_attention
-from bigtrain.models.layers.document_masks import (
-    document_boundaries,
-    lengths_of_documents,
-)
+from bigtrain.models.layers.document_masks import document_boundaries, lengths_of_documents
 from bigtrain.models.layers.rotary import choose_by_document
 
 

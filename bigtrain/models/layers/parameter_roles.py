@@ -42,14 +42,7 @@ class Role(StrEnum):
         return self in _PRODUCTS or (decay_embeddings and self in _TABLES)
 
 
-_PRODUCTS = {
-    Role.HEAD,
-    Role.MATRIX,
-    Role.EXPERTS,
-    Role.ROUTER,
-    Role.CONVOLUTION,
-    Role.ADAPTER,
-}
+_PRODUCTS = {Role.HEAD, Role.MATRIX, Role.EXPERTS, Role.ROUTER, Role.CONVOLUTION, Role.ADAPTER}
 _TABLES = {Role.EMBEDDING, Role.POSITION}
 
 LINEAR = (nn.Linear, Conv1D, nn.Bilinear)

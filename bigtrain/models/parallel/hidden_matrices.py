@@ -149,10 +149,7 @@ def _spans(name: str, width: int, pattern: str, split: SplitSection) -> list[lis
 
 
 def _boxes(
-    shape: tuple[int, ...],
-    output_dim: int,
-    index: int | None,
-    ranges: Sequence[tuple[int, int]],
+    shape: tuple[int, ...], output_dim: int, index: int | None, ranges: Sequence[tuple[int, int]]
 ) -> tuple[Box, ...]:
     full = Box.full(shape) if index is None else Box.full(shape).replace(0, index, 1)
     return tuple(full.replace(output_dim, start, stop - start) for start, stop in ranges)

@@ -22,9 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
-from transformers.utils import (
-    CONFIG_NAME,
-)
+from transformers.utils import CONFIG_NAME
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.errors import ModelError

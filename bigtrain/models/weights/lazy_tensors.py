@@ -251,8 +251,7 @@ def _split_with_sizes(tensor: torch.Tensor, sizes: Sequence[int], dim: int = 0) 
 def _select(tensor: torch.Tensor, dim: int, index: int) -> Values:
     dim, index = dim % tensor.ndim, index % tensor.shape[dim]
     return _Moved(
-        tensor,
-        lambda offsets, out: ((*offsets[:dim], index, *offsets[dim:]), out.unsqueeze(dim)),
+        tensor, lambda offsets, out: ((*offsets[:dim], index, *offsets[dim:]), out.unsqueeze(dim))
     )
 
 
