@@ -44,7 +44,7 @@ class Partitioning:
         writes to them is on every rank afterwards. Collective over all ranks.
     writes_weights: whether this rank's values count inside `gather`.
     prepare: called once with the full constructed model, before weights are filled in; it may
-        remove parts. Then `gather` also cuts full parameters on exit.
+        remove parts. Then `gather` also shards full parameters on exit.
     """
 
     construct: Callable[[], AbstractContextManager[Any]]
@@ -110,7 +110,7 @@ def build_model(
 def _adapt(
     model: PreTrainedModel, section: AdaptersSection, seed: int, run_dtype: torch.dtype
 ) -> None:
-    """Quantize the base if `section` says so, and add adapters."""
+    """Quantize the base if `section` asks for it, and add adapters."""
     if section.is_quantized:
         quantize_layers(model, section, run_dtype)
         if section.dora:  # peft looks at the weights

@@ -23,7 +23,7 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 class ConfigurationSource(Protocol):
-    """What of a run's model section (`bigtrain.settings.run_config.ModelSection`) names its
+    """Part of a run's model section (`bigtrain.settings.run_config.ModelSection`) that names its
     configuration: loading one needs no settings, whose import takes a tenth of a second."""
 
     @property
@@ -102,7 +102,7 @@ def save_configuration(
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the language model's part of a configuration (the whole of it unless it is
+    """Return the language model's part of a configuration (all of it unless it is
     composite)."""
     return config.get_text_config()
 

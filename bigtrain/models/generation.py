@@ -31,7 +31,7 @@ class Sampling:
     seed: int
 
     def options(self) -> dict[str, Any]:
-        """As transformers' `generate` takes them."""
+        """Options like those of transformers' `generate`."""
         if self.temperature <= 0:
             return {"do_sample": False}
         return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p}
@@ -169,7 +169,7 @@ def _load(factory: Any, model: str, **options: Any) -> Any:
 
 
 def _not_a_model(directory: Path) -> str:
-    """What a directory without the files of a model is, and what to name instead; else empty."""
+    """Explain what a directory without a model is, and what to name instead; else empty."""
     if (directory / "hf" / "config.json").is_file():
         return f"it is a run, whose model is {directory / 'hf'}"
     if (directory / "checkpoints").is_dir():
@@ -179,7 +179,7 @@ def _not_a_model(directory: Path) -> str:
         )
     if (directory / "config.json").is_file():
         return ""
-    return "it has no config.json, so it is no Hugging Face directory"
+    return "it has no config.json, so it is not a Hugging Face directory"
 
 
 def _not_found(model: str) -> str:

@@ -123,7 +123,7 @@ class Tasks:
                     KEY,
                     list(section.tasks),
                     f"cannot be loaded: {reason}",
-                    "see whether its data can be reached from here, or leave it out",
+                    "see whether its data can be reached from here, or omit it",
                 )
             ) from error
         self._check_metric()
@@ -166,7 +166,7 @@ class Tasks:
         return figures_of(results)
 
     def _prepare(self) -> None:
-        """What lm-eval's `simple_evaluate` does with tasks that it has loaded."""
+        """Run lm-eval's `simple_evaluate` on loaded tasks."""
         asked = self._section.tasks_fewshot
         for task in self._loaded["tasks"].values():
             own = task.get_config("num_fewshot")

@@ -17,7 +17,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ATEN_TO_COPY = torch.ops.aten._to_copy
-"""What `Tensor.to` becomes below autograd (aten/src/ATen/native/native_functions.yaml)."""
+"""`Tensor.to` below autograd (aten/src/ATen/native/native_functions.yaml)."""
 
 
 OperatorMode = TorchDispatchMode
@@ -83,7 +83,7 @@ def wrapper_tensor(
     defines.
 
     `Tensor._make_wrapper_subclass` (torch/_tensor.py, torch/csrc/autograd/python_variable.cpp) is
-    what torch's own subclasses are made by; there is no public name for it.
+    what torch's own subclasses are made by; it has no public name.
     """
     made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
         kind, torch.Size(shape), dtype=dtype, device=torch.device("cpu")
@@ -190,7 +190,7 @@ def observed_device_waits(
     `Work.wait`, and waits for another stream, on which DeepSpeed reduces and gathers; and the host
     waiting for such a stream (`Stream.synchronize`), while nothing is launched. Only of this thread
     and of its backward passes: other threads launch nothing on the compute stream, but may wait for
-    collectives of their own beside it.
+    collectives of their own at the same time.
     """
     stream, thread, inside = computing(), threading.get_ident(), False
 
@@ -243,7 +243,7 @@ def observed_device_waits(
 def default_store() -> dist.Store:
     """Return the store that the default process group was opened with.
 
-    torch/distributed/distributed_c10d.py:1433, `_get_default_store`. There is no public way, since
+    torch/distributed/distributed_c10d.py:1433, `_get_default_store`. It has no public way, since
     the code that opens the group passes the store; here that is `deepspeed.init_distributed`.
     """
     return dist.distributed_c10d._get_default_store()
@@ -254,7 +254,7 @@ def gloo_group(
 ) -> dist.ProcessGroupGloo:
     """Return a gloo group whose members are in different default process groups.
 
-    This rank listens at `address`, whatever GLOO_SOCKET_IFNAME says, which is for the default
+    This rank listens at `address`, whatever GLOO_SOCKET_IFNAME is, which is for the default
     group. That needs options, which torch/csrc/distributed/c10d/init.cpp binds as `_Options`
     without a public Python name (torch/distributed/distributed_c10d.py:2191 makes them likewise).
     """

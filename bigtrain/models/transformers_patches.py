@@ -31,18 +31,18 @@ def initialize_module(owner: PreTrainedModel, module: nn.Module) -> None:
     """Initialize the parameters and buffers of `module` itself by its model's rules.
 
     transformers calls `_init_weights` (modeling_utils.py:2295, and every architecture's own) from
-    `init_weights` and `from_pretrained` alone, for the whole model at once.
+    only `init_weights` and `from_pretrained`, for the full model at once.
     """
     owner._init_weights(module)
 
 
 def mark_initialized(tensor: torch.Tensor) -> None:
-    """Have transformers' init functions leave `tensor` alone (initialization.py; 5.23)."""
+    """Make transformers' init functions skip `tensor` (initialization.py; 5.23)."""
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def names_not_saved(model: PreTrainedModel) -> set[str]:
-    """Return names in the state dict of `model` that `save_pretrained` skips, besides tied ones.
+    """Return names in the state dict of `model` that `save_pretrained` skips, except tied ones.
 
     `_keys_to_ignore_on_save` of its class, and by modeling_utils.py:1310 of its submodules.
     """
@@ -78,7 +78,7 @@ def computed_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> list[str]
 def kept_in_float32(model: PreTrainedModel) -> list[str]:
     """Parts of names of modules that transformers does not quantize, because 16 bits are too few.
 
-    `_keep_in_fp32_modules` (modeling_utils.py:1302), which quantizer_bnb_4bit.py leaves out.
+    `_keep_in_fp32_modules` (modeling_utils.py:1302), which quantizer_bnb_4bit.py omits.
     """
     return sorted(model._keep_in_fp32_modules or ())
 
@@ -104,8 +104,8 @@ def expanded_plan(model: PreTrainedModel, plan: dict[str, str]) -> dict[str, str
 
 
 def style_of(plan: dict[str, str], name: str, *, is_parameter: bool) -> str | None:
-    """What `plan`, with its patterns, says of a module or parameter that the model may not have by
-    this name; None for nothing (`_get_parameter_plan`, distributed/parallel_utils.py:49)."""
+    """Return the style in `plan`, by its patterns, of a name that the model may not have; None
+    without one (`_get_parameter_plan`, distributed/parallel_utils.py:49)."""
     style: str | None = _get_parameter_plan(name, plan, is_weight=is_parameter)
     return style
 
@@ -229,7 +229,7 @@ def packed_sequences_found_by(
 
 def refused_by_peft(model: PreTrainedModel, ends: Iterable[str]) -> set[str]:
     """Return those of the last parts of module names, `ends`, that peft refuses in this
-    architecture: Mamba's kernels read the weights of such layers beside its adapters
+    architecture: Mamba's kernels read the weights of such layers without adapters
     (tuners/tuners_utils.py:145, `_check_lora_target_modules_mamba`). Imports peft."""
     from peft import LoraConfig
     from peft.tuners import tuners_utils
@@ -244,7 +244,7 @@ def refused_by_peft(model: PreTrainedModel, ends: Iterable[str]) -> set[str]:
 
 
 def taken_for_experts(model: PreTrainedModel, ends: Iterable[str]) -> set[str]:
-    """Return those of the last parts of module names, `ends`, that peft takes for layers of
+    """Return those of the last parts of module names, `ends`, that peft treats as layers of
     experts.
 
     Where transformers 5 has stacked an architecture's experts, peft 0.21 reads the names that their
@@ -260,7 +260,7 @@ def taken_for_experts(model: PreTrainedModel, ends: Iterable[str]) -> set[str]:
         config = LoraConfig(target_modules=[end])
         try:
             conversion.convert_peft_config_for_transformers(config, model=model, conversions=None)
-        except ValueError:  # one of two names that stand for one stack
+        except ValueError:  # one of two names of one stack
             taken.add(end)
         if end not in (config.target_modules or ()):
             taken.add(end)

@@ -66,7 +66,7 @@ def plain_optimizer(
 
 
 def check_comparable(section: OptimizerSection) -> None:
-    """Raise ConfigError if there is no plain optimizer to compare with."""
+    """Raise ConfigError for an optimizer without a plain one to compare with."""
     known = PLAIN.keys() | PLAIN_OF_MATRICES.keys()
     if section.type not in known:
         rule = "has no plain optimizer for comparison"

@@ -31,7 +31,7 @@ class ParameterPlan:
     untrained: get no gradient from text, and are frozen. frozen: these, and those that
     ``model.frozen`` names, but for selection biases that are updated. kept: are float32 where the
     model computes in 16 bit. The others are of
-    trained parameters, with ``*`` in place of indices. decaying: with
+    trained parameters, with ``*`` for indices. decaying: with
     ``optimizer.decay_embeddings``. decayed_before: do not decay, but did in releases that went by
     the number of dimensions. matrices: are updated by an optimizer of hidden matrices. reason: a
     line for the log; empty if all are trained in the run's dtype.
@@ -124,7 +124,7 @@ def _decays(model: nn.Module, also: Iterable[str]) -> tuple[list[str], list[str]
 
 def summarized(names: Collection[str], every: Collection[str]) -> list[str]:
     """`names`, those of modules of which `every` parameter is among them as ``MODULE.*``; with
-    ``*`` in place of indices."""
+    ``*`` for indices."""
     chosen = set(names)
     others = {prefix for name in every if name not in chosen for prefix in _prefixes(name)}
     shown = []

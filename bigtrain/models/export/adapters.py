@@ -95,8 +95,8 @@ def probe_beside(
     hf_config: PreTrainedConfig,
     probe: Probe,
 ) -> tuple[Probe, float]:
-    """Return the logits of plain peft's model of these adapters beside `base` in its own precision,
-    though they were trained beside it in 4 bits; and how far they are from those of `probe` (root
+    """Return the logits of plain peft's model of these adapters on `base` in its own precision,
+    though they were trained on it in 4 bits; and how far they are from those of `probe` (root
     mean square, relative). Parameters as of `export_adapter`."""
     with TemporaryDirectory() as name, _quiet():
         directory = Path(name)

@@ -303,7 +303,7 @@ def lora_config(model: PreTrainedModel, section: AdaptersSection) -> LoraConfig:
 def file_config(model: PreTrainedModel, section: AdaptersSection) -> LoraConfig:
     """Return `lora_config` for peft's files: their reader converts the names of targets.
 
-    A layer whose name peft takes for an expert's is written as its weight (``target_parameters``):
+    A layer whose name peft treats as an expert's is written as its weight (``target_parameters``):
     to the same product of the same two matrices, but without dropout, which peft has none for then.
     """
     config: Any = lora_config(model, section)

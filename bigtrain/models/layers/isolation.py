@@ -55,7 +55,7 @@ class Isolation:
                 yield
 
     def arguments(self, position_ids: torch.Tensor | None) -> dict[str, Any]:
-        """Return arguments for the model besides positions; tensors are on the host."""
+        """Return arguments for the model in addition to positions; tensors are on the host."""
         if position_ids is None or self.kind != "lengths":
             return {}
         return lengths_of_documents(position_ids)

@@ -43,7 +43,7 @@ def apply_kernels(model: PreTrainedModel) -> None:
     """Make `model` compute with Liger's kernels; parameters stay as they are.
 
     Rotary embeddings are a function in transformers' module of the architecture, which is patched
-    for the whole process. Call `check_kernels` first.
+    for the entire process. Call `check_kernels` first.
     """
     patch = _patches()[model.config.model_type]
     taken = inspect.signature(patch).parameters

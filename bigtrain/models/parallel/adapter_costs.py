@@ -83,7 +83,7 @@ def _side_of_stack(style: str) -> Literal["in", "out"] | None:
 
 
 def _is_cut(name: str, plan: Plan) -> bool:
-    """Return whether ranks divide a parameter: one cut by inputs has a whole bias."""
+    """Return whether ranks divide a parameter: one split by inputs has a full bias."""
     style = plan.get(name, "")
     is_bias = name.endswith("bias") and "rowwise" in style
     return "embedding" in style or (any(s in style for s in ("colwise", "rowwise")) and not is_bias)

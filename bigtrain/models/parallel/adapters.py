@@ -38,8 +38,8 @@ def cut_adapter(
 ) -> tuple[Any, list[nn.Parameter]]:
     """Tag the adapter of `layer`, whose own weight was sharded by `side`; no weights move.
 
-    is_gathered: whether the layer gathers its outputs. Returns the matrix that is cut, whose
-    forward must be wrapped as that of the layer's own weight, and all parameters that are cut.
+    is_gathered: whether the layer gathers its outputs. Returns the matrix that is sharded, whose
+    forward must be wrapped as that of the layer's own weight, and all sharded parameters.
     """
     down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
     base = shard_of(layer.base_layer.weight)
@@ -116,7 +116,7 @@ def cut_stacked_adapters(model: nn.Module, group: Group) -> None:
                 f"adapters.target_parameters: {name}: adapters are not supported on a stack of "
                 "which ranks have full experts -> remove it, or parallel.tensor=1"
             )
-        # As peft reads the order of a stack's dimensions.
+        # The order in which peft reads a stack's dimensions.
         is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)
         cuts_outputs = (base.dim == 1) != is_transposed
         down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight

@@ -79,7 +79,7 @@ def _of_the_plan(model: PreTrainedModel) -> list[Experts]:
         lengths = {parameter.shape[0] for parameter in stacks.values()}
         if lengths != {getattr(modules[name], "num_experts", None)}:
             raise ModelError(
-                f"parallel.expert: {name}: its experts are not stacked as its plan says -> "
+                f"parallel.expert: {name}: its experts are not stacked as in its plan -> "
                 "parallel.expert=1"
             )
         found.append(Experts(name, modules[name], stacks))
@@ -87,7 +87,7 @@ def _of_the_plan(model: PreTrainedModel) -> list[Experts]:
 
 
 def _of_the_contract(model: PreTrainedModel) -> list[Experts]:
-    """Return modules of `num_experts` experts that are called as the contract says, and all of
+    """Return modules of `num_experts` experts that are called by the contract, and all of
     whose parameters have the rows of one expert after the other (Dbrx)."""
     found = []
     for name, module in model.named_modules():
@@ -111,7 +111,7 @@ def shard_experts(
 
     tensor: tensor-parallel ranks, which have the same tokens and the same experts (each in its own
     `exchange` group): each sends a slice of the tokens. Its output is then partial, like that of
-    experts cut by tensor parallelism; `tensor.shard_model`, called after this, sums it by the
+    experts sharded by tensor parallelism; `tensor.shard_model`, called after this, sums it by the
     plan's rule for those.
 
     No weights move: the caller that fills the parameters splits them (`sharding.cut_parameter`),

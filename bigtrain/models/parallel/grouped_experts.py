@@ -35,10 +35,10 @@ def fit_experts(model: PreTrainedModel) -> None:
 
     transformers uses grouped products for every class that has them, also for widths at which they
     fail: odd ones of a configuration, or those left by tensor parallelism. If padded ones fail as
-    well, which is tried, it loops over experts. All compute the same function. Parameters must have
-    their final shapes.
+    well (tested), it loops over experts. All compute the same function. Parameters must have their
+    final shapes.
 
-    The choice depends on widths alone, not on a timing: another way adds up in another order, so a
+    The choice depends only on widths, not on a timing: another way adds up in another order, so a
     resumed run, or another host's rank, could have other bits. It is the fastest wherever
     `benchmarks/expert_products.py` measured (docs/benchmarks.md).
     """

@@ -1,7 +1,7 @@
 """Layout of pipeline stages, observed in one forward pass of a proxy model.
 
-What one layer passes to the next, what else layers get, and which parameters come before and after
-them is not declared anywhere (``base_model_pp_plan`` names modules, for half of the architectures).
+No class declares what one layer passes to the next, what else layers get, and which parameters
+come before and after them (``base_model_pp_plan`` names modules, for half of the architectures).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class StageLayout:
 
     layers: name of the module list. handovers: one for each layer but the last. shared: keywords
     of dicts that layers write and later layers read. tokens_everywhere: whether every stage needs
-    the token ids, because layers get something computed from them besides the previous layer's
-    output. prologue, epilogue: names of parameters outside the layers that are needed before the
+    the token ids, because layers get more than the previous layer's output, computed from
+    them. prologue, epilogue: names of parameters outside the layers that are needed before the
     first one (or, with tokens_everywhere, before any), and after the last one; tied ones are both.
     """
 

@@ -154,7 +154,7 @@ class Stage(nn.Module):
         position_ids: torch.Tensor | None,
         **loss: torch.Tensor,
     ) -> Any:
-        """What the next stage needs (a Payload), or the last stage's ModelOutput.
+        """Return the next stage's input (a Payload), or the last stage's ModelOutput.
 
         `payload` is None on the first stage. Without `needs_tokens` only the shape of `input_ids`
         [B, T] is used. `loss`, on the last stage: arguments of a `ChunkedLoss`.

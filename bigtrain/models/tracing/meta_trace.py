@@ -256,7 +256,7 @@ def _attend(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in place of a kernel: [batch, heads, tokens, size] each."""
+    """Attention for transformers instead of a kernel: [batch, heads, tokens, size] each."""
     if tracer.current is not None:
         window = options.get("sliding_window")
         tracer.current.attention = Attention(
@@ -268,7 +268,7 @@ def _attend(
 
 @contextmanager
 def _watched(model: PreTrainedModel, layers: list[nn.Module], tracer: _Tracer) -> Iterator[None]:
-    """Hooks that tell the tracer which layer runs, and what would be cut."""
+    """Hook the layers: the tracer follows which one runs, and what tensor parallelism divides."""
     handles = []
 
     def begin(index: int) -> Callable[..., None]:
@@ -413,8 +413,8 @@ _OF_PLACE = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"
 
 @contextmanager
 def run_once(layers: Sequence[nn.Module], same: Callable[[int, int], None]) -> Iterator[None]:
-    """Inside, a layer that equals one that has run returns that one's outputs; `same` is told its
-    index and the other's."""
+    """Inside, a layer that equals one that has run returns that one's outputs; `same` is called
+    with both indices."""
     outputs: dict[Hashable, tuple[int, Any]] = {}
 
     def once(index: int, layer: nn.Module) -> Callable[..., Any]:
@@ -442,7 +442,7 @@ def run_once(layers: Sequence[nn.Module], same: Callable[[int, int], None]) -> I
 
 
 def _built(layer: nn.Module) -> Hashable:
-    """What a layer is made of: its modules' classes and figures, and its parameters' shapes."""
+    """Return a layer's classes and numbers of modules, and its parameters' shapes."""
     modules = tuple(
         (
             name,
@@ -466,7 +466,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _called(value: Any) -> Hashable:
-    """What a layer is called with: shapes of tensors, plain values, and types of all else."""
+    """Return shapes of tensors, plain values, and types of all else in a layer's arguments."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
     if isinstance(value, tuple | list):

@@ -40,7 +40,7 @@ _TIMEOUT_SECONDS = 300.0
 
 
 class NoTraceProcessError(Exception):
-    """There is no process of its own, or it did not trace: for whatever reason."""
+    """The separate process did not start, or it did not trace, for whatever reason."""
 
 
 def trace_apart(source: ConfigurationSource, dtype: str) -> ModelCosts:
@@ -48,7 +48,7 @@ def trace_apart(source: ConfigurationSource, dtype: str) -> ModelCosts:
     `bigtrain.models.tracing.meta_trace.trace_model` has them.
 
     Raises NoTraceProcessError where that fails, also for a model that cannot be traced: tracing in
-    the caller's process then says why, or succeeds.
+    the caller's process then fails as well, or succeeds.
     """
     try:
         request = {

@@ -57,7 +57,7 @@ def write_model(
     """Write configuration and weights as `save_pretrained` does; returns whether in several files,
     and notes on tensors that differ from those of a base.
 
-    That method holds all weights at once; this one holds a file's. Names and conversions of tensors
+    The latter holds all weights at once; this one holds a file's. Names and conversions of tensors
     are transformers' here as well. Weights are written in `dtype` (None: that of the base), but for
     those that the architecture keeps in float32, and those named `as_stored`, which keep the dtype
     that they have. `like_base`: gives the tensors the names and dtypes of the base's files.

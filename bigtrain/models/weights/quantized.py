@@ -101,7 +101,7 @@ def compute_plainly(model: nn.Module) -> None:
 
 
 def bits_and_bytes(section: AdaptersSection, dtype: torch.dtype) -> BitsAndBytesConfig:
-    """What `from_pretrained` must be told to quantize as a run in `dtype` with `section` does."""
+    """Return the option with which `from_pretrained` quantizes like a run in `dtype`."""
     _library()  # which transformers imports
     return BitsAndBytesConfig(
         load_in_4bit=True,
