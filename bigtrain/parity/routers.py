@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bigtrain.models.equivalence.gradient_reach import parameters_without_gradient
+from bigtrain.models.equivalence.parameter_plan import parameters_without_gradient
 from bigtrain.models.experts import SelectionBias, selection_biases
 from bigtrain.settings.run_config import MoeSection
 

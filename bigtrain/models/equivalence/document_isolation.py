@@ -25,9 +25,13 @@ from bigtrain.models.equivalence.trial import (
     failure_text,
     run_forward,
 )
-from bigtrain.models.layers.document_attention import attend_by_document
+from bigtrain.models.layers.document_attention import (
+    MASKED,
+    NOT_ISOLATED,
+    Isolation,
+    attend_by_document,
+)
 from bigtrain.models.layers.document_masks import document_attention
-from bigtrain.models.layers.isolation import MASKED, NOT_ISOLATED, Isolation
 from bigtrain.models.layers.rotary import choose_by_document
 from bigtrain.models.transformers_patches import attention_name
 from bigtrain.settings.run_config import RunConfig

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import ModelError, Problem
 from bigtrain.models.build import empty_model
-from bigtrain.models.equivalence.gradient_reach import (
+from bigtrain.models.equivalence.parameter_plan import (
     GradientReach,
     find_gradient_reach,
     parameters_without_gradient,
@@ -36,10 +36,10 @@ from bigtrain.models.equivalence.proxy_model import (
     smaller,
     with_heads,
 )
-from bigtrain.models.equivalence.rank_threads import RankThreads
 from bigtrain.models.equivalence.trial import (
     GRADIENT,
     LOSS,
+    RankThreads,
     Tolerance,
     Trial,
     Values,

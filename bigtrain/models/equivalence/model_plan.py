@@ -19,14 +19,18 @@ from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.document_isolation import plan_isolation
 from bigtrain.models.equivalence.expert_parallel import check_expert_balance, check_expert_parallel
-from bigtrain.models.equivalence.gradient_reach import GradientReach, find_gradient_reach
 from bigtrain.models.equivalence.loss import choose_loss
-from bigtrain.models.equivalence.parameter_plan import ParameterPlan, plan_parameters
+from bigtrain.models.equivalence.parameter_plan import (
+    GradientReach,
+    ParameterPlan,
+    find_gradient_reach,
+    plan_parameters,
+)
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
 from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
 from bigtrain.models.layers.adapters import check_adapters
 from bigtrain.models.layers.chunked_loss import LossPlan
-from bigtrain.models.layers.isolation import Isolation
+from bigtrain.models.layers.document_attention import Isolation
 from bigtrain.models.layers.parameters import check_frozen, freeze
 from bigtrain.models.parallel.hidden_matrices import check_matrices
 from bigtrain.models.parallel.stage_layout import StagePlan

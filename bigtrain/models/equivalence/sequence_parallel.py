@@ -20,10 +20,10 @@ from bigtrain.models.equivalence.proxy_model import (
     rescale_weights,
     with_heads,
 )
-from bigtrain.models.equivalence.rank_threads import RankThreads
 from bigtrain.models.equivalence.trial import (
     LOSS,
     OUTPUT,
+    RankThreads,
     Tolerance,
     Trial,
     Values,

@@ -39,11 +39,10 @@ from bigtrain.models.layers.adapters import (
     peft_name,
 )
 from bigtrain.models.parallel.grouped_experts import fit_experts
-from bigtrain.models.weights.adapted import magnitude
 from bigtrain.models.weights.export_hf import DTYPES, write_tokenizer
 from bigtrain.models.weights.import_hf import Weights
 from bigtrain.models.weights.lazy_tensors import LazyTensor
-from bigtrain.models.weights.quantized import bits_and_bytes, compute_plainly
+from bigtrain.models.weights.quantized import bits_and_bytes, compute_plainly, magnitude
 from bigtrain.settings.sections.adapters import AdaptersSection
 
 ADAPTER_CONFIG = "adapter_config.json"

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -20,7 +20,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bigtrain.errors import ModelError
-from bigtrain.models.layers.document_masks import edges_of_documents
+from bigtrain.models.layers.document_masks import (
+    document_boundaries,
+    edges_of_documents,
+    lengths_of_documents,
+)
+from bigtrain.models.layers.rotary import choose_by_document
 from bigtrain.models.transformers_patches import attention_name
 
 IMPLEMENTATIONS = {name: f"bigtrain_documents_{name}" for name in ("sdpa", "eager")}
@@ -183,3 +188,54 @@ def attention_of(name: str, module: Any) -> Callable[..., Any]:
         return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]
     source = __import__(type(module).__module__, fromlist=["eager_attention_forward"])
     return source.eager_attention_forward  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """Method by which a model isolates documents.
+
+    none: not at all. masks: transformers makes them from positions. documents: attention runs for
+    each document separately, without a mask (`bigtrain.models.layers.document_attention`). lengths:
+    flash attention's arguments.
+    """
+
+    kind: Literal["none", "masks", "documents", "lengths"]
+
+    @property
+    def reason(self) -> str:
+        """A human-readable line; empty for none."""
+        how = {
+            "masks": "by masks that the model makes from positions",
+            "documents": "attention runs for each separately, without masks",
+            "lengths": "by the lengths that flash attention takes",
+        }
+        return f"documents of a sample are kept apart: {how[self.kind]}" if self.kind in how else ""
+
+    def install(self, model: PreTrainedModel) -> None:
+        """Make `model` isolate documents in this way."""
+        if self.kind != "none":
+            choose_by_document(model)
+        if self.kind == "documents":
+            attend_by_document(model)
+
+    @contextmanager
+    def document_mask(self, position_ids: torch.Tensor | None) -> Iterator[None]:
+        """Enter around every forward pass: `position_ids` [B, T] on the host, full samples; None
+        if each sample is one document."""
+        if position_ids is None or self.kind != "documents":
+            with document_boundaries(packed=position_ids is not None):
+                yield
+        else:
+            with document_boundaries(packed=False), per_document_attention(position_ids):
+                yield
+
+    def arguments(self, position_ids: torch.Tensor | None) -> dict[str, Any]:
+        """Return arguments for the model in addition to positions; tensors are on the host."""
+        if position_ids is None or self.kind != "lengths":
+            return {}
+        return lengths_of_documents(position_ids)
+
+
+NOT_ISOLATED = Isolation("none")
+
+MASKED = Isolation("masks")

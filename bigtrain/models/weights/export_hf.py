@@ -21,7 +21,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 from bigtrain.errors import ModelError, first_line
 from bigtrain.models.layers.parameters import names_of
 from bigtrain.models.transformers_patches import computed_in_float32, dtype_plan, names_not_saved
-from bigtrain.models.weights.base_files import TOKENIZER_FILES
+from bigtrain.models.weights.checksums import TOKENIZER_FILES
 from bigtrain.models.weights.lazy_tensors import LazyTensor, forget_computed
 from bigtrain.models.weights.older_readers import rewrite_tokenizer_config
 from bigtrain.system.text_record import RECORD_NAME

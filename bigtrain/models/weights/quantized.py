@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,13 +18,14 @@ from transformers.pytorch_utils import Conv1D
 
 from bigtrain.errors import Problem
 from bigtrain.models.layers.adapters import (
+    MAGNITUDE,
     QUANTIZED_KEY,
     base_name,
     quantized_layers,
     quiet_bitsandbytes,
 )
 from bigtrain.models.weights.import_hf import Weights
-from bigtrain.models.weights.lazy_tensors import allocate, forget_computed
+from bigtrain.models.weights.lazy_tensors import LazyTensor, Offsets, allocate, forget_computed
 from bigtrain.planner.model_costs import BLOCK_SIZE
 from bigtrain.settings.sections.adapters import AdaptersSection
 
@@ -199,3 +201,47 @@ def _library() -> Any:
     with quiet_bitsandbytes():
         import bitsandbytes
     return bitsandbytes
+
+
+def with_magnitudes(weights: Weights, model: nn.Module) -> Weights:
+    """`weights` with the initial values of DoRA's magnitudes in `model`: the 2-norm of the weights
+    of each output, float32 [outputs]. Nothing is read here; those of layers in 4 bits are of what
+    these hold when they are read."""
+    tensors: dict[str, LazyTensor] = dict(weights.tensors)
+    for name, _ in model.named_parameters():
+        if name.endswith(MAGNITUDE):
+            layer_name = name.removesuffix(MAGNITUDE)
+            layer: Any = model.get_submodule(layer_name)
+            own = layer.base_layer
+            if is_quantized(own):
+                tensors[name] = LazyTensor(
+                    (own.out_features,), torch.float32, _DequantizedView(own)
+                )
+                continue
+            base = weights.tensors[f"{layer_name}.weight"]
+            tensors[name] = magnitude(base, transposed=bool(layer.fan_in_fan_out))
+    return replace(weights, tensors=tensors)
+
+
+@dataclass(frozen=True)
+class _DequantizedView:
+    """The magnitudes of a layer in 4 bits: not those of the weights in the files."""
+
+    layer: Any
+
+    def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
+        found = magnitude(dequantized(self.layer), transposed=False)
+        out.copy_(found[offsets[0] : offsets[0] + out.shape[0]])
+
+    def sources(self) -> Iterator[object]:
+        return iter(())
+
+
+def magnitude(weight: Any, *, transposed: bool) -> Any:
+    """Return the 2-norm of the weights of each output of a layer, as peft takes it; lazy as
+    `weight` is.
+
+    transposed: whether outputs are columns (Conv1D).
+    """
+    dim = 0 if transposed else 1
+    return torch.linalg.vector_norm(weight.to(torch.float32), dim=dim)

@@ -13,7 +13,7 @@ from bigtrain.models.equivalence.document_isolation import find_isolation
 from bigtrain.models.equivalence.proxy_model import rescale_weights
 from bigtrain.models.equivalence.sequence_parallel import run_in_parts
 from bigtrain.models.equivalence.trial import OUTPUT
-from bigtrain.models.layers.isolation import Isolation
+from bigtrain.models.layers.document_attention import Isolation
 from bigtrain.models.layers.rotary import choose_by_document, document_lengths
 from tests.support.longrope import longrope
 from tests.unit.models.equivalence.test_sequence_parallel import COMMON
