@@ -44,8 +44,8 @@ class ParameterPlan:
     ``model.frozen`` names, but for selection biases that are updated. kept: are float32 where the
     model computes in 16 bit. The others are of trained parameters, with ``*`` for indices.
     decaying: with ``optimizer.decay_embeddings``. decayed_before: do not decay, but did in releases
-    that went by the number of dimensions. matrices: are updated by an optimizer of hidden matrices. reason: a
-    line for the log; empty if all are trained in the run's dtype.
+    that went by the number of dimensions. matrices: are updated by an optimizer of hidden matrices.
+    reason: a line for the log; empty if all are trained in the run's dtype.
     """
 
     untrained: tuple[str, ...] = ()
