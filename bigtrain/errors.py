@@ -121,6 +121,11 @@ def _shorten(value: object, limit: int = 120) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def one_line(error: BaseException) -> str:
+    """The message of an error of another library in one line, or the name of its class."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error of another library, or the name of its class."""
     text = str(error).strip()

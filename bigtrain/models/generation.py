@@ -11,12 +11,12 @@ import torch
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.errors import ModelError
 from bigtrain.models.export.verified import end_of_turn_ids
 from bigtrain.models.layers.adapters import quiet_bitsandbytes
 from bigtrain.models.parallel.grouped_experts import fit_experts
+from bigtrain.models.transformers_patches import without_progress
 from bigtrain.models.weights.import_hf import refuse_pickles
 from bigtrain.system.storage.copies import local_path
 from bigtrain.system.text_record import TextRecord, read_record
@@ -155,17 +155,15 @@ def _load_network(model: str) -> Any:
 
 
 def _load(factory: Any, model: str, **options: Any) -> Any:
-    disable_progress_bar()
     try:
-        with quiet_bitsandbytes():  # adapters: transformers loads them by peft
+        # Adapters: transformers loads them by peft.
+        with without_progress(), quiet_bitsandbytes():
             return factory.from_pretrained(local_path(model), trust_remote_code=False, **options)
     except (OSError, ValueError, SafetensorError) as error:
         what = _not_found(model)
         if Path(model).is_dir():
             what = _not_a_model(Path(model)) or " ".join(str(error).split())
         raise ModelError(f"--model = {model!r}: cannot be loaded: {what}") from error
-    finally:
-        enable_progress_bar()
 
 
 def _not_a_model(directory: Path) -> str:

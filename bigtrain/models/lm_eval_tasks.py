@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from bigtrain.errors import ConfigError, Problem
+from bigtrain.errors import ConfigError, Problem, one_line
 from bigtrain.models.build import empty_model
 from bigtrain.settings.run_config import EvaluationSection
 from bigtrain.system.text_record import TextRecord
@@ -117,7 +117,7 @@ class Tasks:
             with _quiet():
                 self._loaded = _manager(section).load(list(section.tasks))
         except Exception as error:  # whatever a task's own code and the hub's client raise
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            reason = one_line(error)
             raise ConfigError(
                 Problem(
                     KEY,

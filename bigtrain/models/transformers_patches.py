@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, masking_utils
 from transformers.distributed.parallel_utils import _get_parameter_plan
 from transformers.integrations import moe
 from transformers.utils import output_capturing
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.models.torch_patches import shadowed
 
@@ -89,6 +90,16 @@ def drop_expected_keys(model: PreTrainedModel, loading_info: Any) -> None:
     As `from_pretrained` does: modeling_utils.py:4916, `_adjust_missing_and_unexpected_keys`.
     """
     model._adjust_missing_and_unexpected_keys(loading_info)
+
+
+@contextmanager
+def without_progress() -> Iterator[None]:
+    """Hide transformers' progress bars inside."""
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        enable_progress_bar()
 
 
 # --- parallelism ---

@@ -4,8 +4,8 @@ are bigtrain's; loss, decay, freezing and clipping are implemented again."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.models.layers.adapters import base_name
@@ -50,16 +49,6 @@ class TrainingTrace:
     layers: dict[str, float]
     first: dict[str, torch.Tensor] = field(default_factory=dict)
     last: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-@contextmanager
-def without_progress() -> Iterator[None]:
-    """Hide transformers' progress bars inside the block."""
-    disable_progress_bar()
-    try:
-        yield
-    finally:
-        enable_progress_bar()
 
 
 def train_reference(
@@ -264,16 +253,11 @@ def layer_outputs(model: torch.nn.Module, forward: Callable[[], object]) -> dict
         if isinstance(hidden, torch.Tensor):
             sums[name] = sums.get(name, 0.0) + float(hidden.double().square().sum())
 
-    handles = [
-        layer.register_forward_hook(partial(record, name))
-        for name, layer in decoder_layers(model)
-        if any(True for _ in layer.parameters())
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, layer in decoder_layers(model):
+            if any(True for _ in layer.parameters()):
+                hooks.enter_context(layer.register_forward_hook(partial(record, name)))
         forward()
-    finally:
-        for handle in handles:
-            handle.remove()
     return sums
 
 

@@ -12,16 +12,16 @@ from pathlib import Path
 import torch
 
 from bigtrain.engine.checkpoint.io import read_full_masters
-from bigtrain.errors import BigtrainError, LaunchError, ModelError
+from bigtrain.errors import BigtrainError, LaunchError, ModelError, one_line
 from bigtrain.launchers.local_world import run_local_world
 from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.transformers_patches import without_progress
 from bigtrain.parity.comparison import Verdict, compare
 from bigtrain.parity.proxy import shrink
 from bigtrain.parity.reference import (
     TrainingTrace,
     train_reference,
     train_reordered,
-    without_progress,
 )
 from bigtrain.parity.routers import Division, has_auxiliary_loss
 from bigtrain.parity.topologies import Point, points
@@ -80,7 +80,7 @@ def reference_of(point: Point, world_size: int) -> Sequence[TrainingTrace]:
     try:
         return _reference(_key(point), sum_dtype, _division(point, world_size))
     except (RuntimeError, ValueError, TypeError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error)
         raise ModelError(f"plain transformers cannot train the proxy model: {reason}") from error
 
 

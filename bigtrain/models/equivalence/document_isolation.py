@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bigtrain.errors import ModelError, Problem
+from bigtrain.errors import ModelError, Problem, one_line
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_proxy_model,
@@ -22,7 +22,6 @@ from bigtrain.models.equivalence.trial import (
     Results,
     Tolerance,
     Trial,
-    failure_text,
     run_forward,
 )
 from bigtrain.models.layers.document_attention import (
@@ -98,7 +97,7 @@ def find_isolation(
             undo()
         return MASKED, _difference(model, MASKED)
     except MODEL_FAILURES as error:
-        return MASKED, f"its proxy model could not be tested: {failure_text(error)}"
+        return MASKED, f"its proxy model could not be tested: {one_line(error)}"
 
 
 def _difference(model: PreTrainedModel, isolation: Isolation) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bigtrain.errors import ModelError, Problem
+from bigtrain.errors import ModelError, Problem, one_line
 from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.parameter_plan import (
     GradientReach,
@@ -43,7 +43,6 @@ from bigtrain.models.equivalence.trial import (
     Tolerance,
     Trial,
     Values,
-    failure_text,
     training_results,
 )
 from bigtrain.models.experts import (
@@ -102,7 +101,7 @@ def check_expert_parallel(
         rule, _, remedy = str(error).rpartition(" -> ")
         return [Problem("parallel.expert", size, rule.partition(": ")[2], remedy)]
     except (*MODEL_FAILURES, ImportError) as error:
-        rule = f"a proxy model of {kind} failed: {failure_text(error)}"
+        rule = f"a proxy model of {kind} failed: {one_line(error)}"
         return [Problem("parallel.expert", size, rule, "parallel.expert=1")]
     if difference is None:
         return []
@@ -214,7 +213,7 @@ def _without_biases(
     except ModelError as error:
         return f"a {kind}: {error}"
     except MODEL_FAILURES as error:
-        return f"a proxy model of {kind} failed: {failure_text(error)}"
+        return f"a proxy model of {kind} failed: {one_line(error)}"
 
 
 @torch.no_grad()
@@ -248,11 +247,8 @@ def _chosen(experts: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
     def note(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
         choices.append(kwargs["top_k_index"] if "top_k_index" in kwargs else args[1])
 
-    handle = experts.register_forward_pre_hook(note, with_kwargs=True)
-    try:
+    with experts.register_forward_pre_hook(note, with_kwargs=True):
         yield choices
-    finally:
-        handle.remove()
 
 
 def _other_auxiliary_loss(kind: str, tried: _Tried) -> str | None:
@@ -271,7 +267,7 @@ def _other_auxiliary_loss(kind: str, tried: _Tried) -> str | None:
     except ModelError as error:
         return f"a {kind}: {error}"
     except MODEL_FAILURES as error:
-        return f"a proxy model of {kind} failed: {failure_text(error)}"
+        return f"a proxy model of {kind} failed: {one_line(error)}"
     if not abs(actual - expected) <= 1e-5 * abs(expected):
         return (
             f"a {kind} computes another auxiliary loss ({expected:.6f}) than Switch "
@@ -289,7 +285,7 @@ def _without_logits(kind: str, tried: _Tried) -> str | None:
     except ModelError as error:
         return f"a {kind}: {error}"
     except MODEL_FAILURES as error:
-        return f"a proxy model of {kind} failed: {failure_text(error)}"
+        return f"a proxy model of {kind} failed: {one_line(error)}"
     if num_experts != {layer.shape[-1] for layer in logits}:
         return f"what a {kind} returns as router logits has not one for each expert"
     if any(_are_probabilities(layer) for layer in logits):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bigtrain.errors import ModelError, Problem
+from bigtrain.errors import ModelError, Problem, one_line
 from bigtrain.models.configuration import text_config, vocabulary_size
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
@@ -25,7 +25,6 @@ from bigtrain.models.equivalence.trial import (
     Results,
     Tolerance,
     Trial,
-    failure_text,
     pop_gradients,
 )
 from bigtrain.models.experts import auxiliary_loss
@@ -96,7 +95,7 @@ def _try(
             return softcap, _is_linear(model, softcap)
         difference = CHUNKED.difference(model)
     except (ModelError, *MODEL_FAILURES) as error:
-        return None, failure_text(error)
+        return None, one_line(error)
     return None, "" if difference is None else f"the {difference.where} differs {difference.size}"
 
 
@@ -141,9 +140,8 @@ def _is_linear(model: PreTrainedModel, softcap: float | None) -> str:
     head = model.get_output_embeddings()
     if type(head) is not torch.nn.Linear:
         return "its head is not a linear layer"
-    handle = head.register_forward_hook(lambda _module, _inputs, output: kept.append(output))
-    logits = model(input_ids=_sample(model)[0], use_cache=False).logits
-    handle.remove()
+    with head.register_forward_hook(lambda _module, _inputs, output: kept.append(output)):
+        logits = model(input_ids=_sample(model)[0], use_cache=False).logits
     if len(kept) != 1:
         return "its forward method does not call its head once"
     expected = kept[0] if softcap is None else softcap * torch.tanh(kept[0] / softcap)

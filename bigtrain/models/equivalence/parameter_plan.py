@@ -15,6 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
+from bigtrain.errors import one_line
 from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
@@ -23,7 +24,6 @@ from bigtrain.models.equivalence.proxy_model import (
     smaller,
     with_heads,
 )
-from bigtrain.models.equivalence.trial import failure_text
 from bigtrain.models.experts import auxiliary_loss, selection_biases
 from bigtrain.models.layers.document_masks import document_boundaries
 from bigtrain.models.layers.parameter_roles import collapsed, parameter_roles
@@ -187,7 +187,7 @@ def find_gradient_reach(hf_config: PreTrainedConfig, attention: str = "auto") ->
         except NotImplementedError:
             return GradientReach(None)
         except (*MODEL_FAILURES, ArithmeticError) as error:
-            return GradientReach(None, f"{type(error).__name__}: {failure_text(error)}")
+            return GradientReach(None, f"{type(error).__name__}: {one_line(error)}")
 
 
 def parameters_without_gradient(

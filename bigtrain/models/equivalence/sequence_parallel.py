@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bigtrain.errors import BigtrainError, Problem
+from bigtrain.errors import BigtrainError, Problem, one_line
 from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
@@ -27,7 +27,6 @@ from bigtrain.models.equivalence.trial import (
     Tolerance,
     Trial,
     Values,
-    failure_text,
     run_forward,
 )
 from bigtrain.models.layers.rotary import choose_by_document
@@ -81,7 +80,7 @@ def check_sequence_parallel(
     except BigtrainError as error:
         return [_refusal(size, str(error))]
     except MODEL_FAILURES as error:
-        return [_refusal(size, f"a proxy model of {kind} failed: {failure_text(error)}")]
+        return [_refusal(size, f"a proxy model of {kind} failed: {one_line(error)}")]
     if difference is None:
         return []
     rule = f"splitting the sequence changes the {difference.where} of {kind} ({difference.size})"

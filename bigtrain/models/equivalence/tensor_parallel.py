@@ -6,15 +6,14 @@ heads gets a part of its gradient, or a mean is taken over a part of a dimension
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from bigtrain.errors import ModelError, Problem
+from bigtrain.errors import ModelError, Problem, one_line
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.proxy_model import (
@@ -30,7 +29,6 @@ from bigtrain.models.equivalence.trial import (
     Results,
     Tolerance,
     Trial,
-    failure_text,
     training_results,
 )
 from bigtrain.models.layers.adapters import add_adapters, find_parameters, find_targets
@@ -80,7 +78,7 @@ def check_tensor_plan(
         )
     except (ValueError, AttributeError) as error:
         raise ModelError(
-            f"parallel.tensor: a proxy model of {kind} could not be tested: {failure_text(error)} "
+            f"parallel.tensor: a proxy model of {kind} could not be tested: {one_line(error)} "
             "-> parallel.tensor=1"
         ) from error
     if adapters is not None:
@@ -124,7 +122,7 @@ def compare_with_whole(model: PreTrainedModel, group: Group) -> str | None:
         if difference is not None:
             failure = f"{difference.where} differs from the unsharded model"
     except MODEL_FAILURES as error:
-        failure = f"{_FAILS} {type(error).__name__}: {failure_text(error)}"
+        failure = f"{_FAILS} {type(error).__name__}: {one_line(error)}"
     failures: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(failures, failure, group=group)
     return next((reason for reason in failures if reason is not None), None)
@@ -164,8 +162,7 @@ def check_tensor_size(
     if tensor_size == 1:
         return []
     try:
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
+        model = empty_model(hf_config)
     except (ValueError, ImportError) as error:
         raise ModelError(f"model.config: {error}") from error
     plan = tensor_plan(model)

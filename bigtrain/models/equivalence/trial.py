@@ -197,11 +197,6 @@ def pop_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return gradients
 
 
-def failure_text(error: Exception) -> str:
-    """Return the message of an error of a model's code, in one line."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
-
-
 _DEADLOCK_SECONDS = 60.0
 
 

@@ -14,7 +14,7 @@ from huggingface_hub.utils import (
     validate_repo_id,
 )
 
-from bigtrain.errors import ConfigError, OutputError, Problem
+from bigtrain.errors import ConfigError, OutputError, Problem, one_line
 
 _OPTION = "--push-to-hub"
 
@@ -62,7 +62,7 @@ def push_to_hub(directory: Path, repository: str, *, private: bool, message: str
             repo_id=address.repo_id, folder_path=directory, commit_message=message
         )
     except Exception as error:  # as above
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = one_line(error)
         raise OutputError(
             f"{directory} is written and verified, and was not pushed to {repository}: {reason} "
             f"-> {_by_hand(repository, str(directory))}"

@@ -18,13 +18,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import CONFIG_NAME
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.errors import ModelError, OutputError
 from bigtrain.models.build import build_model, read_in_turn
 from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
 from bigtrain.models.export.base_record import BaseRecord
 from bigtrain.models.parallel.grouped_experts import fit_experts
+from bigtrain.models.transformers_patches import without_progress
 from bigtrain.models.weights.checksums import write_checksums
 from bigtrain.models.weights.export_hf import DTYPES, MAX_SHARD_SIZE, write_model, write_tokenizer
 from bigtrain.models.weights.import_hf import find_weights
@@ -146,10 +146,10 @@ def writing_directory(output: Path, *, replace: bool) -> Iterator[Path]:
     if output.exists() and not replace:
         raise ModelError(f"{output}: exists already; choose another --output or remove it")
     temporary = output.with_name(f".{output.name}.unfinished-{os.getpid()}")
-    disable_progress_bar()
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        yield temporary
+        with without_progress():
+            yield temporary
         write_checksums(temporary)
         if replace:
             shutil.rmtree(output, ignore_errors=True)
@@ -160,7 +160,6 @@ def writing_directory(output: Path, *, replace: bool) -> Iterator[Path]:
         )
         raise OutputError(cannot_be_written(output, error, remedy)) from error
     finally:
-        enable_progress_bar()
         shutil.rmtree(temporary, ignore_errors=True)
 
 

@@ -7,7 +7,6 @@ from typing import Literal
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from bigtrain.errors import ModelError
 from bigtrain.models.configuration import text_config
 from bigtrain.models.layers.adapters import (
     find_parameters,
@@ -16,7 +15,7 @@ from bigtrain.models.layers.adapters import (
     quantized_layers,
 )
 from bigtrain.models.layers.parameters import listed_layers
-from bigtrain.models.parallel.tensor import Plan, tensor_plan
+from bigtrain.models.parallel.tensor import Plan, known_plan
 from bigtrain.planner.model_costs import (
     AdapterCosts,
     ExtraAdapterParameters,
@@ -30,10 +29,7 @@ from bigtrain.settings.sections.adapters import AdaptersSection
 
 def adapter_costs(model: PreTrainedModel, section: AdaptersSection) -> AdapterCosts:
     """Costs of the adapters that a run would add to `model`, which may be on the meta device."""
-    try:
-        plan = tensor_plan(model)
-    except ModelError:
-        plan = {}
+    plan = known_plan(model)
     text = text_config(model.config)
     count = getattr(text, "num_hidden_layers", None)
     prefixes = [f"{name}." for name, _ in listed_layers(model, count)]

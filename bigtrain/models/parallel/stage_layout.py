@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -65,7 +66,7 @@ def find_layout(model: PreTrainedModel, input_ids: torch.Tensor) -> StageLayout:
     calls, logits = _watch(model, layers, input_ids)
     handovers = tuple(_handover(calls, index) for index in range(len(layers) - 1))
     outside = _parameters_outside(model, name)
-    entering = [tensor for tensor in _tensors(calls[0].arguments) if tensor.requires_grad]
+    entering = [tensor for tensor in tensors_in(calls[0].arguments) if tensor.requires_grad]
     beside = [tensor for index in range(1, len(calls)) for tensor in _beside(calls, index)]
     differentiable = [tensor for tensor in beside if tensor.requires_grad]
     _refuse_hidden_dependence(layers, calls)
@@ -99,17 +100,12 @@ def _layer_list(model: PreTrainedModel, input_ids: torch.Tensor) -> str:
         if isinstance(module, nn.ModuleList) and len(module)
     }
     order: dict[str, list[int]] = {name: [] for name in lists}
-    handles = [
-        member.register_forward_pre_hook(partial(_note, order[name], index))
-        for name, members in lists.items()
-        for index, member in enumerate(members)
-    ]
-    try:
-        with torch.no_grad():
-            model(input_ids=input_ids, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for name, members in lists.items():
+            for index, member in enumerate(members):
+                note = partial(_note, order[name], index)
+                hooks.enter_context(member.register_forward_pre_hook(note))
+        model(input_ids=input_ids, use_cache=False)
     fitting = [name for name, members in lists.items() if order[name] == list(range(len(members)))]
     planned = set[str](getattr(model.config, "base_model_pp_plan", None) or {})
     if not fitting:
@@ -150,14 +146,11 @@ def _watch(
                 call.written.add(key)
         return _detached(outputs) if layer is layers[-1] else None
 
-    handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
-    handles += [layer.register_forward_hook(after) for layer in layers]
-    try:
-        with torch.enable_grad():
-            logits = model(input_ids=input_ids, use_cache=False).logits
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.enable_grad():
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(layer.register_forward_hook(after))
+        logits = model(input_ids=input_ids, use_cache=False).logits
     return calls, logits
 
 
@@ -185,11 +178,11 @@ def _handover(calls: list[_Call], index: int) -> Handover:
 
 def _beside(calls: list[_Call], index: int) -> Iterator[torch.Tensor]:
     """Tensors that layer `index` gets and that no earlier layer passes on."""
-    handed = {id(tensor) for tensor in _tensors(calls[index - 1].outputs)}
+    handed = {id(tensor) for tensor in tensors_in(calls[index - 1].outputs)}
     written = set().union(*(call.written for call in calls))
     for place, value in calls[index].arguments.items():
         if place not in written:
-            yield from (tensor for tensor in _tensors(value) if id(tensor) not in handed)
+            yield from (tensor for tensor in tensors_in(value) if id(tensor) not in handed)
 
 
 def _refuse_hidden_dependence(layers: list[nn.Module], calls: list[_Call]) -> None:
@@ -234,13 +227,14 @@ def _parameters_outside(model: PreTrainedModel, layers: str) -> dict[str, nn.Par
     }
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor in tuples, lists and dicts."""
     if torch.is_tensor(value):
         yield value
     elif isinstance(value, (dict, UserDict)):
-        yield from (tensor for item in value.values() for tensor in _tensors(item))
+        yield from (tensor for item in value.values() for tensor in tensors_in(item))
     elif _is_sequence(value):
-        yield from (tensor for item in value for tensor in _tensors(item))
+        yield from (tensor for item in value for tensor in tensors_in(item))
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:

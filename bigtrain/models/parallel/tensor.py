@@ -89,6 +89,14 @@ def tensor_plan(model: PreTrainedModel) -> Plan:
     return plan
 
 
+def known_plan(model: PreTrainedModel) -> Plan:
+    """Return `tensor_plan`; empty for an architecture without one."""
+    try:
+        return tensor_plan(model)
+    except ModelError:
+        return {}
+
+
 def _inside_wrappers(model: PreTrainedModel, rules: Plan) -> Plan:
     """Return the style of what peft has wrapped, by the names in the model without adapters."""
     if not has_adapters(model):

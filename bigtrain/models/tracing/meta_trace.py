@@ -32,13 +32,14 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from bigtrain.errors import ModelError
+from bigtrain.errors import ModelError, one_line
 from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES
 from bigtrain.models.layers.document_masks import document_boundaries
 from bigtrain.models.layers.parameter_roles import parameter_roles
 from bigtrain.models.layers.parameters import listed_layers
-from bigtrain.models.parallel.tensor import tensor_plan
+from bigtrain.models.parallel.stage_layout import tensors_in
+from bigtrain.models.parallel.tensor import known_plan
 from bigtrain.models.torch_patches import OperatorMode, shadow, storage_of, unshadow
 from bigtrain.models.transformers_patches import modules_of_experts
 from bigtrain.planner.model_costs import Attention, LayerCosts, Matmul, ModelCosts
@@ -128,7 +129,7 @@ class _Tracer(OperatorMode):
         if self.current is not None:
             self._count(func, args, result)
         else:
-            made = list(_tensors(result))
+            made = list(tensors_in(result))
             self._outside += made
             self._shared.update(
                 storage_of(t) for t in made if t.dim() and t.shape[-1] != self.hidden_size
@@ -137,7 +138,7 @@ class _Tracer(OperatorMode):
 
     def _count(self, func: Any, args: Any, result: Any) -> None:
         assert self.current is not None
-        outputs, inputs = list(_tensors(result)), list(_tensors(args))
+        outputs, inputs = list(tensors_in(result)), list(tensors_in(args))
         storages = {storage_of(t) for t in inputs}
         name = func.name().partition("::")[2].partition(".")[0]
         if all(storage_of(t) in storages for t in outputs) and not name.endswith("_"):
@@ -211,7 +212,7 @@ def trace_model(
         with torch.random.fork_rng(devices=[]):  # constructors may draw numbers
             return _trace(hf_config, dtype, sequence_length)
     except (*MODEL_FAILURES, ArithmeticError) as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = one_line(error)
         raise ModelError(
             f"model_type {hf_config.model_type} cannot be traced on the meta device: {reason}"
         ) from error
@@ -269,70 +270,46 @@ def _attend(
 @contextmanager
 def _watched(model: PreTrainedModel, layers: list[nn.Module], tracer: _Tracer) -> Iterator[None]:
     """Hook the layers: the tracer follows which one runs, and what tensor parallelism divides."""
-    handles = []
 
-    def begin(index: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            tracer.current = tracer.layers.setdefault(index, _Layer())
-            tracer.depth_cut = 0
-
-        return hook
-
-    def end(*_: Any) -> None:
-        tracer.current = None
-
-    for index, layer in enumerate(layers):
-        handles.append(layer.register_forward_pre_hook(begin(index)))
-        handles.append(layer.register_forward_hook(end))
-    handles += list(_cut_hooks(model, tracer))
+    def begin(index: int, *_: Any) -> None:
+        tracer.current, tracer.depth_cut = tracer.layers.setdefault(index, _Layer()), 0
 
     def same(index: int, first: int) -> None:
         tracer.layers[index] = tracer.layers[first]
 
-    try:
-        with run_once(layers, same):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for index, layer in enumerate(layers):
+            begins = functools.partial(begin, index)
+            hooks.enter_context(layer.register_forward_pre_hook(begins))
+            hooks.enter_context(layer.register_forward_hook(_sets(tracer, current=None)))
+        for handle in _cut_hooks(model, tracer):
+            hooks.enter_context(handle)
+        hooks.enter_context(run_once(layers, same))
+        yield
 
 
 def _cut_hooks(model: PreTrainedModel, tracer: _Tracer) -> Iterator[Any]:
-    try:
-        plan = tensor_plan(model)
-    except ModelError:
-        plan = {}
+    plan = known_plan(model)
     experts = set(modules_of_experts(model))
+    opens = _sets(tracer, side=None, depth_cut=1)
+    closes = _sets(tracer, side=None, depth_cut=0)
     for name, module in model.named_modules():
         style = plan.get(name, "")
         if style in ("colwise", "packed_colwise"):
-            yield module.register_forward_pre_hook(_begins(tracer, "out"))
-            yield module.register_forward_hook(_opens(tracer))
+            yield module.register_forward_pre_hook(_sets(tracer, side="out"))
+            yield module.register_forward_hook(opens)
         elif style in ("rowwise", "packed_rowwise"):
-            yield module.register_forward_pre_hook(_begins(tracer, "in"))
-            yield module.register_forward_hook(_closes(tracer))
+            yield module.register_forward_pre_hook(_sets(tracer, side="in"))
+            yield module.register_forward_hook(closes)
         elif module in experts or style == "moe_tp_experts":
-            yield module.register_forward_pre_hook(_opens(tracer))
-            yield module.register_forward_hook(_closes(tracer))
+            yield module.register_forward_pre_hook(opens)
+            yield module.register_forward_hook(closes)
 
 
-def _begins(tracer: _Tracer, side: Side) -> Callable[..., None]:
+def _sets(tracer: _Tracer, **values: Any) -> Callable[..., None]:
     def hook(*_: Any) -> None:
-        tracer.side = side
-
-    return hook
-
-
-def _opens(tracer: _Tracer) -> Callable[..., None]:
-    def hook(*_: Any) -> None:
-        tracer.side, tracer.depth_cut = None, 1
-
-    return hook
-
-
-def _closes(tracer: _Tracer) -> Callable[..., None]:
-    def hook(*_: Any) -> None:
-        tracer.side, tracer.depth_cut = None, 0
+        for name, value in values.items():
+            setattr(tracer, name, value)
 
     return hook
 
@@ -344,10 +321,7 @@ def _collected(
     tokens: int,
     dtype: torch.dtype,
 ) -> ModelCosts:
-    try:
-        plan = tensor_plan(model)
-    except ModelError:
-        plan = {}
+    plan = known_plan(model)
     names = {module: name for name, module in model.named_modules()}
     stacked = {name for name, entry in parameter_roles(model).items() if entry.is_stacked}
     kinds: list[LayerCosts] = []
@@ -397,14 +371,6 @@ def _parameters(
         else:
             whole += parameter.numel()
     return whole, cut, expert, count
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
 
 
 _OF_PLACE = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "idx"}

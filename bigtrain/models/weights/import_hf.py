@@ -30,10 +30,9 @@ from transformers.utils import (
     WEIGHTS_NAME,
     cached_file,
 )
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.errors import ModelError
-from bigtrain.models.transformers_patches import drop_expected_keys
+from bigtrain.models.transformers_patches import drop_expected_keys, without_progress
 from bigtrain.models.weights.lazy_tensors import (
     BLOCK_BYTES,
     LazyTensor,
@@ -256,13 +255,12 @@ def quiet_transformers() -> Iterator[None]:
     """Without progress bars, and without warnings about what is an error here."""
     log = logging.getLogger("transformers")
     level = log.level
-    disable_progress_bar()
     log.setLevel(logging.ERROR)
     try:
-        yield
+        with without_progress():
+            yield
     finally:
         log.setLevel(level)
-        enable_progress_bar()
 
 
 # --- files ---
