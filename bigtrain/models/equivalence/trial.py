@@ -145,9 +145,9 @@ def _distance(one: torch.Tensor | None, other: torch.Tensor | LocalTensor | None
 def worst(found: Mapping[str, float], limits: Mapping[str, float]) -> str:
     """Return the name whose distance is closest to its limit, or farthest beyond it."""
 
-    def excess(name: str) -> float:
+    def excess(name: str) -> tuple[float, float]:
         limit = limits.get(name, 0.0)
-        return found[name] / limit if limit else math.inf
+        return found[name] / limit if limit else math.inf, found[name]
 
     return max(found, key=excess)
 
