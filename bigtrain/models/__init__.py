@@ -1,5 +1,3 @@
-"""Hugging Face models: configured, built, sharded, tested on proxy models, exported.
-
-Imports `settings`, `planner` and `system`. Start with `build`. Only `transformers_patches` and
-`torch_patches` use private parts of those libraries.
-"""
+"""Hugging Face models: configured, built, sharded, tested on proxy models, exported. Imports
+`settings`, `planner` and `system`. Start with `build`. Only `transformers_patches` and
+`torch_patches` use private parts of those libraries."""

@@ -133,10 +133,8 @@ def _make_room(model: PreTrainedModel, partitioning: Partitioning) -> None:
 
 @torch.no_grad()
 def read_in_turn(model: PreTrainedModel, weights: Weights) -> None:
-    """Let a model that was built without weights read each layer's weights when it is called.
-
-    They are freed afterwards, so that a forward pass holds one layer's weights at a time.
-    """
+    """Let a model that was built without weights read each layer's weights when it is called. They
+    are freed afterwards, so that a forward pass holds one layer's weights at a time."""
 
     def read(name: str, parameter: nn.Parameter) -> None:
         parameter.data = allocate(tuple(weights.tensors[name].shape), parameter.dtype)

@@ -81,10 +81,7 @@ def save_configuration(
     section: ConfigurationSource, hf_config: PreTrainedConfig, directory: Path
 ) -> None:
     """Write `hf_config` into `directory`, and an unchanged copy of the generation settings of the
-    model that `section` names, if it has any.
-
-    Raises OSError.
-    """
+    model that `section` names, if it has any. Raises OSError."""
     hf_config.save_pretrained(directory)
     source = section.path or section.config
     if not isinstance(source, str):

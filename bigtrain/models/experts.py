@@ -1,8 +1,6 @@
-"""Router logits, counts of tokens by expert, and selection biases of a mixture of experts.
-
-The auxiliary loss (``load_balancing_loss_func``, Switch Transformer's equations 4 to 6) multiplies
-two means over all tokens and layers: it is not a sum over parts.
-"""
+"""Router logits, counts of tokens by expert, and selection biases of a mixture of experts. The
+auxiliary loss (``load_balancing_loss_func``, Switch Transformer's equations 4 to 6) multiplies two
+means over all tokens and layers: it is not a sum over parts."""
 
 from __future__ import annotations
 
@@ -43,10 +41,8 @@ def ask_for_router_logits(model: Any) -> None:
 
 
 def router_logits_of(outputs: Any) -> tuple[torch.Tensor, ...]:
-    """Return the logits of each layer's router [tokens, experts] that a model returned.
-
-    Raises ModelError if it returned none.
-    """
+    """Return the logits of each layer's router [tokens, experts] that a model returned. Raises
+    ModelError if it returned none."""
     found = getattr(outputs, KEY, None)
     if not isinstance(found, tuple) or not found or not all(map(torch.is_tensor, found)):
         raise ModelError("the model returns no router logits")
@@ -55,11 +51,9 @@ def router_logits_of(outputs: Any) -> tuple[torch.Tensor, ...]:
 
 @dataclass(frozen=True)
 class Routing:
-    """The terms of the auxiliary loss, over all layers together, as in transformers.
-
-    chosen: float32 [experts], tokens that choose each. probabilities: float32 [experts], means
-    over `num_rows`, the tokens times layers; with gradients.
-    """
+    """The terms of the auxiliary loss, over all layers together, as in transformers. chosen:
+    float32 [experts], tokens that choose each. probabilities: float32 [experts], means over
+    `num_rows`, the tokens times layers; with gradients."""
 
     chosen: torch.Tensor
     probabilities: torch.Tensor
@@ -149,11 +143,9 @@ class ExpertCounts:
 
 @dataclass(frozen=True)
 class SelectionBias:
-    """The bias of one module of experts that tokens choose from.
-
-    experts: the module's name. name: of the bias, a buffer, or a parameter if `is_parameter`.
-    tensor: an element for each expert, in any shape; ZeRO-3 may have partitioned a parameter's.
-    """
+    """The bias of one module of experts that tokens choose from. experts: the module's name. name:
+    of the bias, a buffer, or a parameter if `is_parameter`. tensor: an element for each expert, in
+    any shape; ZeRO-3 may have partitioned a parameter's."""
 
     experts: str
     name: str

@@ -110,10 +110,8 @@ class Conversation:
     def answer(
         self, messages: list[dict[str, Any]], write: Callable[[str], object] = lambda text: None
     ) -> str:
-        """Return the answer to `messages`; `write` gets its text as it is generated.
-
-        Raises ModelError if the chat template refuses the messages.
-        """
+        """Return the answer to `messages`; `write` gets its text as it is generated. Raises
+        ModelError if the chat template refuses the messages."""
         try:
             inputs = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True

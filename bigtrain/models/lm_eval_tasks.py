@@ -62,10 +62,7 @@ class TokenModel(Protocol):
 
 def check_tasks(section: EvaluationSection) -> list[Problem]:
     """Return why the tasks of `section` cannot be run, as far as names and files on this machine
-    say.
-
-    Imports lm_eval where there are any, some seconds.
-    """
+    say. Imports lm_eval where there are any, some seconds."""
     if not section.tasks:
         return []
     if importlib.util.find_spec("lm_eval") is None:

@@ -93,9 +93,7 @@ def wrapper_tensor(
 
 def map_instances(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
     """`tree` of tuples, lists and dicts, with `function` applied to each instance of `kind`.
-
-    `torch.utils._pytree.tree_map_only`: arguments of operators come in the containers it knows.
-    """
+    `torch.utils._pytree.tree_map_only`: arguments of operators come in the containers it knows."""
     return _pytree.tree_map_only(kind, function, tree)
 
 
@@ -107,18 +105,14 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """Return an id of the storage of `tensor`, unique while it is alive, also on the meta device.
-
-    `_cdata` of torch/storage.py; `data_ptr` is 0 for every tensor without memory.
-    """
+    `_cdata` of torch/storage.py; `data_ptr` is 0 for every tensor without memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def own_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter:
     """Return the parameter that `module` holds as `name`, whatever its attribute `name` returns.
-
     `Module._parameters` (nn/modules/module.py). A lookup there, unlike `named_parameters`, lets
-    ZeRO-3 gather a parameter that another module reads (DeepSpeed's `ZeROOrderedDict`).
-    """
+    ZeRO-3 gather a parameter that another module reads (DeepSpeed's `ZeROOrderedDict`)."""
     parameter = module._parameters[name]
     assert parameter is not None
     return parameter
@@ -126,11 +120,8 @@ def own_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter:
 
 def has_buffers_alone(module: nn.Module) -> bool:
     """Return whether `module` itself registered buffers and no parameters, counting those that are
-    None.
-
-    `Module._buffers` and `_parameters` (nn/modules/module.py); `named_buffers` and
-    `named_parameters` skip None.
-    """
+    None. `Module._buffers` and `_parameters` (nn/modules/module.py); `named_buffers` and
+    `named_parameters` skip None."""
     return bool(module._buffers and not module._parameters)
 
 
@@ -242,10 +233,8 @@ def observed_device_waits(
 
 def default_store() -> dist.Store:
     """Return the store that the default process group was opened with.
-
     torch/distributed/distributed_c10d.py:1433, `_get_default_store`. It has no public way, since
-    the code that opens the group passes the store; here that is `deepspeed.init_distributed`.
-    """
+    the code that opens the group passes the store; here that is `deepspeed.init_distributed`."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -268,10 +257,8 @@ def gloo_group(
 
 def flight_recorder_trace() -> bytes | None:
     """This rank's last collectives from torch's flight recorder (NCCL's or gloo's), in the format
-    of its own reader; None if torch was built without it.
-
-    Both functions are bound in torch/csrc/distributed/c10d/init.cpp; Python has no name for them.
-    """
+    of its own reader; None if torch was built without it. Both functions are bound in
+    torch/csrc/distributed/c10d/init.cpp; Python has no name for them."""
     name = "_dump_nccl_trace" if torch.cuda.is_available() else "_dump_fr_trace"
     dump: Any = getattr(torch._C._distributed_c10d, name, None)
     if dump is None:
@@ -292,7 +279,5 @@ def set_allocator(settings: str) -> None:
 
 def dump_memory_snapshot(path: str) -> None:
     """Write what the CUDA allocator holds to `path`, for https://docs.pytorch.org/memory_viz.
-
-    torch/cuda/memory.py:1129, `_dump_snapshot`; torch's documentation has no other name for it.
-    """
+    torch/cuda/memory.py:1129, `_dump_snapshot`; torch's documentation has no other name for it."""
     torch.cuda.memory._dump_snapshot(path)

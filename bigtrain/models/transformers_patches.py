@@ -1,8 +1,6 @@
 """Every private part of transformers (5.23) and peft (0.21) that models need, each with why.
-
 `tests/unit/models/test_transformers_patches.py` has a contract test for each. Those that tokenizers
-need are in `bigtrain.data.tokenizers.transformers_patches`.
-"""
+need are in `bigtrain.data.tokenizers.transformers_patches`."""
 
 from __future__ import annotations
 
@@ -29,11 +27,9 @@ Product = Callable[..., torch.Tensor]
 
 
 def initialize_module(owner: PreTrainedModel, module: nn.Module) -> None:
-    """Initialize the parameters and buffers of `module` itself by its model's rules.
-
-    transformers calls `_init_weights` (modeling_utils.py:2295, and every architecture's own) from
-    only `init_weights` and `from_pretrained`, for the full model at once.
-    """
+    """Initialize the parameters and buffers of `module` itself by its model's rules. transformers
+    calls `_init_weights` (modeling_utils.py:2295, and every architecture's own) from only
+    `init_weights` and `from_pretrained`, for the full model at once."""
     owner._init_weights(module)
 
 
@@ -44,17 +40,13 @@ def mark_initialized(tensor: torch.Tensor) -> None:
 
 def names_not_saved(model: PreTrainedModel) -> set[str]:
     """Return names in the state dict of `model` that `save_pretrained` skips, except tied ones.
-
-    `_keys_to_ignore_on_save` of its class, and by modeling_utils.py:1310 of its submodules.
-    """
+    `_keys_to_ignore_on_save` of its class, and by modeling_utils.py:1310 of its submodules."""
     return set(model._keys_to_ignore_on_save or ())
 
 
 def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
     """Patterns of names that `from_pretrained` keeps in another dtype when it loads in `dtype`.
-
-    modeling_utils.py:3835, `_get_dtype_plan`.
-    """
+    modeling_utils.py:3835, `_get_dtype_plan`."""
     plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
     return plan
 
@@ -78,17 +70,13 @@ def computed_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> list[str]
 
 def kept_in_float32(model: PreTrainedModel) -> list[str]:
     """Parts of names of modules that transformers does not quantize, because 16 bits are too few.
-
-    `_keep_in_fp32_modules` (modeling_utils.py:1302), which quantizer_bnb_4bit.py omits.
-    """
+    `_keep_in_fp32_modules` (modeling_utils.py:1302), which quantizer_bnb_4bit.py omits."""
     return sorted(model._keep_in_fp32_modules or ())
 
 
 def drop_expected_keys(model: PreTrainedModel, loading_info: Any) -> None:
-    """Remove keys that a class expects from the missing and unexpected keys of `loading_info`.
-
-    As `from_pretrained` does: modeling_utils.py:4916, `_adjust_missing_and_unexpected_keys`.
-    """
+    """Remove keys that a class expects from the missing and unexpected keys of `loading_info`. As
+    `from_pretrained` does: modeling_utils.py:4916, `_adjust_missing_and_unexpected_keys`."""
     model._adjust_missing_and_unexpected_keys(loading_info)
 
 
@@ -107,9 +95,8 @@ def without_progress() -> Iterator[None]:
 
 def expanded_plan(model: PreTrainedModel, plan: dict[str, str]) -> dict[str, str]:
     """`plan` by the concrete name of every module and parameter, parameters before their module.
-
-    `_expand_parallel_plan` (distributed/mixin.py:211), so that patterns match as in transformers.
-    """
+    `_expand_parallel_plan` (distributed/mixin.py:211), so that patterns match as in
+    transformers."""
     expanded: dict[str, str] = model._expand_parallel_plan(plan)
     return expanded
 
@@ -122,11 +109,8 @@ def style_of(plan: dict[str, str], name: str, *, is_parameter: bool) -> str | No
 
 
 def modules_of_experts(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules whose experts may be computed by grouped products.
-
-    The decorator `use_experts_implementation` leaves `_is_expert_parallel` on them
-    (integrations/moe.py:629).
-    """
+    """Modules whose experts may be computed by grouped products. The decorator
+    `use_experts_implementation` leaves `_is_expert_parallel` on them (integrations/moe.py:629)."""
     return (module for module in model.modules() if hasattr(module, "_is_expert_parallel"))
 
 
@@ -145,9 +129,7 @@ def grouped_experts(name: str, product: Callable[[Product], Product]) -> None:
 
 def takes_any_width(rows: torch.Tensor, stacks: torch.Tensor, ends: torch.Tensor) -> bool:
     """Return whether transformers computes this grouped product without torch's, expert by expert.
-
-    `_can_use_grouped_mm` (integrations/moe.py:250): on old GPUs and within torch.compile.
-    """
+    `_can_use_grouped_mm` (integrations/moe.py:250): on old GPUs and within torch.compile."""
     return not moe._can_use_grouped_mm(rows, stacks, ends)
 
 
@@ -168,10 +150,8 @@ def _with_globals(function: Any, **names: Any) -> Any:
 
 def attention_name(model: PreTrainedModel) -> str:
     """Return the name of the model's attention in transformers' registry, whether chosen or given.
-
     Only `set_attn_implementation` is public; it sets ``config._attn_implementation``
-    (configuration_utils.py:595).
-    """
+    (configuration_utils.py:595)."""
     return str(model.config._attn_implementation)
 
 
@@ -198,21 +178,16 @@ def _recorded(model: Any, output: str) -> tuple[type, ...]:
 
 
 def replace_checkpoint(layer: Any, wrap: Callable[[Checkpoint], Checkpoint]) -> None:
-    """Replace the checkpoint function of a checkpointed layer by `wrap` of it.
-
-    Its class calls `_gradient_checkpointing_func` (modeling_layers.py:120), which
-    `gradient_checkpointing_enable` sets on every layer; it takes arguments of torch's function and
-    no other function.
-    """
+    """Replace the checkpoint function of a checkpointed layer by `wrap` of it. Its class calls
+    `_gradient_checkpointing_func` (modeling_layers.py:120), which `gradient_checkpointing_enable`
+    sets on every layer; it takes arguments of torch's function and no other function."""
     layer._gradient_checkpointing_func = wrap(layer._gradient_checkpointing_func)
 
 
 def collected_outputs() -> dict[str, Any] | None:
     """Return the outputs recorded in the current forward pass, lists by name; None outside of one.
-
     `output_capturing._active_collector` (utils/output_capturing.py:117), set in `capture_outputs`
-    around a base model's forward, transformers 5.17 to 5.23.
-    """
+    around a base model's forward, transformers 5.17 to 5.23."""
     collected: dict[str, Any] | None = output_capturing._active_collector.get()
     return collected
 

@@ -49,10 +49,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of one topology: the worst difference of each kind, and where the first arises.
-
-    crash: the first line of the error with which it ended; then nothing was compared.
-    """
+    """Result of one topology: the worst difference of each kind, and where the first arises. crash:
+    the first line of the error with which it ended; then nothing was compared."""
 
     point: Point
     loss: float = math.inf

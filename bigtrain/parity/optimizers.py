@@ -35,10 +35,7 @@ def plain_optimizer(
     section: OptimizerSection,
 ) -> PlainOptimizer:
     """Return the optimizer that updates `masters`, of `parameters` by name. Set the learning rate
-    in its groups.
-
-    Weight decay follows their roles.
-    """
+    in its groups. Weight decay follows their roles."""
     chosen = {} if section.facts.beside is None else hidden_matrices(model)
     roles = parameter_roles(model)
     decay, no_decay = [], []

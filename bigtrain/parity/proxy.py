@@ -74,11 +74,8 @@ class Engine:
 
 @dataclass(frozen=True)
 class Proxy:
-    """Run to train here, in float32.
-
-    precision: the run's, in which its own engine is compared too; None if that is float32.
-    notes: human-readable lines on its differences from the user's run.
-    """
+    """Run to train here, in float32. precision: the run's, in which its own engine is compared too;
+    None if that is float32. notes: human-readable lines on its differences from the user's run."""
 
     config: RunConfig
     engines: tuple[Engine, ...]
@@ -217,11 +214,8 @@ def _dropout(hf_config: Any) -> str:
 
 def _optimizer(section: OptimizerSection, notes: list[str]) -> OptimizerSection:
     """Return the run's section, except for settings that would hide differences or amplify
-    rounding.
-
-    With Adam's default eps a gradient that is only rounding moves a weight like any other; at a
-    small learning rate no weight would show a difference.
-    """
+    rounding. With Adam's default eps a gradient that is only rounding moves a weight like any
+    other; at a small learning rate no weight would show a difference."""
     if section.facts.settings == "muon":
         own: dict[str, Any] = {"ns_dtype": "float32", "split": {}}
         if section.muon.ns_dtype != "float32":

@@ -38,11 +38,9 @@ _DIVISIONS = 8
 
 @dataclass
 class TrainingTrace:
-    """Measurements of a training run of `STEPS` steps.
-
-    layers: sums of squares of each layer's output before the first step, in model order. first and
-    last: the weights after the first and the last step, by name.
-    """
+    """Measurements of a training run of `STEPS` steps. layers: sums of squares of each layer's
+    output before the first step, in model order. first and last: the weights after the first and
+    the last step, by name."""
 
     losses: list[float]
     norms: list[float]
@@ -76,10 +74,8 @@ def train_reference(
 
 
 def train_reordered(config: RunConfig, division: Division | None = None) -> list[TrainingTrace]:
-    """Run `train_reference` in float32, with the sums of linear layers in other orders.
-
-    Dividing the work over ranks reorders sums in the same way: these runs differ only by rounding.
-    """
+    """Run `train_reference` in float32, with the sums of linear layers in other orders. Dividing
+    the work over ranks reorders sums in the same way: these runs differ only by rounding."""
     runs = []
     for num_parts in _PARTS:
         with SumsInParts(num_parts):
@@ -242,10 +238,8 @@ def _weights(
 
 def layer_outputs(model: torch.nn.Module, forward: Callable[[], object]) -> dict[str, float]:
     """Return the sum of squares of the output of every layer of `model` during `forward`, by name.
-
     Layers of other pipeline stages, which have no parameters here, are not included. Sums over
-    tokens, so those of disjoint batches or parts add up.
-    """
+    tokens, so those of disjoint batches or parts add up."""
     sums: dict[str, float] = {}
 
     def record(name: str, _layer: object, _inputs: object, output: Any) -> None:
@@ -262,10 +256,8 @@ def layer_outputs(model: torch.nn.Module, forward: Callable[[], object]) -> dict
 
 
 class SumsInParts(TorchFunctionMode):
-    """Inside, linear layers add up `num_parts` partial sums, as that many ranks would.
-
-    Over inputs in the forward pass; over outputs, and over tokens, for the gradients.
-    """
+    """Inside, linear layers add up `num_parts` partial sums, as that many ranks would. Over inputs
+    in the forward pass; over outputs, and over tokens, for the gradients."""
 
     def __init__(self, num_parts: int) -> None:
         super().__init__()

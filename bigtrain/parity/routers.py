@@ -1,8 +1,6 @@
-"""Router losses and selection biases of a mixture of experts in a plain training loop.
-
-Independent implementation, from transformers' outputs. The values depend on the division of a
-step's samples, so the reference uses the division of the compared topology.
-"""
+"""Router losses and selection biases of a mixture of experts in a plain training loop. Independent
+implementation, from transformers' outputs. The values depend on the division of a step's samples,
+so the reference uses the division of the compared topology."""
 
 from __future__ import annotations
 

@@ -123,11 +123,8 @@ def train_points(
     legal: Sequence[Point], world_size: int, directory: Path
 ) -> list[tuple[Point, TrainingTrace | str]]:
     """Train every legal point in a world of `world_size` ranks; yield the first line of the error
-    for one that crashes.
-
-    Later points train in a new world. Raises LaunchError with the end of the ranks' output
-    if they fail before the first point.
-    """
+    for one that crashes. Later points train in a new world. Raises LaunchError with the end of the
+    ranks' output if they fail before the first point."""
     places = [directory / f"point{number}" for number in range(len(legal))]
     cases = [
         {

@@ -1,8 +1,6 @@
-"""Isolation of packed documents, tested on a proxy model.
-
-Some architectures have masks of their own (ALiBi, chunks) or state across tokens (recurrent layers,
-convolutions), and no configuration lists it.
-"""
+"""Isolation of packed documents, tested on a proxy model. Some architectures have masks of their
+own (ALiBi, chunks) or state across tokens (recurrent layers, convolutions), and no configuration
+lists it."""
 
 from __future__ import annotations
 

@@ -165,9 +165,7 @@ def check_expert_balance(
     config: RunConfig, hf_config: PreTrainedConfig, reach: GradientReach | None = None
 ) -> list[Problem]:
     """Return problems with the section `moe` of `config` for a model of `hf_config`; empty if none.
-
-    Takes a second or two if a router loss is asked for. `reach`: of the model, if it is known.
-    """
+    Takes a second or two if a router loss is asked for. `reach`: of the model, if it is known."""
     section, problems = config.moe, []
     kind, attention = hf_config.model_type, config.model.attention
     tried = cache(partial(_run_proxy, hf_config, attention))
@@ -311,10 +309,8 @@ def check_expert_gathering(
     hf_config: PreTrainedConfig, zero_stage: int, num_replicas: int
 ) -> list[Problem]:
     """Return the problem with ZeRO 3 for a model of `hf_config`; empty if there is none.
-
     num_replicas: ranks that partition the model. Takes a second for a model with experts whose
-    products transformers does not compute together.
-    """
+    products transformers does not compute together."""
     if zero_stage < 3 or num_replicas == 1 or "expert" not in hf_config.to_json_string():
         return []
     if not unmarked_experts(empty_model(hf_config)):

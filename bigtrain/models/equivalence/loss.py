@@ -43,10 +43,8 @@ def choose_loss(
     config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
 ) -> tuple[LossPlan, list[Problem]]:
     """Choose the loss of a run with the micro-batches of `plan`; return problems with it, too.
-
     ``auto`` takes chunks if the logits exceed one and the proxy model computes the same with them.
-    Takes a second at most, and no time if the logits are small.
-    """
+    Takes a second at most, and no time if the logits are small."""
     section, vocabulary = config.model, vocabulary_size(hf_config)
     num_tokens = plan.micro_batch_size * plan.sequence_length // config.parallel.sequence
     chunk_tokens = section.loss_chunk_tokens or max(1, CHUNK_BYTES // (4 * vocabulary))

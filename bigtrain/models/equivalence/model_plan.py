@@ -47,11 +47,8 @@ from bigtrain.system.user_cache import (
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """Pipeline stages, document isolation and loss of a run's model, and which of
-    its parameters are trained.
-
-    stages: None without pipeline stages.
-    """
+    """Pipeline stages, document isolation and loss of a run's model, and which of its parameters
+    are trained. stages: None without pipeline stages."""
 
     stages: StagePlan | None
     isolation: Isolation
@@ -70,10 +67,8 @@ def choose(
     config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
 ) -> tuple[ModelPlan | None, list[Problem]]:
     """Return the plan for a run with the micro-batches of `plan`, or what its model's code rules
-    out.
-
-    A second or so for each kind of parallelism and packing; `check_tensor_size` comes first.
-    """
+    out. A second or so for each kind of parallelism and packing; `check_tensor_size` comes
+    first."""
     reach = find_gradient_reach(hf_config, config.model.attention)
     if reach.failure:
         key = "model.path" if config.model.path is not None else "model.config"

@@ -98,9 +98,7 @@ def find_stage_plan(
     router_losses: bool = False,
 ) -> tuple[StagePlan | None, str]:
     """Return the plan with which `model` computes the same in stages, or the reason why none does.
-
-    If token ids only on the first stage do not work, token ids on every stage are tested.
-    """
+    If token ids only on the first stage do not work, token ids on every stage are tested."""
     reason = ""
     for everywhere in sorted({layout.tokens_everywhere, True}):
         tried = replace(layout, tokens_everywhere=everywhere)

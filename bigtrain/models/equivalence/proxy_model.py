@@ -64,10 +64,8 @@ def cross_thresholds(config: Any, sequence_length: int, tokens: int = TOKENS) ->
 
 def document_positions(samples: int, tokens: int = TOKENS) -> torch.Tensor:
     """Positions in documents shorter and longer than the lengths that `cross_thresholds` sets.
-
     int64 [samples, tokens], counted from 0 in each document. Every other sample has only short
-    documents, so that a dependence on the other samples of a micro-batch shows.
-    """
+    documents, so that a dependence on the other samples of a micro-batch shows."""
     long, short = [3, tokens - 5, 2], [5] * (tokens // 5) + [tokens % 5]
     return torch.stack(
         [
@@ -187,11 +185,9 @@ def _build(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def rescale_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """`model` with matrices scaled to preserve the norm of their inputs.
-
-    With initial weights, small layers hardly change the residual stream and attention is almost
-    uniform: which token attends to which would not show in the logits.
-    """
+    """`model` with matrices scaled to preserve the norm of their inputs. With initial weights,
+    small layers hardly change the residual stream and attention is almost uniform: which token
+    attends to which would not show in the logits."""
     for parameter in model.parameters():
         if parameter.ndim >= 2 and (spread := float(parameter.std())) > 0:
             parameter.div_(spread * parameter.shape[-1] ** 0.5)
@@ -223,11 +219,8 @@ def with_heads(
     heads: int, key_value_heads: int | None = None, head_size: int | None = None
 ) -> Change:
     """Return the change to `heads` attention heads of `head_size` (None: unchanged, since rotary
-    embeddings depend on it), and to inner widths in proportion.
-
-    key_value_heads: only if the configuration has it; None for half as many with grouped-query
-    attention.
-    """
+    embeddings depend on it), and to inner widths in proportion. key_value_heads: only if the
+    configuration has it; None for half as many with grouped-query attention."""
 
     def change(config: Any) -> None:
         key_heads, size = key_value_heads, head_size

@@ -1,7 +1,6 @@
 """Equivalence of sequence parallelism and the full sample, tested with threads as ranks.
-
-Convolutions and recurrent layers see beyond the tokens of one rank, and no configuration lists it.
-"""
+Convolutions and recurrent layers see beyond the tokens of one rank, and no configuration lists
+it."""
 
 from __future__ import annotations
 

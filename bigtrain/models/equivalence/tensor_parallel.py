@@ -1,8 +1,6 @@
-"""Equivalence of a model's tensor-parallel plan and the unsharded model.
-
-Plans come from transformers and some are silently wrong: a parameter that only sees its rank's
-heads gets a part of its gradient, or a mean is taken over a part of a dimension.
-"""
+"""Equivalence of a model's tensor-parallel plan and the unsharded model. Plans come from
+transformers and some are silently wrong: a parameter that only sees its rank's heads gets a part of
+its gradient, or a mean is taken over a part of a dimension."""
 
 from __future__ import annotations
 
@@ -111,11 +109,8 @@ def _adapt(proxy: PreTrainedModel, hf_config: PreTrainedConfig, section: Adapter
 
 def compare_with_whole(model: PreTrainedModel, group: Group) -> str | None:
     """Return the difference of `model` sharded over `group` and the full one; None if there is
-    none.
-
-    `model` is full, the same on every rank, deterministic, and on the group's device; do not use it
-    afterwards. Collective; every rank returns the same.
-    """
+    none. `model` is full, the same on every rank, deterministic, and on the group's device; do not
+    use it afterwards. Collective; every rank returns the same."""
     failure: str | None = None
     try:
         difference = Trial(training_results, partial(_sharded, group), TOLERANCES).difference(model)
@@ -154,11 +149,9 @@ def _heads(config: Any, size: int) -> tuple[int, int]:
 def check_tensor_size(
     hf_config: PreTrainedConfig, tensor_size: int, adapters: AdaptersSection | None = None
 ) -> list[Problem]:
-    """Return problems with `parallel.tensor`; empty if the model's plan can be carried out.
-
-    Builds the model without memory (`meta`). Raises ModelError for an architecture without a plan,
-    and for a parameter that cannot be split. `check_tensor_plan` tests whether the plan is right.
-    """
+    """Return problems with `parallel.tensor`; empty if the model's plan can be carried out. Builds
+    the model without memory (`meta`). Raises ModelError for an architecture without a plan, and for
+    a parameter that cannot be split. `check_tensor_plan` tests whether the plan is right."""
     if tensor_size == 1:
         return []
     try:

@@ -37,11 +37,9 @@ Run = Callable[[PreTrainedModel], Results]
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest difference that counts as rounding, a sum of three terms.
-
-    own: relative to the tensor's largest value. common: relative to the largest value of all
-    tensors of its kind. absolute: in the tensor's unit.
-    """
+    """Largest difference that counts as rounding, a sum of three terms. own: relative to the
+    tensor's largest value. common: relative to the largest value of all tensors of its kind.
+    absolute: in the tensor's unit."""
 
     own: float = 0.0
     common: float = 0.0
@@ -91,11 +89,8 @@ class Trial:
     control: Run | None = None
 
     def difference(self, model: PreTrainedModel) -> Difference | None:
-        """Run both and return the first difference; None if there is none.
-
-        Raises ValueError if the model or the trial is unsuitable, and whatever the model's code
-        does.
-        """
+        """Run both and return the first difference; None if there is none. Raises ValueError if the
+        model or the trial is unsuitable, and whatever the model's code does."""
         expected: Any = self.plain(model)
         _require_finite(expected)
         if self.control is not None:
@@ -216,10 +211,8 @@ class RankThreads:
 
     @contextmanager
     def as_rank(self, rank: int) -> Iterator[None]:
-        """Inside, this thread is rank `rank`.
-
-        If it fails, it releases the others, which would wait for it.
-        """
+        """Inside, this thread is rank `rank`. If it fails, it releases the others, which would wait
+        for it."""
         self._local.rank = rank
         try:
             yield

@@ -125,10 +125,8 @@ def merged_weights(
     hf_config: PreTrainedConfig,
 ) -> dict[str, torch.Tensor]:
     """Return the base's weights with the trained adapters merged, by Hugging Face name, in float32.
-
     With lazy tensors a merged weight is computed when it is read, and nothing is read here. Raises
-    ModelError if an adapter is missing.
-    """
+    ModelError if an adapter is missing."""
     model = empty_model(hf_config)
     merged: dict[str, torch.Tensor] = dict(base.tensors)
 

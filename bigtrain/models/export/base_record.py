@@ -55,10 +55,8 @@ _OF_THE_WRITER = {
 
 def record_base(source: str, weights: Weights, directory: Path) -> None:
     """Write the record of the model `source` (directory, address or hub name) into `directory`.
-
     `weights`: as found in `source`. Copies the tensors that the model does not use. A record that
-    exists stays. One process. Raises OSError.
-    """
+    exists stays. One process. Raises OSError."""
     if (directory / _TENSORS).is_file():
         return
     shutil.rmtree(directory, ignore_errors=True)
@@ -225,9 +223,8 @@ class BaseRecord:
         self, output: Path, hf_config: PreTrainedConfig, dtype: str | None
     ) -> list[str]:
         """Write the base's other files into an export's directory, with the configuration changed
-        where the trained model's (`hf_config`) differs. Returns a note for each change.
-
-        `dtype`: the one that all tensors are stored in, None for the base's. Raises OSError."""
+        where the trained model's (`hf_config`) differs. Returns a note for each change. `dtype`:
+        the one that all tensors are stored in, None for the base's. Raises OSError."""
         notes = [f"{name}: not copied: {reason}" for name, reason in self._tree["omitted"].items()]
         if not (self.files / GENERATION_CONFIG).is_file():
             (output / GENERATION_CONFIG).unlink(missing_ok=True)  # which `save_pretrained` makes

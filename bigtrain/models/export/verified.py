@@ -41,11 +41,9 @@ _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 2e-2}
 
 @dataclass(frozen=True)
 class Probe:
-    """A fixed input and the trained model's logits for it.
-
-    input_ids: int64 [samples, tokens]. logits: float32 [samples, tokens, vocabulary].
-    dtype: name of the dtype the trained model computed in.
-    """
+    """A fixed input and the trained model's logits for it. input_ids: int64 [samples, tokens].
+    logits: float32 [samples, tokens, vocabulary]. dtype: name of the dtype the trained model
+    computed in."""
 
     input_ids: torch.Tensor
     logits: torch.Tensor
@@ -138,11 +136,9 @@ def _changes(notes: Sequence[str], base: BaseRecord | None) -> str:
 
 @contextmanager
 def writing_directory(output: Path, *, replace: bool) -> Iterator[Path]:
-    """Yields a temporary directory that becomes `output`, with checksums, when the block ends.
-
-    It is removed after an error. Raises ModelError if `output` exists and may not be replaced,
-    OutputError if it cannot be written.
-    """
+    """Yields a temporary directory that becomes `output`, with checksums, when the block ends. It
+    is removed after an error. Raises ModelError if `output` exists and may not be replaced,
+    OutputError if it cannot be written."""
     if output.exists() and not replace:
         raise ModelError(f"{output}: exists already; choose another --output or remove it")
     temporary = output.with_name(f".{output.name}.unfinished-{os.getpid()}")
@@ -180,9 +176,7 @@ def _verify(directory: Path, probe: Probe, output: Path, dtype: str, *, in_turn:
 @torch.no_grad()
 def compare_logits(model: Any, probe: Probe, output: Path, dtype: str) -> None:
     """Raises ModelError if the logits of `model`, reloaded from files of `dtype`, differ from the
-    probe's.
-
-    `output`: the directory's name in the error."""
+    probe's. `output`: the directory's name in the error."""
     model.eval()
     tolerance = max(_TOLERANCE[dtype], _TOLERANCE[probe.dtype])
     logits = model(input_ids=probe.input_ids, use_cache=False).logits.float()
@@ -238,10 +232,8 @@ def _after_answer(tokenizer: Any, messages: list[dict[str, str]]) -> str:
 
 def stop_at_end_of_turn(directory: Path) -> list[str]:
     """Make generation from a Hugging Face directory also stop at the end of an answer: as learned,
-    by the record of the training data, and as the chat template writes it.
-
-    End tokens that the settings already name stay, and come first. Returns a note if any is added.
-    """
+    by the record of the training data, and as the chat template writes it. End tokens that the
+    settings already name stay, and come first. Returns a note if any is added."""
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     record = read_record(directory)
     endings = [*(() if record is None else record.answer_end_ids), *end_of_turn_ids(tokenizer)]

@@ -83,18 +83,14 @@ def peft_name(name: str) -> str:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return whether `model` has adapters, and its own weights are frozen.
-
-    True for every pipeline stage of such a model, even one whose layers have none.
-    """
+    """Return whether `model` has adapters, and its own weights are frozen. True for every pipeline
+    stage of such a model, even one whose layers have none."""
     return hasattr(model, "peft_config")  # which peft sets when it injects adapters
 
 
 def find_targets(model: PreTrainedModel, section: AdaptersSection) -> tuple[list[str], list[str]]:
-    """(names of the layers that get adapters, patterns that match none), in the model's order.
-
-    Only linear layers, and never the head, whatever the patterns match.
-    """
+    """(names of the layers that get adapters, patterns that match none), in the model's order. Only
+    linear layers, and never the head, whatever the patterns match."""
     head = model.get_output_embeddings()
     linear = [
         name for name, module in model.named_modules() if is_product(module) and module is not head
@@ -301,11 +297,9 @@ def lora_config(model: PreTrainedModel, section: AdaptersSection) -> LoraConfig:
 
 
 def file_config(model: PreTrainedModel, section: AdaptersSection) -> LoraConfig:
-    """Return `lora_config` for peft's files: their reader converts the names of targets.
-
-    A layer whose name peft treats as an expert's is written as its weight (``target_parameters``):
-    to the same product of the same two matrices, but without dropout, which peft has none for then.
-    """
+    """Return `lora_config` for peft's files: their reader converts the names of targets. A layer
+    whose name peft treats as an expert's is written as its weight (``target_parameters``): to the
+    same product of the same two matrices, but without dropout, which peft has none for then."""
     config: Any = lora_config(model, section)
     if taken := _taken_for_experts(model, config.target_modules):
         config.target_modules = [n for n in config.target_modules if n not in taken]
@@ -410,11 +404,9 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 
 
 def is_product(module: nn.Module) -> bool:
-    """Return whether `module` is a linear layer to which a product of two matrices can be added.
-
-    Of subclasses with a forward pass of their own some are not: routers that return their choice
-    (Llama 4's), products of groups (DeepSeek-V4's). One is called without data.
-    """
+    """Return whether `module` is a linear layer to which a product of two matrices can be added. Of
+    subclasses with a forward pass of their own some are not: routers that return their choice
+    (Llama 4's), products of groups (DeepSeek-V4's). One is called without data."""
     if not isinstance(module, LINEAR):
         return False
     if type(module) in LINEAR or not type(module).__module__.startswith("transformers."):

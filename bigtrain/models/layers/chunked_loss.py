@@ -320,10 +320,8 @@ def _is_filled(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class LossPlan:
-    """Choice of the loss computation, and why, as a human-readable line.
-
-    chunk_tokens: tokens whose logits exist at a time. softcap: of the logits, for Liger's kernel.
-    """
+    """Choice of the loss computation, and why, as a human-readable line. chunk_tokens: tokens whose
+    logits exist at a time. softcap: of the logits, for Liger's kernel."""
 
     kind: Literal["plain", "chunked", "liger"]
     chunk_tokens: int

@@ -36,10 +36,8 @@ def is_compiled(
 
 
 def compile_layers(model: PreTrainedModel) -> int:
-    """Make the decoder layers of `model` compile at their first call; returns their number.
-
-    Raises ModelError for a model without any.
-    """
+    """Make the decoder layers of `model` compile at their first call; returns their number. Raises
+    ModelError for a model without any."""
     layers: list[Any] = [
         layer for _, layer in decoder_layers(model) if isinstance(layer, GradientCheckpointingLayer)
     ]
@@ -63,9 +61,7 @@ def uncompiled() -> Iterator[None]:
 
 def offload_checkpoints(model: PreTrainedModel, device_type: str) -> int:
     """Let the checkpointed layers of `model` save their inputs on the host; returns their number.
-
-    Gradient checkpointing must be on. Raises ModelError for a model without such layers.
-    """
+    Gradient checkpointing must be on. Raises ModelError for a model without such layers."""
     layers: list[Any] = [
         module
         for module in model.modules()

@@ -35,11 +35,9 @@ _SIZES: ContextVar[tuple[int, ...] | None] = ContextVar("sizes", default=None)
 
 @dataclass(frozen=True)
 class Documents:
-    """Document boundaries that layers get instead of a mask.
-
-    sizes: tokens of the documents of a micro-batch, sample after sample.
-    window: how many tokens a token sees, itself among them; None: all before it in its document.
-    """
+    """Document boundaries that layers get instead of a mask. sizes: tokens of the documents of a
+    micro-batch, sample after sample. window: how many tokens a token sees, itself among them; None:
+    all before it in its document."""
 
     sizes: tuple[int, ...]
     window: int | None
@@ -53,10 +51,8 @@ def sizes_of_documents(position_ids: torch.Tensor) -> tuple[int, ...]:
 
 @contextmanager
 def per_document_attention(position_ids: torch.Tensor) -> Iterator[None]:
-    """Inside, models with this attention get the documents of `position_ids` instead of masks.
-
-    [B, T] on the host, of full samples.
-    """
+    """Inside, models with this attention get the documents of `position_ids` instead of masks. [B,
+    T] on the host, of full samples."""
     token = _SIZES.set(sizes_of_documents(position_ids))
     try:
         yield
@@ -192,12 +188,9 @@ def attention_of(name: str, module: Any) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Isolation:
-    """Method by which a model isolates documents.
-
-    none: not at all. masks: transformers makes them from positions. documents: attention runs for
-    each document separately, without a mask (`bigtrain.models.layers.document_attention`). lengths:
-    flash attention's arguments.
-    """
+    """Method by which a model isolates documents. none: not at all. masks: transformers makes them
+    from positions. documents: attention runs for each document separately, without a mask
+    (`bigtrain.models.layers.document_attention`). lengths: flash attention's arguments."""
 
     kind: Literal["none", "masks", "documents", "lengths"]
 

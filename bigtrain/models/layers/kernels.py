@@ -40,11 +40,9 @@ def check_kernels(hf_config: PreTrainedConfig, kernels: str) -> list[Problem]:
 
 
 def apply_kernels(model: PreTrainedModel) -> None:
-    """Make `model` compute with Liger's kernels; parameters stay as they are.
-
-    Rotary embeddings are a function in transformers' module of the architecture, which is patched
-    for the entire process. Call `check_kernels` first.
-    """
+    """Make `model` compute with Liger's kernels; parameters stay as they are. Rotary embeddings are
+    a function in transformers' module of the architecture, which is patched for the entire process.
+    Call `check_kernels` first."""
     patch = _patches()[model.config.model_type]
     taken = inspect.signature(patch).parameters
     patch(model=model, **{name: value for name, value in _WANTED.items() if name in taken})

@@ -90,11 +90,9 @@ class ParameterRole:
 
 
 def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
-    """Return the role of every parameter of `model` by its first name, in the model's order.
-
-    The model may be on the meta device, partitioned, sharded, a pipeline stage, and have adapters.
-    Not collective. A parameter that is an embedding and a head is an embedding.
-    """
+    """Return the role of every parameter of `model` by its first name, in the model's order. The
+    model may be on the meta device, partitioned, sharded, a pipeline stage, and have adapters. Not
+    collective. A parameter that is an embedding and a head is an embedding."""
     found = _Classifier(model)
     roles: dict[str, ParameterRole] = {}
     by_id: dict[int, str] = {}
@@ -241,10 +239,8 @@ class ParameterGroups:
 def split_by_decay(
     model: nn.Module, *, decay_embeddings: bool, untrained: Collection[str] = ()
 ) -> ParameterGroups:
-    """Trained parameters by `Role.decays`; adapters of the weights `untrained` never decay.
-
-    Frozen parameters are in neither group.
-    """
+    """Trained parameters by `Role.decays`; adapters of the weights `untrained` never decay. Frozen
+    parameters are in neither group."""
     groups = ParameterGroups([], [])
     for name, entry in parameter_roles(model).items():
         parameter = parameter_of(model, name)

@@ -31,10 +31,8 @@ _LOCK = threading.Lock()
 
 
 def document_lengths(position_ids: torch.Tensor) -> torch.Tensor:
-    """Length of each token's document: int64 like `position_ids` [B, T] of full samples.
-
-    Computed on their device, without waiting for it.
-    """
+    """Length of each token's document: int64 like `position_ids` [B, T] of full samples. Computed
+    on their device, without waiting for it."""
     numbers = document_numbers(position_ids)
     counts = torch.zeros_like(numbers).scatter_add_(1, numbers, torch.ones_like(numbers))
     return counts.gather(1, numbers)
@@ -43,10 +41,8 @@ def document_lengths(position_ids: torch.Tensor) -> torch.Tensor:
 def choose_by_document(
     model: PreTrainedModel, lengths: Lengths = document_lengths
 ) -> Callable[[], None]:
-    """Make the rotary embeddings of `model` choose by document; returns an undo function.
-
-    A later call replaces an earlier one. Models without such embeddings stay as they are.
-    """
+    """Make the rotary embeddings of `model` choose by document; returns an undo function. A later
+    call replaces an earlier one. Models without such embeddings stay as they are."""
     changed = [module for module in model.modules() if _chooses(module)]
     for module in changed:
         shadow(module, "forward", partial(_forward, module, lengths))

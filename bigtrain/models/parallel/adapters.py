@@ -37,10 +37,8 @@ def cut_adapter(
     layer: Any, side: Side, group: Group, *, is_gathered: bool
 ) -> tuple[Any, list[nn.Parameter]]:
     """Tag the adapter of `layer`, whose own weight was sharded by `side`; no weights move.
-
     is_gathered: whether the layer gathers its outputs. Returns the matrix that is sharded, whose
-    forward must be wrapped as that of the layer's own weight, and all sharded parameters.
-    """
+    forward must be wrapped as that of the layer's own weight, and all sharded parameters."""
     down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
     base = shard_of(layer.base_layer.weight)
     assert base is not None
@@ -104,9 +102,7 @@ def _measure_whole_rows(dora: Any, side: Side, group: Group, gathered: Shard | N
 
 def cut_stacked_adapters(model: nn.Module, group: Group) -> None:
     """Tag the adapters of stacked weights [experts, ...], which were tagged; no weights move.
-
-    Raises ModelError for a stack of which ranks have full experts.
-    """
+    Raises ModelError for a stack of which ranks have full experts."""
     for name, (_, layer) in parameter_layers(model).items():
         base = shard_of(layer.get_param())
         if base is None or base.dim is None:
@@ -132,8 +128,7 @@ def _dimension(layer: nn.Module, side: Side) -> int:
 
 def draw_whole_masks(layer: Any) -> None:
     """Make the adapter's dropout of `layer`, which gets this rank's part of the inputs, draw a mask
-    for all of them: as one process draws it, and as many random numbers on every rank.
-    """
+    for all of them: as one process draws it, and as many random numbers on every rank."""
     dropout = layer.lora_dropout[ADAPTER]
     shard = shard_of(layer.lora_A[ADAPTER].weight)
     assert shard is not None

@@ -50,9 +50,7 @@ class Experts:
 
 def expert_modules(model: PreTrainedModel) -> list[Experts]:
     """Return the modules of experts, as the model's plan has them, or those that keep the contract.
-
-    Raises ModelError for an architecture without either, or whose experts do not fit its plan.
-    """
+    Raises ModelError for an architecture without either, or whose experts do not fit its plan."""
     found = _of_the_plan(model) or _of_the_contract(model)
     if not found:
         raise ModelError(

@@ -23,11 +23,9 @@ _TAKEN = {Role.MATRIX, Role.EXPERTS, Role.ADAPTER}
 
 @dataclass(frozen=True)
 class HiddenMatrix:
-    """A trained parameter that is a matrix of a hidden layer, or a stack of them.
-
-    name: in the model. shape: of the full parameter, [experts, ...] for a stack. output_dim: its
-    dimension of the outputs. num_groups: equally large matrices along it.
-    """
+    """A trained parameter that is a matrix of a hidden layer, or a stack of them. name: in the
+    model. shape: of the full parameter, [experts, ...] for a stack. output_dim: its dimension of
+    the outputs. num_groups: equally large matrices along it."""
 
     name: str
     shape: tuple[int, ...]
@@ -80,11 +78,9 @@ def _is_transposed(module: Any, shapes: list[tuple[int, ...]]) -> bool:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix that is to be orthogonalized as one: rows and columns of a parameter.
-
-    boxes: of the full parameter, whose union it is, one after the other along dimension
-    `output_dim` (-2 or -1).
-    """
+    """A matrix that is to be orthogonalized as one: rows and columns of a parameter. boxes: of
+    the full parameter, whose union it is, one after the other along dimension `output_dim` (-2
+    or -1)."""
 
     parameter: str
     boxes: tuple[Box, ...]

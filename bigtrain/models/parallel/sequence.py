@@ -107,10 +107,8 @@ class SequenceParallel:
         self, input_ids: torch.Tensor, position_ids: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
         """Return the model's inputs for this rank's part of samples, `input_ids` int64 [B, T].
-
         `position_ids` int64 [B, T] isolate documents; None: each sample is one document. The masks
-        of the next forward pass are those of these samples.
-        """
+        of the next forward pass are those of these samples."""
         # Each assigned once: threads that share a model bring the same samples, and one may make
         # its masks while another is here (`bigtrain.models.equivalence.sequence_parallel`).
         self._documents = None if position_ids is None else document_numbers(position_ids)

@@ -52,11 +52,9 @@ def shard_of(parameter: Any) -> Shard | None:
 
 
 def tag_shard(parameter: nn.Parameter, shard: Shard) -> None:
-    """Record on `parameter` which shard it is, for bigtrain and for DeepSpeed's norms.
-
-    DeepSpeed counts `tensor_model_parallel` parameters on every rank and others on the first of
-    a tensor-parallel group only (runtime/utils.py, is_model_parallel_parameter).
-    """
+    """Record on `parameter` which shard it is, for bigtrain and for DeepSpeed's norms. DeepSpeed
+    counts `tensor_model_parallel` parameters on every rank and others on the first of a
+    tensor-parallel group only (runtime/utils.py, is_model_parallel_parameter)."""
     setattr(parameter, _ATTRIBUTE, shard)
     parameter.tensor_model_parallel = (  # type: ignore[attr-defined]
         shard.dim is not None and shard.primary and shard.over == "tensor"

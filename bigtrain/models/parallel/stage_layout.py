@@ -1,8 +1,6 @@
-"""Layout of pipeline stages, observed in one forward pass of a proxy model.
-
-No class declares what one layer passes to the next, what else layers get, and which parameters
-come before and after them (``base_model_pp_plan`` names modules, for half of the architectures).
-"""
+"""Layout of pipeline stages, observed in one forward pass of a proxy model. No class declares what
+one layer passes to the next, what else layers get, and which parameters come before and after them
+(``base_model_pp_plan`` names modules, for half of the architectures)."""
 
 from __future__ import annotations
 
@@ -26,11 +24,9 @@ Place = int | str
 
 @dataclass(frozen=True)
 class Handover:
-    """Outputs of a layer, and where the next layer receives them.
-
-    num_outputs: 0 if the layer returns a bare tensor, else the length of its tuple.
-    routes: for each output, its position in the next layer's call; None if it is not passed on.
-    """
+    """Outputs of a layer, and where the next layer receives them. num_outputs: 0 if the layer
+    returns a bare tensor, else the length of its tuple. routes: for each output, its position in
+    the next layer's call; None if it is not passed on."""
 
     num_outputs: int
     routes: tuple[Place | None, ...]
@@ -57,10 +53,8 @@ class StageLayout:
 
 
 def find_layout(model: PreTrainedModel, input_ids: torch.Tensor) -> StageLayout:
-    """Return the layout of `model`, from a forward pass of `input_ids` [samples, tokens].
-
-    The model is left as it was; pass a proxy model. Raises ModelError if it cannot be split.
-    """
+    """Return the layout of `model`, from a forward pass of `input_ids` [samples, tokens]. The model
+    is left as it was; pass a proxy model. Raises ModelError if it cannot be split."""
     name = _layer_list(model, input_ids)
     layers = list(model.get_submodule(name).children())
     calls, logits = _watch(model, layers, input_ids)
@@ -238,10 +232,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """`value` with `function` applied to every tensor in its tuples, lists and dicts.
-
-    Tensors are visited in a fixed order. Dicts of any kind become plain ones.
-    """
+    """`value` with `function` applied to every tensor in its tuples, lists and dicts. Tensors are
+    visited in a fixed order. Dicts of any kind become plain ones."""
     if torch.is_tensor(value):
         return function(value)
     if isinstance(value, (dict, UserDict)):
@@ -265,10 +257,8 @@ def _is(tensor: torch.Tensor, input_ids: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Split of a model into stages that compute the same as the full model.
-
-    cuts: layer indices, see `bigtrain.models.parallel.stages.Stage`.
-    """
+    """Split of a model into stages that compute the same as the full model. cuts: layer indices,
+    see `bigtrain.models.parallel.stages.Stage`."""
 
     layout: StageLayout
     cuts: tuple[int, ...]

@@ -28,9 +28,7 @@ from bigtrain.models.transformers_patches import mark_initialized
 @dataclass(frozen=True)
 class Payload:
     """Message of a stage to the next: a layer's outputs, and the dicts that layers write.
-
-    router_logits: of all layers so far, stacked, if the model's loss is computed from them.
-    """
+    router_logits: of all layers so far, stacked, if the model's loss is computed from them."""
 
     outputs: tuple[Any, ...]
     shared: dict[str, dict[Any, Any]]
@@ -123,11 +121,8 @@ class StageOutput(LayerPlaceholder):
 
 class Stage(nn.Module):
     """Stage `index` of a model split at `cuts`. The model given is split in place and kept in
-    `model`.
-
-    cuts: ascending layer indices from 0 to the number of layers; stage i has layers
-    ``cuts[i] : cuts[i + 1]``. Parameters keep their names in the model.
-    """
+    `model`. cuts: ascending layer indices from 0 to the number of layers; stage i has layers
+    ``cuts[i] : cuts[i + 1]``. Parameters keep their names in the model."""
 
     def __init__(
         self, model: PreTrainedModel, layout: StageLayout, cuts: Sequence[int], index: int
@@ -154,11 +149,9 @@ class Stage(nn.Module):
         position_ids: torch.Tensor | None,
         **loss: torch.Tensor,
     ) -> Any:
-        """Return the next stage's input (a Payload), or the last stage's ModelOutput.
-
-        `payload` is None on the first stage. Without `needs_tokens` only the shape of `input_ids`
-        [B, T] is used. `loss`, on the last stage: arguments of a `ChunkedLoss`.
-        """
+        """Return the next stage's input (a Payload), or the last stage's ModelOutput. `payload` is
+        None on the first stage. Without `needs_tokens` only the shape of `input_ids` [B, T] is
+        used. `loss`, on the last stage: arguments of a `ChunkedLoss`."""
         inputs: dict[str, Any] = {"use_cache": False, **loss}
         if position_ids is not None:
             inputs["position_ids"] = position_ids
@@ -182,9 +175,7 @@ def stages_of_parameters(
     model: PreTrainedModel, layout: StageLayout, cuts: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
     """Return the stages that hold each parameter of the full model, by its first name, ascending.
-
-    Raises ModelError if layers of different stages share parameters.
-    """
+    Raises ModelError if layers of different stages share parameters."""
     last = len(cuts) - 2
     found: dict[str, tuple[int, ...]] = {}
     prefix = f"{layout.layers}."

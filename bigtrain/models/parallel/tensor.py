@@ -70,11 +70,8 @@ ADAPTED = _COLWISE | _ROWWISE | {"mla_kv_a_proj", "replicate"}
 
 def tensor_plan(model: PreTrainedModel) -> Plan:
     """Return the style of every module and parameter by concrete name, parameters before their
-    module.
-
-    Call it before a pipeline stage removes layers. Raises ModelError for an architecture without a
-    plan.
-    """
+    module. Call it before a pipeline stage removes layers. Raises ModelError for an architecture
+    without a plan."""
     rules = dict(model.tp_plan or {})
     plan = {**_inside_wrappers(model, rules), **expanded_plan(model, rules)}
     plan = _with_tied(model, plan)
@@ -219,11 +216,9 @@ def _shard_of_style(
 
 
 def _inner_dropout(model: PreTrainedModel, name: str) -> str | None:
-    """Return a dropout that may act on the output of the sharded parameter `name`, or None.
-
-    It is a module or a number of the block that holds the layer: elsewhere dropout acts on full
-    hidden states or full heads, for which all ranks draw equally many numbers.
-    """
+    """Return a dropout that may act on the output of the sharded parameter `name`, or None. It is a
+    module or a number of the block that holds the layer: elsewhere dropout acts on full hidden
+    states or full heads, for which all ranks draw equally many numbers."""
     block_name = name.rpartition(".")[0].rpartition(".")[0]
     for prefix, module in model.get_submodule(block_name).named_modules(prefix=block_name):
         if ".lora_dropout." in prefix:

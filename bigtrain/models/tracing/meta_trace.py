@@ -203,11 +203,8 @@ class _Tracer(OperatorMode):
 def trace_model(
     hf_config: PreTrainedConfig, dtype: torch.dtype, sequence_length: int = 128
 ) -> ModelCosts:
-    """Costs of the model that `hf_config` describes, trained in `dtype`.
-
-    Takes a second or two, no memory and no device. Raises ModelError if transformers cannot run it
-    on the meta device.
-    """
+    """Costs of the model that `hf_config` describes, trained in `dtype`. Takes a second or two, no
+    memory and no device. Raises ModelError if transformers cannot run it on the meta device."""
     try:
         with torch.random.fork_rng(devices=[]):  # constructors may draw numbers
             return _trace(hf_config, dtype, sequence_length)

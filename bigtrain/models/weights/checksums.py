@@ -59,10 +59,8 @@ def write_sums(path: Path, sums: Sums) -> None:
 
 
 def read_sums(path: Path) -> Sums:
-    """Read what `write_sums` wrote; empty without such a file.
-
-    Raises ModelError if it cannot be read.
-    """
+    """Read what `write_sums` wrote; empty without such a file. Raises ModelError if it cannot be
+    read."""
     try:
         tree = json.loads(path.read_bytes())
         return {name: FileSum(int(s["bytes"]), str(s["xxh3"])) for name, s in tree.items()}
@@ -84,9 +82,7 @@ def differences(found: Sums, listed: Sums, where: Path) -> list[str]:
 
 def corrupt_weights(directory: Path) -> tuple[int, list[str]]:
     """Return how many files `checksums.json` of a model's directory lists, and the corrupt ones.
-
-    Raises ModelError without such a list.
-    """
+    Raises ModelError without such a list."""
     listed = read_sums(directory / CHECKSUMS)
     if not listed:
         raise ModelError(
@@ -122,20 +118,15 @@ def _deciding_files(directory: Path) -> list[Path]:
 def changed_files(directory: Path, run: Path) -> list[str]:
     """Return how the small files that decide a model's numbers differ from those that an export
     listed in the model's `directory`, and from those that the first launch of the run in `run`
-    read.
-
-    Weights are compared where they are read. Raises ModelError if a list cannot be read.
-    """
+    read. Weights are compared where they are read. Raises ModelError if a list cannot be read."""
     files = [path.absolute() for path in _deciding_files(directory)]
     return changes_of({str(path): sum_of(path) for path in files}, directory, run)
 
 
 def changes_of(sums: Sums, directory: Path, run: Path) -> list[str]:
     """Return how files of the model in `directory` differ from those listed there by an export, and
-    from those that the first launch of the run in `run` read. `sums`: by absolute path.
-
-    Raises ModelError if a list cannot be read.
-    """
+    from those that the first launch of the run in `run` read. `sums`: by absolute path. Raises
+    ModelError if a list cannot be read."""
     exported, begun = directory / CHECKSUMS, run / BASE_MODEL
     by_name = {Path(path).name: found for path, found in sums.items()}
     return [

@@ -1,8 +1,6 @@
-"""The weights of a Hugging Face directory or hub name, read a rectangle at a time.
-
-transformers' own loading decides which tensor of which file becomes which parameter: it runs on a
-model without memory, with `LazyTensor`s instead of tensors.
-"""
+"""The weights of a Hugging Face directory or hub name, read a rectangle at a time. transformers'
+own loading decides which tensor of which file becomes which parameter: it runs on a model without
+memory, with `LazyTensor`s instead of tensors."""
 
 from __future__ import annotations
 
@@ -78,10 +76,8 @@ class Weights:
         self, name: str, offsets: Offsets, out: torch.Tensor, *, is_buffer: bool = False
     ) -> None:
         """Read a rectangle of a parameter or buffer into `out`, any dtype, device and strides.
-
         Raises ModelError for a file that cannot be read, and for values of a parameter that are not
-        finite.
-        """
+        finite."""
         tensor = self.tensors[name]
         if tensor.ndim == 0:
             offsets, out = (), out.view(())

@@ -39,9 +39,7 @@ class Values(Protocol):
 
 class LazyTensor(torch.Tensor):
     """A tensor with a shape and a dtype whose values are read on demand. Always contiguous.
-
-    Read-only: writing into it is an error.
-    """
+    Read-only: writing into it is an error."""
 
     origin: Values
 
@@ -128,9 +126,7 @@ def blocks(sizes: Offsets, itemsize: int) -> Iterator[tuple[Offsets, Offsets]]:
 
 def allocate(shape: Offsets, dtype: torch.dtype) -> torch.Tensor:
     """Return an uninitialized tensor whose memory returns to the system as soon as it is freed.
-
-    malloc would keep blocks of up to 32 MiB.
-    """
+    malloc would keep blocks of up to 32 MiB."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _OWN_BYTES:
         return torch.empty(shape, dtype=dtype)

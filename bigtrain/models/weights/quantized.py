@@ -1,8 +1,6 @@
 """A frozen base whose linear layers hold their weights in 4 bits (QLoRA), by bitsandbytes (0.50).
-
 Layers are replaced before there is an engine and hold nothing until their weights are read: nothing
-casts, moves or sends packed weights, and no rank ever holds more than one weight in full.
-"""
+casts, moves or sends packed weights, and no rank ever holds more than one weight in full."""
 
 from __future__ import annotations
 
@@ -53,11 +51,9 @@ def is_packed(parameter: object) -> bool:
 
 
 def quantize_layers(model: PreTrainedModel, section: AdaptersSection, dtype: torch.dtype) -> None:
-    """Replace linear layers of `model` by bitsandbytes', in place, with empty weights.
-
-    `dtype`: the run's, which weights are rounded to before they are quantized. Biases stay. Call
-    `check_quantization` first, and `finish_layers` once adapters are added.
-    """
+    """Replace linear layers of `model` by bitsandbytes', in place, with empty weights. `dtype`: the
+    run's, which weights are rounded to before they are quantized. Biases stay. Call
+    `check_quantization` first, and `finish_layers` once adapters are added."""
     library = _library()
     for name in quantized_layers(model):
         layer: Any = model.get_submodule(name)
@@ -135,10 +131,8 @@ def finish_layers(model: nn.Module, section: AdaptersSection) -> None:
 
 @torch.no_grad()
 def read_quantized(model: nn.Module, weights: Weights, device: torch.device) -> None:
-    """Read the weights of all quantized layers and pack them on `device`, one at a time.
-
-    Not collective: every rank reads all of them. Raises ModelError as `Weights.fill`.
-    """
+    """Read the weights of all quantized layers and pack them on `device`, one at a time. Not
+    collective: every rank reads all of them. Raises ModelError as `Weights.fill`."""
     library = _library()
     for name, module in model.named_modules():
         if not is_quantized(module):
@@ -239,9 +233,6 @@ class _DequantizedView:
 
 def magnitude(weight: Any, *, transposed: bool) -> Any:
     """Return the 2-norm of the weights of each output of a layer, as peft takes it; lazy as
-    `weight` is.
-
-    transposed: whether outputs are columns (Conv1D).
-    """
+    `weight` is. transposed: whether outputs are columns (Conv1D)."""
     dim = 0 if transposed else 1
     return torch.linalg.vector_norm(weight.to(torch.float32), dim=dim)

@@ -48,11 +48,9 @@ class VocabularyResize:
 def grown_configuration(
     section: ModelSection, hf_config: PreTrainedConfig, tokens: int
 ) -> tuple[PreTrainedConfig, VocabularyResize | None]:
-    """`hf_config` with the vocabulary that `section` asks for where the tokenizer has `tokens`;
-    the same one and None where it does not grow.
-
-    Raises ModelError for a model that holds something else by token than embedding and head.
-    """
+    """`hf_config` with the vocabulary that `section` asks for where the tokenizer has `tokens`; the
+    same one and None where it does not grow. Raises ModelError for a model that holds something
+    else by token than embedding and head."""
     before = vocabulary_size(hf_config)
     after = before if section.vocabulary is None else section.vocabulary.size(before, tokens)
     if after == before:
@@ -107,10 +105,8 @@ def grown_weights(
     on_main_rank: Callable[[Callable[[], Rows]], Rows],
 ) -> Weights:
     """`weights` with the rows by which the vocabulary grows; arguments as of `new_rows`.
-
     `on_main_rank`: has one rank compute them and gives all ranks the result (another CPU might
-    round another way, and the ranks' parts must be of one tensor). Collective as it is.
-    """
+    round another way, and the ranks' parts must be of one tensor). Collective as it is."""
     rows = on_main_rank(lambda: new_rows(weights, hf_config, growth, section, seed))
     return with_new_rows(weights, rows)
 
@@ -124,10 +120,8 @@ def new_rows(
     seed: int,
 ) -> Rows:
     """Return the new rows of each parameter in ``growth.names``: float32 [after - before, ...].
-
     hf_config: the grown one. A function of `seed`, the parameter's name and the old rows, all of
-    which are read here. Raises ModelError for a file that cannot be read.
-    """
+    which are read here. Raises ModelError for a file that cannot be read."""
     assert section.vocabulary is not None
     kind, count = section.vocabulary.new_rows, growth.after - growth.before
     found: Rows = {}
