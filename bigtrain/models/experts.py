@@ -29,6 +29,12 @@ def recorded() -> list[torch.Tensor] | None:
     return None if collected is None else collected.get(KEY)
 
 
+def has_auxiliary_loss(config: Any) -> bool:
+    """Return whether the model of a transformers configuration adds its auxiliary loss."""
+    is_on = bool(getattr(config, "output_router_logits", False))
+    return is_on and bool(getattr(config, "router_aux_loss_coef", 0.0))
+
+
 def auxiliary_loss(outputs: Any) -> torch.Tensor | None:
     """Return the loss that a model computed from its router logits; None if there is none."""
     loss = getattr(outputs, "aux_loss", None)

@@ -21,6 +21,7 @@ from bigtrain.models.equivalence.proxy_model import (
     document_positions,
     with_heads,
 )
+from bigtrain.models.experts import has_auxiliary_loss
 from bigtrain.models.layers.parameters import KEY as FROZEN
 from bigtrain.parity.adapters import comparable_adapters
 from bigtrain.parity.optimizers import check_comparable
@@ -29,7 +30,6 @@ from bigtrain.parity.routers import (
     BIAS_RATE,
     Z_LOSS,
     can_be_put_together,
-    has_auxiliary_loss,
 )
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.deepspeed.engine_config import (

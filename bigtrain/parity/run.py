@@ -15,6 +15,7 @@ from bigtrain.engine.checkpoint.io import read_full_masters
 from bigtrain.errors import BigtrainError, LaunchError, ModelError, one_line
 from bigtrain.launchers.local_world import run_local_world
 from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.experts import has_auxiliary_loss
 from bigtrain.models.transformers_patches import without_progress
 from bigtrain.parity.comparison import Verdict, compare
 from bigtrain.parity.proxy import shrink
@@ -23,7 +24,7 @@ from bigtrain.parity.reference import (
     train_reference,
     train_reordered,
 )
-from bigtrain.parity.routers import Division, has_auxiliary_loss
+from bigtrain.parity.routers import Division
 from bigtrain.parity.topologies import Point, points
 from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
 from bigtrain.settings.resolve import resolve_run

@@ -43,6 +43,7 @@ from bigtrain.models.equivalence.trial import (
     Tolerance,
     Trial,
     Values,
+    first_difference,
     training_results,
 )
 from bigtrain.models.experts import (
@@ -50,6 +51,7 @@ from bigtrain.models.experts import (
     ask_for_router_logits,
     auxiliary_loss,
     balance_loss,
+    has_auxiliary_loss,
     router_logits_of,
     selection_biases,
 )
@@ -158,8 +160,6 @@ _AUXILIARY, _Z_LOSS, _BIAS = (
     "moe.bias_update_rate",
 )
 
-_Tried = Callable[[], tuple[Any, PreTrainedModel]]
-
 
 def check_expert_balance(
     config: RunConfig, hf_config: PreTrainedConfig, reach: GradientReach | None = None
@@ -168,29 +168,26 @@ def check_expert_balance(
     Takes a second or two if a router loss is asked for. `reach`: of the model, if it is known."""
     section, problems = config.moe, []
     kind, attention = hf_config.model_type, config.model.attention
-    tried = cache(partial(_run_proxy, hf_config, attention))
+    run_proxy = cache(partial(_run_proxy, hf_config, attention))
+
+    def refused(check: Callable[..., str | None]) -> str | None:
+        return _reason(kind, lambda: check(kind, *run_proxy()))
+
     if section.bias_update_rate and (reason := _without_biases(hf_config, attention, reach)):
         problems.append(Problem(_BIAS, section.bias_update_rate, reason, "0"))
     if section.auxiliary_loss == "global_batch":
-        if not _has_auxiliary_loss(hf_config):
+        if not has_auxiliary_loss(hf_config):
             rule = f"the {kind} has no auxiliary loss, or it is off"
             remedy = (
                 "micro_batch, or model.overrides={output_router_logits: true, "
                 "router_aux_loss_coef: 0.001} where the architecture has one"
             )
             problems.append(Problem(_AUXILIARY, "global_batch", rule, remedy))
-        elif reason := _other_auxiliary_loss(kind, tried):
+        elif reason := refused(_other_auxiliary_loss):
             problems.append(Problem(_AUXILIARY, "global_batch", reason, "micro_batch"))
-    if section.z_loss_coefficient and (reason := _without_logits(kind, tried)):
+    if section.z_loss_coefficient and (reason := refused(_without_logits)):
         problems.append(Problem(_Z_LOSS, section.z_loss_coefficient, reason, "0"))
     return problems
-
-
-def _has_auxiliary_loss(hf_config: PreTrainedConfig) -> bool:
-    return bool(
-        getattr(hf_config, "output_router_logits", False)
-        and getattr(hf_config, "router_aux_loss_coef", 0.0)
-    )
 
 
 def _without_biases(
@@ -206,12 +203,7 @@ def _without_biases(
     reach = reach or find_gradient_reach(hf_config, attention)
     if not selection_biases(model, reach.absent or ()):
         return absent
-    try:
-        return _other_choice(hf_config, attention)
-    except ModelError as error:
-        return f"a {kind}: {error}"
-    except MODEL_FAILURES as error:
-        return f"a proxy model of {kind} failed: {one_line(error)}"
+    return _reason(kind, partial(_other_choice, hf_config, attention))
 
 
 @torch.no_grad()
@@ -249,41 +241,29 @@ def _chosen(experts: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
         yield choices
 
 
-def _other_auxiliary_loss(kind: str, tried: _Tried) -> str | None:
+def _other_auxiliary_loss(kind: str, outputs: Any, model: PreTrainedModel) -> str | None:
     """Return why the auxiliary loss cannot be computed from router logits; None if it can."""
-    try:
-        outputs, model = tried()
-        own = auxiliary_loss(outputs)
-        if own is None:
-            return f"a {kind} returns no auxiliary loss"
-        expected = float(own.detach())
-        top_k = int(getattr(model.config, "num_experts_per_tok", 0) or 0)
-        routing = Routing.of(router_logits_of(outputs), top_k)
-        actual = float(
-            balance_loss(routing.chosen / routing.num_rows, routing.probabilities.detach())
-        )
-    except ModelError as error:
-        return f"a {kind}: {error}"
-    except MODEL_FAILURES as error:
-        return f"a proxy model of {kind} failed: {one_line(error)}"
-    if not abs(actual - expected) <= 1e-5 * abs(expected):
-        return (
-            f"a {kind} computes another auxiliary loss ({expected:.6f}) than Switch "
-            f"Transformer's of its router logits ({actual:.6f})"
-        )
-    return None
+    own = auxiliary_loss(outputs)
+    if own is None:
+        return f"a {kind} returns no auxiliary loss"
+    top_k = int(getattr(model.config, "num_experts_per_tok", 0) or 0)
+    routing = Routing.of(router_logits_of(outputs), top_k)
+    ours = balance_loss(routing.chosen / routing.num_rows, routing.probabilities.detach())
+    difference = first_difference(
+        {LOSS: {"auxiliary loss": own.detach()}}, {LOSS: {"auxiliary loss": ours}}, TOLERANCES
+    )
+    if difference is None:
+        return None
+    return (
+        f"a {kind} computes another auxiliary loss than Switch Transformer's of its router logits "
+        f"({difference.size})"
+    )
 
 
-def _without_logits(kind: str, tried: _Tried) -> str | None:
+def _without_logits(kind: str, outputs: Any, model: PreTrainedModel) -> str | None:
     """Return why no loss can be computed from router logits; None if it can."""
-    try:
-        outputs, model = tried()
-        logits = router_logits_of(outputs)
-        num_experts = {int(m.num_experts) for m in modules_of_experts(model)}  # type: ignore[arg-type]
-    except ModelError as error:
-        return f"a {kind}: {error}"
-    except MODEL_FAILURES as error:
-        return f"a proxy model of {kind} failed: {one_line(error)}"
+    logits = router_logits_of(outputs)
+    num_experts = {int(m.num_experts) for m in modules_of_experts(model)}  # type: ignore[arg-type]
     if num_experts != {layer.shape[-1] for layer in logits}:
         return f"what a {kind} returns as router logits has not one for each expert"
     if any(_are_probabilities(layer) for layer in logits):
@@ -291,6 +271,16 @@ def _without_logits(kind: str, tried: _Tried) -> str | None:
     if not all(layer.requires_grad for layer in logits):
         return f"the router logits of a {kind} have no gradients"
     return None
+
+
+def _reason(kind: str, check: Callable[[], str | None]) -> str | None:
+    """Return the result of a check of a model of this kind, or why it fails."""
+    try:
+        return check()
+    except ModelError as error:
+        return f"a {kind}: {error}"
+    except MODEL_FAILURES as error:
+        return f"a proxy model of {kind} failed: {one_line(error)}"
 
 
 def _are_probabilities(layer: torch.Tensor) -> bool:
