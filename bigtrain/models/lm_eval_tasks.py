@@ -11,7 +11,6 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import io
-import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -24,6 +23,7 @@ import torch
 
 from bigtrain.errors import ConfigError, Problem, one_line
 from bigtrain.models.build import empty_model
+from bigtrain.models.transformers_patches import only_errors
 from bigtrain.settings.run_config import EvaluationSection
 from bigtrain.system.text_record import TextRecord
 
@@ -259,14 +259,8 @@ def _live_model(
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without lm-eval's progress bars and its log below errors."""
-    log = logging.getLogger("lm_eval")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        log.setLevel(level)
+    with only_errors("lm_eval"), redirect_stderr(io.StringIO()):
+        yield
 
 
 @contextmanager

@@ -4,6 +4,7 @@ need are in `bigtrain.data.tokenizers.transformers_patches`."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -78,6 +79,18 @@ def drop_expected_keys(model: PreTrainedModel, loading_info: Any) -> None:
     """Remove keys that a class expects from the missing and unexpected keys of `loading_info`. As
     `from_pretrained` does: modeling_utils.py:4916, `_adjust_missing_and_unexpected_keys`."""
     model._adjust_missing_and_unexpected_keys(loading_info)
+
+
+@contextmanager
+def only_errors(logger: str) -> Iterator[None]:
+    """Hide the messages of a library's logger below errors inside."""
+    log = logging.getLogger(logger)
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 @contextmanager

@@ -13,10 +13,9 @@ routers.
 
 from __future__ import annotations
 
-import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,7 @@ from bigtrain.models.torch_patches import shadowed
 from bigtrain.models.transformers_patches import (
     kept_in_float32,
     mark_initialized,
+    only_errors,
     refused_by_peft,
     taken_for_experts,
     targets_as_named,
@@ -97,26 +97,23 @@ def find_targets(model: PreTrainedModel, section: AdaptersSection) -> tuple[list
     ]
     if section.targets == "all-linear":
         return linear, []
-    patterns = section.patterns
-    missing = [p for p in patterns if not any(_matches(name, p) for name in linear)]
     chosen: set[str] = set()
+    empty: list[str] = []
     for preset in section.presets:
-        found = layers_of(model, preset)
-        chosen.update(found)
-        if not found and not stacks_of(model, preset):
-            missing.append(preset)
-    return [n for n in linear if n in chosen or any(_matches(n, p) for p in patterns)], missing
+        layers = layers_of(model, preset)
+        chosen.update(layers)
+        if not layers and not stacks_of(model, preset):
+            empty.append(preset)
+    names, missing = _select(linear, section.patterns, chosen)
+    return names, missing + empty
 
 
 def find_parameters(
     model: PreTrainedModel, section: AdaptersSection
 ) -> tuple[list[str], list[str]]:
     """(names of the stacked weights that get adapters, patterns that match none)."""
-    stacked = stacked_weights(model)
-    patterns = section.target_parameters
-    missing = [p for p in patterns if not any(_matches(name, p) for name in stacked)]
     chosen = {name for preset in section.presets for name in stacks_of(model, preset)}
-    return [n for n in stacked if n in chosen or any(_matches(n, p) for p in patterns)], missing
+    return _select(stacked_weights(model), section.target_parameters, chosen)
 
 
 def parameter_layers(model: nn.Module) -> dict[str, Any]:
@@ -154,9 +151,7 @@ def _matrices(layer: Any) -> list[nn.Parameter]:
 def find_saved(model: PreTrainedModel, section: AdaptersSection) -> tuple[list[str], list[str]]:
     """(names of the modules in ``modules_to_save``, patterns that match none)."""
     own = [name for name, m in model.named_modules() if any(True for _ in m.parameters(False))]
-    patterns = section.modules_to_save
-    missing = [p for p in patterns if not any(_matches(name, p) for name in own)]
-    return [name for name in own if any(_matches(name, p) for p in patterns)], missing
+    return _select(own, section.modules_to_save)
 
 
 def trained_copy(module: Any) -> Any:
@@ -174,6 +169,14 @@ def computing_modules(model: nn.Module) -> dict[str, nn.Module]:
         if ".original_module." not in f"{name}.":
             found[f"{name}.".replace(COPY, ".").rstrip(".")] = module
     return found
+
+
+def _select(
+    names: Sequence[str], patterns: Sequence[str], chosen: Container[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Return `names` that are `chosen` or match a pattern, and the patterns that match none."""
+    missing = [p for p in patterns if not any(_matches(name, p) for name in names)]
+    return [n for n in names if n in chosen or any(_matches(n, p) for p in patterns)], missing
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -323,13 +326,8 @@ def _taken_for_experts(model: PreTrainedModel, names: Iterable[str]) -> list[str
 def quiet_bitsandbytes() -> Iterator[None]:
     """Inside, bitsandbytes is imported without its remark that a kernel could be downloaded for
     this CPU. peft imports it wherever it is installed."""
-    log = logging.getLogger("bitsandbytes")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
+    with only_errors("bitsandbytes"):
         yield
-    finally:
-        log.setLevel(level)
 
 
 @torch.no_grad()
@@ -340,7 +338,7 @@ def add_adapters(
 
     Their initial values are peft's, from a random stream per layer: `seed_of` the layer's name. So
     they do not depend on the model's device and dtype, nor on whether its own parameters are
-    partitioned; the adapters' are full. `models.weights.adapted` fills initial values that are a
+    partitioned; the adapters' are full. `models.weights.quantized` fills initial values that are a
     function of the model's weights. Collective if those are partitioned and some are copied
     (`modules_to_save`).
     """

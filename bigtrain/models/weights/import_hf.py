@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,7 +29,7 @@ from transformers.utils import (
 )
 
 from bigtrain.errors import ModelError
-from bigtrain.models.transformers_patches import drop_expected_keys, without_progress
+from bigtrain.models.transformers_patches import drop_expected_keys, only_errors, without_progress
 from bigtrain.models.weights.lazy_tensors import (
     BLOCK_BYTES,
     LazyTensor,
@@ -39,6 +38,7 @@ from bigtrain.models.weights.lazy_tensors import (
     forget_computed,
     narrowed,
 )
+from bigtrain.system.boxes import Box
 from bigtrain.system.storage.copies import local_path
 
 _SHOWN = 5
@@ -249,14 +249,8 @@ def _where(name: str, found: dict[str, _Leaf]) -> str:
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Without progress bars, and without warnings about what is an error here."""
-    log = logging.getLogger("transformers")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with without_progress():
-            yield
-    finally:
-        log.setLevel(level)
+    with only_errors("transformers"), without_progress():
+        yield
 
 
 # --- files ---
@@ -311,7 +305,7 @@ class _Safetensors:
             if self._open is None:
                 self._open = safe_open(self.path, framework="pt")
             part = self._open.get_slice(name)
-            where = tuple(slice(o, o + n) for o, n in zip(offsets, out.shape, strict=True))
+            where = Box(offsets, tuple(out.shape)).slices
             out.copy_(part[where] if where else self._open.get_tensor(name))
         except (OSError, SafetensorError) as error:
             raise _Unreadable(f"{self.path}: cannot be read: {_sentence(error)}") from error

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from bigtrain.models.torch_patches import ATEN_TO_COPY, map_instances, wrapper_tensor
+from bigtrain.system.boxes import Box
 
 Offsets = tuple[int, ...]
 aten = torch.ops.aten
@@ -135,9 +136,7 @@ def allocate(shape: Offsets, dtype: torch.dtype) -> torch.Tensor:
 
 def narrowed(tensor: torch.Tensor, offsets: Offsets, sizes: Offsets) -> torch.Tensor:
     """Return the view of a rectangle of `tensor`."""
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
+    return tensor[Box(offsets, sizes).slices]
 
 
 def _fill(tensor: torch.Tensor, offsets: Offsets, out: torch.Tensor) -> None:
