@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.support.passes import each_alone, measure_passes, print_table, ratio
-from bigtrain.models.layers.isolation import Isolation
+from bigtrain.models.layers.document_attention import Isolation
 
 CONTENDERS = {"ignored": "none", "masks": "masks", "documents": "documents"}
 

@@ -27,9 +27,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from bigtrain.errors import ModelError, Problem
-from bigtrain.models.equivalence.pipeline_stages import difference, plan_stages, run_in_turn
+from bigtrain.models.equivalence.pipeline_stages import plan_stages, run_in_turn, stage_trial
 from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan, check_tensor_size
+from bigtrain.models.equivalence.trial import GRADIENT, LOSS, OUTPUT, Tolerance
 from bigtrain.models.experts import auxiliary_loss
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.parallel.sequence import GroupExchange, SequenceParallel
@@ -170,12 +171,15 @@ class Trial:
         model = copy.deepcopy(self.pristine)
         if model.supports_gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
-        gap = difference(model, plan.layout, plan.cuts, self.objective.ids)
-        if gap.logits > 0 or not max(gap.gradients, gap.auxiliary) <= _GRADIENT:
-            raise _Wrong(
-                f"logits differ by {gap.logits:.1e}, gradients by {gap.gradients:.1e}, most at "
-                f"{gap.parameter}, the router's loss by {gap.auxiliary:.1e}"
-            )
+        exact = {
+            OUTPUT: Tolerance(),
+            LOSS: Tolerance(own=_GRADIENT),
+            GRADIENT: Tolerance(common=_GRADIENT),
+        }
+        trial = stage_trial(plan.layout, plan.cuts, self.objective.ids, tolerances=exact)
+        difference = trial.difference(model)
+        if difference is not None:
+            raise _Wrong(f"the {difference.where} differs ({difference.size})")
 
     @cached_property
     def reference(self) -> _Trained:

@@ -62,8 +62,7 @@ def special_cells(model_type: str) -> tuple[str, str]:
     import torch
 
     from bigtrain.models.build import empty_model
-    from bigtrain.models.equivalence.gradient_reach import parameters_without_gradient
-    from bigtrain.models.equivalence.parameter_plan import summarized
+    from bigtrain.models.equivalence.parameter_plan import parameters_without_gradient, summarized
     from bigtrain.models.transformers_patches import computed_in_float32
     from tools.tiny_models import tiny_config
 

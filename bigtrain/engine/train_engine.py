@@ -37,7 +37,7 @@ from bigtrain.engine.optimizers.skip_step import SkipPolicy, SkipStepHook, StepS
 from bigtrain.engine.optimizers.update_rule import RuleOptimizer
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.models.layers.compilation import uncompiled
-from bigtrain.models.layers.isolation import Isolation
+from bigtrain.models.layers.document_attention import Isolation
 from bigtrain.models.parallel.sequence import SequenceParallel
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import MoeSection

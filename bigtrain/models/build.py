@@ -1,8 +1,5 @@
-"""Building any Hugging Face causal LM, with random or pretrained weights, full or partitioned.
-
-deepspeed is not imported here: the engine passes a `Partitioning` that says how parameters are
-partitioned while the model is built.
-"""
+"""Building any Hugging Face causal LM, with random or pretrained weights, full or partitioned (by a
+`Partitioning` of the engine, since deepspeed is not imported here)."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ class Partitioning:
         writes to them is on every rank afterwards. Collective over all ranks.
     writes_weights: whether this rank's values count inside `gather`.
     prepare: called once with the full constructed model, before weights are filled in; it may
-        remove parts. Then `gather` also cuts full parameters on exit.
+        remove parts. Then `gather` also shards full parameters on exit.
     """
 
     construct: Callable[[], AbstractContextManager[Any]]
@@ -113,7 +110,7 @@ def build_model(
 def _adapt(
     model: PreTrainedModel, section: AdaptersSection, seed: int, run_dtype: torch.dtype
 ) -> None:
-    """Quantize the base if `section` says so, and add adapters."""
+    """Quantize the base if `section` asks for it, and add adapters."""
     if section.is_quantized:
         quantize_layers(model, section, run_dtype)
         if section.dora:  # peft looks at the weights
@@ -136,10 +133,8 @@ def _make_room(model: PreTrainedModel, partitioning: Partitioning) -> None:
 
 @torch.no_grad()
 def read_in_turn(model: PreTrainedModel, weights: Weights) -> None:
-    """Let a model that was built without weights read each layer's weights when it is called.
-
-    They are freed afterwards, so that a forward pass holds one layer's weights at a time.
-    """
+    """Let a model that was built without weights read each layer's weights when it is called. They
+    are freed afterwards, so that a forward pass holds one layer's weights at a time."""
 
     def read(name: str, parameter: nn.Parameter) -> None:
         parameter.data = allocate(tuple(weights.tensors[name].shape), parameter.dtype)
@@ -205,11 +200,8 @@ def _construct(
 
 
 def _widen_buffers(model: PreTrainedModel) -> None:
-    """Give buffers that files hold float32, whatever dtype the model is constructed in.
-
-    ZeRO 0 to 2 construct models in float32, and DeepSpeed casts no buffers: all stages compute
-    with the same values, and export them as they came.
-    """
+    """Make stored buffers float32: DeepSpeed casts none, so all stages compute and export the
+    same."""
     stored = model.state_dict(keep_vars=True).keys()
     for name, buffer in list(model.named_buffers()):
         if name in stored and buffer.is_floating_point() and buffer.itemsize < 4:
@@ -279,10 +271,8 @@ def initialize_weights(
 def _units(
     module: nn.Module, prefix: str, owner: PreTrainedModel
 ) -> Iterator[tuple[str, PreTrainedModel, nn.Module, bool]]:
-    """Split the module tree into units: each layer is one, modules that hold lists are walked.
-
-    Yields (name, owning PreTrainedModel, module, whether its whole subtree belongs to the unit).
-    """
+    """Yield each layer, and each module that holds lists: name, its PreTrainedModel, module,
+    whether the subtree belongs to it."""
     if isinstance(module, PreTrainedModel):
         owner = module
     if not any(isinstance(child, nn.ModuleList) for child in module.modules()):
@@ -310,10 +300,8 @@ def _unique(parameters: Iterable[nn.Parameter], done: set[int]) -> list[nn.Param
 
 @contextmanager
 def _float32_on_cpu(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Let the parameters be float32 CPU tensors inside, rounded back into place after.
-
-    They keep what the constructor gave them, since some rules leave such parameters as they are.
-    """
+    """Make the parameters float32 CPU tensors inside, with their current values; then write them
+    back."""
     homes = [parameter.data for parameter in parameters]
     for parameter, home in zip(parameters, homes, strict=True):
         parameter.data = home.to(device="cpu", dtype=torch.float32, copy=True)

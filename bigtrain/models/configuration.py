@@ -12,12 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    PreTrainedConfig,
-)
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
 from bigtrain.errors import ModelError, first_line
@@ -28,7 +23,7 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 class ConfigurationSource(Protocol):
-    """What of a run's model section (`bigtrain.settings.run_config.ModelSection`) names its
+    """Part of a run's model section (`bigtrain.settings.run_config.ModelSection`) that names its
     configuration: loading one needs no settings, whose import takes a tenth of a second."""
 
     @property
@@ -86,10 +81,7 @@ def save_configuration(
     section: ConfigurationSource, hf_config: PreTrainedConfig, directory: Path
 ) -> None:
     """Write `hf_config` into `directory`, and an unchanged copy of the generation settings of the
-    model that `section` names, if it has any.
-
-    Raises OSError.
-    """
+    model that `section` names, if it has any. Raises OSError."""
     hf_config.save_pretrained(directory)
     source = section.path or section.config
     if not isinstance(source, str):
@@ -107,7 +99,7 @@ def save_configuration(
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the language model's part of a configuration (the whole of it unless it is
+    """Return the language model's part of a configuration (all of it unless it is
     composite)."""
     return config.get_text_config()
 
@@ -165,11 +157,8 @@ def known_keys(config_class: type[PreTrainedConfig]) -> frozenset[str]:
 
 
 def _model_reads(config_class: type[PreTrainedConfig], key: str) -> bool:
-    """Return whether the architecture's own source names `key`.
-
-    Some models read keys that their configuration does not declare, and that published
-    checkpoints have: Qwen3-MoE's head_dim, for one.
-    """
+    """Return whether the architecture's source names `key`: some read undeclared ones (Qwen3-MoE's
+    head_dim)."""
     module = config_class.__module__.replace(".configuration_", ".modeling_")
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:

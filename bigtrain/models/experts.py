@@ -1,12 +1,6 @@
-"""The router logits that transformers records in a forward pass, for the model's auxiliary loss.
-
-The loss (``load_balancing_loss_func``, Switch Transformer's equations 4 to 6) multiplies two means
-over all tokens and layers, so it is not a sum over parts: each part needs the others' logits.
-
-Counting on the device how many tokens choose each expert during training.
-
-The biases added to router scores when tokens choose experts, for architectures with them.
-"""
+"""Router logits, counts of tokens by expert, and selection biases of a mixture of experts. The
+auxiliary loss (``load_balancing_loss_func``, Switch Transformer's equations 4 to 6) multiplies two
+means over all tokens and layers: it is not a sum over parts."""
 
 from __future__ import annotations
 
@@ -35,6 +29,12 @@ def recorded() -> list[torch.Tensor] | None:
     return None if collected is None else collected.get(KEY)
 
 
+def has_auxiliary_loss(config: Any) -> bool:
+    """Return whether the model of a transformers configuration adds its auxiliary loss."""
+    is_on = bool(getattr(config, "output_router_logits", False))
+    return is_on and bool(getattr(config, "router_aux_loss_coef", 0.0))
+
+
 def auxiliary_loss(outputs: Any) -> torch.Tensor | None:
     """Return the loss that a model computed from its router logits; None if there is none."""
     loss = getattr(outputs, "aux_loss", None)
@@ -47,10 +47,8 @@ def ask_for_router_logits(model: Any) -> None:
 
 
 def router_logits_of(outputs: Any) -> tuple[torch.Tensor, ...]:
-    """Return the logits of each layer's router [tokens, experts] that a model returned.
-
-    Raises ModelError if it returned none.
-    """
+    """Return the logits of each layer's router [tokens, experts] that a model returned. Raises
+    ModelError if it returned none."""
     found = getattr(outputs, KEY, None)
     if not isinstance(found, tuple) or not found or not all(map(torch.is_tensor, found)):
         raise ModelError("the model returns no router logits")
@@ -59,11 +57,9 @@ def router_logits_of(outputs: Any) -> tuple[torch.Tensor, ...]:
 
 @dataclass(frozen=True)
 class Routing:
-    """The terms of the auxiliary loss, over all layers together, as in transformers.
-
-    chosen: float32 [experts], tokens that choose each. probabilities: float32 [experts], means
-    over `num_rows`, the tokens times layers; with gradients.
-    """
+    """The terms of the auxiliary loss, over all layers together, as in transformers. chosen:
+    float32 [experts], tokens that choose each. probabilities: float32 [experts], means over
+    `num_rows`, the tokens times layers; with gradients."""
 
     chosen: torch.Tensor
     probabilities: torch.Tensor
@@ -153,11 +149,9 @@ class ExpertCounts:
 
 @dataclass(frozen=True)
 class SelectionBias:
-    """The bias of one module of experts that tokens choose from.
-
-    experts: the module's name. name: of the bias, a buffer, or a parameter if `is_parameter`.
-    tensor: an element for each expert, in any shape; ZeRO-3 may have partitioned a parameter's.
-    """
+    """The bias of one module of experts that tokens choose from. experts: the module's name. name:
+    of the bias, a buffer, or a parameter if `is_parameter`. tensor: an element for each expert, in
+    any shape; ZeRO-3 may have partitioned a parameter's."""
 
     experts: str
     name: str

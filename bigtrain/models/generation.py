@@ -11,13 +11,13 @@ import torch
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.errors import ModelError
 from bigtrain.models.export.verified import end_of_turn_ids
 from bigtrain.models.layers.adapters import quiet_bitsandbytes
 from bigtrain.models.parallel.grouped_experts import fit_experts
-from bigtrain.models.weights.weight_files import refuse_pickles
+from bigtrain.models.transformers_patches import without_progress
+from bigtrain.models.weights.import_hf import refuse_pickles
 from bigtrain.system.storage.copies import local_path
 from bigtrain.system.text_record import TextRecord, read_record
 
@@ -31,7 +31,7 @@ class Sampling:
     seed: int
 
     def options(self) -> dict[str, Any]:
-        """As transformers' `generate` takes them."""
+        """Options like those of transformers' `generate`."""
         if self.temperature <= 0:
             return {"do_sample": False}
         return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p}
@@ -110,10 +110,8 @@ class Conversation:
     def answer(
         self, messages: list[dict[str, Any]], write: Callable[[str], object] = lambda text: None
     ) -> str:
-        """Return the answer to `messages`; `write` gets its text as it is generated.
-
-        Raises ModelError if the chat template refuses the messages.
-        """
+        """Return the answer to `messages`; `write` gets its text as it is generated. Raises
+        ModelError if the chat template refuses the messages."""
         try:
             inputs = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -155,21 +153,19 @@ def _load_network(model: str) -> Any:
 
 
 def _load(factory: Any, model: str, **options: Any) -> Any:
-    disable_progress_bar()
     try:
-        with quiet_bitsandbytes():  # adapters: transformers loads them by peft
+        # Adapters: transformers loads them by peft.
+        with without_progress(), quiet_bitsandbytes():
             return factory.from_pretrained(local_path(model), trust_remote_code=False, **options)
     except (OSError, ValueError, SafetensorError) as error:
         what = _not_found(model)
         if Path(model).is_dir():
             what = _not_a_model(Path(model)) or " ".join(str(error).split())
         raise ModelError(f"--model = {model!r}: cannot be loaded: {what}") from error
-    finally:
-        enable_progress_bar()
 
 
 def _not_a_model(directory: Path) -> str:
-    """What a directory without the files of a model is, and what to name instead; else empty."""
+    """Explain what a directory without a model is, and what to name instead; else empty."""
     if (directory / "hf" / "config.json").is_file():
         return f"it is a run, whose model is {directory / 'hf'}"
     if (directory / "checkpoints").is_dir():
@@ -179,7 +175,7 @@ def _not_a_model(directory: Path) -> str:
         )
     if (directory / "config.json").is_file():
         return ""
-    return "it has no config.json, so it is no Hugging Face directory"
+    return "it has no config.json, so it is not a Hugging Face directory"
 
 
 def _not_found(model: str) -> str:

@@ -1,10 +1,9 @@
-"""Tasks of lm-eval, asked of a model that is somewhere else: two functions that score and continue
-token lists. The only file that imports lm_eval, which is optional, and only inside of functions.
+"""Tasks of lm-eval for a model in other processes: two functions that score and continue token
+lists. The only file that imports lm_eval, which is optional.
 
-lm-eval's own `HFLM` tokenizes, truncates, divides long texts into windows and cuts answers at stop
-sequences, so that figures are those of its `hf` model. Overridden are the two methods in which it
-calls a model in memory, `_loglikelihood_tokens` and `_model_generate` (models/huggingface.py of
-0.4.13); `tests/launch/test_evaluation.py` compares the figures with those of the `hf` model.
+lm-eval's own `HFLM` does everything else, so that results are those of its `hf` model; only the two
+methods in which it calls a model in memory are overridden, `_loglikelihood_tokens` and
+`_model_generate` (models/huggingface.py of 0.4.13).
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import io
-import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -25,6 +23,7 @@ import torch
 
 from bigtrain.errors import ConfigError, Problem, one_line
 from bigtrain.models.build import empty_model
+from bigtrain.models.transformers_patches import only_errors
 from bigtrain.settings.run_config import EvaluationSection
 from bigtrain.system.text_record import TextRecord
 
@@ -63,10 +62,7 @@ class TokenModel(Protocol):
 
 def check_tasks(section: EvaluationSection) -> list[Problem]:
     """Return why the tasks of `section` cannot be run, as far as names and files on this machine
-    say.
-
-    Imports lm_eval where there are any, some seconds.
-    """
+    say. Imports lm_eval where there are any, some seconds."""
     if not section.tasks:
         return []
     if importlib.util.find_spec("lm_eval") is None:
@@ -124,7 +120,7 @@ class Tasks:
                     KEY,
                     list(section.tasks),
                     f"cannot be loaded: {reason}",
-                    "see whether its data can be reached from here, or leave it out",
+                    "see whether its data can be reached from here, or omit it",
                 )
             ) from error
         self._check_metric()
@@ -167,7 +163,7 @@ class Tasks:
         return figures_of(results)
 
     def _prepare(self) -> None:
-        """What lm-eval's `simple_evaluate` does with tasks that it has loaded."""
+        """Run lm-eval's `simple_evaluate` on loaded tasks."""
         asked = self._section.tasks_fewshot
         for task in self._loaded["tasks"].values():
             own = task.get_config("num_fewshot")
@@ -191,8 +187,7 @@ def figures_of(results: Any) -> dict[str, float]:
 
 
 def _begin_contexts(tokenizer: Any, texts: TextRecord) -> dict[str, Any]:
-    """lm-eval's options for contexts that begin as training texts do; `tokenizer` adds those tokens
-    from now on."""
+    """Make `tokenizer` begin contexts like training texts; return lm-eval's options for it."""
     from tokenizers.processors import TemplateProcessing
 
     backend, ids = tokenizer.backend_tokenizer, texts.beginning_ids
@@ -264,14 +259,8 @@ def _live_model(
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without lm-eval's progress bars and its log below errors."""
-    log = logging.getLogger("lm_eval")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        log.setLevel(level)
+    with only_errors("lm_eval"), redirect_stderr(io.StringIO()):
+        yield
 
 
 @contextmanager

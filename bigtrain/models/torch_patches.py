@@ -1,9 +1,5 @@
-"""Every private part of torch that bigtrain uses, each with why.
-
-Read in torch 2.13. It is here because `models`, `engine` and `run` need it, and `models` is the
-lowest of them. `tests/unit/models/test_torch_patches.py` has a contract test for each, which says
-in one sentence what an upgrade has moved.
-"""
+"""Every private part of torch (2.13) that `models`, `engine` and `run` use, each with why.
+`tests/unit/models/test_torch_patches.py` has a contract test for each."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ATEN_TO_COPY = torch.ops.aten._to_copy
-"""What `Tensor.to` becomes below autograd (aten/src/ATen/native/native_functions.yaml)."""
+"""`Tensor.to` below autograd (aten/src/ATen/native/native_functions.yaml)."""
 
 
 OperatorMode = TorchDispatchMode
@@ -87,7 +83,7 @@ def wrapper_tensor(
     defines.
 
     `Tensor._make_wrapper_subclass` (torch/_tensor.py, torch/csrc/autograd/python_variable.cpp) is
-    what torch's own subclasses are made by; there is no public name for it.
+    what torch's own subclasses are made by; it has no public name.
     """
     made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
         kind, torch.Size(shape), dtype=dtype, device=torch.device("cpu")
@@ -97,9 +93,7 @@ def wrapper_tensor(
 
 def map_instances(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
     """`tree` of tuples, lists and dicts, with `function` applied to each instance of `kind`.
-
-    `torch.utils._pytree.tree_map_only`: arguments of operators come in the containers it knows.
-    """
+    `torch.utils._pytree.tree_map_only`: arguments of operators come in the containers it knows."""
     return _pytree.tree_map_only(kind, function, tree)
 
 
@@ -111,18 +105,14 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """Return an id of the storage of `tensor`, unique while it is alive, also on the meta device.
-
-    `_cdata` of torch/storage.py; `data_ptr` is 0 for every tensor without memory.
-    """
+    `_cdata` of torch/storage.py; `data_ptr` is 0 for every tensor without memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def own_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter:
     """Return the parameter that `module` holds as `name`, whatever its attribute `name` returns.
-
     `Module._parameters` (nn/modules/module.py). A lookup there, unlike `named_parameters`, lets
-    ZeRO-3 gather a parameter that another module reads (DeepSpeed's `ZeROOrderedDict`).
-    """
+    ZeRO-3 gather a parameter that another module reads (DeepSpeed's `ZeROOrderedDict`)."""
     parameter = module._parameters[name]
     assert parameter is not None
     return parameter
@@ -130,11 +120,8 @@ def own_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter:
 
 def has_buffers_alone(module: nn.Module) -> bool:
     """Return whether `module` itself registered buffers and no parameters, counting those that are
-    None.
-
-    `Module._buffers` and `_parameters` (nn/modules/module.py); `named_buffers` and
-    `named_parameters` skip None.
-    """
+    None. `Module._buffers` and `_parameters` (nn/modules/module.py); `named_buffers` and
+    `named_parameters` skip None."""
     return bool(module._buffers and not module._parameters)
 
 
@@ -194,7 +181,7 @@ def observed_device_waits(
     `Work.wait`, and waits for another stream, on which DeepSpeed reduces and gathers; and the host
     waiting for such a stream (`Stream.synchronize`), while nothing is launched. Only of this thread
     and of its backward passes: other threads launch nothing on the compute stream, but may wait for
-    collectives of their own beside it.
+    collectives of their own at the same time.
     """
     stream, thread, inside = computing(), threading.get_ident(), False
 
@@ -246,10 +233,8 @@ def observed_device_waits(
 
 def default_store() -> dist.Store:
     """Return the store that the default process group was opened with.
-
-    torch/distributed/distributed_c10d.py:1433, `_get_default_store`. There is no public way, since
-    the code that opens the group passes the store; here that is `deepspeed.init_distributed`.
-    """
+    torch/distributed/distributed_c10d.py:1433, `_get_default_store`. It has no public way, since
+    the code that opens the group passes the store; here that is `deepspeed.init_distributed`."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -258,7 +243,7 @@ def gloo_group(
 ) -> dist.ProcessGroupGloo:
     """Return a gloo group whose members are in different default process groups.
 
-    This rank listens at `address`, whatever GLOO_SOCKET_IFNAME says, which is for the default
+    This rank listens at `address`, whatever GLOO_SOCKET_IFNAME is, which is for the default
     group. That needs options, which torch/csrc/distributed/c10d/init.cpp binds as `_Options`
     without a public Python name (torch/distributed/distributed_c10d.py:2191 makes them likewise).
     """
@@ -272,10 +257,8 @@ def gloo_group(
 
 def flight_recorder_trace() -> bytes | None:
     """This rank's last collectives from torch's flight recorder (NCCL's or gloo's), in the format
-    of its own reader; None if torch was built without it.
-
-    Both functions are bound in torch/csrc/distributed/c10d/init.cpp; Python has no name for them.
-    """
+    of its own reader; None if torch was built without it. Both functions are bound in
+    torch/csrc/distributed/c10d/init.cpp; Python has no name for them."""
     name = "_dump_nccl_trace" if torch.cuda.is_available() else "_dump_fr_trace"
     dump: Any = getattr(torch._C._distributed_c10d, name, None)
     if dump is None:
@@ -296,7 +279,5 @@ def set_allocator(settings: str) -> None:
 
 def dump_memory_snapshot(path: str) -> None:
     """Write what the CUDA allocator holds to `path`, for https://docs.pytorch.org/memory_viz.
-
-    torch/cuda/memory.py:1129, `_dump_snapshot`; torch's documentation has no other name for it.
-    """
+    torch/cuda/memory.py:1129, `_dump_snapshot`; torch's documentation has no other name for it."""
     torch.cuda.memory._dump_snapshot(path)

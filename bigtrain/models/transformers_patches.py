@@ -1,13 +1,10 @@
-"""Every private part of transformers that models need, each with why, and what peft does for it.
-Read in transformers 5.23 and peft 0.21.
-
-`tests/unit/models/test_transformers_patches.py` has a contract test for each, which says in one
-sentence what an upgrade has moved. Those that tokenizers need are in
-`bigtrain.data.tokenizers.transformers_patches`.
-"""
+"""Every private part of transformers (5.23) and peft (0.21) that models need, each with why.
+`tests/unit/models/test_transformers_patches.py` has a contract test for each. Those that tokenizers
+need are in `bigtrain.data.tokenizers.transformers_patches`."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +17,7 @@ from transformers import PreTrainedModel, masking_utils
 from transformers.distributed.parallel_utils import _get_parameter_plan
 from transformers.integrations import moe
 from transformers.utils import output_capturing
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.models.torch_patches import shadowed
 
@@ -30,32 +28,26 @@ Product = Callable[..., torch.Tensor]
 
 
 def initialize_module(owner: PreTrainedModel, module: nn.Module) -> None:
-    """Initialize the parameters and buffers of `module` itself by its model's rules.
-
-    transformers calls `_init_weights` (modeling_utils.py:2295, and every architecture's own) from
-    `init_weights` and `from_pretrained` alone, for the whole model at once.
-    """
+    """Initialize the parameters and buffers of `module` itself by its model's rules. transformers
+    calls `_init_weights` (modeling_utils.py:2295, and every architecture's own) from only
+    `init_weights` and `from_pretrained`, for the full model at once."""
     owner._init_weights(module)
 
 
 def mark_initialized(tensor: torch.Tensor) -> None:
-    """Have transformers' init functions leave `tensor` alone (initialization.py; 5.23)."""
+    """Make transformers' init functions skip `tensor` (initialization.py; 5.23)."""
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def names_not_saved(model: PreTrainedModel) -> set[str]:
-    """Return names in the state dict of `model` that `save_pretrained` skips, besides tied ones.
-
-    `_keys_to_ignore_on_save` of its class, and by modeling_utils.py:1310 of its submodules.
-    """
+    """Return names in the state dict of `model` that `save_pretrained` skips, except tied ones.
+    `_keys_to_ignore_on_save` of its class, and by modeling_utils.py:1310 of its submodules."""
     return set(model._keys_to_ignore_on_save or ())
 
 
 def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
     """Patterns of names that `from_pretrained` keeps in another dtype when it loads in `dtype`.
-
-    modeling_utils.py:3835, `_get_dtype_plan`.
-    """
+    modeling_utils.py:3835, `_get_dtype_plan`."""
     plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
     return plan
 
@@ -79,18 +71,36 @@ def computed_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> list[str]
 
 def kept_in_float32(model: PreTrainedModel) -> list[str]:
     """Parts of names of modules that transformers does not quantize, because 16 bits are too few.
-
-    `_keep_in_fp32_modules` (modeling_utils.py:1302), which quantizer_bnb_4bit.py leaves out.
-    """
+    `_keep_in_fp32_modules` (modeling_utils.py:1302), which quantizer_bnb_4bit.py omits."""
     return sorted(model._keep_in_fp32_modules or ())
 
 
 def drop_expected_keys(model: PreTrainedModel, loading_info: Any) -> None:
-    """Remove keys that a class expects from the missing and unexpected keys of `loading_info`.
-
-    As `from_pretrained` does: modeling_utils.py:4916, `_adjust_missing_and_unexpected_keys`.
-    """
+    """Remove keys that a class expects from the missing and unexpected keys of `loading_info`. As
+    `from_pretrained` does: modeling_utils.py:4916, `_adjust_missing_and_unexpected_keys`."""
     model._adjust_missing_and_unexpected_keys(loading_info)
+
+
+@contextmanager
+def only_errors(logger: str) -> Iterator[None]:
+    """Hide the messages of a library's logger below errors inside."""
+    log = logging.getLogger(logger)
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+@contextmanager
+def without_progress() -> Iterator[None]:
+    """Hide transformers' progress bars inside."""
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        enable_progress_bar()
 
 
 # --- parallelism ---
@@ -98,26 +108,22 @@ def drop_expected_keys(model: PreTrainedModel, loading_info: Any) -> None:
 
 def expanded_plan(model: PreTrainedModel, plan: dict[str, str]) -> dict[str, str]:
     """`plan` by the concrete name of every module and parameter, parameters before their module.
-
-    `_expand_parallel_plan` (distributed/mixin.py:211), so that patterns match as in transformers.
-    """
+    `_expand_parallel_plan` (distributed/mixin.py:211), so that patterns match as in
+    transformers."""
     expanded: dict[str, str] = model._expand_parallel_plan(plan)
     return expanded
 
 
 def style_of(plan: dict[str, str], name: str, *, is_parameter: bool) -> str | None:
-    """What `plan`, with its patterns, says of a module or parameter that the model may not have by
-    this name; None for nothing (`_get_parameter_plan`, distributed/parallel_utils.py:49)."""
+    """Return the style in `plan`, by its patterns, of a name that the model may not have; None
+    without one (`_get_parameter_plan`, distributed/parallel_utils.py:49)."""
     style: str | None = _get_parameter_plan(name, plan, is_weight=is_parameter)
     return style
 
 
 def modules_of_experts(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules whose experts may be computed by grouped products.
-
-    The decorator `use_experts_implementation` leaves `_is_expert_parallel` on them
-    (integrations/moe.py:629).
-    """
+    """Modules whose experts may be computed by grouped products. The decorator
+    `use_experts_implementation` leaves `_is_expert_parallel` on them (integrations/moe.py:629)."""
     return (module for module in model.modules() if hasattr(module, "_is_expert_parallel"))
 
 
@@ -136,9 +142,7 @@ def grouped_experts(name: str, product: Callable[[Product], Product]) -> None:
 
 def takes_any_width(rows: torch.Tensor, stacks: torch.Tensor, ends: torch.Tensor) -> bool:
     """Return whether transformers computes this grouped product without torch's, expert by expert.
-
-    `_can_use_grouped_mm` (integrations/moe.py:250): on old GPUs and within torch.compile.
-    """
+    `_can_use_grouped_mm` (integrations/moe.py:250): on old GPUs and within torch.compile."""
     return not moe._can_use_grouped_mm(rows, stacks, ends)
 
 
@@ -159,10 +163,8 @@ def _with_globals(function: Any, **names: Any) -> Any:
 
 def attention_name(model: PreTrainedModel) -> str:
     """Return the name of the model's attention in transformers' registry, whether chosen or given.
-
     Only `set_attn_implementation` is public; it sets ``config._attn_implementation``
-    (configuration_utils.py:595).
-    """
+    (configuration_utils.py:595)."""
     return str(model.config._attn_implementation)
 
 
@@ -180,8 +182,8 @@ def recorded_classes(model: nn.Module, output: str) -> tuple[type, ...]:
 
 
 def _recorded(model: Any, output: str) -> tuple[type, ...]:
-    """Map by `_can_record_outputs` of a model's class: a class or an `OutputRecorder`, or several,
-    by the name of an output (utils/output_capturing.py:58)."""
+    """Return `_can_record_outputs` of a model's class: classes or `OutputRecorder`s by output name
+    (utils/output_capturing.py:58)."""
     declared: Any = getattr(model, "_can_record_outputs", None) or {}
     found = declared.get(output, ())
     recorded: list[Any] = list(found) if isinstance(found, list | tuple) else [found]
@@ -189,21 +191,16 @@ def _recorded(model: Any, output: str) -> tuple[type, ...]:
 
 
 def replace_checkpoint(layer: Any, wrap: Callable[[Checkpoint], Checkpoint]) -> None:
-    """Replace the checkpoint function of a checkpointed layer by `wrap` of it.
-
-    Its class calls `_gradient_checkpointing_func` (modeling_layers.py:120), which
-    `gradient_checkpointing_enable` sets on every layer; it takes arguments of torch's function and
-    no other function.
-    """
+    """Replace the checkpoint function of a checkpointed layer by `wrap` of it. Its class calls
+    `_gradient_checkpointing_func` (modeling_layers.py:120), which `gradient_checkpointing_enable`
+    sets on every layer; it takes arguments of torch's function and no other function."""
     layer._gradient_checkpointing_func = wrap(layer._gradient_checkpointing_func)
 
 
 def collected_outputs() -> dict[str, Any] | None:
     """Return the outputs recorded in the current forward pass, lists by name; None outside of one.
-
     `output_capturing._active_collector` (utils/output_capturing.py:117), set in `capture_outputs`
-    around a base model's forward, transformers 5.17 to 5.23.
-    """
+    around a base model's forward, transformers 5.17 to 5.23."""
     collected: dict[str, Any] | None = output_capturing._active_collector.get()
     return collected
 
@@ -231,7 +228,7 @@ def packed_sequences_found_by(
 
 def refused_by_peft(model: PreTrainedModel, ends: Iterable[str]) -> set[str]:
     """Return those of the last parts of module names, `ends`, that peft refuses in this
-    architecture: Mamba's kernels read the weights of such layers beside its adapters
+    architecture: Mamba's kernels read the weights of such layers without adapters
     (tuners/tuners_utils.py:145, `_check_lora_target_modules_mamba`). Imports peft."""
     from peft import LoraConfig
     from peft.tuners import tuners_utils
@@ -246,7 +243,7 @@ def refused_by_peft(model: PreTrainedModel, ends: Iterable[str]) -> set[str]:
 
 
 def taken_for_experts(model: PreTrainedModel, ends: Iterable[str]) -> set[str]:
-    """Return those of the last parts of module names, `ends`, that peft takes for layers of
+    """Return those of the last parts of module names, `ends`, that peft treats as layers of
     experts.
 
     Where transformers 5 has stacked an architecture's experts, peft 0.21 reads the names that their
@@ -262,7 +259,7 @@ def taken_for_experts(model: PreTrainedModel, ends: Iterable[str]) -> set[str]:
         config = LoraConfig(target_modules=[end])
         try:
             conversion.convert_peft_config_for_transformers(config, model=model, conversions=None)
-        except ValueError:  # one of two names that stand for one stack
+        except ValueError:  # one of two names of one stack
             taken.add(end)
         if end not in (config.target_modules or ()):
             taken.add(end)

@@ -53,11 +53,8 @@ def comparable_adapters(model: Any, section: AdaptersSection, notes: list[str]) 
 
 
 def with_adapters(model: Any, section: AdaptersSection, seed: int) -> Any:
-    """Add peft's adapters to the layers of `model` and freeze everything else; return `model`.
-
-    Each layer's initial values are peft's, from a separate random stream
-    (docs/howto/adapters.md).
-    """
+    """Add peft's adapters to the layers of `model` and freeze everything else; return `model`. Each
+    layer's initial values are peft's, from a separate random stream (docs/howto/adapters.md)."""
     dtype = next(model.parameters()).dtype
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), quiet_bitsandbytes():
         from peft import LoraConfig, get_peft_model

@@ -9,6 +9,15 @@ from typing import Any
 
 import torch
 
+from bigtrain.models.equivalence.trial import (
+    GRADIENT,
+    LOSS,
+    OUTPUT,
+    Tolerance,
+    distances,
+    first_difference,
+    worst,
+)
 from bigtrain.parity.reference import TrainingTrace
 from bigtrain.parity.topologies import Point
 
@@ -40,10 +49,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of one topology: the worst difference of each kind, and where the first arises.
-
-    crash: the first line of the error with which it ended; then nothing was compared.
-    """
+    """Result of one topology: the worst difference of each kind, and where the first arises. crash:
+    the first line of the error with which it ended; then nothing was compared."""
 
     point: Point
     loss: float = math.inf
@@ -80,15 +87,13 @@ def compare(
     reference, limits = mean_of(references)
     loss, norm, weight = _distances(reference, found)
     if reordered:
-        distances = _weight_distance(reference.last, found.last)
-        allowed = _rounding(reference, reordered)
-        name = max(distances, key=lambda key: distances[key] / allowed[key])
-        weight, limits = distances[name], replace(limits, weight=allowed[name])
+        apart, allowed = _weight_distances(reference, found), _rounding(reference, reordered)
+        name = worst(apart, allowed)
+        weight, limits = apart[name], replace(limits, weight=allowed[name])
     verdict = Verdict(point, loss, norm, weight, limits)
     if verdict.passed:
         return verdict
-    where = _first_difference(reference, found, limits)
-    return Verdict(point, loss, norm, weight, limits, where)
+    return replace(verdict, where=_first_difference(reference, found, limits))
 
 
 def mean_of(references: Sequence[TrainingTrace]) -> tuple[TrainingTrace, Limits]:
@@ -109,7 +114,7 @@ def mean_of(references: Sequence[TrainingTrace]) -> tuple[TrainingTrace, Limits]
 
 def _rounding(reference: TrainingTrace, reordered: Sequence[TrainingTrace]) -> dict[str, float]:
     """Return the largest allowed difference of each parameter."""
-    floors = [_weight_distance(reference.last, other.last) for other in reordered]
+    floors = [_weight_distances(reference, other) for other in reordered]
     return {
         name: max(WEIGHT_TOLERANCE, ROUNDING * max(floor[name] for floor in floors))
         for name in reference.last
@@ -125,40 +130,45 @@ def _mean(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _distances(reference: TrainingTrace, found: TrainingTrace) -> tuple[float, float, float]:
-    """Return differences of the loss and the norm at the worst step, and of the worst weight at the
-    end."""
-    return (
-        max(_distance(a, b) for a, b in zip(reference.losses, found.losses, strict=True)),
-        max(_distance(a, b) / a for a, b in zip(reference.norms, found.norms, strict=True)),
-        max(_weight_distance(reference.last, found.last).values()),
+    """Return differences of the loss and the (relative) norm at the worst step, and of the worst
+    weight."""
+    norms = _scalars(reference.norms)
+    steps = distances(
+        {"loss": _scalars(reference.losses), "norm": norms / norms},
+        {"loss": _scalars(found.losses), "norm": _scalars(found.norms) / norms},
     )
+    return steps["loss"], steps["norm"], max(_weight_distances(reference, found).values())
 
 
-def _distance(first: float, second: float) -> float:
-    distance = abs(first - second)
-    return distance if distance == distance else float("inf")
-
-
-def _weight_distance(
-    reference: dict[str, torch.Tensor], found: dict[str, torch.Tensor]
-) -> dict[str, float]:
-    return {
-        name: _distance(float((found[name] - weight).abs().max()), 0.0)
-        if name in found and found[name].shape == weight.shape
-        else float("inf")
-        for name, weight in reference.items()
-    }
+def _weight_distances(reference: TrainingTrace, found: TrainingTrace) -> dict[str, float]:
+    """Return the difference of each weight of `reference` at the end."""
+    apart = distances(reference.last, found.last)
+    return {name: apart[name] for name in reference.last}
 
 
 def _first_difference(reference: TrainingTrace, found: TrainingTrace, limits: Limits) -> str:
-    for name, expected in reference.layers.items():
-        seen = found.layers.get(name)
-        if seen is None or _distance(seen, expected) > limits.layer * expected:
-            return f"the output of {name}, in the forward pass"
-    if _distance(reference.losses[0], found.losses[0]) > limits.loss:
+    tolerances = {
+        OUTPUT: Tolerance(own=limits.layer),
+        LOSS: Tolerance(absolute=limits.loss),
+        GRADIENT: Tolerance(absolute=limits.weight),
+    }
+    expected, actual = (
+        {
+            OUTPUT: {name: _scalars([trace.layers[name]]) for name in trace.layers},
+            LOSS: {"loss": _scalars(trace.losses[:1])},
+            GRADIENT: {name: trace.first[name] for name in reference.first if name in trace.first},
+        }
+        for trace in (reference, found)
+    )
+    difference = first_difference(expected, actual, tolerances)
+    if difference is None:
+        return "after the first step: gradient norm, clipping or optimizer"
+    if difference.kind == OUTPUT:
+        return f"the output of {difference.name}, in the forward pass"
+    if difference.kind == LOSS:
         return "after the last layer: norm, head or loss"
-    distances = _weight_distance(reference.first, found.first)
-    name = max(distances, key=lambda key: distances[key])
-    if distances[name] > limits.weight:
-        return f"the gradient of {name}, in the backward pass of the first step"
-    return "after the first step: gradient norm, clipping or optimizer"
+    return f"the {difference.where}, in the backward pass of the first step"
+
+
+def _scalars(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)

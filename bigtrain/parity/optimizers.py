@@ -11,7 +11,7 @@ from torch import nn
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.layers.parameter_roles import parameter_roles
-from bigtrain.models.parallel.hidden_matrices import Box, Matrix, hidden_matrices, matrices_of
+from bigtrain.models.parallel.hidden_matrices import Matrix, hidden_matrices, matrices_of
 from bigtrain.settings.run_config import OptimizerSection
 
 
@@ -35,10 +35,7 @@ def plain_optimizer(
     section: OptimizerSection,
 ) -> PlainOptimizer:
     """Return the optimizer that updates `masters`, of `parameters` by name. Set the learning rate
-    in its groups.
-
-    Weight decay follows their roles.
-    """
+    in its groups. Weight decay follows their roles."""
     chosen = {} if section.facts.beside is None else hidden_matrices(model)
     roles = parameter_roles(model)
     decay, no_decay = [], []
@@ -66,7 +63,7 @@ def plain_optimizer(
 
 
 def check_comparable(section: OptimizerSection) -> None:
-    """Raise ConfigError if there is no plain optimizer to compare with."""
+    """Raise ConfigError for an optimizer without a plain one to compare with."""
     known = PLAIN.keys() | PLAIN_OF_MATRICES.keys()
     if section.type not in known:
         rule = "has no plain optimizer for comparison"
@@ -115,17 +112,12 @@ class _MuonOfParts:
         for copy, master, matrix in held:
             sizes = [box.sizes[matrix.output_dim] for box in matrix.boxes]
             for box, part in zip(matrix.boxes, copy.split(sizes, matrix.output_dim), strict=True):
-                master[_where(box)] = part.view(box.sizes)
+                master[box.slices] = part.view(box.sizes)
 
 
 def _taken(tensor: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-    parts = [tensor[_where(box)].reshape(box.sizes[-2:]) for box in matrix.boxes]
+    parts = [tensor[box.slices].reshape(box.sizes[-2:]) for box in matrix.boxes]
     return torch.cat(parts, matrix.output_dim)
-
-
-def _where(box: Box) -> tuple[slice, ...]:
-    pairs = zip(box.offsets, box.sizes, strict=True)
-    return tuple(slice(low, low + size) for low, size in pairs)
 
 
 def _adamw(groups: Groups, section: OptimizerSection) -> PlainOptimizer:
@@ -222,7 +214,6 @@ PLAIN: dict[str, Callable[[Groups, OptimizerSection], PlainOptimizer]] = {
 """Optimizers by ``optimizer.type``: on full masters, in groups with and without decay."""
 
 PLAIN_OF_MATRICES: dict[
-    str,
-    Callable[[Sequence[Matrix], Mapping[str, torch.Tensor], OptimizerSection], PlainOptimizer],
+    str, Callable[[Sequence[Matrix], Mapping[str, torch.Tensor], OptimizerSection], PlainOptimizer]
 ] = {"muon": _MuonOfParts}
 """Optimizers by ``optimizer.type``: on the matrices of hidden layers only."""

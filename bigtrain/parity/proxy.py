@@ -16,11 +16,12 @@ from bigtrain.models.configuration import load_hf_config, text_config
 from bigtrain.models.equivalence.loss import choose_loss
 from bigtrain.models.equivalence.proxy_model import (
     VOCABULARY,
-    build_proxy_model,
+    build_noisy_proxy,
+    deterministic,
     document_positions,
     with_heads,
 )
-from bigtrain.models.equivalence.tensor_parallel import deterministic, randomize
+from bigtrain.models.experts import has_auxiliary_loss
 from bigtrain.models.layers.parameters import KEY as FROZEN
 from bigtrain.parity.adapters import comparable_adapters
 from bigtrain.parity.optimizers import check_comparable
@@ -29,7 +30,6 @@ from bigtrain.parity.routers import (
     BIAS_RATE,
     Z_LOSS,
     can_be_put_together,
-    has_auxiliary_loss,
 )
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.deepspeed.engine_config import (
@@ -74,11 +74,8 @@ class Engine:
 
 @dataclass(frozen=True)
 class Proxy:
-    """Run to train here, in float32.
-
-    precision: the run's, in which its own engine is compared too; None if that is float32.
-    notes: human-readable lines on its differences from the user's run.
-    """
+    """Run to train here, in float32. precision: the run's, in which its own engine is compared too;
+    None if that is float32. notes: human-readable lines on its differences from the user's run."""
 
     config: RunConfig
     engines: tuple[Engine, ...]
@@ -158,16 +155,15 @@ def _proxy_model(
     tokens: int,
     notes: list[str],
 ) -> Any:
-    """Return the proxy model, filled with noise, for samples of this many tokens. Raises
-    ModelError."""
+    """Return the proxy model, with noise, for samples of `tokens` tokens. Raises ModelError."""
     if dropout := _dropout(hf_config):
         notes.append(
             f"dropout is off here ({dropout}): its masks depend on the division of the work, so "
             "that training with it cannot be compared step by step"
         )
     try:
-        model = build_proxy_model(
-            deterministic(hf_config),
+        model = build_noisy_proxy(
+            hf_config,
             attention,
             [with_heads(max(2, world_size))],
             sequence_length=config.batch.sequence_length,
@@ -185,7 +181,6 @@ def _proxy_model(
                 "here, so that an error is detected"
             )
             model.config.router_aux_loss_coef = AUXILIARY
-    randomize(model)
     return model
 
 
@@ -206,8 +201,7 @@ def _moe(section: MoeSection, notes: list[str]) -> MoeSection:
 
 
 def _dropout(hf_config: Any) -> str:
-    """Return the configuration's dropout probabilities that are not zero, as text; empty if
-    none."""
+    """Return the configuration's nonzero dropout probabilities as text."""
     off = deterministic(hf_config)
     probabilities = {
         f"{key} = {value}"
@@ -220,12 +214,8 @@ def _dropout(hf_config: Any) -> str:
 
 def _optimizer(section: OptimizerSection, notes: list[str]) -> OptimizerSection:
     """Return the run's section, except for settings that would hide differences or amplify
-    rounding.
-
-    With Adam's default eps a gradient that is only rounding error moves a weight as far as any
-    other, and every topology would differ; at a small learning rate no weight would show a
-    difference.
-    """
+    rounding. With Adam's default eps a gradient that is only rounding moves a weight like any
+    other; at a small learning rate no weight would show a difference."""
     if section.facts.settings == "muon":
         own: dict[str, Any] = {"ns_dtype": "float32", "split": {}}
         if section.muon.ns_dtype != "float32":

@@ -1,14 +1,11 @@
-"""Reference for every topology: plain transformers and torch.optim in one process.
-
-Only the tokens are bigtrain's: the model is loaded by `from_pretrained`, and loss, decay, frozen
-parameters and clipping, as the run YAML defines them, are implemented again.
-"""
+"""Reference for every topology: plain transformers and torch.optim in one process. Only the tokens
+are bigtrain's; loss, decay, freezing and clipping are implemented again."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -18,11 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.data.loading.micro_batch import MicroBatch
-from bigtrain.models.equivalence.rounding import SumsInParts
 from bigtrain.models.layers.adapters import base_name
 from bigtrain.models.layers.parameters import decoder_layers
 from bigtrain.models.parallel.grouped_experts import fit_experts
@@ -42,27 +38,15 @@ _DIVISIONS = 8
 
 @dataclass
 class TrainingTrace:
-    """Measurements of a training run of `STEPS` steps.
-
-    layers: sums of squares of each layer's output before the first step, in model order. first and
-    last: the weights after the first and the last step, by name.
-    """
+    """Measurements of a training run of `STEPS` steps. layers: sums of squares of each layer's
+    output before the first step, in model order. first and last: the weights after the first and
+    the last step, by name."""
 
     losses: list[float]
     norms: list[float]
     layers: dict[str, float]
     first: dict[str, torch.Tensor] = field(default_factory=dict)
     last: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-@contextmanager
-def without_progress() -> Iterator[None]:
-    """Hide transformers' progress bars inside the block."""
-    disable_progress_bar()
-    try:
-        yield
-    finally:
-        enable_progress_bar()
 
 
 def train_reference(
@@ -90,10 +74,8 @@ def train_reference(
 
 
 def train_reordered(config: RunConfig, division: Division | None = None) -> list[TrainingTrace]:
-    """Run `train_reference` in float32, with the sums of linear layers in other orders.
-
-    Dividing the work over ranks reorders sums in the same way: these runs differ only by rounding.
-    """
+    """Run `train_reference` in float32, with the sums of linear layers in other orders. Dividing
+    the work over ranks reorders sums in the same way: these runs differ only by rounding."""
     runs = []
     for num_parts in _PARTS:
         with SumsInParts(num_parts):
@@ -162,8 +144,8 @@ def _train(
 
 
 def _trained(model: nn.Module, frozen: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Return trained parameters by name: all without a name (tied ones have several) in
-    `frozen`."""
+    """Return trained parameters: those without a name (tied ones have several) that `frozen`
+    matches."""
     is_frozen = {
         id(parameter)
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -183,8 +165,8 @@ def _backward(
     sum_dtype: torch.dtype,
     terms: RouterTerms,
 ) -> float:
-    """Set the gradient of `masters` to that of the mean loss over a step's targets, and of the
-    router losses; return the former."""
+    """Set the gradients of `masters` for a step's mean loss and router losses; return the
+    former."""
     terms.begin_step()
     num_targets = int((batch.labels != _IGNORED).sum())
     sums: dict[str, torch.Tensor] = {}
@@ -220,8 +202,8 @@ def _logits(model: Any, batch: MicroBatch) -> torch.Tensor:
 
 
 def _outputs(model: Any, batch: MicroBatch) -> tuple[list[Any], torch.Tensor]:
-    """Return plain transformers' outputs for `batch`, and its logits [B, T, V]; every document is a
-    separate forward pass if documents are isolated."""
+    """Return plain transformers' outputs, and logits [B, T, V]; isolated documents pass one by
+    one."""
     outputs: list[Any] = []
 
     def of(ids: torch.Tensor) -> torch.Tensor:
@@ -242,8 +224,8 @@ def _outputs(model: Any, batch: MicroBatch) -> tuple[list[Any], torch.Tensor]:
 def _weights(
     model: nn.Module, masters: dict[str, torch.Tensor], terms: RouterTerms
 ) -> dict[str, torch.Tensor]:
-    """Return masters, unmodified frozen parameters (not with adapters, whose base no run saves),
-    and selection biases."""
+    """Return masters, frozen parameters (of no adapters' base, which no run saves) and selection
+    biases."""
     kept = dict(model.named_parameters())
     if any(".lora_" in name for name in masters):
         kept = {name: kept[name] for name in masters}
@@ -256,10 +238,8 @@ def _weights(
 
 def layer_outputs(model: torch.nn.Module, forward: Callable[[], object]) -> dict[str, float]:
     """Return the sum of squares of the output of every layer of `model` during `forward`, by name.
-
     Layers of other pipeline stages, which have no parameters here, are not included. Sums over
-    tokens, so those of disjoint batches or parts add up.
-    """
+    tokens, so those of disjoint batches or parts add up."""
     sums: dict[str, float] = {}
 
     def record(name: str, _layer: object, _inputs: object, output: Any) -> None:
@@ -267,14 +247,58 @@ def layer_outputs(model: torch.nn.Module, forward: Callable[[], object]) -> dict
         if isinstance(hidden, torch.Tensor):
             sums[name] = sums.get(name, 0.0) + float(hidden.double().square().sum())
 
-    handles = [
-        layer.register_forward_hook(partial(record, name))
-        for name, layer in decoder_layers(model)
-        if any(True for _ in layer.parameters())
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, layer in decoder_layers(model):
+            if any(True for _ in layer.parameters()):
+                hooks.enter_context(layer.register_forward_hook(partial(record, name)))
         forward()
-    finally:
-        for handle in handles:
-            handle.remove()
     return sums
+
+
+class SumsInParts(TorchFunctionMode):
+    """Inside, linear layers add up `num_parts` partial sums, as that many ranks would. Over inputs
+    in the forward pass; over outputs, and over tokens, for the gradients."""
+
+    def __init__(self, num_parts: int) -> None:
+        super().__init__()
+        self.num_parts = num_parts
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """See `torch.overrides.TorchFunctionMode`."""
+        if function is not F.linear:
+            return function(*args, **(kwargs or {}))
+        return self._linear(*args, **(kwargs or {}))
+
+    def _linear(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        product: torch.Tensor = _Linear.apply(input, weight, self.num_parts)  # type: ignore[no-untyped-call]
+        return product if bias is None else product + bias
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, states: torch.Tensor, weight: torch.Tensor, num_parts: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(states, weight)
+        ctx.num_parts = num_parts
+        return _product(states, weight.t(), num_parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        states, weight = ctx.saved_tensors
+        (gradient,) = gradients
+        outputs, inputs = (x.reshape(-1, x.shape[-1]) for x in (gradient, states))
+        of_weight = _product(outputs.t(), inputs, ctx.num_parts)
+        return _product(gradient, weight, ctx.num_parts), of_weight, None
+
+
+def _product(left: torch.Tensor, right: torch.Tensor, num_parts: int) -> torch.Tensor:
+    pairs = zip(left.tensor_split(num_parts, -1), right.tensor_split(num_parts, 0), strict=True)
+    first, *others = (one @ other for one, other in pairs)
+    for product in others:
+        first = first + product
+    return first

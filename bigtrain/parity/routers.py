@@ -1,9 +1,6 @@
-"""Router losses and selection biases of a mixture of experts in a plain training loop.
-
-Independent implementation, from transformers' outputs: the terms of the run's section ``moe`` and
-the model's own auxiliary loss. Their value depends on the division of a step's samples, so the
-reference uses the division of the compared topology.
-"""
+"""Router losses and selection biases of a mixture of experts in a plain training loop. Independent
+implementation, from transformers' outputs. The values depend on the division of a step's samples,
+so the reference uses the division of the compared topology."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bigtrain.models.equivalence.gradient_reach import parameters_without_gradient
-from bigtrain.models.experts import SelectionBias, selection_biases
+from bigtrain.models.equivalence.parameter_plan import parameters_without_gradient
+from bigtrain.models.experts import SelectionBias, has_auxiliary_loss, selection_biases
 from bigtrain.settings.run_config import MoeSection
 
 AUXILIARY, Z_LOSS, BIAS_RATE = 0.5, 0.05, 0.02
@@ -39,12 +36,6 @@ class Division:
         if section.auxiliary_loss == "global_batch":
             size *= self.data_size
         return list(torch.arange(samples).split(size))
-
-
-def has_auxiliary_loss(config: Any) -> bool:
-    """Return whether the model of a transformers configuration adds its auxiliary loss."""
-    is_on = bool(getattr(config, "output_router_logits", False))
-    return is_on and bool(getattr(config, "router_aux_loss_coef", 0.0))
 
 
 def can_be_put_together(model: Any) -> bool:

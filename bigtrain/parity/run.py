@@ -15,15 +15,16 @@ from bigtrain.engine.checkpoint.io import read_full_masters
 from bigtrain.errors import BigtrainError, LaunchError, ModelError, one_line
 from bigtrain.launchers.local_world import run_local_world
 from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.experts import has_auxiliary_loss
+from bigtrain.models.transformers_patches import without_progress
 from bigtrain.parity.comparison import Verdict, compare
 from bigtrain.parity.proxy import shrink
 from bigtrain.parity.reference import (
     TrainingTrace,
     train_reference,
     train_reordered,
-    without_progress,
 )
-from bigtrain.parity.routers import Division, has_auxiliary_loss
+from bigtrain.parity.routers import Division
 from bigtrain.parity.topologies import Point, points
 from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
 from bigtrain.settings.resolve import resolve_run
@@ -123,11 +124,8 @@ def train_points(
     legal: Sequence[Point], world_size: int, directory: Path
 ) -> list[tuple[Point, TrainingTrace | str]]:
     """Train every legal point in a world of `world_size` ranks; yield the first line of the error
-    for one that crashes.
-
-    Later points train in a new world. Raises LaunchError with the end of the ranks' output
-    if they fail before the first point.
-    """
+    for one that crashes. Later points train in a new world. Raises LaunchError with the end of the
+    ranks' output if they fail before the first point."""
     places = [directory / f"point{number}" for number in range(len(legal))]
     cases = [
         {

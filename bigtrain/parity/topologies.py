@@ -11,8 +11,8 @@ from bigtrain.errors import ConfigError, ModelError
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.model_plan import try_model
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
+from bigtrain.models.experts import has_auxiliary_loss
 from bigtrain.parity.proxy import SHIPPED, Engine, Proxy
-from bigtrain.parity.routers import has_auxiliary_loss
 from bigtrain.settings.hf_config_keys import inspect_configuration
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import MoeSection, ParallelSection, RunConfig

@@ -26,8 +26,7 @@ from bigtrain.models.equivalence.model_plan import ModelPlan, cached_model_plan
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.models.layers.kernels import check_kernels
 from bigtrain.models.lm_eval_tasks import check_tasks
-from bigtrain.models.weights.base_files import unusable_files
-from bigtrain.models.weights.checksums import changed_files
+from bigtrain.models.weights.checksums import changed_files, unusable_files
 from bigtrain.models.weights.export_hf import TOKENIZER_REMEDY, class_beside
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.models.weights.quantized import check_quantization

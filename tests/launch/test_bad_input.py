@@ -509,7 +509,7 @@ def test_generate_with_a_run(refused_command: Refused, finished_run: Path, tmp_p
     said = refused_command("generate", "--model", tmp_path / "run", "--prompt", "x")
     assert f"not been exported -> bigtrain export --run {tmp_path / 'run'} --output DIR" in said
     said = refused_command("generate", "--model", tmp_path, "--prompt", "x")
-    assert "it has no config.json, so it is no Hugging Face directory" in said
+    assert "it has no config.json, so it is not a Hugging Face directory" in said
 
 
 def test_generate_with_a_hub_name_offline(refused_command: Refused) -> None:

@@ -45,7 +45,7 @@ from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.equivalence.parameter_plan import plan_parameters
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
 from bigtrain.models.layers.adapters import has_adapters
-from bigtrain.models.layers.isolation import Isolation
+from bigtrain.models.layers.document_attention import Isolation
 from bigtrain.models.parallel.stage_layout import StagePlan
 from bigtrain.models.weights.import_hf import Weights, find_weights
 from bigtrain.models.weights.vocabulary import (

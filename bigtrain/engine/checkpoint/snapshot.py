@@ -40,9 +40,8 @@ from bigtrain.errors import CheckpointError
 from bigtrain.models.layers.adapters import base_name, has_adapters
 from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.sharding import full_shape
-from bigtrain.models.weights.adapted import with_magnitudes
 from bigtrain.models.weights.import_hf import Weights
-from bigtrain.models.weights.quantized import read_quantized
+from bigtrain.models.weights.quantized import read_quantized, with_magnitudes
 
 _MASTER_BYTES, _ADAM_BYTES = 4, 8
 

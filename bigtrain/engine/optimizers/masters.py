@@ -26,6 +26,7 @@ from bigtrain.errors import CheckpointError
 from bigtrain.models.layers.parameters import local_shape
 from bigtrain.models.parallel.sharding import Shard, shard_of
 from bigtrain.models.weights.quantized import is_packed
+from bigtrain.system.boxes import Box
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def _shard(parameter: Any) -> Shard:
     if shard is not None and shard.shape:
         return shard
     primary = shard is None or shard.primary
-    return Shard(local_shape(parameter) or (1,), primary)
+    return Shard(local_shape(parameter) or (1,), primary=primary)
 
 
 @dataclass(frozen=True)
@@ -180,5 +181,5 @@ def cut_parts(
     covers, which is its range from `start` on."""
     for cut in rectangles(shard.local_shape, start, flat.numel()):
         view = flat[cut.begin : cut.end].view(cut.sizes)
-        for part in shard.cuts(cut.offsets, cut.sizes):
-            yield part.offsets, view[part.where]
+        for full, local in shard.to_full(Box(cut.offsets, cut.sizes)):
+            yield full.offsets, view[local.slices]

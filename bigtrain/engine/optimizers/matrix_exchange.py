@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from bigtrain.engine.optimizers.masters import MasterPart, rectangles
-from bigtrain.models.parallel.hidden_matrices import Box, Matrix
+from bigtrain.models.parallel.hidden_matrices import Matrix
+from bigtrain.system.boxes import Box
 
 
 @dataclass(frozen=True)
@@ -56,38 +57,18 @@ def pieces_of(
     `master`, holds."""
     candidates = matrices.get(part.name, ())
     for cut in rectangles(part.shard.local_shape, part.start, part.count) if candidates else ():
-        for sub in part.shard.cuts(cut.offsets, cut.sizes):
+        begin, end = part.offset + cut.begin, part.offset + cut.end
+        for full, local in part.shard.to_full(Box(cut.offsets, cut.sizes)):
             for number, matrix in candidates:
-                for box in matrix.boxes:
-                    common = _common(sub.offsets, sub.sizes, box)
+                for box, (row, column) in matrix.parts():
+                    common = full.intersect(box)
                     if common is None:
                         continue
-                    lows, highs = common
-                    where = tuple(
-                        slice(outer.start + low - offset, outer.start + high - offset)
-                        for outer, low, high, offset in zip(
-                            sub.where, lows, highs, sub.offsets, strict=True
-                        )
-                    )
-                    row, column = lows[-2] - box.offsets[-2], lows[-1] - box.offsets[-1]
-                    if matrix.output_dim == -2:
-                        row += box.place
-                    else:
-                        column += box.place
-                    shape = (highs[-2] - lows[-2], highs[-1] - lows[-1])
-                    begin, end = part.offset + cut.begin, part.offset + cut.end
-                    yield Piece(number, row, column, shape, master, begin, end, cut.sizes, where)
-
-
-def _common(
-    offsets: tuple[int, ...], sizes: tuple[int, ...], box: Box
-) -> tuple[list[int], list[int]] | None:
-    """Return [low, high) of the intersection of a rectangle and a box; None if it is empty."""
-    lows = [max(a, b) for a, b in zip(offsets, box.offsets, strict=True)]
-    highs = [
-        min(a + m, b + n) for a, m, b, n in zip(offsets, sizes, box.offsets, box.sizes, strict=True)
-    ]
-    return (lows, highs) if all(a < b for a, b in zip(lows, highs, strict=True)) else None
+                    where = common.relative_to(full).moved(local.offsets).slices
+                    shift = common.relative_to(box).offsets
+                    corner = row + shift[-2], column + shift[-1]
+                    shape = common.sizes[-2], common.sizes[-1]
+                    yield Piece(number, *corner, shape, master, begin, end, cut.sizes, where)
 
 
 ROUND_ELEMENTS = 1 << 25

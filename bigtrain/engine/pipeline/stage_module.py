@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 
 from bigtrain.data.loading.micro_batch import MicroBatch
-from bigtrain.models.layers.isolation import Isolation
+from bigtrain.models.layers.document_attention import Isolation
 from bigtrain.models.parallel.stages import Payload, Stage
 
 

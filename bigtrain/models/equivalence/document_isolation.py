@@ -1,12 +1,6 @@
-"""Isolation of packed documents, tested on a proxy model.
-
-From ``position_ids`` that restart at each document, transformers builds a block-diagonal causal
-mask (``masking_utils.find_packed_sequence_indices``), of sequence squared. If the model takes its
-attention from transformers' registry, attention runs for each document separately instead, without
-a mask. Both depend on the architecture's own code: some have masks of their own (ALiBi, chunks),
-some have state across tokens (recurrent layers, convolutions), and no configuration lists it. So it
-is tested, not looked up.
-"""
+"""Isolation of packed documents, tested on a proxy model. Some architectures have masks of their
+own (ALiBi, chunks) or state across tokens (recurrent layers, convolutions), and no configuration
+lists it."""
 
 from __future__ import annotations
 
@@ -16,23 +10,31 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from bigtrain.errors import ModelError, Problem, one_line
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
-    VOCABULARY,
     build_proxy_model,
+    proxy_tokens,
     rescale_weights,
     with_heads,
 )
-from bigtrain.models.layers.document_attention import attend_by_document
-from bigtrain.models.layers.document_masks import (
-    document_attention,
+from bigtrain.models.equivalence.trial import (
+    OUTPUT,
+    Results,
+    Tolerance,
+    Trial,
+    run_forward,
 )
-from bigtrain.models.layers.isolation import MASKED, NOT_ISOLATED, Isolation
+from bigtrain.models.layers.document_attention import (
+    MASKED,
+    NOT_ISOLATED,
+    Isolation,
+    attend_by_document,
+)
+from bigtrain.models.layers.document_masks import document_attention
 from bigtrain.models.layers.rotary import choose_by_document
 from bigtrain.models.transformers_patches import attention_name
 from bigtrain.settings.run_config import RunConfig
 
-TOLERANCE = 1e-4
-"""Relative to the largest logit: far above float32 rounding, far below what one wrong token
-does."""
+TOLERANCES = {OUTPUT: Tolerance(own=1e-4)}
+"""Far above float32 rounding, far below what one wrong token does."""
 
 _DOCUMENT_TOKENS = ((7, 9, 8), (1, 20, 3))
 
@@ -69,9 +71,8 @@ def find_isolation(
     """
     try:
         # A CPU lacks other kernels, but those get masks and lengths from the same code.
-        tried = attention if attention in ("sdpa", "eager") else "auto"
         model = build_proxy_model(
-            hf_config, tried, [with_heads(2)], sequence_length=sequence_length
+            hf_config, attention, [with_heads(2)], sequence_length=sequence_length
         )
         rescale_weights(model).eval()
         own = attention_name(model)
@@ -94,55 +95,44 @@ def find_isolation(
             undo()
         return MASKED, _difference(model, MASKED)
     except MODEL_FAILURES as error:
-        reason = one_line(error)
-        return MASKED, f"its proxy model could not be tested: {reason}"
+        return MASKED, f"its proxy model could not be tested: {one_line(error)}"
 
 
 def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
     """Describe how packed documents differ from separate ones; empty if they do not."""
-    alone, packed, mixed = _logits(model, isolation)
-    limit = TOLERANCE * float(alone.abs().max())
-    if not float((mixed - alone).abs().max()) > 10 * limit:
-        return "random weights do not show whether documents see each other"
-    difference = float((packed - alone).abs().max())
-    if not difference <= limit:
-        return (
-            "packed documents are not isolated: their logits differ from those of the separate "
-            f"documents (by {difference:.2g}, rounding is below {limit:.2g})"
-        )
-    return ""
-
-
-@torch.no_grad()
-def _logits(
-    model: PreTrainedModel, isolation: Isolation
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return logits [B, T, V] of separate documents, of samples with boundaries, and of samples
-    without."""
-    rows = len(_DOCUMENT_TOKENS)
-    tokens = sum(_DOCUMENT_TOKENS[0])
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, VOCABULARY, (rows, tokens), generator=generator)
+    ids = proxy_tokens(model, sum(_DOCUMENT_TOKENS[0]))
     positions = torch.stack(
         [torch.cat([torch.arange(length) for length in lengths]) for lengths in _DOCUMENT_TOKENS]
     )
-    alone = torch.stack(
-        [
+
+    def separate(model: PreTrainedModel) -> Results:
+        rows = [
             torch.cat(
                 [
-                    model(input_ids=document[None], use_cache=False).logits[0]
-                    for document in ids[row].split(list(lengths))
+                    run_forward(model, input_ids=document[None])[OUTPUT]["logits"][0]
+                    for document in row.split(list(lengths))
                 ]
             )
-            for row, lengths in enumerate(_DOCUMENT_TOKENS)
+            for row, lengths in zip(ids, _DOCUMENT_TOKENS, strict=True)
         ]
+        return {OUTPUT: {"logits": torch.stack(rows)}}
+
+    def packed(model: PreTrainedModel) -> Results:
+        more = isolation.arguments(positions)
+        undo = choose_by_document(model)
+        try:
+            with isolation.document_mask(positions):
+                return run_forward(model, input_ids=ids, position_ids=positions, **more)
+        finally:
+            undo()
+
+    def mixed(model: PreTrainedModel) -> Results:
+        return run_forward(model, input_ids=ids)
+
+    difference = Trial(separate, packed, TOLERANCES, control=mixed).difference(model)
+    if difference is None:
+        return ""
+    return (
+        f"packed documents are not isolated: their {difference.where} differ from those of the "
+        f"separate documents ({difference.size})"
     )
-    more = isolation.arguments(positions)
-    undo = choose_by_document(model)
-    try:
-        with isolation.document_mask(positions):
-            packed = model(input_ids=ids, position_ids=positions, use_cache=False, **more).logits
-    finally:
-        undo()
-    mixed = model(input_ids=ids, use_cache=False).logits
-    return alone, packed, mixed

@@ -1,23 +1,15 @@
 """Tests of a model's experts on a proxy model, before there is a process group.
 
 Expert parallelism: a plan names the modules of experts, not whether they follow its contract
-(`bigtrain.models.parallel.experts`): for example that outputs are weighted
-last, or that a token's output does not depend on other tokens. Threads
-replace ranks, each with its own samples, and every gradient is compared
-with the full model's.
-
-The `moe` section: no configuration states the formula of the auxiliary loss, or what the router
-returns as logits. So the loss is computed again from these, and compared.
-
-ZeRO 3: ranks gather a module's weights together, forward and backward. Where the data
-decide which experts are computed, in a loop over those that tokens have chosen (DBRX), ranks with
-other tokens reach other modules, or none, and wait for each other forever.
+(`bigtrain.models.parallel.experts`). The `moe` section: no configuration states the formula of the
+auxiliary loss, or what the router returns as logits. ZeRO 3: where the data decide in a loop which
+experts are computed (DBRX), ranks with other tokens reach other modules and wait for each other
+forever.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,27 +22,36 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import ModelError, Problem, one_line
 from bigtrain.models.build import empty_model
-from bigtrain.models.configuration import text_config
-from bigtrain.models.equivalence.gradient_reach import (
+from bigtrain.models.equivalence.parameter_plan import (
     GradientReach,
     find_gradient_reach,
     parameters_without_gradient,
 )
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
-    TOKENS,
-    VOCABULARY,
+    build_noisy_proxy,
     build_proxy_model,
     fewer_experts,
+    proxy_tokens,
+    smaller,
     with_heads,
 )
-from bigtrain.models.equivalence.rank_threads import RankThreads
-from bigtrain.models.equivalence.tensor_parallel import deterministic, randomize
+from bigtrain.models.equivalence.trial import (
+    GRADIENT,
+    LOSS,
+    RankThreads,
+    Tolerance,
+    Trial,
+    Values,
+    first_difference,
+    training_results,
+)
 from bigtrain.models.experts import (
     Routing,
     ask_for_router_logits,
     auxiliary_loss,
     balance_loss,
+    has_auxiliary_loss,
     router_logits_of,
     selection_biases,
 )
@@ -62,10 +63,8 @@ from bigtrain.models.torch_patches import OperatorMode
 from bigtrain.models.transformers_patches import modules_of_experts
 from bigtrain.settings.run_config import RunConfig
 
-# Relative to the parameter's largest gradient, and the model's: rounding of float32 is far below
-# both, a part of a gradient or a wrong factor far above.
-_RELATIVE, _ABSOLUTE = 1e-3, 1e-6
-_LOSS = 1e-5
+TOLERANCES = {LOSS: Tolerance(own=1e-5), GRADIENT: Tolerance(own=1e-3, common=1e-6)}
+"""Rounding of float32 is far below both, a part of a gradient or a wrong factor far above."""
 
 
 def check_expert_parallel(
@@ -78,120 +77,80 @@ def check_expert_parallel(
     as the smallest prime factor of `size`: each does the same for any number of them. Takes a
     second or two.
     """
+    kind = hf_config.model_type
     try:
         for experts in expert_modules(empty_model(hf_config)):
             check_divides(experts, size)
-        ranks = next(n for n in range(2, size + 1) if size % n == 0)
-        model = _proxy_model(hf_config, attention, ranks, sequence_length)
-        failure = _difference(model, ranks)
+        num_ranks = next(n for n in range(2, size + 1) if size % n == 0)
+
+        def usable(model: PreTrainedModel) -> None:
+            for experts in expert_modules(model):
+                check_divides(experts, num_ranks)
+            training_results(model)
+
+        model = build_noisy_proxy(
+            hf_config,
+            attention,
+            smaller(with_heads(2), divisor=num_ranks),
+            usable,
+            sequence_length=sequence_length,
+        )
+        trial = Trial(
+            partial(_one_rank, num_ranks), partial(_divided_experts, num_ranks), TOLERANCES
+        )
+        difference = trial.difference(model)
     except ModelError as error:
         rule, _, remedy = str(error).rpartition(" -> ")
         return [Problem("parallel.expert", size, rule.partition(": ")[2], remedy)]
     except (*MODEL_FAILURES, ImportError) as error:
-        reason = one_line(error)
-        failure = f"a proxy model of {hf_config.model_type} failed: {reason}"
-    if failure is None:
+        rule = f"a proxy model of {kind} failed: {one_line(error)}"
+        return [Problem("parallel.expert", size, rule, "parallel.expert=1")]
+    if difference is None:
         return []
-    return [Problem("parallel.expert", size, failure, "parallel.expert=1")]
+    rule = f"expert parallelism changes the {difference.where} ({kind}, {difference.size})"
+    return [Problem("parallel.expert", size, rule, "parallel.expert=1")]
 
 
-def _proxy_model(
-    hf_config: PreTrainedConfig, attention: str, ranks: int, sequence_length: int
-) -> PreTrainedModel:
-    fewer_heads = with_heads(2)
-
-    def smallest(config: Any) -> None:
-        fewer_experts(config, ranks)
-        fewer_heads(config)
-
-    def fewer(config: Any) -> None:
-        fewer_experts(config, ranks)
-
-    def usable(model: PreTrainedModel) -> None:
-        for experts in expert_modules(model):
-            check_divides(experts, ranks)
-        randomize(model)
-        _loss(model, 0).backward()
-        model.zero_grad()
-
-    if attention not in ("auto", "sdpa", "eager"):
-        attention = "sdpa"  # other kernels have no float32
-    return build_proxy_model(
-        deterministic(hf_config),
-        attention,
-        [smallest, fewer, fewer_heads],
-        usable,
-        sequence_length=sequence_length,
-    )
+def _one_rank(num_ranks: int, model: PreTrainedModel) -> dict[str, Values]:
+    """Return the losses of all ranks' samples, computed by one rank, and the summed gradients."""
+    return _summed([training_results(model, seed=rank) for rank in range(num_ranks)])
 
 
-def _difference(model: PreTrainedModel, ranks: int) -> str | None:
-    """Return the difference between `model` with and without divided experts; None if there is
-    none."""
-    kind = model.config.model_type
-    divided = [copy.deepcopy(model) for _ in range(ranks)]
-    losses = [_loss(model, rank) for rank in range(ranks)]
-    torch.stack(losses).sum().backward()
-    divided_losses = _divided_losses(divided)
-    for whole, other in zip([float(loss.detach()) for loss in losses], divided_losses, strict=True):
-        if not math.isfinite(whole):
-            return f"the loss of a {kind} is {whole}, so that nothing can be compared"
-        if not abs(other - whole) <= _LOSS * max(1.0, abs(whole)):
-            return (
-                f"expert parallelism changes the loss ({kind}): {other:.6f} instead of {whole:.6f}"
-            )
-    expected = dict(model.named_parameters())
-    largest = max(float(p.grad.abs().max()) for p in expected.values() if p.grad is not None)
-    for name, parameter in expected.items():
-        wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        have = _joined([rank.get_parameter(name) for rank in divided], wanted)
-        limit = _RELATIVE * float(wanted.abs().max()) + _ABSOLUTE * largest
-        if not float((have - wanted).abs().max()) <= limit:
-            return f"expert parallelism changes the gradient of {name} ({kind})"
-    return None
+def _divided_experts(num_ranks: int, model: PreTrainedModel) -> dict[str, Values]:
+    """Return `_one_rank` of ranks that divide the experts, each with its own samples."""
+    exchange = RankThreads(num_ranks)
+    models = [copy.deepcopy(model) for _ in range(num_ranks)]
 
-
-def _divided_losses(models: list[PreTrainedModel]) -> list[float]:
-    """Return the loss of each rank's samples; gradients are in `models`."""
-    exchange = RankThreads(len(models))
-
-    def compute(rank: int) -> float:
+    def compute(rank: int) -> dict[str, Values]:
         with exchange.as_rank(rank):
             shard_experts(models[rank], exchange)
             for parameter in models[rank].parameters():
                 cut_parameter(parameter)
             fit_experts(models[rank])
-            loss = _loss(models[rank], rank)
-            loss.backward()
-            return float(loss.detach())
+            results = training_results(models[rank], seed=rank)
+        gradients = dict(results[GRADIENT])
+        for name, parameter in models[rank].named_parameters():
+            shard = shard_of(parameter)
+            if is_expert(parameter) and shard is not None:
+                gradients[name] = shard.put(gradients[name])
+        return {LOSS: results[LOSS], GRADIENT: gradients}
 
-    with ThreadPoolExecutor(len(models)) as pool:
-        return list(pool.map(compute, range(len(models))))
-
-
-def _joined(parameters: list[Any], like: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a full parameter from all ranks: the sum, or for experts each rank's
-    part."""
-    total = torch.zeros_like(like)
-    for parameter in parameters:
-        shard = shard_of(parameter)
-        if parameter.grad is None:
-            continue
-        if is_expert(parameter) and shard is not None:
-            ((start, stop),) = shard.ranges
-            total[start:stop] += parameter.grad
-        else:
-            total += parameter.grad
-    return total
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return _summed(list(pool.map(compute, range(num_ranks))))
 
 
-def _loss(model: PreTrainedModel, rank: int) -> torch.Tensor:
-    """Return the loss of samples that only rank `rank` has."""
-    generator = torch.Generator().manual_seed(rank)
-    vocabulary = min(VOCABULARY, int(text_config(model.config).vocab_size))
-    ids = torch.randint(3, vocabulary, (2, TOKENS), generator=generator)
-    loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
-    return loss
+def _summed(results: Sequence[Mapping[str, Values]]) -> dict[str, Values]:
+    """Return the loss of each rank, and the sums of the gradients."""
+    losses = {
+        "loss" if rank == 0 else f"loss of rank {rank}": loss
+        for rank, one in enumerate(results)
+        for loss in one[LOSS].values()
+    }
+    gradients = {
+        name: torch.stack([one[GRADIENT][name] for one in results]).sum(0)
+        for name in results[0][GRADIENT]
+    }
+    return {LOSS: losses, GRADIENT: gradients}
 
 
 _FAR = 1e4  # of a selection bias from all router scores
@@ -201,50 +160,41 @@ _AUXILIARY, _Z_LOSS, _BIAS = (
     "moe.bias_update_rate",
 )
 
-_Tried = Callable[[], tuple[Any, PreTrainedModel]]
-
 
 def check_expert_balance(
     config: RunConfig, hf_config: PreTrainedConfig, reach: GradientReach | None = None
 ) -> list[Problem]:
     """Return problems with the section `moe` of `config` for a model of `hf_config`; empty if none.
-
-    Takes a second or two if a router loss is asked for. `reach`: of the model, if it is known.
-    """
+    Takes a second or two if a router loss is asked for. `reach`: of the model, if it is known."""
     section, problems = config.moe, []
     kind, attention = hf_config.model_type, config.model.attention
-    tried = cache(partial(_run_proxy, hf_config, attention))
+    run_proxy = cache(partial(_run_proxy, hf_config, attention))
+
+    def refused(check: Callable[..., str | None]) -> str | None:
+        return _reason(kind, lambda: check(kind, *run_proxy()))
+
     if section.bias_update_rate and (reason := _without_biases(hf_config, attention, reach)):
         problems.append(Problem(_BIAS, section.bias_update_rate, reason, "0"))
     if section.auxiliary_loss == "global_batch":
-        if not _has_auxiliary_loss(hf_config):
+        if not has_auxiliary_loss(hf_config):
             rule = f"the {kind} has no auxiliary loss, or it is off"
             remedy = (
                 "micro_batch, or model.overrides={output_router_logits: true, "
                 "router_aux_loss_coef: 0.001} where the architecture has one"
             )
             problems.append(Problem(_AUXILIARY, "global_batch", rule, remedy))
-        elif reason := _other_auxiliary_loss(kind, tried):
+        elif reason := refused(_other_auxiliary_loss):
             problems.append(Problem(_AUXILIARY, "global_batch", reason, "micro_batch"))
-    if section.z_loss_coefficient and (reason := _without_logits(kind, tried)):
+    if section.z_loss_coefficient and (reason := refused(_without_logits)):
         problems.append(Problem(_Z_LOSS, section.z_loss_coefficient, reason, "0"))
     return problems
-
-
-def _has_auxiliary_loss(hf_config: PreTrainedConfig) -> bool:
-    return bool(
-        getattr(hf_config, "output_router_logits", False)
-        and getattr(hf_config, "router_aux_loss_coef", 0.0)
-    )
 
 
 def _without_biases(
     hf_config: PreTrainedConfig, attention: str, reach: GradientReach | None
 ) -> str | None:
-    """Return why the biases by which tokens choose cannot be updated; None if they can.
-
-    A block of experts without one is skipped: DeepSeek-V4's first ones choose by a hash.
-    """
+    """Return why the biases by which tokens choose cannot be updated; None if they can. Blocks of
+    experts without one are skipped: DeepSeek-V4's first ones choose by a hash."""
     kind = hf_config.model_type
     absent = f"the routers of a {kind} have no bias by which tokens choose experts"
     model = empty_model(hf_config)
@@ -253,21 +203,16 @@ def _without_biases(
     reach = reach or find_gradient_reach(hf_config, attention)
     if not selection_biases(model, reach.absent or ()):
         return absent
-    try:
-        return _other_choice(hf_config, attention)
-    except ModelError as error:
-        return f"a {kind}: {error}"
-    except MODEL_FAILURES as error:
-        return f"a proxy model of {kind} failed: {_first_words(error)}"
+    return _reason(kind, partial(_other_choice, hf_config, attention))
 
 
 @torch.no_grad()
 def _other_choice(hf_config: PreTrainedConfig, attention: str) -> str | None:
     """Return why the biases of a proxy model are not such by which tokens choose experts: one that
     is much larger than the others has to draw all tokens, and one that is much smaller none."""
-    model = _proxy(hf_config, attention)
+    model = build_noisy_proxy(hf_config, attention, smaller(with_heads(2)))
     untrained = parameters_without_gradient(model.config, attention) or ()
-    ids = _tokens(model)
+    ids = proxy_tokens(model)
     for bias in selection_biases(model, untrained):
         experts, before = model.get_submodule(bias.experts), bias.tensor.clone()
         for change, expected in ((_FAR, True), (-_FAR, False)):
@@ -292,48 +237,33 @@ def _chosen(experts: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
     def note(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
         choices.append(kwargs["top_k_index"] if "top_k_index" in kwargs else args[1])
 
-    handle = experts.register_forward_pre_hook(note, with_kwargs=True)
-    try:
+    with experts.register_forward_pre_hook(note, with_kwargs=True):
         yield choices
-    finally:
-        handle.remove()
 
 
-def _other_auxiliary_loss(kind: str, tried: _Tried) -> str | None:
+def _other_auxiliary_loss(kind: str, outputs: Any, model: PreTrainedModel) -> str | None:
     """Return why the auxiliary loss cannot be computed from router logits; None if it can."""
-    try:
-        outputs, model = tried()
-        own = auxiliary_loss(outputs)
-        if own is None:
-            return f"a {kind} returns no auxiliary loss"
-        expected = float(own.detach())
-        top_k = int(getattr(model.config, "num_experts_per_tok", 0) or 0)
-        routing = Routing.of(router_logits_of(outputs), top_k)
-        actual = float(
-            balance_loss(routing.chosen / routing.num_rows, routing.probabilities.detach())
-        )
-    except ModelError as error:
-        return f"a {kind}: {error}"
-    except MODEL_FAILURES as error:
-        return f"a proxy model of {kind} failed: {_first_words(error)}"
-    if not abs(actual - expected) <= _LOSS * abs(expected):
-        return (
-            f"a {kind} computes another auxiliary loss ({expected:.6f}) than Switch "
-            f"Transformer's of its router logits ({actual:.6f})"
-        )
-    return None
+    own = auxiliary_loss(outputs)
+    if own is None:
+        return f"a {kind} returns no auxiliary loss"
+    top_k = int(getattr(model.config, "num_experts_per_tok", 0) or 0)
+    routing = Routing.of(router_logits_of(outputs), top_k)
+    ours = balance_loss(routing.chosen / routing.num_rows, routing.probabilities.detach())
+    difference = first_difference(
+        {LOSS: {"auxiliary loss": own.detach()}}, {LOSS: {"auxiliary loss": ours}}, TOLERANCES
+    )
+    if difference is None:
+        return None
+    return (
+        f"a {kind} computes another auxiliary loss than Switch Transformer's of its router logits "
+        f"({difference.size})"
+    )
 
 
-def _without_logits(kind: str, tried: _Tried) -> str | None:
+def _without_logits(kind: str, outputs: Any, model: PreTrainedModel) -> str | None:
     """Return why no loss can be computed from router logits; None if it can."""
-    try:
-        outputs, model = tried()
-        logits = router_logits_of(outputs)
-        num_experts = {int(m.num_experts) for m in modules_of_experts(model)}  # type: ignore[arg-type]
-    except ModelError as error:
-        return f"a {kind}: {error}"
-    except MODEL_FAILURES as error:
-        return f"a proxy model of {kind} failed: {_first_words(error)}"
+    logits = router_logits_of(outputs)
+    num_experts = {int(m.num_experts) for m in modules_of_experts(model)}  # type: ignore[arg-type]
     if num_experts != {layer.shape[-1] for layer in logits}:
         return f"what a {kind} returns as router logits has not one for each expert"
     if any(_are_probabilities(layer) for layer in logits):
@@ -343,6 +273,16 @@ def _without_logits(kind: str, tried: _Tried) -> str | None:
     return None
 
 
+def _reason(kind: str, check: Callable[[], str | None]) -> str | None:
+    """Return the result of a check of a model of this kind, or why it fails."""
+    try:
+        return check()
+    except ModelError as error:
+        return f"a {kind}: {error}"
+    except MODEL_FAILURES as error:
+        return f"a proxy model of {kind} failed: {one_line(error)}"
+
+
 def _are_probabilities(layer: torch.Tensor) -> bool:
     in_range = bool((layer >= 0).all() and (layer <= 1).all())
     return in_range or torch.allclose(layer.float().exp().sum(-1), torch.ones(layer.shape[0]))
@@ -350,55 +290,25 @@ def _are_probabilities(layer: torch.Tensor) -> bool:
 
 def _run_proxy(hf_config: PreTrainedConfig, attention: str) -> tuple[Any, PreTrainedModel]:
     """Return the outputs of a proxy model with router logits, and the model."""
-    model = _proxy(hf_config, attention)
+    model = build_noisy_proxy(hf_config, attention, smaller(with_heads(2)))
     ask_for_router_logits(model)
-    return model(input_ids=_tokens(model), use_cache=False), model
-
-
-def _proxy(hf_config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    fewer_heads = with_heads(2)
-
-    def smallest(config: Any) -> None:
-        fewer_experts(config)
-        fewer_heads(config)
-
-    if attention not in ("auto", "sdpa", "eager"):
-        attention = "sdpa"  # other kernels have no float32
-    model = build_proxy_model(
-        deterministic(hf_config), attention, [smallest, fewer_experts, fewer_heads]
-    )
-    randomize(model)
-    return model
-
-
-def _tokens(model: PreTrainedModel) -> torch.Tensor:
-    vocabulary = min(VOCABULARY, int(text_config(model.config).vocab_size))
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(3, vocabulary, (2, TOKENS), generator=generator)
-
-
-def _first_words(error: Exception) -> str:
-    return one_line(error)
+    return model(input_ids=proxy_tokens(model), use_cache=False), model
 
 
 def check_expert_gathering(
     hf_config: PreTrainedConfig, zero_stage: int, num_replicas: int
 ) -> list[Problem]:
     """Return the problem with ZeRO 3 for a model of `hf_config`; empty if there is none.
-
     num_replicas: ranks that partition the model. Takes a second for a model with experts whose
-    products transformers does not compute together.
-    """
+    products transformers does not compute together."""
     if zero_stage < 3 or num_replicas == 1 or "expert" not in hf_config.to_json_string():
         return []
     if not unmarked_experts(empty_model(hf_config)):
         return []
     try:
         model = build_proxy_model(hf_config, "eager", [fewer_experts])
-        vocabulary = min(VOCABULARY, int(text_config(model.config).vocab_size))
-        ids = torch.randint(3, vocabulary, (2, TOKENS), generator=torch.Generator().manual_seed(0))
         with _Reads(unmarked_experts(model)) as reads, torch.no_grad():
-            model(input_ids=ids, use_cache=False)
+            model(input_ids=proxy_tokens(model), use_cache=False)
     except MODEL_FAILURES:
         return []  # errors are left to the run
     if not reads.found:

@@ -1,8 +1,5 @@
-"""Choice of a run's loss: from all logits at once, in chunks, or by Liger's fused kernel.
-
-Chunks pay off if logits are large, and work for every model whose forward method calls its base
-model and its head. A proxy model is tested for it: loss and every gradient.
-"""
+"""Choice of a run's loss: from all logits at once, in chunks, or by Liger's fused kernel. Whether
+chunks compute the same is tested on a proxy model."""
 
 from __future__ import annotations
 
@@ -17,11 +14,20 @@ from bigtrain.errors import ModelError, Problem, one_line
 from bigtrain.models.configuration import text_config, vocabulary_size
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
-    TOKENS,
     build_proxy_model,
-    fewer_experts,
+    proxy_tokens,
+    smaller,
     with_heads,
 )
+from bigtrain.models.equivalence.trial import (
+    GRADIENT,
+    LOSS,
+    Results,
+    Tolerance,
+    Trial,
+    pop_gradients,
+)
+from bigtrain.models.experts import auxiliary_loss
 from bigtrain.models.layers.chunked_loss import IGNORED_LABEL, ChunkedLoss, LossPlan
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
@@ -30,9 +36,6 @@ CHUNK_BYTES = 256 * 2**20
 """Float32 logits of a chunk. Smaller chunks save little memory, and each costs an addition of the
 head's full gradient."""
 
-_TOLERANCE = 1e-5
-"""Relative to the loss and the largest gradient; float32 sums in another order make 1e-6."""
-
 LIGER_REMEDY = "pip install 'bigtrain[gpu]', or set {key}"
 
 
@@ -40,10 +43,8 @@ def choose_loss(
     config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
 ) -> tuple[LossPlan, list[Problem]]:
     """Choose the loss of a run with the micro-batches of `plan`; return problems with it, too.
-
     ``auto`` takes chunks if the logits exceed one and the proxy model computes the same with them.
-    Takes a second at most, and no time if the logits are small.
-    """
+    Takes a second at most, and no time if the logits are small."""
     section, vocabulary = config.model, vocabulary_size(hf_config)
     num_tokens = plan.micro_batch_size * plan.sequence_length // config.parallel.sequence
     chunk_tokens = section.loss_chunk_tokens or max(1, CHUNK_BYTES // (4 * vocabulary))
@@ -82,77 +83,63 @@ def _try(
     kind: Literal["liger", "chunked"],
     sequence_length: int,
 ) -> tuple[float | None, str]:
-    """Return the softcap of the logits, for Liger, and why `kind` does not work; empty if it
-    does."""
-    if attention not in ("auto", "sdpa", "eager"):
-        attention = "auto"  # other kernels have no float32 on a CPU
+    """Return the softcap of the logits, for Liger, and why `kind` does not work, if it does not."""
     try:
         model = build_proxy_model(
-            hf_config,
-            attention,
-            [_fewer_heads_and_experts, with_heads(2)],
-            sequence_length=sequence_length,
+            hf_config, attention, smaller(with_heads(2)), sequence_length=sequence_length
         ).eval()
         softcap = getattr(text_config(model.config), "final_logit_softcapping", None)
         if kind == "liger":
             return softcap, _is_linear(model, softcap)
-        return None, difference(model)
+        difference = CHUNKED.difference(model)
     except (ModelError, *MODEL_FAILURES) as error:
         return None, one_line(error)
+    return None, "" if difference is None else f"the {difference.where} differs {difference.size}"
 
 
-def difference(model: PreTrainedModel, chunk_tokens: int = 7) -> str:
-    """Describe how the chunked loss or a gradient differs from the plain one; empty if
-    not. Some labels are masked. Leaves `model` as it was, without gradients."""
+def _plain(model: PreTrainedModel) -> Results:
     ids, labels = _sample(model)
-    plain = model(input_ids=ids, use_cache=False)
-    cross_entropy = F.cross_entropy(
-        plain.logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED_LABEL
+    outputs = model(input_ids=ids, use_cache=False)
+    loss = F.cross_entropy(
+        outputs.logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED_LABEL
     )
-    wanted = _gradients(model, cross_entropy, plain)
+    return _results(model, loss, outputs)
+
+
+def _in_chunks(model: PreTrainedModel, chunk_tokens: int = 7) -> Results:
+    ids, labels = _sample(model)
     chunked = ChunkedLoss(model, chunk_tokens)
     try:
         outputs = model(input_ids=ids, use_cache=False, targets=labels)
-        mean = outputs.loss / (labels != IGNORED_LABEL).sum()
-        gradients = _gradients(model, mean, outputs)
+        return _results(model, outputs.loss / (labels != IGNORED_LABEL).sum(), outputs)
     finally:
         chunked.remove()
-    off = abs(float(mean.detach()) - float(cross_entropy.detach())) / float(cross_entropy.detach())
-    if not off <= _TOLERANCE:
-        return f"the loss differs by {off:.1g} of it"
-    largest = max(float(g.abs().max()) for g in wanted.values() if g is not None)
-    for name, gradient in wanted.items():
-        zero = torch.zeros(())
-        one, other = (zero if g is None else g for g in (gradient, gradients[name]))
-        off = float((one - other).abs().max()) / largest
-        if not off <= _TOLERANCE:
-            return f"the gradient of {name} differs by {off:.1g} of the largest"
-    return ""
 
 
-def _gradients(
-    model: PreTrainedModel, loss: torch.Tensor, outputs: Any
-) -> dict[str, torch.Tensor | None]:
+def _results(model: PreTrainedModel, loss: torch.Tensor, outputs: Any) -> Results:
+    auxiliary = auxiliary_loss(outputs)
     model.zero_grad(set_to_none=True)
-    if getattr(outputs, "aux_loss", None) is not None:
-        loss = loss + outputs.aux_loss
-    loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
-    return gradients
+    (loss if auxiliary is None else loss + auxiliary).backward()
+    return {LOSS: {"loss": loss.detach()}, GRADIENT: pop_gradients(model)}
+
+
+CHUNKED = Trial(
+    _plain,
+    _in_chunks,
+    # Float32 sums in another order make 1e-6.
+    {LOSS: Tolerance(own=1e-5), GRADIENT: Tolerance(common=1e-5)},
+)
 
 
 @torch.no_grad()
 def _is_linear(model: PreTrainedModel, softcap: float | None) -> str:
-    """Return why Liger's kernel, which supports a matrix, a bias and a softcap, does not fit; empty
-    if it does."""
+    """Return why Liger's kernel (a matrix, a bias, a softcap) does not fit; empty if it does."""
     kept: list[torch.Tensor] = []
     head = model.get_output_embeddings()
     if type(head) is not torch.nn.Linear:
         return "its head is not a linear layer"
-    handle = head.register_forward_hook(lambda _module, _inputs, output: kept.append(output))
-    logits = model(input_ids=_sample(model)[0], use_cache=False).logits
-    handle.remove()
+    with head.register_forward_hook(lambda _module, _inputs, output: kept.append(output)):
+        logits = model(input_ids=_sample(model)[0], use_cache=False).logits
     if len(kept) != 1:
         return "its forward method does not call its head once"
     expected = kept[0] if softcap is None else softcap * torch.tanh(kept[0] / softcap)
@@ -163,14 +150,6 @@ def _is_linear(model: PreTrainedModel, softcap: float | None) -> str:
 
 def _sample(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and labels, some of them masked: int64 [2, TOKENS]."""
-    vocabulary = vocabulary_size(model.config)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, vocabulary, (2, TOKENS), generator=generator)
-    labels = torch.randint(3, vocabulary, (2, TOKENS), generator=generator)
+    labels = proxy_tokens(model, seed=1)
     labels[0, 5:17] = IGNORED_LABEL
-    return ids, labels
-
-
-def _fewer_heads_and_experts(config: Any) -> None:
-    with_heads(2)(config)
-    fewer_experts(config)
+    return proxy_tokens(model), labels

@@ -1,12 +1,8 @@
 """Plan of a run's model before it is built, each part tested on a proxy model.
 
-Trials of proxy models, made by one rank and cached for later launches.
-
-A trial takes seconds of a CPU and up to 2 GB, and has the same result on every rank. The result is
-stored in the user's cache (`bigtrain.system.user_cache`); the key covers everything that it depends
-on: the settings that it reads, the model's configuration, the kind of device, libraries by their
-checksums and this package by its source. Refusals are not cached, nor results for a model whose
-code is not transformers' own.
+Trials take seconds and up to 2 GB, so one rank makes them and they are cached. The key covers all
+that the result depends on: settings, configuration, device, libraries by their checksums, this
+package by its source. Refusals are not cached, nor results for code that is not transformers' own.
 """
 
 from __future__ import annotations
@@ -23,14 +19,18 @@ from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.document_isolation import plan_isolation
 from bigtrain.models.equivalence.expert_parallel import check_expert_balance, check_expert_parallel
-from bigtrain.models.equivalence.gradient_reach import GradientReach, find_gradient_reach
 from bigtrain.models.equivalence.loss import choose_loss
-from bigtrain.models.equivalence.parameter_plan import ParameterPlan, plan_parameters
+from bigtrain.models.equivalence.parameter_plan import (
+    GradientReach,
+    ParameterPlan,
+    find_gradient_reach,
+    plan_parameters,
+)
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
 from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
 from bigtrain.models.layers.adapters import check_adapters
 from bigtrain.models.layers.chunked_loss import LossPlan
-from bigtrain.models.layers.isolation import Isolation
+from bigtrain.models.layers.document_attention import Isolation
 from bigtrain.models.layers.parameters import check_frozen, freeze
 from bigtrain.models.parallel.hidden_matrices import check_matrices
 from bigtrain.models.parallel.stage_layout import StagePlan
@@ -47,11 +47,8 @@ from bigtrain.system.user_cache import (
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """Pipeline stages, document isolation and loss of a run's model, and which of
-    its parameters are trained.
-
-    stages: None without pipeline stages.
-    """
+    """Pipeline stages, document isolation and loss of a run's model, and which of its parameters
+    are trained. stages: None without pipeline stages."""
 
     stages: StagePlan | None
     isolation: Isolation
@@ -70,10 +67,8 @@ def choose(
     config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
 ) -> tuple[ModelPlan | None, list[Problem]]:
     """Return the plan for a run with the micro-batches of `plan`, or what its model's code rules
-    out.
-
-    A second or so for each kind of parallelism and packing; `check_tensor_size` comes first.
-    """
+    out. A second or so for each kind of parallelism and packing; `check_tensor_size` comes
+    first."""
     reach = find_gradient_reach(hf_config, config.model.attention)
     if reach.failure:
         key = "model.path" if config.model.path is not None else "model.config"

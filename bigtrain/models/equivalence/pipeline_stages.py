@@ -1,14 +1,10 @@
-"""Equivalence of pipeline stages and the full model, tested on a proxy model.
-
-All stages run one after another in this process; logits and every gradient are compared with the
-full model's. Anything that cutting into stages would break shows here, and is refused.
-"""
+"""Equivalence of pipeline stages, run one after another in this process, and the full model."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,18 +14,23 @@ from bigtrain.errors import ModelError, Problem, one_line
 from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
-    TOKENS,
     build_proxy_model,
-    fewer_experts,
-    set_heads,
+    proxy_tokens,
+    smaller,
     with_heads,
 )
-from bigtrain.models.experts import (
-    ask_for_router_logits,
-    auxiliary_loss,
-    router_logits_of,
-    z_loss,
+from bigtrain.models.equivalence.trial import (
+    GRADIENT,
+    LOSS,
+    OUTPUT,
+    Results,
+    Tolerance,
+    Tolerances,
+    Trial,
+    forward_results,
+    pop_gradients,
 )
+from bigtrain.models.experts import ask_for_router_logits, auxiliary_loss, router_logits_of, z_loss
 from bigtrain.models.layers.parameter_roles import parameter_roles
 from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.stage_layout import StageLayout, StagePlan, find_layout
@@ -38,21 +39,12 @@ from bigtrain.planner.stages import StageCosts, balanced_cuts
 from bigtrain.settings.compatibility.check import Facts, check_model
 from bigtrain.settings.hf_config_keys import share_of_experts
 
-_TOLERANCE = 1e-5
-"""Relative to the largest logit and gradient; float32 sums in another order make 1e-7."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Differences between a model in stages and the full one, relative to the largest value.
-
-    parameter: the one whose gradient differs most. auxiliary: of the router's loss, relative to it.
-    """
-
-    logits: float
-    gradients: float
-    parameter: str
-    auxiliary: float = 0.0
+TOLERANCES = {
+    OUTPUT: Tolerance(own=1e-5),
+    LOSS: Tolerance(own=1e-5),
+    GRADIENT: Tolerance(common=1e-5),
+}
+"""Float32 sums in another order make 1e-7."""
 
 
 def plan_stages(
@@ -70,23 +62,18 @@ def plan_stages(
     Builds a proxy model with all of its layers on the CPU; takes seconds. Not collective: all
     ranks compute the same plan.
     """
-
-    def refused(rule: str, remedy: str) -> tuple[None, list[Problem]]:
-        return None, [Problem("parallel.pipeline", num_stages, rule, remedy)]
-
-    without = "parallel.pipeline=1"
     try:
         model = build_proxy_model(
             hf_config,
             attention,
-            _REDUCTIONS,
+            smaller(with_heads(2, head_size=16), with_heads(2)),
             _runs,
             all_layers=True,
             sequence_length=sequence_length,
         )
         if router_losses:
             ask_for_router_logits(model)
-        ids = _tokens(model)
+        ids = proxy_tokens(model)
         layout = find_layout(model, ids)
         facts = Facts(pipeline_size=num_stages, num_layers=layout.num_layers)
         if problems := check_model(facts):
@@ -97,7 +84,8 @@ def plan_stages(
         plan, reason = None, one_line(error)
     if plan is None:
         rule = f"is not supported for model_type {hf_config.model_type}: {reason}"
-        return refused(rule, f"{without}, or another architecture")
+        remedy = "parallel.pipeline=1, or another architecture"
+        return None, [Problem("parallel.pipeline", num_stages, rule, remedy)]
     return plan, []
 
 
@@ -110,84 +98,70 @@ def find_stage_plan(
     router_losses: bool = False,
 ) -> tuple[StagePlan | None, str]:
     """Return the plan with which `model` computes the same in stages, or the reason why none does.
-
-    If token ids only on the first stage do not work, token ids on every stage are tested.
-    """
+    If token ids only on the first stage do not work, token ids on every stage are tested."""
     reason = ""
     for everywhere in sorted({layout.tokens_everywhere, True}):
         tried = replace(layout, tokens_everywhere=everywhere)
         try:
-            differences = difference(model, tried, cuts, input_ids, router_losses=router_losses)
+            trial = stage_trial(tried, cuts, input_ids, router_losses=router_losses)
+            difference = trial.difference(model)
         except MODEL_FAILURES as error:
-            reason = reason or f"a stage of it fails ({' '.join(str(error).split())[:200]})"
+            reason = reason or f"a stage of it fails ({one_line(error)})"
             continue
-        if max(differences.logits, differences.gradients, differences.auxiliary) <= _TOLERANCE:
+        if difference is None:
             return StagePlan(tried, tuple(cuts)), ""
         reason = reason or (
-            f"splitting into stages changes the result (logits differ by {differences.logits:.1g} "
-            f"of the largest, gradients by {differences.gradients:.1g}, most at "
-            f"{differences.parameter}, the router's loss by {differences.auxiliary:.1g})"
+            f"splitting into stages changes the {difference.where} ({difference.size})"
         )
     return None, reason
 
 
-def difference(
-    model: PreTrainedModel,
+def stage_trial(
     layout: StageLayout,
     cuts: Sequence[int],
     input_ids: torch.Tensor,
     position_ids: torch.Tensor | None = None,
     *,
     router_losses: bool = False,
-) -> Difference:
-    """Compare `model` split at `cuts` with the full one, for a random gradient of the logits and
-    the router's auxiliary loss, if it has one; with `router_losses`, of every router logit, too."""
-    model.zero_grad(set_to_none=True)
-    whole = model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-    expected: torch.Tensor = whole.logits.detach()
-    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
+    tolerances: Tolerances = TOLERANCES,
+) -> Trial:
+    """Return the comparison of a model split at `cuts` with the full one, for a random gradient of
+    the logits and the router's auxiliary loss, if it has one; with `router_losses`, of every router
+    logit, too."""
 
     def objective(outputs: Any) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        direction = torch.randn(outputs.logits.shape, generator=generator)
         total: torch.Tensor = (outputs.logits * direction).sum()
         # So that both terms are about equally large.
-        weight = expected.numel() ** 0.5
+        weight = direction.numel() ** 0.5
         if router_losses:
             total = total + weight * z_loss(router_logits_of(outputs))
         auxiliary = auxiliary_loss(outputs)
         return total if auxiliary is None else total + weight * auxiliary
 
-    objective(whole).backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
-    # Parameters are shared, so what stages give to their gradients adds up.
-    tensors = [*model.parameters(), *model.buffers()]
-    # State left by forward passes cannot be copied.
-    tensors += [t for m in model.modules() for t in vars(m).values() if torch.is_tensor(t)]
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
-    stages = [
-        Stage(copy.deepcopy(model, dict(shared)), layout, cuts, index)
-        for index in range(len(cuts) - 1)
-    ]
-    outputs = run_in_turn(stages, input_ids, position_ids, objective)
-    stage_gradients = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
-    largest = max(float(g.abs().max()) for g in gradients.values() if g is not None)
-    worst, where = 0.0, ""
-    for name, gradient in gradients.items():
-        zero = torch.zeros(())
-        wanted, other = (zero if g is None else g for g in (gradient, stage_gradients[name]))
-        distance = float((other - wanted).abs().max()) / largest
-        if not distance <= worst:
-            worst, where = distance, name
-    logits = float((outputs.logits - expected).detach().abs().max() / expected.abs().max())
-    return Difference(logits, worst, where, _auxiliary_difference(whole, outputs))
+    def results(model: PreTrainedModel, outputs: Any) -> Results:
+        return {**forward_results(outputs), GRADIENT: pop_gradients(model)}
 
+    def full(model: PreTrainedModel) -> Results:
+        model.zero_grad(set_to_none=True)
+        outputs = model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        objective(outputs).backward()
+        return results(model, outputs)
 
-def _auxiliary_difference(whole: Any, outputs: Any) -> float:
-    wanted, actual = auxiliary_loss(whole), auxiliary_loss(outputs)
-    if wanted is None or actual is None:
-        return 0.0 if wanted is actual else float("inf")
-    return float((actual - wanted).detach().abs() / wanted.detach().abs().clamp(min=1e-30))
+    def in_stages(model: PreTrainedModel) -> Results:
+        # Parameters are shared, so what stages give to their gradients adds up.
+        tensors = [*model.parameters(), *model.buffers()]
+        # State left by forward passes cannot be copied.
+        tensors += [t for m in model.modules() for t in vars(m).values() if torch.is_tensor(t)]
+        shared: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+        stages = [
+            Stage(copy.deepcopy(model, dict(shared)), layout, cuts, index)
+            for index in range(len(cuts) - 1)
+        ]
+        return results(model, run_in_turn(stages, input_ids, position_ids, objective))
+
+    return Trial(full, in_stages, tolerances)
 
 
 def run_in_turn(
@@ -255,28 +229,8 @@ def stage_costs(hf_config: PreTrainedConfig, layout: StageLayout) -> StageCosts:
     )
 
 
-def _smaller_heads(config: Any) -> None:
-    key_heads = getattr(config, "num_key_value_heads", None)
-    set_heads(config, 2, 2 if key_heads == config.num_attention_heads else 1, head_size=16)
-    fewer_experts(config)
-
-
-def _fewer_heads_and_experts(config: Any) -> None:
-    with_heads(2)(config)
-    fewer_experts(config)
-
-
-_REDUCTIONS = (_smaller_heads, _fewer_heads_and_experts, with_heads(2))
-
-
 @torch.no_grad()
 def _runs(model: PreTrainedModel) -> None:
     """Run one forward pass in evaluation mode; raises if the reduced sizes do not fit together."""
     model.eval()
-    model(input_ids=_tokens(model), use_cache=False)
-
-
-def _tokens(model: PreTrainedModel) -> torch.Tensor:
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(3, vocabulary, (2, TOKENS), generator=generator)
+    model(input_ids=proxy_tokens(model), use_cache=False)

@@ -1,14 +1,8 @@
-"""A proxy model of an architecture: a few small layers with every option of the real one.
+"""Proxy model of an architecture: a few small layers with every option of the real one.
 
-How a model handles masks or process groups depends on its own code, which the proxy shares. So it
-is tested there, in a second, instead of looked up in a table.
-
-Lengths at which a model's computation changes, scaled down for proxy models.
-
-A sliding window has no effect until a sample is longer; likewise chunked attention, factors of long
-rotary embeddings and position-dependent scales. A proxy model tested on 24 tokens would never reach
-what the run does at 8192. So its lengths are scaled down: those that the run's samples cross, and
-only those, since a threshold that a run never reaches must not rule it out.
+Lengths at which a model's computation changes (sliding windows, attention chunks, long rotary
+embeddings) are scaled down, since 24 tokens would never reach those of a run; but only those that
+the run's samples cross, since one that a run never reaches must not rule it out.
 """
 
 from __future__ import annotations
@@ -16,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,10 +64,8 @@ def cross_thresholds(config: Any, sequence_length: int, tokens: int = TOKENS) ->
 
 def document_positions(samples: int, tokens: int = TOKENS) -> torch.Tensor:
     """Positions in documents shorter and longer than the lengths that `cross_thresholds` sets.
-
     int64 [samples, tokens], counted from 0 in each document. Every other sample has only short
-    documents, so that a dependence on the other samples of a micro-batch shows.
-    """
+    documents, so that a dependence on the other samples of a micro-batch shows."""
     long, short = [3, tokens - 5, 2], [5] * (tokens // 5) + [tokens % 5]
     return torch.stack(
         [
@@ -144,12 +137,15 @@ def build_proxy_model(
     """Return a float32 model on the CPU, as small as its class can be built; the same on every
     rank.
 
-    `reductions`: changes that make a text configuration smaller, the smallest result first.
-    `usable` raises for a model that cannot be used, and the next larger one is tested. It has a few
-    layers, at least one of every kind, or `all_layers`. Samples of `tokens` cross every length that
-    those of `sequence_length` do (`proxy_samples`). Raises ValueError with
-    the first reason if none can be built.
+    `reductions`: changes that make a text configuration smaller, the smallest result first
+    (`smaller`). `usable` raises for a model that cannot be used, and the next larger one is tested.
+    It has a few layers, at least one of every kind, or `all_layers`. Samples of `tokens` cross
+    every length that those of `sequence_length` do (`cross_thresholds`). `attention`: one without
+    float32 on a CPU is replaced by transformers' default. Raises ValueError with the first reason
+    if none can be built.
     """
+    if attention not in ("sdpa", "eager"):
+        attention = "auto"
     failure: Exception | None = None
     shorter: tuple[Change, ...] = () if all_layers else (fewer_layers,)
     steps: tuple[tuple[Change, ...], ...] = (
@@ -181,9 +177,7 @@ def build_proxy_model(
 
 def _build(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        config,
-        dtype=torch.float32,
-        attn_implementation=None if attention == "auto" else attention,
+        config, dtype=torch.float32, attn_implementation=None if attention == "auto" else attention
     )
     fit_experts(model)
     return model
@@ -191,11 +185,9 @@ def _build(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def rescale_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """`model` with matrices scaled to preserve the norm of their inputs.
-
-    With initial weights, small layers hardly change the residual stream and attention is almost
-    uniform: which token attends to which would not show in the logits.
-    """
+    """`model` with matrices scaled to preserve the norm of their inputs. With initial weights,
+    small layers hardly change the residual stream and attention is almost uniform: which token
+    attends to which would not show in the logits."""
     for parameter in model.parameters():
         if parameter.ndim >= 2 and (spread := float(parameter.std())) > 0:
             parameter.div_(spread * parameter.shape[-1] ** 0.5)
@@ -223,30 +215,45 @@ def fewer_tokens(config: Any) -> None:
         setattr(config, name, None)
 
 
-def set_heads(config: Any, heads: int, key_value_heads: int, head_size: int | None = None) -> None:
-    """Set `heads` attention heads of `head_size` (None: unchanged, since rotary embeddings depend
-    on it), and inner widths in proportion; `key_value_heads` only if the configuration has it."""
-    own = getattr(config, "head_dim", None)
-    if head_size is None:
-        head_size = own or config.hidden_size // config.num_attention_heads
-    elif own:
-        config.head_dim = head_size
-    if getattr(config, "linear_num_heads", None):  # of linear attention, slow without its kernels
-        config.linear_num_heads = heads
-    config.hidden_size = heads * head_size
-    config.num_attention_heads = heads
-    for part in _parts(config):
-        if hasattr(part, "hidden_size"):
-            part.hidden_size = config.hidden_size
-        for name in _KEY_HEADS:
-            if getattr(part, name, None):
-                setattr(part, name, key_value_heads)
-        for name in _INNER_WIDTHS:
-            width = getattr(part, name, None)
-            if isinstance(width, int):
-                setattr(part, name, heads * head_size)
-            elif isinstance(width, list):  # one for each layer
-                setattr(part, name, [heads * head_size] * len(width))
+def with_heads(
+    heads: int, key_value_heads: int | None = None, head_size: int | None = None
+) -> Change:
+    """Return the change to `heads` attention heads of `head_size` (None: unchanged, since rotary
+    embeddings depend on it), and to inner widths in proportion. key_value_heads: only if the
+    configuration has it; None for half as many with grouped-query attention."""
+
+    def change(config: Any) -> None:
+        key_heads, size = key_value_heads, head_size
+        if key_heads is None:
+            own_key_heads = getattr(config, "num_key_value_heads", None)
+            key_heads = heads // 2 if own_key_heads != config.num_attention_heads else heads
+        own = getattr(config, "head_dim", None)
+        if size is None:
+            size = own or config.hidden_size // config.num_attention_heads
+        elif own:
+            config.head_dim = size
+        if getattr(config, "linear_num_heads", None):  # linear attention, slow without kernels
+            config.linear_num_heads = heads
+        config.hidden_size = heads * size
+        config.num_attention_heads = heads
+        for part in _parts(config):
+            _set_widths(part, config.hidden_size, key_heads)
+
+    return change
+
+
+def _set_widths(part: Any, width: int, key_value_heads: int) -> None:
+    if hasattr(part, "hidden_size"):
+        part.hidden_size = width
+    for name in _KEY_HEADS:
+        if getattr(part, name, None):
+            setattr(part, name, key_value_heads)
+    for name in _INNER_WIDTHS:
+        own = getattr(part, name, None)
+        if isinstance(own, int):
+            setattr(part, name, width)
+        elif isinstance(own, list):  # one for each layer
+            setattr(part, name, [width] * len(own))
 
 
 def _parts(config: Any) -> list[Any]:
@@ -262,18 +269,6 @@ def _parts(config: Any) -> list[Any]:
     ]
 
 
-def with_heads(heads: int) -> Change:
-    """Return the change to `heads` attention heads of unchanged size, with half as many key-value
-    heads for grouped-query attention."""
-
-    def change(config: Any) -> None:
-        key_heads = getattr(config, "num_key_value_heads", None)
-        grouped = key_heads != config.num_attention_heads
-        set_heads(config, heads, heads // 2 if grouped else heads)
-
-    return change
-
-
 def fewer_experts(config: Any, divisor: int = 2) -> None:
     """Twice as many experts as a token is routed to, rounded up to a multiple of `divisor`."""
     for part in _parts(config):
@@ -282,3 +277,58 @@ def fewer_experts(config: Any, divisor: int = 2) -> None:
             if isinstance(getattr(part, name, None), int) and chosen:
                 enough = -(-2 * int(chosen[0]) // divisor) * divisor
                 setattr(part, name, min(getattr(part, name), enough))
+
+
+def smaller(*heads: Change, divisor: int = 2) -> list[Change]:
+    """Return reductions for `build_proxy_model`: `heads`, the smallest first, with fewer experts;
+    then only one of both."""
+
+    def both(change: Change, config: Any) -> None:
+        change(config)
+        fewer_experts(config, divisor)
+
+    experts = partial(fewer_experts, divisor=divisor)
+    return [*(partial(both, change) for change in heads), experts, heads[-1]]
+
+
+def build_noisy_proxy(
+    hf_config: PreTrainedConfig,
+    attention: str,
+    reductions: Sequence[Change],
+    usable: Callable[[PreTrainedModel], None] = lambda model: None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Return `build_proxy_model` without dropout, and with noise on every parameter."""
+
+    def with_noise(model: PreTrainedModel) -> None:
+        _add_noise(model)
+        usable(model)
+
+    return build_proxy_model(deterministic(hf_config), attention, reductions, with_noise, **options)
+
+
+def deterministic(hf_config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the configuration without dropout or noise."""
+    config = copy.deepcopy(hf_config)
+    for part in {id(c): c for c in (config, text_config(config))}.values():
+        for name, value in vars(part).items():
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(part, name, 0.0)
+    return config
+
+
+@torch.no_grad()
+def _add_noise(model: PreTrainedModel) -> None:
+    """Add noise to every parameter: ones and zeros would hide errors."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if not torch.isfinite(parameter).all():  # not initialized by the constructor
+            parameter.zero_()
+        parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+
+
+def proxy_tokens(model: PreTrainedModel, length: int = TOKENS, seed: int = 0) -> torch.Tensor:
+    """Return random token ids for a proxy model: int64 [2, length]."""
+    vocabulary = min(VOCABULARY, int(text_config(model.config).vocab_size))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, vocabulary, (2, length), generator=generator)

@@ -39,11 +39,10 @@ from bigtrain.models.layers.adapters import (
     peft_name,
 )
 from bigtrain.models.parallel.grouped_experts import fit_experts
-from bigtrain.models.weights.adapted import magnitude
 from bigtrain.models.weights.export_hf import DTYPES, write_tokenizer
 from bigtrain.models.weights.import_hf import Weights
 from bigtrain.models.weights.lazy_tensors import LazyTensor
-from bigtrain.models.weights.quantized import bits_and_bytes, compute_plainly
+from bigtrain.models.weights.quantized import bits_and_bytes, compute_plainly, magnitude
 from bigtrain.settings.sections.adapters import AdaptersSection
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -95,8 +94,8 @@ def probe_beside(
     hf_config: PreTrainedConfig,
     probe: Probe,
 ) -> tuple[Probe, float]:
-    """Return the logits of plain peft's model of these adapters beside `base` in its own precision,
-    though they were trained beside it in 4 bits; and how far they are from those of `probe` (root
+    """Return the logits of plain peft's model of these adapters on `base` in its own precision,
+    though they were trained on it in 4 bits; and how far they are from those of `probe` (root
     mean square, relative). Parameters as of `export_adapter`."""
     with TemporaryDirectory() as name, _quiet():
         directory = Path(name)
@@ -126,10 +125,8 @@ def merged_weights(
     hf_config: PreTrainedConfig,
 ) -> dict[str, torch.Tensor]:
     """Return the base's weights with the trained adapters merged, by Hugging Face name, in float32.
-
     With lazy tensors a merged weight is computed when it is read, and nothing is read here. Raises
-    ModelError if an adapter is missing.
-    """
+    ModelError if an adapter is missing."""
     model = empty_model(hf_config)
     merged: dict[str, torch.Tensor] = dict(base.tensors)
 

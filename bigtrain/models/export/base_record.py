@@ -1,13 +1,10 @@
-"""Everything in a base model's directory beyond the values that are trained, kept for exports.
-
-A run that starts from `model.path` copies it into its own directory, because the base may be moved
-or changed before the export: the base's other files, the names and dtypes of its tensors, and the
-tensors that transformers does not load. An export gives them back unchanged, and lists what it had
-to change.
+"""Everything in a base model's directory beyond the trained values, kept for exports, since the
+base may be moved or changed. An export writes it back unchanged.
 
 Format of the directory: `files/`, the copied files; `tensors.json`, with `stored` (name: dtype),
 `sources` (parameter: name of the one stored tensor that it is), `copies` (name: name of the tensor
-that it repeats) and `omitted` (files that were not copied: reason); `unused.safetensors`.
+that it repeats) and `omitted` (files that were not copied: reason); `unused.safetensors`, tensors
+that transformers does not load.
 """
 
 from __future__ import annotations
@@ -58,10 +55,8 @@ _OF_THE_WRITER = {
 
 def record_base(source: str, weights: Weights, directory: Path) -> None:
     """Write the record of the model `source` (directory, address or hub name) into `directory`.
-
     `weights`: as found in `source`. Copies the tensors that the model does not use. A record that
-    exists stays. One process. Raises OSError.
-    """
+    exists stays. One process. Raises OSError."""
     if (directory / _TENSORS).is_file():
         return
     shutil.rmtree(directory, ignore_errors=True)
@@ -94,8 +89,8 @@ def record_base(source: str, weights: Weights, directory: Path) -> None:
 
 
 def _local_directory(source: str, weights: Weights) -> Path:
-    """Return a directory of this host with the small files of `source`; of a hub model those that
-    the cache holds next to the weights, if the hub cannot be reached."""
+    """Return a local directory with the small files of `source`; from the hub's cache if it is
+    unreachable."""
     path = Path(local_path(source))
     if path.is_dir():
         return path
@@ -108,7 +103,7 @@ def _local_directory(source: str, weights: Weights) -> Path:
 
 
 def _why_omitted(name: str, path: Path, weights: Weights) -> str | None:
-    """Return why a file of a base is not copied; empty if nobody has to be informed, None if it
+    """Return why a file of a base is not copied: empty for a reason without interest, None if it
     is."""
     parts = name.split("/")
     if any(part.startswith(".") and part != ".gitattributes" for part in parts):
@@ -228,9 +223,8 @@ class BaseRecord:
         self, output: Path, hf_config: PreTrainedConfig, dtype: str | None
     ) -> list[str]:
         """Write the base's other files into an export's directory, with the configuration changed
-        where the trained model's (`hf_config`) differs. Returns a note for each change.
-
-        `dtype`: the one that all tensors are stored in, None for the base's. Raises OSError."""
+        where the trained model's (`hf_config`) differs. Returns a note for each change. `dtype`:
+        the one that all tensors are stored in, None for the base's. Raises OSError."""
         notes = [f"{name}: not copied: {reason}" for name, reason in self._tree["omitted"].items()]
         if not (self.files / GENERATION_CONFIG).is_file():
             (output / GENERATION_CONFIG).unlink(missing_ok=True)  # which `save_pretrained` makes

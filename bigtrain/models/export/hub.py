@@ -1,7 +1,5 @@
-"""An exported directory on the Hugging Face hub, or on a server like it (HF_ENDPOINT).
-
-The token is that of `hf auth login` or HF_TOKEN, as huggingface_hub finds it; it is never printed.
-"""
+"""Upload of an exported directory to the Hugging Face hub, or to a server like it (HF_ENDPOINT).
+The token is found by huggingface_hub and never printed."""
 
 from __future__ import annotations
 
@@ -23,10 +21,7 @@ _OPTION = "--push-to-hub"
 
 def refuse_unreachable(repository: str) -> None:
     """Check before an export whether `repository` can be written, as far as possible without
-    writing: its name, the network, the login.
-
-    Raises ConfigError, with what to do.
-    """
+    writing: its name, the network, the login. Raises ConfigError, with what to do."""
 
     def refused(rule: str, remedy: str) -> ConfigError:
         return ConfigError(Problem(_OPTION, repository, rule, remedy))
@@ -52,10 +47,8 @@ def refuse_unreachable(repository: str) -> None:
 
 def push_to_hub(directory: Path, repository: str, *, private: bool, message: str) -> str:
     """Push the files of `directory` as one commit to `repository`, which is created if missing;
-    returns its address. Its other files stay.
-
-    Raises OutputError if the hub does not accept them; the directory stays as it is.
-    """
+    returns its address. Its other files stay. Raises OutputError if the hub does not accept them;
+    the directory stays as it is."""
     shown = not are_progress_bars_disabled()
     disable_progress_bars()
     try:

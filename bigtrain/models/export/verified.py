@@ -1,7 +1,4 @@
-"""Writing a Hugging Face directory, and verifying that it is the trained model.
-
-The tokens with which a chat template ends an answer, so that generation stops there.
-"""
+"""Writing a Hugging Face directory, and verifying that it is the trained model."""
 
 from __future__ import annotations
 
@@ -21,13 +18,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import CONFIG_NAME
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.errors import ModelError, OutputError
 from bigtrain.models.build import build_model, read_in_turn
 from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
 from bigtrain.models.export.base_record import BaseRecord
 from bigtrain.models.parallel.grouped_experts import fit_experts
+from bigtrain.models.transformers_patches import without_progress
 from bigtrain.models.weights.checksums import write_checksums
 from bigtrain.models.weights.export_hf import DTYPES, MAX_SHARD_SIZE, write_model, write_tokenizer
 from bigtrain.models.weights.import_hf import find_weights
@@ -44,11 +41,9 @@ _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 2e-2}
 
 @dataclass(frozen=True)
 class Probe:
-    """A fixed input and the trained model's logits for it.
-
-    input_ids: int64 [samples, tokens]. logits: float32 [samples, tokens, vocabulary].
-    dtype: name of the dtype the trained model computed in.
-    """
+    """A fixed input and the trained model's logits for it. input_ids: int64 [samples, tokens].
+    logits: float32 [samples, tokens, vocabulary]. dtype: name of the dtype the trained model
+    computed in."""
 
     input_ids: torch.Tensor
     logits: torch.Tensor
@@ -141,18 +136,16 @@ def _changes(notes: Sequence[str], base: BaseRecord | None) -> str:
 
 @contextmanager
 def writing_directory(output: Path, *, replace: bool) -> Iterator[Path]:
-    """Yields a temporary directory that becomes `output`, with checksums, when the block ends.
-
-    It is removed after an error. Raises ModelError if `output` exists and may not be replaced,
-    OutputError if it cannot be written.
-    """
+    """Yields a temporary directory that becomes `output`, with checksums, when the block ends. It
+    is removed after an error. Raises ModelError if `output` exists and may not be replaced,
+    OutputError if it cannot be written."""
     if output.exists() and not replace:
         raise ModelError(f"{output}: exists already; choose another --output or remove it")
     temporary = output.with_name(f".{output.name}.unfinished-{os.getpid()}")
-    disable_progress_bar()
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        yield temporary
+        with without_progress():
+            yield temporary
         write_checksums(temporary)
         if replace:
             shutil.rmtree(output, ignore_errors=True)
@@ -163,7 +156,6 @@ def writing_directory(output: Path, *, replace: bool) -> Iterator[Path]:
         )
         raise OutputError(cannot_be_written(output, error, remedy)) from error
     finally:
-        enable_progress_bar()
         shutil.rmtree(temporary, ignore_errors=True)
 
 
@@ -184,9 +176,7 @@ def _verify(directory: Path, probe: Probe, output: Path, dtype: str, *, in_turn:
 @torch.no_grad()
 def compare_logits(model: Any, probe: Probe, output: Path, dtype: str) -> None:
     """Raises ModelError if the logits of `model`, reloaded from files of `dtype`, differ from the
-    probe's.
-
-    `output`: the directory's name in the error."""
+    probe's. `output`: the directory's name in the error."""
     model.eval()
     tolerance = max(_TOLERANCE[dtype], _TOLERANCE[probe.dtype])
     logits = model(input_ids=probe.input_ids, use_cache=False).logits.float()
@@ -231,7 +221,7 @@ def end_of_turn_ids(tokenizer: Any) -> list[int]:
 
 
 def _after_answer(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    """Return what the chat template writes after the answer; empty if it does not accept
+    """Return the text that the chat template writes after the answer; empty if it refuses
     `messages`."""
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
@@ -242,10 +232,8 @@ def _after_answer(tokenizer: Any, messages: list[dict[str, str]]) -> str:
 
 def stop_at_end_of_turn(directory: Path) -> list[str]:
     """Make generation from a Hugging Face directory also stop at the end of an answer: as learned,
-    by the record of the training data, and as the chat template writes it.
-
-    End tokens that the settings already name stay, and come first. Returns a note if any is added.
-    """
+    by the record of the training data, and as the chat template writes it. End tokens that the
+    settings already name stay, and come first. Returns a note if any is added."""
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     record = read_record(directory)
     endings = [*(() if record is None else record.answer_end_ids), *end_of_turn_ids(tokenizer)]

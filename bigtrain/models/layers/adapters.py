@@ -1,24 +1,21 @@
 """LoRA adapters on the layers of a model: peft's own modules, injected in place.
 
-peft wraps a layer: its weight `q_proj.weight` becomes `q_proj.base_layer.weight`, and the two
-trained matrices are `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. Everything
-else keeps its name. `base_name` gives the name in the base model's files. Importing peft takes
+peft wraps a layer: its weight `q_proj.weight` becomes `q_proj.base_layer.weight`, and the trained
+matrices are `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. Importing peft takes
 seconds, so only runs with adapters do it.
 
-Layers of a kind, `attention` and `mlp`, by what modules are and not by their names.
-
-Attention is the module that transformers records attention weights of; where an architecture
-declares none, a module of a decoder layer that has heads (`head_dim`) and no convolution. What is
-left of a decoder layer is its MLP, but for modules that mix tokens in another way (those with a
-convolution, as Mamba's) and routers.
+The presets `attention` and `mlp` go by what modules are, not by their names. Attention is the
+module that transformers records attention weights of; where an architecture declares none, a module
+of a decoder layer that has heads (`head_dim`) and no convolution. The rest of a decoder layer is
+its MLP, except for modules that mix tokens in another way (with a convolution, like Mamba's) and
+routers.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -36,6 +33,7 @@ from bigtrain.models.torch_patches import shadowed
 from bigtrain.models.transformers_patches import (
     kept_in_float32,
     mark_initialized,
+    only_errors,
     refused_by_peft,
     taken_for_experts,
     targets_as_named,
@@ -85,44 +83,37 @@ def peft_name(name: str) -> str:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return whether `model` has adapters, and its own weights are frozen.
-
-    True for every pipeline stage of such a model, even one whose layers have none.
-    """
+    """Return whether `model` has adapters, and its own weights are frozen. True for every pipeline
+    stage of such a model, even one whose layers have none."""
     return hasattr(model, "peft_config")  # which peft sets when it injects adapters
 
 
 def find_targets(model: PreTrainedModel, section: AdaptersSection) -> tuple[list[str], list[str]]:
-    """(names of the layers that get adapters, patterns that match none), in the model's order.
-
-    Only linear layers, and never the head, whatever the patterns match.
-    """
+    """(names of the layers that get adapters, patterns that match none), in the model's order. Only
+    linear layers, and never the head, whatever the patterns match."""
     head = model.get_output_embeddings()
     linear = [
         name for name, module in model.named_modules() if is_product(module) and module is not head
     ]
     if section.targets == "all-linear":
         return linear, []
-    patterns = section.patterns
-    missing = [p for p in patterns if not any(_matches(name, p) for name in linear)]
     chosen: set[str] = set()
+    empty: list[str] = []
     for preset in section.presets:
-        found = layers_of(model, preset)
-        chosen.update(found)
-        if not found and not stacks_of(model, preset):
-            missing.append(preset)
-    return [n for n in linear if n in chosen or any(_matches(n, p) for p in patterns)], missing
+        layers = layers_of(model, preset)
+        chosen.update(layers)
+        if not layers and not stacks_of(model, preset):
+            empty.append(preset)
+    names, missing = _select(linear, section.patterns, chosen)
+    return names, missing + empty
 
 
 def find_parameters(
     model: PreTrainedModel, section: AdaptersSection
 ) -> tuple[list[str], list[str]]:
     """(names of the stacked weights that get adapters, patterns that match none)."""
-    stacked = stacked_weights(model)
-    patterns = section.target_parameters
-    missing = [p for p in patterns if not any(_matches(name, p) for name in stacked)]
     chosen = {name for preset in section.presets for name in stacks_of(model, preset)}
-    return [n for n in stacked if n in chosen or any(_matches(n, p) for p in patterns)], missing
+    return _select(stacked_weights(model), section.target_parameters, chosen)
 
 
 def parameter_layers(model: nn.Module) -> dict[str, Any]:
@@ -160,9 +151,7 @@ def _matrices(layer: Any) -> list[nn.Parameter]:
 def find_saved(model: PreTrainedModel, section: AdaptersSection) -> tuple[list[str], list[str]]:
     """(names of the modules in ``modules_to_save``, patterns that match none)."""
     own = [name for name, m in model.named_modules() if any(True for _ in m.parameters(False))]
-    patterns = section.modules_to_save
-    missing = [p for p in patterns if not any(_matches(name, p) for name in own)]
-    return [name for name in own if any(_matches(name, p) for p in patterns)], missing
+    return _select(own, section.modules_to_save)
 
 
 def trained_copy(module: Any) -> Any:
@@ -180,6 +169,14 @@ def computing_modules(model: nn.Module) -> dict[str, nn.Module]:
         if ".original_module." not in f"{name}.":
             found[f"{name}.".replace(COPY, ".").rstrip(".")] = module
     return found
+
+
+def _select(
+    names: Sequence[str], patterns: Sequence[str], chosen: Container[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Return `names` that are `chosen` or match a pattern, and the patterns that match none."""
+    missing = [p for p in patterns if not any(_matches(name, p) for name in names)]
+    return [n for n in names if n in chosen or any(_matches(n, p) for p in patterns)], missing
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -303,11 +300,9 @@ def lora_config(model: PreTrainedModel, section: AdaptersSection) -> LoraConfig:
 
 
 def file_config(model: PreTrainedModel, section: AdaptersSection) -> LoraConfig:
-    """Return `lora_config` for peft's files: their reader converts the names of targets.
-
-    A layer whose name peft takes for an expert's is written as its weight (``target_parameters``):
-    to the same product of the same two matrices, but without dropout, which peft has none for then.
-    """
+    """Return `lora_config` for peft's files: their reader converts the names of targets. A layer
+    whose name peft treats as an expert's is written as its weight (``target_parameters``): to the
+    same product of the same two matrices, but without dropout, which peft has none for then."""
     config: Any = lora_config(model, section)
     if taken := _taken_for_experts(model, config.target_modules):
         config.target_modules = [n for n in config.target_modules if n not in taken]
@@ -331,13 +326,8 @@ def _taken_for_experts(model: PreTrainedModel, names: Iterable[str]) -> list[str
 def quiet_bitsandbytes() -> Iterator[None]:
     """Inside, bitsandbytes is imported without its remark that a kernel could be downloaded for
     this CPU. peft imports it wherever it is installed."""
-    log = logging.getLogger("bitsandbytes")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
+    with only_errors("bitsandbytes"):
         yield
-    finally:
-        log.setLevel(level)
 
 
 @torch.no_grad()
@@ -348,7 +338,7 @@ def add_adapters(
 
     Their initial values are peft's, from a random stream per layer: `seed_of` the layer's name. So
     they do not depend on the model's device and dtype, nor on whether its own parameters are
-    partitioned; the adapters' are full. `models.weights.adapted` fills initial values that are a
+    partitioned; the adapters' are full. `models.weights.quantized` fills initial values that are a
     function of the model's weights. Collective if those are partitioned and some are copied
     (`modules_to_save`).
     """
@@ -383,8 +373,8 @@ def _adapted_names(model: nn.Module) -> set[str]:
 
 @contextmanager
 def _zeros_for_weights(layers: Iterable[Any]) -> Iterator[None]:
-    """Inside, `layers` show zeros for weights. peft makes DoRA's magnitudes of these, which get
-    their values later; the weights may not be read yet, or be partitioned."""
+    """Show zeros for weights inside: peft computes DoRA's magnitudes, and they may be
+    partitioned."""
     with ExitStack() as stack:
         for layer in layers:
             weight = layer.weight
@@ -412,11 +402,9 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 
 
 def is_product(module: nn.Module) -> bool:
-    """Return whether `module` is a linear layer to which a product of two matrices can be added.
-
-    Of subclasses with a forward pass of their own some are not: routers that return their choice
-    (Llama 4's), products of groups (DeepSeek-V4's). One is called without data.
-    """
+    """Return whether `module` is a linear layer to which a product of two matrices can be added. Of
+    subclasses with a forward pass of their own some are not: routers that return their choice
+    (Llama 4's), products of groups (DeepSeek-V4's). One is called without data."""
     if not isinstance(module, LINEAR):
         return False
     if type(module) in LINEAR or not type(module).__module__.startswith("transformers."):

@@ -1,20 +1,12 @@
 """Cross-entropy in chunks of tokens, so that the logits of all tokens never exist together.
 
-Logits take tokens x vocabulary x 4 bytes, several times over: more than all activations of a model
-of a few billion parameters. Here the head gets a few tokens at a time; loss and gradients of a
-chunk are computed at once and its logits forgotten (as Liger's fused linear cross-entropy does,
-arXiv 2410.10989).
-
-What an architecture does around its head (multipliers, soft-capping, biases) is its own code, which
-is run, not copied: the model's forward method runs once up to the head. There it is called again
-for every chunk, with the base model replaced by the chunk's hidden states. All chunks are inside
-one call of the head module, so that its hooks (ZeRO-3 gathers its weight and reduces its gradient
-there) run once. A proxy model is tested before a run to give the same result as the plain loss
-(`bigtrain.models.equivalence.loss`).
+Loss and gradients of a chunk are computed at once and its logits dropped (like Liger's fused linear
+cross-entropy, arXiv 2410.10989). The architecture's own code around the head (multipliers,
+soft-capping, biases) runs: its forward method is called again for every chunk, with the base model
+replaced by the chunk's hidden states; all chunks inside one call of the head module, so that its
+hooks (ZeRO-3 gathers and reduces there) run once.
 
 Shapes: B = samples, T = tokens of a sample, H = hidden size, V = vocabulary, N = tokens in all.
-
-The loss function with which a model is trained.
 """
 
 from __future__ import annotations
@@ -134,8 +126,7 @@ class ChunkedLoss:
         return unused
 
     def _head_forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the head module's forward: in a pass with targets the loss, inside the module's
-        hooks."""
+        """Return the head's forward: in a pass with targets the loss, inside the module's hooks."""
         if self._labels is None:
             output: torch.Tensor = self._plain_head(hidden, *args, **kwargs)
             return output
@@ -209,19 +200,14 @@ class ChunkedLoss:
     @contextmanager
     def _standing_in(self, base: Callable[..., Any], head: Callable[..., Any]) -> Iterator[None]:
         """Inside, the forward method calls these instead; the modules stay registered."""
-        calls = {
-            self._base_name: _Call(self._base, base),
-            self._head_name: _Call(self._head, head),
-        }
+        calls = {self._base_name: _Call(self._base, base), self._head_name: _Call(self._head, head)}
         with shadowed(self._model, calls):
             yield
 
     @contextmanager
     def _weights(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Inside, the head uses `leaves` instead of its parameters, so that no hooks run per chunk.
-
-        ZeRO-3's parameters are gathered here, since the head's forward is running.
-        """
+        """Use `leaves` as the head's parameters inside, so that no hooks run per chunk; ZeRO-3's
+        are gathered here."""
         places: list[tuple[nn.Module, str]] = []
         found = dict(zip(map(id, self._head.parameters()), leaves, strict=True))
         for module in self._head.modules():
@@ -236,10 +222,8 @@ class ChunkedLoss:
 
 
 class _Call:
-    """Replaces a module, and those inside it, in its model's forward method.
-
-    Calls go to `call`, with the module first; attributes are the module's.
-    """
+    """Replaces a module in its model's forward method: calls go to `call`, attributes are the
+    module's."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
         self._module, self._call = module, call
@@ -301,10 +285,8 @@ class _Loss(torch.autograd.Function):
 def _targets(
     labels: torch.Tensor, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Labels of the tokens that have one [N], and their indices (None: all) on `device`.
-
-    Selects only if the labels are on the host, since reading them on a device would wait for it.
-    """
+    """Return the labels of tokens that have one [N], and their indices (None: all) on `device`.
+    Selects only on the host, since reading labels on a device would wait for it."""
     flat = labels.flatten()
     index = None
     if flat.device.type == "cpu":
@@ -338,10 +320,8 @@ def _is_filled(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class LossPlan:
-    """Choice of the loss computation, and why, as a human-readable line.
-
-    chunk_tokens: tokens whose logits exist at a time. softcap: of the logits, for Liger's kernel.
-    """
+    """Choice of the loss computation, and why, as a human-readable line. chunk_tokens: tokens whose
+    logits exist at a time. softcap: of the logits, for Liger's kernel."""
 
     kind: Literal["plain", "chunked", "liger"]
     chunk_tokens: int

@@ -1,20 +1,13 @@
-"""torch.compile of single decoder layers, which share the compiled graphs.
+"""torch.compile of single decoder layers, and offloading of activation checkpoints to host memory.
 
-The layers of a model have the same code and shapes, so the first one compiles and the others reuse
-its graphs (regional compilation in PyTorch's documentation). Compiling the full model would take
-minutes, and break the graph at every hook.
+The layers share code and shapes, so the first one compiles and the others reuse its graphs
+(regional compilation in PyTorch's documentation); the full model would take minutes, and break the
+graph at every hook. A layer's forward method is replaced, so that names stay and its hooks are
+outside of the graph, while recomputation is inside.
 
-A layer's forward method is replaced, not the layer: parameters keep their names, and hooks on the
-layer stay outside of the graph. Recomputation is inside: transformers puts it into the layers'
-forward methods, and torch.compile supports it.
-
-Offloading activation checkpoints to host memory, for sequences whose activations do not fit.
-
-A checkpointed layer saves only its input: layers x tokens x hidden size elements in all, most of
-the activation memory with long sequences. torch's `save_on_cpu` copies them to pinned memory in the
-forward pass and back in the backward pass, on the compute stream, so every step gets slower by the
-time of these copies. (DeepSpeed 0.19.8 has `CheckpointHiddenStatesOffload` with a stream of its
-own; it finds tensors by identity, and ZeRO-3's hooks pass other ones to layers: nothing is moved.)
+Offloading: torch's `save_on_cpu` copies a checkpointed layer's input to pinned memory and back on
+the compute stream, so a step gets slower by the time of these copies. (DeepSpeed 0.19.8's
+`CheckpointHiddenStatesOffload` finds tensors by identity, and ZeRO-3's hooks pass other ones.)
 """
 
 from __future__ import annotations
@@ -43,10 +36,8 @@ def is_compiled(
 
 
 def compile_layers(model: PreTrainedModel) -> int:
-    """Make the decoder layers of `model` compile at their first call; returns their number.
-
-    Raises ModelError for a model without any.
-    """
+    """Make the decoder layers of `model` compile at their first call; returns their number. Raises
+    ModelError for a model without any."""
     layers: list[Any] = [
         layer for _, layer in decoder_layers(model) if isinstance(layer, GradientCheckpointingLayer)
     ]
@@ -70,9 +61,7 @@ def uncompiled() -> Iterator[None]:
 
 def offload_checkpoints(model: PreTrainedModel, device_type: str) -> int:
     """Let the checkpointed layers of `model` save their inputs on the host; returns their number.
-
-    Gradient checkpointing must be on. Raises ModelError for a model without such layers.
-    """
+    Gradient checkpointing must be on. Raises ModelError for a model without such layers."""
     layers: list[Any] = [
         module
         for module in model.modules()

@@ -1,12 +1,8 @@
-"""Attention for each document of a sample separately.
+"""Attention for each document of a sample separately: the same as with a block-diagonal causal
+mask, without its sequence squared elements.
 
-The same as the model's own attention (sdpa or eager) with a block-diagonal causal mask, but without
-the mask, which has sequence squared elements and rules out torch's fast sdpa kernels, and without
-the products that the mask discards.
-
-It uses transformers' extension points: `AttentionMaskInterface` may return any object as mask, and
-layers pass it on to `AttentionInterface` unchanged (as with flex attention's block masks). Here it
-is a list of lengths. So layers recomputed in the backward pass get it too.
+It uses transformers' extension points: `AttentionMaskInterface` may return any object as mask, here
+a list of lengths, and layers pass it on to `AttentionInterface`, also when they are recomputed.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -24,7 +20,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bigtrain.errors import ModelError
-from bigtrain.models.layers.document_masks import edges_of_documents
+from bigtrain.models.layers.document_masks import (
+    document_boundaries,
+    edges_of_documents,
+    lengths_of_documents,
+)
+from bigtrain.models.layers.rotary import choose_by_document
 from bigtrain.models.transformers_patches import attention_name
 
 IMPLEMENTATIONS = {name: f"bigtrain_documents_{name}" for name in ("sdpa", "eager")}
@@ -34,11 +35,9 @@ _SIZES: ContextVar[tuple[int, ...] | None] = ContextVar("sizes", default=None)
 
 @dataclass(frozen=True)
 class Documents:
-    """Document boundaries that layers get instead of a mask.
-
-    sizes: tokens of the documents of a micro-batch, sample after sample.
-    window: how many tokens a token sees, itself among them; None: all before it in its document.
-    """
+    """Document boundaries that layers get instead of a mask. sizes: tokens of the documents of a
+    micro-batch, sample after sample. window: how many tokens a token sees, itself among them; None:
+    all before it in its document."""
 
     sizes: tuple[int, ...]
     window: int | None
@@ -52,10 +51,8 @@ def sizes_of_documents(position_ids: torch.Tensor) -> tuple[int, ...]:
 
 @contextmanager
 def per_document_attention(position_ids: torch.Tensor) -> Iterator[None]:
-    """Inside, models with this attention get the documents of `position_ids` instead of masks.
-
-    [B, T] on the host, of full samples.
-    """
+    """Inside, models with this attention get the documents of `position_ids` instead of masks. [B,
+    T] on the host, of full samples."""
     token = _SIZES.set(sizes_of_documents(position_ids))
     try:
         yield
@@ -115,10 +112,8 @@ def _mask(
 
 
 def _is_band(mask_function: Callable[..., torch.Tensor], tokens: int, window: int | None) -> bool:
-    """Return whether `mask_function` lets a token see itself and those before it, `window` in all.
-
-    Checked for the rows at which the window starts to move, in the middle, and at the end.
-    """
+    """Return whether `mask_function` lets a token see itself and `window` - 1 before it, by the
+    rows at which the window starts to move, in the middle, and at the end."""
     width = tokens if window is None else window
     rows = {0, 1, width - 1, width, width + 1, 2 * width, tokens // 2, tokens - 1}
     query = torch.tensor(sorted(row for row in rows if 0 <= row < tokens))[:, None]
@@ -163,11 +158,8 @@ def _attend(
 def _blocks(
     document: Sequence[torch.Tensor], window: int, name: str
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """Queries, keys, values and mask of each block of `document`: three tensors [1, H, L, D].
-
-    A document longer than the window is split into blocks of that length, with masks of window x
-    2 window elements.
-    """
+    """Yield queries, keys, values [1, H, L, D] and mask of each block of `document`, at most a
+    window long."""
     query, key, value = document
     length = query.shape[2]
     if length <= window and name == "sdpa":
@@ -192,3 +184,51 @@ def attention_of(name: str, module: Any) -> Callable[..., Any]:
         return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]
     source = __import__(type(module).__module__, fromlist=["eager_attention_forward"])
     return source.eager_attention_forward  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """Method by which a model isolates documents. none: not at all. masks: transformers makes them
+    from positions. documents: attention runs for each document separately, without a mask
+    (`bigtrain.models.layers.document_attention`). lengths: flash attention's arguments."""
+
+    kind: Literal["none", "masks", "documents", "lengths"]
+
+    @property
+    def reason(self) -> str:
+        """A human-readable line; empty for none."""
+        how = {
+            "masks": "by masks that the model makes from positions",
+            "documents": "attention runs for each separately, without masks",
+            "lengths": "by the lengths that flash attention takes",
+        }
+        return f"documents of a sample are kept apart: {how[self.kind]}" if self.kind in how else ""
+
+    def install(self, model: PreTrainedModel) -> None:
+        """Make `model` isolate documents in this way."""
+        if self.kind != "none":
+            choose_by_document(model)
+        if self.kind == "documents":
+            attend_by_document(model)
+
+    @contextmanager
+    def document_mask(self, position_ids: torch.Tensor | None) -> Iterator[None]:
+        """Enter around every forward pass: `position_ids` [B, T] on the host, full samples; None
+        if each sample is one document."""
+        if position_ids is None or self.kind != "documents":
+            with document_boundaries(packed=position_ids is not None):
+                yield
+        else:
+            with document_boundaries(packed=False), per_document_attention(position_ids):
+                yield
+
+    def arguments(self, position_ids: torch.Tensor | None) -> dict[str, Any]:
+        """Return arguments for the model in addition to positions; tensors are on the host."""
+        if position_ids is None or self.kind != "lengths":
+            return {}
+        return lengths_of_documents(position_ids)
+
+
+NOT_ISOLATED = Isolation("none")
+
+MASKED = Isolation("masks")

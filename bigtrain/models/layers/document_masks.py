@@ -1,10 +1,6 @@
-"""Document boundaries in the form that masks and flash attention take.
-
-Flash attention has no mask. Its variable-length kernels take all tokens of a micro-batch in one row
-and the start of each document (``cu_seqlens``), without anything of sequence squared. transformers
-passes these arguments to the attention of every layer and flattens the rows itself
-(`_flash_attention_forward`). A document never crosses a sample.
-"""
+"""Document boundaries in the form that masks and flash attention take. Variable-length flash
+kernels take all tokens of a micro-batch in one row and the start of each document (``cu_seqlens``);
+transformers flattens the rows (`_flash_attention_forward`)."""
 
 from __future__ import annotations
 
@@ -14,11 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from bigtrain.models.transformers_patches import attention_name, packed_sequences_found_by
 
@@ -27,10 +19,8 @@ _NAME = "bigtrain_documents"
 
 def edges_of_documents(position_ids: torch.Tensor) -> torch.Tensor:
     """Start of each document in the tokens of all samples, and the end: int64 [documents + 1].
-
     `position_ids` [B, T] on the host, so that reading them waits for nothing. Positions count from
-    0 in each document, and every sample begins one.
-    """
+    0 in each document, and every sample begins one."""
     assert position_ids.device.type == "cpu"
     starts = (position_ids == 0).flatten()
     starts[:: position_ids.shape[1]] = True
@@ -39,9 +29,7 @@ def edges_of_documents(position_ids: torch.Tensor) -> torch.Tensor:
 
 def lengths_of_documents(position_ids: torch.Tensor) -> dict[str, Any]:
     """Return arguments for a model with flash attention; `position_ids` as in `edges_of_documents`.
-
-    ``cu_seq_lens_*`` are int32 [documents + 1] on the host, ``max_length_*`` in tokens.
-    """
+    ``cu_seq_lens_*`` are int32 [documents + 1] on the host, ``max_length_*`` in tokens."""
     edges = edges_of_documents(position_ids).int()
     longest = int(edges.diff().max())
     return {
@@ -54,20 +42,16 @@ def lengths_of_documents(position_ids: torch.Tensor) -> dict[str, Any]:
 
 def document_numbers(position_ids: torch.Tensor) -> torch.Tensor:
     """Return which document of its sample each token belongs to, from 0: int64 like `position_ids`
-    [B, T].
-
-    Follows transformers' `find_packed_sequence_indices`, without its check for several documents.
-    """
+    [B, T]. Follows transformers' `find_packed_sequence_indices`, without its check for several
+    documents."""
     before = position_ids[:, :1] - 1
     return (torch.diff(position_ids, prepend=before, dim=-1) != 1).cumsum(-1)
 
 
 @contextmanager
 def document_boundaries(*, packed: bool) -> Iterator[None]:
-    """Inside, `packed` tells models whether documents share samples.
-
-    Otherwise transformers reads the positions in every forward pass, and a GPU's host waits.
-    """
+    """Inside, `packed` tells models whether documents share samples. Otherwise transformers reads
+    the positions in every forward pass, and a GPU's host waits."""
     known: Callable[[torch.Tensor], torch.Tensor | None]
     known = document_numbers if packed else lambda _positions: None
     with packed_sequences_found_by(known):
@@ -76,11 +60,9 @@ def document_boundaries(*, packed: bool) -> Iterator[None]:
 
 @contextmanager
 def document_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, `model` attends as flash attention does with cumulative lengths, on any device.
-
-    Slow, with gradients: for trying a model where flash attention cannot run. A layer that ignores
-    the lengths sees all tokens before it.
-    """
+    """Inside, `model` attends as flash attention does with cumulative lengths, on any device. Slow,
+    with gradients: for trying a model where flash attention cannot run. A layer that ignores the
+    lengths sees all tokens before it."""
     before = attention_name(model)
     AttentionInterface.register(_NAME, _attend)
     AttentionMaskInterface.register(_NAME, lambda *_, **__: None)

@@ -1,10 +1,5 @@
-"""Liger's Triton kernels (arXiv 2410.10989) in place of a model's RMSNorm, RoPE and SwiGLU.
-
-liger-kernel patches the architectures that it supports, and lists them itself. Its loss is not
-enabled here: `bigtrain.models.layers.chunked_loss` uses Liger's kernel if the run asks for it.
-
-Written against liger-kernel 0.6 and 0.7. The kernels need a CUDA device.
-"""
+"""Liger's Triton kernels (arXiv 2410.10989; 0.6 and 0.7, CUDA only) in place of a model's RMSNorm,
+RoPE and SwiGLU. Its loss is in `bigtrain.models.layers.chunked_loss`."""
 
 from __future__ import annotations
 
@@ -45,11 +40,9 @@ def check_kernels(hf_config: PreTrainedConfig, kernels: str) -> list[Problem]:
 
 
 def apply_kernels(model: PreTrainedModel) -> None:
-    """Make `model` compute with Liger's kernels; parameters stay as they are.
-
-    Rotary embeddings are a function in transformers' module of the architecture, which is patched
-    for the whole process. Call `check_kernels` first.
-    """
+    """Make `model` compute with Liger's kernels; parameters stay as they are. Rotary embeddings are
+    a function in transformers' module of the architecture, which is patched for the entire process.
+    Call `check_kernels` first."""
     patch = _patches()[model.config.model_type]
     taken = inspect.signature(patch).parameters
     patch(model=model, **{name: value for name, value in _WANTED.items() if name in taken})

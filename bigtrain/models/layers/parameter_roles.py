@@ -1,9 +1,8 @@
 """The role of every parameter of a model: the one table that decides what is done with each.
 
 A role follows from the type of the module that holds a parameter, from what transformers declares
-(`_can_record_outputs` names the routers) and, of parameters that a module holds directly, from the
-name that the module gives them: never from a number of dimensions or from equal widths. Weight
-decay, the choice between Muon and AdamW, targets of adapters and `docs/architectures.md` read it.
+(`_can_record_outputs` names the routers) and, of parameters that a module holds directly, from
+their name there: never from a number of dimensions or from equal widths.
 """
 
 from __future__ import annotations
@@ -43,14 +42,7 @@ class Role(StrEnum):
         return self in _PRODUCTS or (decay_embeddings and self in _TABLES)
 
 
-_PRODUCTS = {
-    Role.HEAD,
-    Role.MATRIX,
-    Role.EXPERTS,
-    Role.ROUTER,
-    Role.CONVOLUTION,
-    Role.ADAPTER,
-}
+_PRODUCTS = {Role.HEAD, Role.MATRIX, Role.EXPERTS, Role.ROUTER, Role.CONVOLUTION, Role.ADAPTER}
 _TABLES = {Role.EMBEDDING, Role.POSITION}
 
 LINEAR = (nn.Linear, Conv1D, nn.Bilinear)
@@ -98,11 +90,9 @@ class ParameterRole:
 
 
 def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
-    """Return the role of every parameter of `model` by its first name, in the model's order.
-
-    The model may be on the meta device, partitioned, sharded, a pipeline stage, and have adapters.
-    Not collective. A parameter that is an embedding and a head is an embedding.
-    """
+    """Return the role of every parameter of `model` by its first name, in the model's order. The
+    model may be on the meta device, partitioned, sharded, a pipeline stage, and have adapters. Not
+    collective. A parameter that is an embedding and a head is an embedding."""
     found = _Classifier(model)
     roles: dict[str, ParameterRole] = {}
     by_id: dict[int, str] = {}
@@ -226,8 +216,7 @@ def _is_position(kind: str, *names: str) -> bool:
 
 
 def _is_vector(parameter: nn.Parameter) -> bool:
-    """Return whether at most one dimension is longer than 1: then it is not a matrix, whatever its
-    name."""
+    """Return whether at most one dimension is longer than 1."""
     return sum(length > 1 for length in local_shape(parameter)) < 2
 
 
@@ -250,10 +239,8 @@ class ParameterGroups:
 def split_by_decay(
     model: nn.Module, *, decay_embeddings: bool, untrained: Collection[str] = ()
 ) -> ParameterGroups:
-    """Trained parameters by `Role.decays`; adapters of the weights `untrained` never decay.
-
-    Frozen parameters are in neither group.
-    """
+    """Trained parameters by `Role.decays`; adapters of the weights `untrained` never decay. Frozen
+    parameters are in neither group."""
     groups = ParameterGroups([], [])
     for name, entry in parameter_roles(model).items():
         parameter = parameter_of(model, name)

@@ -1,7 +1,5 @@
-"""Parameters by their names: which are frozen (`model.frozen`), from which seeds they are drawn.
-
-A model's decoder layers, the members of its outermost module lists, and experts in them.
-"""
+"""Parameters by name, their seeds and freezing (`model.frozen`); decoder layers and their
+experts."""
 
 from __future__ import annotations
 
@@ -21,10 +19,7 @@ KEY = "model.frozen"
 
 def check_frozen(model: nn.Module, patterns: Sequence[str]) -> list[Problem]:
     """Return problems with `patterns` for this model: one matches nothing, or together they match
-    all.
-
-    Freezes what they match; `model` may be on the meta device.
-    """
+    all. Freezes what they match; `model` may be on the meta device."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     problems = [
         Problem(
@@ -77,11 +72,9 @@ def names_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[int, list[s
 
 
 def give_properties(module: nn.Module, properties: dict[str, property], **marks: object) -> None:
-    """Let attributes of `module`, the names of parameters that it has or had, be `properties`.
-
-    Its class becomes a subclass of the same name, with `marks` as attributes: transformers uses the
-    class's full name to find what to record.
-    """
+    """Let attributes of `module`, the names of parameters that it has or had, be `properties`. Its
+    class becomes a subclass of the same name, with `marks` as attributes: transformers uses the
+    class's full name to find what to record."""
     kind = type(module)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     module.__class__ = type(kind.__name__, (kind,), {**marks, **names, **properties})
@@ -118,11 +111,9 @@ def listed_layers(model: nn.Module, count: int | None) -> list[tuple[str, nn.Mod
 
 
 def expert_stacks(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules that hold the weights of experts as stacks [experts, ...].
-
-    Those of which transformers computes the products, and others whose class it calls so (Llama
-    4's and LongCat's).
-    """
+    """Modules that hold the weights of experts as stacks [experts, ...]. Those of which
+    transformers computes the products, and others whose class it calls so (Llama 4's and
+    LongCat's)."""
     yield from modules_of_experts(model)
     for module in unmarked_experts(model):
         if any(len(local_shape(parameter)) == 3 for parameter in module.parameters(recurse=False)):

@@ -1,12 +1,10 @@
 """Rotary embeddings that depend on the sequence length, chosen by each document's own length.
 
 With rope type ``longrope`` (Phi-3) transformers switches to other frequencies as soon as one
-position of its input exceeds ``original_max_position_embeddings``. So a full micro-batch would
-change with its longest document, and sequence-parallel ranks would each choose by their own part.
-Here each document gets what plain transformers computes for it separately.
-
-The model's own module computes both, and each token takes the one for its document's length. Rope
-type ``dynamic`` changes only beyond ``max_position_embeddings``, which no run may exceed
+position of its input exceeds ``original_max_position_embeddings``: a micro-batch would change with
+its longest document, and sequence-parallel ranks would choose by their part. Here the model's own
+module computes both, and each token takes the one for its document's length. Rope type ``dynamic``
+changes only beyond ``max_position_embeddings``, which no run may exceed
 (`bigtrain.settings.compatibility.check`).
 """
 
@@ -33,10 +31,8 @@ _LOCK = threading.Lock()
 
 
 def document_lengths(position_ids: torch.Tensor) -> torch.Tensor:
-    """Length of each token's document: int64 like `position_ids` [B, T] of full samples.
-
-    Computed on their device, without waiting for it.
-    """
+    """Length of each token's document: int64 like `position_ids` [B, T] of full samples. Computed
+    on their device, without waiting for it."""
     numbers = document_numbers(position_ids)
     counts = torch.zeros_like(numbers).scatter_add_(1, numbers, torch.ones_like(numbers))
     return counts.gather(1, numbers)
@@ -45,10 +41,8 @@ def document_lengths(position_ids: torch.Tensor) -> torch.Tensor:
 def choose_by_document(
     model: PreTrainedModel, lengths: Lengths = document_lengths
 ) -> Callable[[], None]:
-    """Make the rotary embeddings of `model` choose by document; returns an undo function.
-
-    A later call replaces an earlier one. Models without such embeddings stay as they are.
-    """
+    """Make the rotary embeddings of `model` choose by document; returns an undo function. A later
+    call replaces an earlier one. Models without such embeddings stay as they are."""
     changed = [module for module in model.modules() if _chooses(module)]
     for module in changed:
         shadow(module, "forward", partial(_forward, module, lengths))

@@ -7,7 +7,6 @@ from typing import Literal
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from bigtrain.errors import ModelError
 from bigtrain.models.configuration import text_config
 from bigtrain.models.layers.adapters import (
     find_parameters,
@@ -16,7 +15,7 @@ from bigtrain.models.layers.adapters import (
     quantized_layers,
 )
 from bigtrain.models.layers.parameters import listed_layers
-from bigtrain.models.parallel.tensor import Plan, tensor_plan
+from bigtrain.models.parallel.tensor import Plan, known_plan
 from bigtrain.planner.model_costs import (
     AdapterCosts,
     ExtraAdapterParameters,
@@ -30,10 +29,7 @@ from bigtrain.settings.sections.adapters import AdaptersSection
 
 def adapter_costs(model: PreTrainedModel, section: AdaptersSection) -> AdapterCosts:
     """Costs of the adapters that a run would add to `model`, which may be on the meta device."""
-    try:
-        plan = tensor_plan(model)
-    except ModelError:
-        plan = {}
+    plan = known_plan(model)
     text = text_config(model.config)
     count = getattr(text, "num_hidden_layers", None)
     prefixes = [f"{name}." for name, _ in listed_layers(model, count)]
@@ -76,15 +72,14 @@ def _is_gathered(style: str) -> bool:
 
 
 def _side_of_stack(style: str) -> Literal["in", "out"] | None:
-    """Return, for a stack [experts, in, out], if its first matrix dimension counts as that of
-    inputs."""
+    """Return whether the first matrix dimension of a stack [experts, in, out] is that of inputs."""
     if "colwise" in style:
         return "in"
     return "out" if "rowwise" in style else None
 
 
 def _is_cut(name: str, plan: Plan) -> bool:
-    """Return whether ranks divide a parameter: one cut by inputs has a whole bias."""
+    """Return whether ranks divide a parameter: one split by inputs has a full bias."""
     style = plan.get(name, "")
     is_bias = name.endswith("bias") and "rowwise" in style
     return "embedding" in style or (any(s in style for s in ("colwise", "rowwise")) and not is_bias)
@@ -93,8 +88,7 @@ def _is_cut(name: str, plan: Plan) -> bool:
 def _packed(
     model: PreTrainedModel, section: AdaptersSection, prefixes: list[str]
 ) -> tuple[QuantizedWeights, ...]:
-    """Return costs of each decoder layer; the few linear layers outside of those count as if they
-    were plain."""
+    """Return costs of each decoder layer; linear layers outside of those count as plain ones."""
     sizes: dict[str, list[int]] = {prefix: [] for prefix in prefixes}
     for name in quantized_layers(model):
         of_layer = next((found for prefix, found in sizes.items() if name.startswith(prefix)), None)

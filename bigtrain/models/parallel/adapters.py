@@ -1,11 +1,9 @@
 """Adapters on layers that tensor parallelism shards, by peft's rule.
 
-On a column-parallel layer ``lora_A`` is replicated and ``lora_B`` is sharded as the layer is; on a
-row-parallel one ``lora_A`` is sharded as the layer is and ``lora_B`` is replicated. The matrix that
-is cut is called as a layer of the same style: ranks exchange the low-rank tensor between the two,
-and the gradients of the replicated matrix are complete on every rank. The two matrices of a stacked
-weight are not called but multiplied with each other: there ranks have their parts of the replicated
-one's gradient, which are summed.
+On a column-parallel layer ``lora_A`` is replicated and ``lora_B`` is sharded like the layer; on a
+row-parallel one the other way round. The sharded matrix is called like a layer of the same style,
+so the gradients of the replicated one are complete on every rank. The two matrices of a stacked
+weight are not called but multiplied: there ranks sum their parts of the replicated one's gradient.
 """
 
 from __future__ import annotations
@@ -39,10 +37,8 @@ def cut_adapter(
     layer: Any, side: Side, group: Group, *, is_gathered: bool
 ) -> tuple[Any, list[nn.Parameter]]:
     """Tag the adapter of `layer`, whose own weight was sharded by `side`; no weights move.
-
-    is_gathered: whether the layer gathers its outputs. Returns the matrix that is cut, whose
-    forward must be wrapped as that of the layer's own weight, and all parameters that are cut.
-    """
+    is_gathered: whether the layer gathers its outputs. Returns the matrix that is sharded, whose
+    forward must be wrapped as that of the layer's own weight, and all sharded parameters."""
     down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
     base = shard_of(layer.base_layer.weight)
     assert base is not None
@@ -106,9 +102,7 @@ def _measure_whole_rows(dora: Any, side: Side, group: Group, gathered: Shard | N
 
 def cut_stacked_adapters(model: nn.Module, group: Group) -> None:
     """Tag the adapters of stacked weights [experts, ...], which were tagged; no weights move.
-
-    Raises ModelError for a stack of which ranks have full experts.
-    """
+    Raises ModelError for a stack of which ranks have full experts."""
     for name, (_, layer) in parameter_layers(model).items():
         base = shard_of(layer.get_param())
         if base is None or base.dim is None:
@@ -118,7 +112,7 @@ def cut_stacked_adapters(model: nn.Module, group: Group) -> None:
                 f"adapters.target_parameters: {name}: adapters are not supported on a stack of "
                 "which ranks have full experts -> remove it, or parallel.tensor=1"
             )
-        # As peft reads the order of a stack's dimensions.
+        # The order in which peft reads a stack's dimensions.
         is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)
         cuts_outputs = (base.dim == 1) != is_transposed
         down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
@@ -134,8 +128,7 @@ def _dimension(layer: nn.Module, side: Side) -> int:
 
 def draw_whole_masks(layer: Any) -> None:
     """Make the adapter's dropout of `layer`, which gets this rank's part of the inputs, draw a mask
-    for all of them: as one process draws it, and as many random numbers on every rank.
-    """
+    for all of them: as one process draws it, and as many random numbers on every rank."""
     dropout = layer.lora_dropout[ADAPTER]
     shard = shard_of(layer.lora_A[ADAPTER].weight)
     assert shard is not None

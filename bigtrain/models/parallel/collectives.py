@@ -1,10 +1,6 @@
-"""Collectives with gradients over an explicit process group, for tensor and expert parallelism.
-
+"""Collectives with gradients over an explicit process group, for tensor and expert parallelism:
 Megatron's f and g (arXiv:1909.08053, section 3) and their relatives. A tensor is *replicated* if
-every rank has the same values, and *partial* if it is the sum of the ranks' values.
-
-Bytes sent and time taken in exchanges of rows between ranks.
-"""
+every rank has the same values, and *partial* if it is the sum of the ranks' values."""
 
 from __future__ import annotations
 
@@ -139,11 +135,9 @@ _exchange_rows: Any = _ExchangeRows.apply
 
 
 def sum_gradient(x: Any, group: Group) -> Any:
-    """Identity on a replicated `x`, whose partial gradients are summed over the group.
-
-    All callers with the same `x` (queries, keys and values) get one tensor, in which their
-    gradients add up before a single all-reduce.
-    """
+    """Identity on a replicated `x`, whose partial gradients are summed over the group. All callers
+    with the same `x` (queries, keys and values) get one tensor, in which their gradients add up
+    before a single all-reduce."""
     if not (torch.is_tensor(x) and x.requires_grad and torch.is_grad_enabled()):
         return x
     asked: Any = getattr(x, _ATTRIBUTE, None)

@@ -1,13 +1,11 @@
-"""Expert parallelism of any Hugging Face causal LM by the plan that the model itself carries.
+"""Expert parallelism of any Hugging Face causal LM by the plan that the model itself carries
+(``base_model_ep_plan``, transformers 5), or by the structure of its experts' modules.
 
-A plan (``base_model_ep_plan``, transformers 5) names the modules of experts; where a model has
-none, they are found by their structure. All keep one contract: weights stacked along their first
-dimension, [experts, ...], and a forward method of
+Their contract: weights stacked along their first dimension, [experts, ...], and a forward method of
 (hidden states [T, h], chosen experts [T, k], their weights [T, k]) whose result [T, h] is the sum
-of the chosen experts' outputs, each times its weight. Here a rank keeps the stacks' rows of its own
-experts. Each token's hidden state is sent to the ranks of its experts, which return their outputs;
-no token is dropped. There is no code for single architectures;
-`bigtrain.models.equivalence.expert_parallel` tests whether a model follows the contract.
+of the chosen experts' outputs, each times its weight. A rank keeps the rows of its own experts;
+each token's hidden state is sent to the ranks of its experts, which return their outputs. No token
+is dropped. `bigtrain.models.equivalence.expert_parallel` tests the contract.
 
 Shapes: T = tokens of this rank, k = experts chosen for each, n = rows that this rank receives.
 """
@@ -52,9 +50,7 @@ class Experts:
 
 def expert_modules(model: PreTrainedModel) -> list[Experts]:
     """Return the modules of experts, as the model's plan has them, or those that keep the contract.
-
-    Raises ModelError for an architecture without either, or whose experts do not fit its plan.
-    """
+    Raises ModelError for an architecture without either, or whose experts do not fit its plan."""
     found = _of_the_plan(model) or _of_the_contract(model)
     if not found:
         raise ModelError(
@@ -81,7 +77,7 @@ def _of_the_plan(model: PreTrainedModel) -> list[Experts]:
         lengths = {parameter.shape[0] for parameter in stacks.values()}
         if lengths != {getattr(modules[name], "num_experts", None)}:
             raise ModelError(
-                f"parallel.expert: {name}: its experts are not stacked as its plan says -> "
+                f"parallel.expert: {name}: its experts are not stacked as in its plan -> "
                 "parallel.expert=1"
             )
         found.append(Experts(name, modules[name], stacks))
@@ -89,7 +85,7 @@ def _of_the_plan(model: PreTrainedModel) -> list[Experts]:
 
 
 def _of_the_contract(model: PreTrainedModel) -> list[Experts]:
-    """Return modules of `num_experts` experts that are called as the contract says, and all of
+    """Return modules of `num_experts` experts that are called by the contract, and all of
     whose parameters have the rows of one expert after the other (Dbrx)."""
     found = []
     for name, module in model.named_modules():
@@ -113,7 +109,7 @@ def shard_experts(
 
     tensor: tensor-parallel ranks, which have the same tokens and the same experts (each in its own
     `exchange` group): each sends a slice of the tokens. Its output is then partial, like that of
-    experts cut by tensor parallelism; `tensor.shard_model`, called after this, sums it by the
+    experts sharded by tensor parallelism; `tensor.shard_model`, called after this, sums it by the
     plan's rule for those.
 
     No weights move: the caller that fills the parameters splits them (`sharding.cut_parameter`),
@@ -128,7 +124,7 @@ def shard_experts(
             rows = own * (shape[0] // experts.num_experts)
             span = (exchange.rank * rows, (exchange.rank + 1) * rows)
             primary = tensor is None or dist.get_rank(tensor) == 0
-            tag_shard(parameter, Shard(shape, primary, 0, (span,), rows, "expert"))
+            tag_shard(parameter, Shard(shape, 0, (span,), rows, primary=primary, over="expert"))
             if tensor is not None and parameter.requires_grad:
                 parameter.register_hook(partial(summed, group=tensor))
         dispatch = _Dispatch(module, experts.num_experts, exchange)

@@ -1,9 +1,8 @@
-"""Experts whose widths torch's grouped matrix products do not support, padded with zeros.
+"""Padding of experts whose widths torch's grouped matrix products do not support.
 
-Grouped products need every row of their factors, and of their outputs' gradients, to begin at a
-multiple of 16 bytes. Here zeros pad such rows, which changes no product. The alternative,
-transformers' own loop over experts, launches a kernel for each expert, and reads from the device
-which of them have tokens.
+They need every row of their factors, and of their outputs' gradients, to begin at a multiple of 16
+bytes. Zeros change no product; transformers' own loop launches a kernel for each expert, and waits
+for the device.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ def fit_experts(model: PreTrainedModel) -> None:
 
     transformers uses grouped products for every class that has them, also for widths at which they
     fail: odd ones of a configuration, or those left by tensor parallelism. If padded ones fail as
-    well, which is tried, it loops over experts. All compute the same function. Parameters must have
-    their final shapes.
+    well (tested), it loops over experts. All compute the same function. Parameters must have their
+    final shapes.
 
-    The choice depends on widths alone, not on a timing: another way adds up in another order, so a
+    The choice depends only on widths, not on a timing: another way adds up in another order, so a
     resumed run, or another host's rank, could have other bits. It is the fastest wherever
     `benchmarks/expert_products.py` measured (docs/benchmarks.md).
     """

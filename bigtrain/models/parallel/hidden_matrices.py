@@ -15,6 +15,7 @@ from bigtrain.models.layers.parameter_roles import Role, parameter_roles
 from bigtrain.models.layers.parameters import decoder_layers, expert_stacks
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.settings.sections.optimizer import OptimizerSection, SplitSection
+from bigtrain.system.boxes import Box
 
 KEY = "optimizer.muon.split"
 _TAKEN = {Role.MATRIX, Role.EXPERTS, Role.ADAPTER}
@@ -22,11 +23,9 @@ _TAKEN = {Role.MATRIX, Role.EXPERTS, Role.ADAPTER}
 
 @dataclass(frozen=True)
 class HiddenMatrix:
-    """A trained parameter that is a matrix of a hidden layer, or a stack of them.
-
-    name: in the model. shape: of the full parameter, [experts, ...] for a stack. output_dim: its
-    dimension of the outputs. num_groups: equally large matrices along it.
-    """
+    """A trained parameter that is a matrix of a hidden layer, or a stack of them. name: in the
+    model. shape: of the full parameter, [experts, ...] for a stack. output_dim: its dimension of
+    the outputs. num_groups: equally large matrices along it."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,9 +67,8 @@ def _weights(module: Any, is_stack: bool) -> Iterator[tuple[str, nn.Parameter, i
 
 
 def _is_transposed(module: Any, shapes: list[tuple[int, ...]]) -> bool:
-    """Return whether stacks are [experts, in, out]. Where transformers has not marked them, the
-    widths of two show it that follow each other with a gate: the second takes half of what the
-    first gives."""
+    """Return whether stacks are [experts, in, out]: marked by transformers, or by the widths of a
+    gated pair, whose second takes half of what the first gives."""
     marked = getattr(module, "is_transposed", None)
     if marked is not None or len(shapes) != 2:
         return bool(marked)
@@ -79,23 +77,10 @@ def _is_transposed(module: Any, shapes: list[tuple[int, ...]]) -> bool:
 
 
 @dataclass(frozen=True)
-class Box:
-    """A box of a full parameter that is a part of one matrix.
-
-    offset: where it begins along the matrix' output dimension.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    place: int
-
-
-@dataclass(frozen=True)
 class Matrix:
-    """A matrix that is to be orthogonalized as one: rows and columns of a parameter.
-
-    boxes: whose union it is, one after the other along dimension `output_dim` (-2 or -1).
-    """
+    """A matrix that is to be orthogonalized as one: rows and columns of a parameter. boxes: of
+    the full parameter, whose union it is, one after the other along dimension `output_dim` (-2
+    or -1)."""
 
     parameter: str
     boxes: tuple[Box, ...]
@@ -106,6 +91,13 @@ class Matrix:
         rows, columns = self.boxes[0].sizes[-2:]
         length = sum(box.sizes[self.output_dim] for box in self.boxes)
         return (length, columns) if self.output_dim == -2 else (rows, length)
+
+    def parts(self) -> Iterator[tuple[Box, tuple[int, int]]]:
+        """Yield each box, and the row and column of the matrix at which it begins."""
+        begin = 0
+        for box in self.boxes:
+            yield box, (begin, 0) if self.output_dim == -2 else (0, begin)
+            begin += box.sizes[self.output_dim]
 
 
 def matrices_of(found: Iterable[HiddenMatrix], splits: Mapping[str, SplitSection]) -> list[Matrix]:
@@ -153,19 +145,10 @@ def _spans(name: str, width: int, pattern: str, split: SplitSection) -> list[lis
 
 
 def _boxes(
-    shape: tuple[int, ...],
-    output_dim: int,
-    index: int | None,
-    ranges: Sequence[tuple[int, int]],
+    shape: tuple[int, ...], output_dim: int, index: int | None, ranges: Sequence[tuple[int, int]]
 ) -> tuple[Box, ...]:
-    lead = () if index is None else (index,)
-    boxes, place = [], 0
-    for start, stop in ranges:
-        offsets, sizes = [0, 0], list(shape[-2:])
-        offsets[output_dim], sizes[output_dim] = start, stop - start
-        boxes.append(Box((*lead, *offsets), (*(1 for _ in lead), *sizes), place))
-        place += stop - start
-    return tuple(boxes)
+    full = Box.full(shape) if index is None else Box.full(shape).replace(0, index, 1)
+    return tuple(full.replace(output_dim, start, stop - start) for start, stop in ranges)
 
 
 def check_matrices(model: nn.Module, optimizer: OptimizerSection) -> list[Problem]:

@@ -1,14 +1,9 @@
-"""Sequence parallelism (Ulysses): ranks divide a sample's tokens, and in attention the heads.
-
-Jacobs et al. 2023, arXiv 2309.14509. Everything in a transformer layer but attention looks at one
-token at a time, so each rank computes it for its own tokens. Around attention two all-to-all
-exchanges turn "all heads of my tokens" into "my heads of all tokens" and back.
+"""Sequence parallelism (Ulysses, arXiv 2309.14509): ranks divide a sample's tokens, and in
+attention the heads, by two all-to-all exchanges around it.
 
 It uses transformers' extension points `AttentionInterface` and `AttentionMaskInterface`, so that
-any attention behind them (sdpa, eager, flash) and any of its masks (sliding window, chunks,
-isolated documents) work unchanged. DeepSpeed 0.19.8 has such an exchange too
-(`UlyssesSPAttentionHF`), but it drops masks: with sdpa, windows and document boundaries are
-silently ignored.
+any attention behind them and any of its masks work unchanged. DeepSpeed 0.19.8's
+`UlyssesSPAttentionHF` drops masks: with sdpa, windows and document boundaries are silently ignored.
 
 Shapes: B = samples, T = tokens of a sample, t = T / size tokens of one rank, H = heads.
 """
@@ -112,10 +107,8 @@ class SequenceParallel:
         self, input_ids: torch.Tensor, position_ids: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
         """Return the model's inputs for this rank's part of samples, `input_ids` int64 [B, T].
-
         `position_ids` int64 [B, T] isolate documents; None: each sample is one document. The masks
-        of the next forward pass are those of these samples.
-        """
+        of the next forward pass are those of these samples."""
         # Each assigned once: threads that share a model bring the same samples, and one may make
         # its masks while another is here (`bigtrain.models.equivalence.sequence_parallel`).
         self._documents = None if position_ids is None else document_numbers(position_ids)
@@ -141,8 +134,7 @@ class SequenceParallel:
             self._exchanging = True
 
     def _document_lengths(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """See `bigtrain.models.layers.rotary`: lengths in full samples, of which `position_ids`
-        [B, t] are a part."""
+        """Return lengths in full samples, of which `position_ids` [B, t] are a part."""
         if not self._exchanging:
             return document_lengths(position_ids)
         if self._positions is None:
@@ -220,11 +212,8 @@ class SequenceParallel:
         )
 
     def _all_router_logits(self, _module: Module, _args: Any, outputs: Any) -> None:
-        """Pass the head every rank's router logits, as if they came from further layers.
-
-        The auxiliary loss averages over layers and tokens, so it is then that of full samples, the
-        same on every rank; its mask keeps the length of a part.
-        """
+        """Append every rank's router logits as those of further layers: the auxiliary loss averages
+        over layers and tokens, so it is that of full samples on every rank."""
         own = getattr(outputs, experts.KEY, None)
         if self._exchanging and own:
             layers = torch.stack(own)
@@ -232,8 +221,8 @@ class SequenceParallel:
             outputs[experts.KEY] = tuple(everyone.flatten(0, 1))
 
     def _to_heads(self, states: torch.Tensor) -> torch.Tensor:
-        """Return all heads of my tokens [B, H, t, D] to my heads of all tokens [B, H / size, T,
-        D]."""
+        """Exchange all heads of own tokens [B, H, t, D] for own heads of all tokens [B, H / size,
+        T, D]."""
         blocks = states.unflatten(1, (self.size, -1)).movedim(1, 0)
         return _all_to_all(self.exchange, blocks).permute(1, 2, 0, 3, 4).flatten(2, 3)
 

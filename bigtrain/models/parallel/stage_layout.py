@@ -1,15 +1,12 @@
-"""Layout of pipeline stages of a model: observed in one forward pass of a proxy model.
-
-transformers' models loop over a list of layers inside their own forward method. What one layer
-passes to the next, what else layers get, and which parameters come before and after them is not
-declared anywhere (``base_model_pp_plan`` names modules, for half of the architectures). So it is
-observed, and no architecture is known by name.
-"""
+"""Layout of pipeline stages, observed in one forward pass of a proxy model. No class declares what
+one layer passes to the next, what else layers get, and which parameters come before and after them
+(``base_model_pp_plan`` names modules, for half of the architectures)."""
 
 from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -27,11 +24,9 @@ Place = int | str
 
 @dataclass(frozen=True)
 class Handover:
-    """Outputs of a layer, and where the next layer receives them.
-
-    num_outputs: 0 if the layer returns a bare tensor, else the length of its tuple.
-    routes: for each output, its position in the next layer's call; None if it is not passed on.
-    """
+    """Outputs of a layer, and where the next layer receives them. num_outputs: 0 if the layer
+    returns a bare tensor, else the length of its tuple. routes: for each output, its position in
+    the next layer's call; None if it is not passed on."""
 
     num_outputs: int
     routes: tuple[Place | None, ...]
@@ -43,8 +38,8 @@ class StageLayout:
 
     layers: name of the module list. handovers: one for each layer but the last. shared: keywords
     of dicts that layers write and later layers read. tokens_everywhere: whether every stage needs
-    the token ids, because layers get something computed from them besides the previous layer's
-    output. prologue, epilogue: names of parameters outside the layers that are needed before the
+    the token ids, because layers get more than the previous layer's output, computed from
+    them. prologue, epilogue: names of parameters outside the layers that are needed before the
     first one (or, with tokens_everywhere, before any), and after the last one; tied ones are both.
     """
 
@@ -58,16 +53,14 @@ class StageLayout:
 
 
 def find_layout(model: PreTrainedModel, input_ids: torch.Tensor) -> StageLayout:
-    """Return the layout of `model`, from a forward pass of `input_ids` [samples, tokens].
-
-    The model is left as it was; pass a proxy model. Raises ModelError if it cannot be split.
-    """
+    """Return the layout of `model`, from a forward pass of `input_ids` [samples, tokens]. The model
+    is left as it was; pass a proxy model. Raises ModelError if it cannot be split."""
     name = _layer_list(model, input_ids)
     layers = list(model.get_submodule(name).children())
     calls, logits = _watch(model, layers, input_ids)
     handovers = tuple(_handover(calls, index) for index in range(len(layers) - 1))
     outside = _parameters_outside(model, name)
-    entering = [tensor for tensor in _tensors(calls[0].arguments) if tensor.requires_grad]
+    entering = [tensor for tensor in tensors_in(calls[0].arguments) if tensor.requires_grad]
     beside = [tensor for index in range(1, len(calls)) for tensor in _beside(calls, index)]
     differentiable = [tensor for tensor in beside if tensor.requires_grad]
     _refuse_hidden_dependence(layers, calls)
@@ -93,27 +86,20 @@ class _Call:
 
 
 def _layer_list(model: PreTrainedModel, input_ids: torch.Tensor) -> str:
-    """Return the module list whose members a forward pass calls once each, in order.
-
-    A list that the pipeline plan names is preferred, then the one with most parameters.
-    """
+    """Return the module list whose members a forward pass calls once each, in order: one of the
+    pipeline plan, else the one with most parameters."""
     lists = {
         name: list(module)
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module)
     }
     order: dict[str, list[int]] = {name: [] for name in lists}
-    handles = [
-        member.register_forward_pre_hook(partial(_note, order[name], index))
-        for name, members in lists.items()
-        for index, member in enumerate(members)
-    ]
-    try:
-        with torch.no_grad():
-            model(input_ids=input_ids, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for name, members in lists.items():
+            for index, member in enumerate(members):
+                note = partial(_note, order[name], index)
+                hooks.enter_context(member.register_forward_pre_hook(note))
+        model(input_ids=input_ids, use_cache=False)
     fitting = [name for name, members in lists.items() if order[name] == list(range(len(members)))]
     planned = set[str](getattr(model.config, "base_model_pp_plan", None) or {})
     if not fitting:
@@ -154,14 +140,11 @@ def _watch(
                 call.written.add(key)
         return _detached(outputs) if layer is layers[-1] else None
 
-    handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
-    handles += [layer.register_forward_hook(after) for layer in layers]
-    try:
-        with torch.enable_grad():
-            logits = model(input_ids=input_ids, use_cache=False).logits
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.enable_grad():
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(layer.register_forward_hook(after))
+        logits = model(input_ids=input_ids, use_cache=False).logits
     return calls, logits
 
 
@@ -189,11 +172,11 @@ def _handover(calls: list[_Call], index: int) -> Handover:
 
 def _beside(calls: list[_Call], index: int) -> Iterator[torch.Tensor]:
     """Tensors that layer `index` gets and that no earlier layer passes on."""
-    handed = {id(tensor) for tensor in _tensors(calls[index - 1].outputs)}
+    handed = {id(tensor) for tensor in tensors_in(calls[index - 1].outputs)}
     written = set().union(*(call.written for call in calls))
     for place, value in calls[index].arguments.items():
         if place not in written:
-            yield from (tensor for tensor in _tensors(value) if id(tensor) not in handed)
+            yield from (tensor for tensor in tensors_in(value) if id(tensor) not in handed)
 
 
 def _refuse_hidden_dependence(layers: list[nn.Module], calls: list[_Call]) -> None:
@@ -238,20 +221,19 @@ def _parameters_outside(model: PreTrainedModel, layers: str) -> dict[str, nn.Par
     }
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor in tuples, lists and dicts."""
     if torch.is_tensor(value):
         yield value
     elif isinstance(value, (dict, UserDict)):
-        yield from (tensor for item in value.values() for tensor in _tensors(item))
+        yield from (tensor for item in value.values() for tensor in tensors_in(item))
     elif _is_sequence(value):
-        yield from (tensor for item in value for tensor in _tensors(item))
+        yield from (tensor for item in value for tensor in tensors_in(item))
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """`value` with `function` applied to every tensor in its tuples, lists and dicts.
-
-    Tensors are visited in a fixed order. Dicts of any kind become plain ones.
-    """
+    """`value` with `function` applied to every tensor in its tuples, lists and dicts. Tensors are
+    visited in a fixed order. Dicts of any kind become plain ones."""
     if torch.is_tensor(value):
         return function(value)
     if isinstance(value, (dict, UserDict)):
@@ -275,10 +257,8 @@ def _is(tensor: torch.Tensor, input_ids: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Split of a model into stages that compute the same as the full model.
-
-    cuts: layer indices, see `bigtrain.models.parallel.stages.Stage`.
-    """
+    """Split of a model into stages that compute the same as the full model. cuts: layer indices,
+    see `bigtrain.models.parallel.stages.Stage`."""
 
     layout: StageLayout
     cuts: tuple[int, ...]

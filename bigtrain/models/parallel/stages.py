@@ -1,10 +1,9 @@
 """One pipeline stage of any Hugging Face causal LM: the full model with most layers replaced.
 
-The model object and its forward method stay. Layers of other stages are replaced in the list: the
-one before the stage's first returns what the previous stage sent, the one after its last ends the
-forward pass with what the next stage needs. So parameter names, indices, masks, rotary embeddings,
-multipliers and the head are the model's own, and there is no code for single architectures.
-Parameters outside the layers that a stage does not need are replaced by zeros without memory.
+The layer before the stage's first returns what the previous stage sent, the one after its last ends
+the forward pass with what the next stage needs. So names, indices, masks, rotary embeddings,
+multipliers and the head are the model's own. Parameters outside the layers that a stage does not
+need are zeros without memory.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ from bigtrain.models.transformers_patches import mark_initialized
 @dataclass(frozen=True)
 class Payload:
     """Message of a stage to the next: a layer's outputs, and the dicts that layers write.
-
-    router_logits: of all layers so far, stacked, if the model's loss is computed from them.
-    """
+    router_logits: of all layers so far, stacked, if the model's loss is computed from them."""
 
     outputs: tuple[Any, ...]
     shared: dict[str, dict[Any, Any]]
@@ -124,11 +121,8 @@ class StageOutput(LayerPlaceholder):
 
 class Stage(nn.Module):
     """Stage `index` of a model split at `cuts`. The model given is split in place and kept in
-    `model`.
-
-    cuts: ascending layer indices from 0 to the number of layers; stage i has layers
-    ``cuts[i] : cuts[i + 1]``. Parameters keep their names in the model.
-    """
+    `model`. cuts: ascending layer indices from 0 to the number of layers; stage i has layers
+    ``cuts[i] : cuts[i + 1]``. Parameters keep their names in the model."""
 
     def __init__(
         self, model: PreTrainedModel, layout: StageLayout, cuts: Sequence[int], index: int
@@ -155,11 +149,9 @@ class Stage(nn.Module):
         position_ids: torch.Tensor | None,
         **loss: torch.Tensor,
     ) -> Any:
-        """What the next stage needs (a Payload), or the last stage's ModelOutput.
-
-        `payload` is None on the first stage. Without `needs_tokens` only the shape of `input_ids`
-        [B, T] is used. `loss`, on the last stage: arguments of a `ChunkedLoss`.
-        """
+        """Return the next stage's input (a Payload), or the last stage's ModelOutput. `payload` is
+        None on the first stage. Without `needs_tokens` only the shape of `input_ids` [B, T] is
+        used. `loss`, on the last stage: arguments of a `ChunkedLoss`."""
         inputs: dict[str, Any] = {"use_cache": False, **loss}
         if position_ids is not None:
             inputs["position_ids"] = position_ids
@@ -183,9 +175,7 @@ def stages_of_parameters(
     model: PreTrainedModel, layout: StageLayout, cuts: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
     """Return the stages that hold each parameter of the full model, by its first name, ascending.
-
-    Raises ModelError if layers of different stages share parameters.
-    """
+    Raises ModelError if layers of different stages share parameters."""
     last = len(cuts) - 2
     found: dict[str, tuple[int, ...]] = {}
     prefix = f"{layout.layers}."
@@ -273,10 +263,8 @@ def _hollow_out(model: PreTrainedModel, keep: set[str]) -> None:
 
 
 def _give_zeros(module: nn.Module, shapes: dict[str, torch.Size], like: nn.Parameter) -> None:
-    """Give `module` properties that return zeros of `shapes`: one stored element, never trained.
-
-    They have the current dtype and device of `like`, and so do masks made from them.
-    """
+    """Give `module` properties that return zeros of `shapes` (one stored element) in the dtype and
+    on the device that `like` has then."""
 
     def zeros_of(shape: torch.Size) -> Callable[[nn.Module], torch.Tensor]:
         def zeros(_: nn.Module) -> torch.Tensor:

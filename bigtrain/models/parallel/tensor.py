@@ -1,10 +1,9 @@
 """Tensor parallelism of any Hugging Face causal LM by the plan that the model itself carries.
 
 The plan (``base_model_tp_plan`` of the configuration, ``_tp_plan`` of class and instance) gives
-modules and parameters a style. Here every style that transformers 5.23 registers is implemented on
-plain local tensors (transformers/distributed/tensor_parallel.py uses DTensors, which ZeRO does not
-support), except `sequence_parallel`, which no plan uses. There is no code for single architectures;
-`bigtrain.models.equivalence.tensor_parallel` tests whether a plan is right.
+modules and parameters a style. Every style that transformers 5.23 registers is implemented on plain
+local tensors (its own code uses DTensors, which ZeRO does not support), except `sequence_parallel`,
+which no plan uses. `bigtrain.models.equivalence.tensor_parallel` tests whether a plan is right.
 """
 
 from __future__ import annotations
@@ -71,11 +70,8 @@ ADAPTED = _COLWISE | _ROWWISE | {"mla_kv_a_proj", "replicate"}
 
 def tensor_plan(model: PreTrainedModel) -> Plan:
     """Return the style of every module and parameter by concrete name, parameters before their
-    module.
-
-    Call it before a pipeline stage removes layers. Raises ModelError for an architecture without a
-    plan.
-    """
+    module. Call it before a pipeline stage removes layers. Raises ModelError for an architecture
+    without a plan."""
     rules = dict(model.tp_plan or {})
     plan = {**_inside_wrappers(model, rules), **expanded_plan(model, rules)}
     plan = _with_tied(model, plan)
@@ -88,6 +84,14 @@ def tensor_plan(model: PreTrainedModel) -> Plan:
             "one device"
         )
     return plan
+
+
+def known_plan(model: PreTrainedModel) -> Plan:
+    """Return `tensor_plan`; empty for an architecture without one."""
+    try:
+        return tensor_plan(model)
+    except ModelError:
+        return {}
 
 
 def _inside_wrappers(model: PreTrainedModel, rules: Plan) -> Plan:
@@ -196,7 +200,7 @@ def _shard_of_style(
         raise ModelError(f"parallel.tensor: {name}: unknown style {style!r} in the model's plan")
     if style in _GATHERED or style.startswith("embedding"):
         span, rows = padded_range(shape[dim], size, rank)
-        return Shard(shape, True, dim, (span,) if span[0] < span[1] else (), rows)
+        return Shard(shape, dim, (span,) if span[0] < span[1] else (), rows, primary=True)
     if _is_shared_key_value(model, name, style, size):
         return _key_value_shard(model, shape, dim, rank, size)
     packed = 2 if style.startswith("packed") else 1
@@ -212,13 +216,9 @@ def _shard_of_style(
 
 
 def _inner_dropout(model: PreTrainedModel, name: str) -> str | None:
-    """Return a dropout that may act on the output of the sharded parameter `name`; None if there is
-    none.
-
-    It is a module or a number of the block that holds the parameter's layer. Dropout outside of
-    that block acts on full hidden states, and attention's on full heads: all ranks draw equally
-    many numbers for those. A configuration may hold numbers that its causal model never reads.
-    """
+    """Return a dropout that may act on the output of the sharded parameter `name`, or None. It is a
+    module or a number of the block that holds the layer: elsewhere dropout acts on full hidden
+    states or full heads, for which all ranks draw equally many numbers."""
     block_name = name.rpartition(".")[0].rpartition(".")[0]
     for prefix, module in model.get_submodule(block_name).named_modules(prefix=block_name):
         if ".lora_dropout." in prefix:
@@ -245,15 +245,14 @@ def _unpadded(
         )
     start, stop = (edge * unit for edge in even_ranges(width // unit, size, rank))
     ranges = tuple((n * width + start, n * width + stop) for n in range(packed))
-    return Shard(shape, True, dim, ranges, packed * (stop - start))
+    return Shard(shape, dim, ranges, packed * (stop - start), primary=True)
 
 
 # --- fewer key-value heads than ranks: several ranks hold the same head ---
 
 
 def _key_value_heads(model: PreTrainedModel, size: int) -> int:
-    """Return the number of key-value heads if there are fewer than ranks and it divides them; else
-    0."""
+    """Return the number of key-value heads if it is below `size` and divides it; else 0."""
     heads = getattr(text_config(model.config), "num_key_value_heads", None)
     return heads if isinstance(heads, int) and heads < size and size % heads == 0 else 0
 
@@ -269,7 +268,8 @@ def _key_value_shard(
     heads = _key_value_heads(model, size)
     holders, width = size // heads, shape[dim] // heads
     head = rank // holders
-    return Shard(shape, rank % holders == 0, dim, ((head * width, (head + 1) * width),), width)
+    span = (head * width, (head + 1) * width)
+    return Shard(shape, dim, (span,), width, primary=rank % holders == 0)
 
 
 def _sum_of_holders(shard: Shard, group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -393,8 +393,7 @@ def _rowwise(name: str, module: Any, forward: Any, group: Group) -> Any:
 
 
 def _vocabulary_parallel(module: Any, forward: Any, group: Group) -> Any:
-    """Look up the ids of this rank; the sum of all lookups is the full
-    result."""
+    """Look up the ids of this rank; the sum of all ranks' lookups is the full result."""
     rows = _shard(module.weight).local_size
     first = dist.get_rank(group) * rows
     padding = module.padding_idx
@@ -423,8 +422,7 @@ def _experts(forward: Any, group: Group) -> Any:
 
 
 def _compressed_key_value(forward: Any, rope: int, group: Group) -> Any:
-    """Return the rotary part goes to all heads directly, so its gradient is partial and must be
-    summed."""
+    """Sum the gradient of the rotary part, which goes to all heads directly."""
 
     def project(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         output = forward(x, *args, **kwargs)

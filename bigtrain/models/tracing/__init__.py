@@ -1,3 +1,2 @@
-"""What a model's layers cost a token: traced on the meta device, in a process of its own where
-torch is needed for nothing else, and kept in the user's cache. Start with `traced_costs`.
-"""
+"""Costs of a model's layers for each token: traced on the meta device, in a separate process if the
+caller needs torch for nothing else. Start with `traced_costs`."""

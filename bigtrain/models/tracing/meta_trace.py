@@ -1,20 +1,14 @@
 """The costs of a model's layers, traced from the real transformers module on the meta device.
 
-The full model is built and run forward without memory: a dispatch mode sees every operation, and
-saved-tensor hooks see what autograd keeps. Hooks on the decoder layers attribute operations to
-layers; the model's own plan says what tensor parallelism would divide: everything between a
-column-parallel module and the next row-parallel one. Layers with the same costs are one kind.
-A layer that is built as one before it, and is called with tensors of the same shapes, is not run
-again: its costs are those of the first, whose outputs it returns.
-Attention is replaced by one that saves what fused kernels save (queries, keys, values, output,
-log-sum-exp), since on the meta device sdpa takes the path that saves the scores.
+A dispatch mode sees every operation of a forward pass, saved-tensor hooks see what autograd keeps,
+and hooks on the decoder layers attribute both; the model's own plan says what tensor parallelism
+divides: everything between a column-parallel module and the next row-parallel one. Attention is
+replaced by one that saves what fused kernels save (queries, keys, values, output, log-sum-exp),
+since on the meta device sdpa takes the path that saves the scores.
 
-Runs equal layers once, where only the shapes of what they compute matter.
-
-A model of a hundred layers has one or two kinds of them. Two layers are equal here if their modules
-have the same classes and figures, and their parameters the same shapes, and if they are called with
-tensors of the same shapes: on the meta device, where there are no values, they then compute the
-same. `tests/unit/models/test_meta_trace.py` compares what is traced so with every layer run.
+Equal layers run once: those whose modules have the same classes and numbers, their parameters the
+same shapes, and that are called with tensors of the same shapes. Without values they compute the
+same; `tests/unit/models/test_meta_trace.py` compares it with every layer run.
 """
 
 from __future__ import annotations
@@ -44,7 +38,8 @@ from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES
 from bigtrain.models.layers.document_masks import document_boundaries
 from bigtrain.models.layers.parameter_roles import parameter_roles
 from bigtrain.models.layers.parameters import listed_layers
-from bigtrain.models.parallel.tensor import tensor_plan
+from bigtrain.models.parallel.stage_layout import tensors_in
+from bigtrain.models.parallel.tensor import known_plan
 from bigtrain.models.torch_patches import OperatorMode, shadow, storage_of, unshadow
 from bigtrain.models.transformers_patches import modules_of_experts
 from bigtrain.planner.model_costs import Attention, LayerCosts, Matmul, ModelCosts
@@ -134,7 +129,7 @@ class _Tracer(OperatorMode):
         if self.current is not None:
             self._count(func, args, result)
         else:
-            made = list(_tensors(result))
+            made = list(tensors_in(result))
             self._outside += made
             self._shared.update(
                 storage_of(t) for t in made if t.dim() and t.shape[-1] != self.hidden_size
@@ -143,7 +138,7 @@ class _Tracer(OperatorMode):
 
     def _count(self, func: Any, args: Any, result: Any) -> None:
         assert self.current is not None
-        outputs, inputs = list(_tensors(result)), list(_tensors(args))
+        outputs, inputs = list(tensors_in(result)), list(tensors_in(args))
         storages = {storage_of(t) for t in inputs}
         name = func.name().partition("::")[2].partition(".")[0]
         if all(storage_of(t) in storages for t in outputs) and not name.endswith("_"):
@@ -208,11 +203,8 @@ class _Tracer(OperatorMode):
 def trace_model(
     hf_config: PreTrainedConfig, dtype: torch.dtype, sequence_length: int = 128
 ) -> ModelCosts:
-    """Costs of the model that `hf_config` describes, trained in `dtype`.
-
-    Takes a second or two, no memory and no device. Raises ModelError if transformers cannot run it
-    on the meta device.
-    """
+    """Costs of the model that `hf_config` describes, trained in `dtype`. Takes a second or two, no
+    memory and no device. Raises ModelError if transformers cannot run it on the meta device."""
     try:
         with torch.random.fork_rng(devices=[]):  # constructors may draw numbers
             return _trace(hf_config, dtype, sequence_length)
@@ -262,7 +254,7 @@ def _attend(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in place of a kernel: [batch, heads, tokens, size] each."""
+    """Attention for transformers instead of a kernel: [batch, heads, tokens, size] each."""
     if tracer.current is not None:
         window = options.get("sliding_window")
         tracer.current.attention = Attention(
@@ -274,71 +266,47 @@ def _attend(
 
 @contextmanager
 def _watched(model: PreTrainedModel, layers: list[nn.Module], tracer: _Tracer) -> Iterator[None]:
-    """Hooks that tell the tracer which layer runs, and what would be cut."""
-    handles = []
+    """Hook the layers: the tracer follows which one runs, and what tensor parallelism divides."""
 
-    def begin(index: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            tracer.current = tracer.layers.setdefault(index, _Layer())
-            tracer.depth_cut = 0
-
-        return hook
-
-    def end(*_: Any) -> None:
-        tracer.current = None
-
-    for index, layer in enumerate(layers):
-        handles.append(layer.register_forward_pre_hook(begin(index)))
-        handles.append(layer.register_forward_hook(end))
-    handles += list(_cut_hooks(model, tracer))
+    def begin(index: int, *_: Any) -> None:
+        tracer.current, tracer.depth_cut = tracer.layers.setdefault(index, _Layer()), 0
 
     def same(index: int, first: int) -> None:
         tracer.layers[index] = tracer.layers[first]
 
-    try:
-        with run_once(layers, same):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for index, layer in enumerate(layers):
+            begins = functools.partial(begin, index)
+            hooks.enter_context(layer.register_forward_pre_hook(begins))
+            hooks.enter_context(layer.register_forward_hook(_sets(tracer, current=None)))
+        for handle in _cut_hooks(model, tracer):
+            hooks.enter_context(handle)
+        hooks.enter_context(run_once(layers, same))
+        yield
 
 
 def _cut_hooks(model: PreTrainedModel, tracer: _Tracer) -> Iterator[Any]:
-    try:
-        plan = tensor_plan(model)
-    except ModelError:
-        plan = {}
+    plan = known_plan(model)
     experts = set(modules_of_experts(model))
+    opens = _sets(tracer, side=None, depth_cut=1)
+    closes = _sets(tracer, side=None, depth_cut=0)
     for name, module in model.named_modules():
         style = plan.get(name, "")
         if style in ("colwise", "packed_colwise"):
-            yield module.register_forward_pre_hook(_begins(tracer, "out"))
-            yield module.register_forward_hook(_opens(tracer))
+            yield module.register_forward_pre_hook(_sets(tracer, side="out"))
+            yield module.register_forward_hook(opens)
         elif style in ("rowwise", "packed_rowwise"):
-            yield module.register_forward_pre_hook(_begins(tracer, "in"))
-            yield module.register_forward_hook(_closes(tracer))
+            yield module.register_forward_pre_hook(_sets(tracer, side="in"))
+            yield module.register_forward_hook(closes)
         elif module in experts or style == "moe_tp_experts":
-            yield module.register_forward_pre_hook(_opens(tracer))
-            yield module.register_forward_hook(_closes(tracer))
+            yield module.register_forward_pre_hook(opens)
+            yield module.register_forward_hook(closes)
 
 
-def _begins(tracer: _Tracer, side: Side) -> Callable[..., None]:
+def _sets(tracer: _Tracer, **values: Any) -> Callable[..., None]:
     def hook(*_: Any) -> None:
-        tracer.side = side
-
-    return hook
-
-
-def _opens(tracer: _Tracer) -> Callable[..., None]:
-    def hook(*_: Any) -> None:
-        tracer.side, tracer.depth_cut = None, 1
-
-    return hook
-
-
-def _closes(tracer: _Tracer) -> Callable[..., None]:
-    def hook(*_: Any) -> None:
-        tracer.side, tracer.depth_cut = None, 0
+        for name, value in values.items():
+            setattr(tracer, name, value)
 
     return hook
 
@@ -350,10 +318,7 @@ def _collected(
     tokens: int,
     dtype: torch.dtype,
 ) -> ModelCosts:
-    try:
-        plan = tensor_plan(model)
-    except ModelError:
-        plan = {}
+    plan = known_plan(model)
     names = {module: name for name, module in model.named_modules()}
     stacked = {name for name, entry in parameter_roles(model).items() if entry.is_stacked}
     kinds: list[LayerCosts] = []
@@ -389,8 +354,8 @@ def _collected(
 def _parameters(
     prefix: str, layer: nn.Module, plan: dict[str, str], stacked: Container[str]
 ) -> tuple[int, int, int, int]:
-    """Elements that every tensor-parallel rank has, that ranks divide, and of `stacked` experts;
-    and the number of tensors."""
+    """Count elements that all tensor-parallel ranks have, that they divide, and of `stacked`
+    experts; and the tensors."""
     whole = cut = expert = count = 0
     for name, parameter in layer.named_parameters():
         count += 1
@@ -405,22 +370,14 @@ def _parameters(
     return whole, cut, expert, count
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
 _OF_PLACE = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "idx"}
 """Attributes by which modules know where in the model they are."""
 
 
 @contextmanager
 def run_once(layers: Sequence[nn.Module], same: Callable[[int, int], None]) -> Iterator[None]:
-    """Inside, a layer that equals one that has run returns that one's outputs; `same` is told its
-    index and the other's."""
+    """Inside, a layer that equals one that has run returns that one's outputs; `same` is called
+    with both indices."""
     outputs: dict[Hashable, tuple[int, Any]] = {}
 
     def once(index: int, layer: nn.Module) -> Callable[..., Any]:
@@ -448,7 +405,7 @@ def run_once(layers: Sequence[nn.Module], same: Callable[[int, int], None]) -> I
 
 
 def _built(layer: nn.Module) -> Hashable:
-    """What a layer is made of: its modules' classes and figures, and its parameters' shapes."""
+    """Return a layer's classes and numbers of modules, and its parameters' shapes."""
     modules = tuple(
         (
             name,
@@ -472,7 +429,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _called(value: Any) -> Hashable:
-    """What a layer is called with: shapes of tensors, plain values, and types of all else."""
+    """Return shapes of tensors, plain values, and types of all else in a layer's arguments."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
     if isinstance(value, tuple | list):

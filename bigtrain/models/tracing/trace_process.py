@@ -1,13 +1,9 @@
 """A trace in a process of its own, for programs that need torch for nothing else.
 
-``bigtrain plan`` needs torch and transformers only to trace a model that it has not seen before,
-and importing them takes longer than the trace and the plan together. A process of its own imports
-less: libraries that transformers loads only because they are installed (`ABSENT`) are not found in
-it, and what torch and transformers import for compilers and tensors in parts (`EMPTY`), two fifths
-of the time, is modules that hold nothing. None of it is called in a trace. The process also ends
-without unloading, and a caller who uses those libraries keeps them.
-
-The request is a JSON object in standard input, the answer one in standard output.
+Importing torch and transformers takes longer than a trace and a plan together. This process imports
+less: optional libraries that transformers would load (`ABSENT`) are not found, and modules for
+compilers and sharded tensors (`EMPTY`), two fifths of the time, are empty. The request is a JSON
+object in standard input, the answer one in standard output.
 """
 
 from __future__ import annotations
@@ -44,7 +40,7 @@ _TIMEOUT_SECONDS = 300.0
 
 
 class NoTraceProcessError(Exception):
-    """There is no process of its own, or it did not trace: for whatever reason."""
+    """The separate process did not start, or it did not trace, for whatever reason."""
 
 
 def trace_apart(source: ConfigurationSource, dtype: str) -> ModelCosts:
@@ -52,7 +48,7 @@ def trace_apart(source: ConfigurationSource, dtype: str) -> ModelCosts:
     `bigtrain.models.tracing.meta_trace.trace_model` has them.
 
     Raises NoTraceProcessError where that fails, also for a model that cannot be traced: tracing in
-    the caller's process then says why, or succeeds.
+    the caller's process then fails as well, or succeeds.
     """
     try:
         request = {
@@ -76,8 +72,7 @@ def trace_apart(source: ConfigurationSource, dtype: str) -> ModelCosts:
 
 
 class _Anything(type):
-    """Classes that stand for a class nothing is an instance of, or for a decorator that changes
-    nothing, with arguments or without."""
+    """Classes that replace a class without instances, or a decorator that changes nothing."""
 
     def __call__(cls, *args: Any, **_: Any) -> Any:
         if args and callable(args[0]):
@@ -95,8 +90,7 @@ class _EmptyModule(ModuleType):
 
 
 def _symbolic_shapes() -> ModuleType:
-    """`SYMBOLIC` for shapes that are numbers: the functions that torch's shape functions ask, of
-    bools and ints. Whoever needs another fails."""
+    """Return the functions that torch's shape functions call, for shapes that are numbers."""
     module = ModuleType(SYMBOLIC)
     asked = ("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious",
              "maybe_guard_or_false", "maybe_guard_or_true", "statically_known_true")  # fmt: skip

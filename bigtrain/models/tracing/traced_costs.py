@@ -1,8 +1,5 @@
-"""The costs of a run's model, traced once and cached; a closed form if it cannot be traced.
-
-Imports torch and transformers only if the costs are not cached yet, so that later calls of
-`bigtrain plan` take a fraction of a second.
-"""
+"""The costs of a run's model, traced once and cached; a closed form if it cannot be traced. Imports
+torch and transformers only if the costs are not cached yet."""
 
 from __future__ import annotations
 
@@ -144,8 +141,8 @@ def _trace(config: RunConfig, hf_config: Any) -> ModelCosts:
 
 
 def _section(config: RunConfig) -> ModelSection:
-    """Return the run's model section; configurations shipped with the recipes replace a hub name,
-    so that they need no network and no access to gated models."""
+    """Return the run's model section, with a shipped configuration for a hub name: needs no
+    network."""
     section = config.model
     values = written_configuration(section)
     source = section.path or section.config

@@ -1,20 +1,32 @@
-"""Checksums of a model's files: those that an export wrote, those a run began with. No torch.
+"""The small files of a model's directory, and checksums of all that an export wrote or a run read.
 
-An export lists all of its files except the README in `checksums.json`, as ``{file name: {"bytes":
-size, "xxh3": XXH3-64}}``. A run that starts from pretrained weights records theirs in
-`base_model.json`, by absolute path, so that a later launch that reads them again can compare.
+An export lists its files in `checksums.json`, as ``{file name: {"bytes": size, "xxh3": XXH3-64}}``.
+A run records those of its base in `base_model.json`, by absolute path, for comparison at later
+launches.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bigtrain.errors import ModelError
-from bigtrain.models.weights.base_files import TOKEN_FILES
+from bigtrain.models.configuration import GENERATION_CONFIG
 from bigtrain.system.files import file_checksum, write_whole
+
+TOKEN_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json",
+    "sentencepiece.model", "sentencepiece.bpe.model",
+)  # fmt: skip
+"""Files of a model's directory that decide which tokens a text has."""
+TOKENIZER_FILES = (*TOKEN_FILES, "chat_template.jinja", "chat_template.json")
+"""Files of a model's directory that only its tokenizer reads."""
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 CHECKSUMS = "checksums.json"
 _DECIDING = ("config.json", "model.safetensors.index.json", *TOKEN_FILES)
@@ -47,10 +59,8 @@ def write_sums(path: Path, sums: Sums) -> None:
 
 
 def read_sums(path: Path) -> Sums:
-    """Read what `write_sums` wrote; empty without such a file.
-
-    Raises ModelError if it cannot be read.
-    """
+    """Read what `write_sums` wrote; empty without such a file. Raises ModelError if it cannot be
+    read."""
     try:
         tree = json.loads(path.read_bytes())
         return {name: FileSum(int(s["bytes"]), str(s["xxh3"])) for name, s in tree.items()}
@@ -72,9 +82,7 @@ def differences(found: Sums, listed: Sums, where: Path) -> list[str]:
 
 def corrupt_weights(directory: Path) -> tuple[int, list[str]]:
     """Return how many files `checksums.json` of a model's directory lists, and the corrupt ones.
-
-    Raises ModelError without such a list.
-    """
+    Raises ModelError without such a list."""
     listed = read_sums(directory / CHECKSUMS)
     if not listed:
         raise ModelError(
@@ -110,20 +118,15 @@ def _deciding_files(directory: Path) -> list[Path]:
 def changed_files(directory: Path, run: Path) -> list[str]:
     """Return how the small files that decide a model's numbers differ from those that an export
     listed in the model's `directory`, and from those that the first launch of the run in `run`
-    read.
-
-    Weights are compared where they are read. Raises ModelError if a list cannot be read.
-    """
+    read. Weights are compared where they are read. Raises ModelError if a list cannot be read."""
     files = [path.absolute() for path in _deciding_files(directory)]
     return changes_of({str(path): sum_of(path) for path in files}, directory, run)
 
 
 def changes_of(sums: Sums, directory: Path, run: Path) -> list[str]:
     """Return how files of the model in `directory` differ from those listed there by an export, and
-    from those that the first launch of the run in `run` read. `sums`: by absolute path.
-
-    Raises ModelError if a list cannot be read.
-    """
+    from those that the first launch of the run in `run` read. `sums`: by absolute path. Raises
+    ModelError if a list cannot be read."""
     exported, begun = directory / CHECKSUMS, run / BASE_MODEL
     by_name = {Path(path).name: found for path, found in sums.items()}
     return [
@@ -134,3 +137,31 @@ def changes_of(sums: Sums, directory: Path, run: Path) -> list[str]:
 
 def _sums(directory: Path, names: Iterable[str]) -> Sums:
     return {name: sum_of(directory / name) for name in names}
+
+
+def unusable_files(directory: Path) -> Iterator[tuple[str, str]]:
+    """Yield each fault of the files in a base's `directory`, and how to correct it."""
+    if (directory / ADAPTER_CONFIG).exists():
+        yield (
+            f"{ADAPTER_CONFIG} is in the same directory: transformers loads the adapter's own base "
+            "with the adapter from such a directory, not these weights",
+            f"move {ADAPTER_CONFIG} and the adapter's weights out of it; to train the merged "
+            "model, merge them first (peft: merge_and_unload, save_pretrained)",
+        )
+    path = directory / GENERATION_CONFIG
+    if path.is_file() and (fault := _generation_fault(path)) is not None:
+        yield f"{GENERATION_CONFIG}: {fault}", f"correct {path}, or remove it"
+
+
+def _generation_fault(path: Path) -> str | None:
+    try:
+        settings: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"cannot be read as JSON: {error}"
+    if not isinstance(settings, dict):
+        return "must be a JSON object"
+    ends = settings.get("eos_token_id")
+    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if any(isinstance(one, bool) or not isinstance(one, int) for one in listed):
+        return f"eos_token_id = {ends!r} must be the id of a token, or a list of ids"
+    return None

@@ -20,12 +20,8 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from bigtrain.errors import ModelError, first_line
 from bigtrain.models.layers.parameters import names_of
-from bigtrain.models.transformers_patches import (
-    computed_in_float32,
-    dtype_plan,
-    names_not_saved,
-)
-from bigtrain.models.weights.base_files import TOKENIZER_FILES
+from bigtrain.models.transformers_patches import computed_in_float32, dtype_plan, names_not_saved
+from bigtrain.models.weights.checksums import TOKENIZER_FILES
 from bigtrain.models.weights.lazy_tensors import LazyTensor, forget_computed
 from bigtrain.models.weights.older_readers import rewrite_tokenizer_config
 from bigtrain.system.text_record import RECORD_NAME
@@ -61,7 +57,7 @@ def write_model(
     """Write configuration and weights as `save_pretrained` does; returns whether in several files,
     and notes on tensors that differ from those of a base.
 
-    That method holds all weights at once; this one holds a file's. Names and conversions of tensors
+    The latter holds all weights at once; this one holds a file's. Names and conversions of tensors
     are transformers' here as well. Weights are written in `dtype` (None: that of the base), but for
     those that the architecture keeps in float32, and those named `as_stored`, which keep the dtype
     that they have. `like_base`: gives the tensors the names and dtypes of the base's files.
@@ -118,10 +114,8 @@ def _state(
     output: Path,
     as_stored: Collection[str],
 ) -> dict[str, torch.Tensor]:
-    """`weights` by the names and in the order of the model's state dict, tied ones once.
-
-    In the dtypes that `write_model` describes.
-    """
+    """Return `weights` by name and in the order of the model's state dict, tied ones once, in the
+    dtypes of `write_model`."""
     names = names_of(model.named_parameters(remove_duplicate=False)).values()
     alias = {name: group[0] for group in names for name in group}
     expected = set(alias.values())

@@ -1,15 +1,11 @@
-"""The weights of a Hugging Face directory or hub name, read a rectangle at a time.
-
-transformers' own loading decides which tensor of which file becomes which parameter: it runs on a
-model without memory, with `LazyTensor`s instead of tensors. So nothing is read until a part of a
-parameter is asked for, and then only that part.
-"""
+"""The weights of a Hugging Face directory or hub name, read a rectangle at a time. transformers'
+own loading decides which tensor of which file becomes which parameter: it runs on a model without
+memory, with `LazyTensor`s instead of tensors."""
 
 from __future__ import annotations
 
 import copy
 import json
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,11 +21,15 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
 from transformers.utils import (
     CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
 )
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from bigtrain.errors import ModelError
-from bigtrain.models.transformers_patches import drop_expected_keys
+from bigtrain.models.transformers_patches import drop_expected_keys, only_errors, without_progress
 from bigtrain.models.weights.lazy_tensors import (
     BLOCK_BYTES,
     LazyTensor,
@@ -38,7 +38,7 @@ from bigtrain.models.weights.lazy_tensors import (
     forget_computed,
     narrowed,
 )
-from bigtrain.models.weights.weight_files import REWRITE, find_file, weight_files
+from bigtrain.system.boxes import Box
 from bigtrain.system.storage.copies import local_path
 
 _SHOWN = 5
@@ -76,10 +76,8 @@ class Weights:
         self, name: str, offsets: Offsets, out: torch.Tensor, *, is_buffer: bool = False
     ) -> None:
         """Read a rectangle of a parameter or buffer into `out`, any dtype, device and strides.
-
         Raises ModelError for a file that cannot be read, and for values of a parameter that are not
-        finite.
-        """
+        finite."""
         tensor = self.tensors[name]
         if tensor.ndim == 0:
             offsets, out = (), out.view(())
@@ -170,8 +168,7 @@ def stored_tensors(file: Path) -> dict[str, LazyTensor]:
 
 
 def _quantization(source: str) -> str | None:
-    """Return the method by which the files in `source` are quantized, according to its
-    config.json."""
+    """Return the quantization method in the config.json of `source`; None without one."""
     path = find_file(local_path(source), CONFIG_NAME)
     with suppress(OSError, ValueError, LookupError, AttributeError):
         if path is not None:
@@ -252,15 +249,8 @@ def _where(name: str, found: dict[str, _Leaf]) -> str:
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Without progress bars, and without warnings about what is an error here."""
-    log = logging.getLogger("transformers")
-    level = log.level
-    disable_progress_bar()
-    log.setLevel(logging.ERROR)
-    try:
+    with only_errors("transformers"), without_progress():
         yield
-    finally:
-        log.setLevel(level)
-        enable_progress_bar()
 
 
 # --- files ---
@@ -271,8 +261,8 @@ class _Unreadable(Exception):
 
 
 def _leaves_of(files: Sequence[Path]) -> dict[str, _Leaf]:
-    """Return all tensors of `files` by name. Raises ValueError for a name that two of them hold,
-    with or without an index: transformers would take the one it reads last."""
+    """Return all tensors of `files` by name. Raises ValueError for a name in two of them, of which
+    transformers would take the last."""
     found: dict[str, _Leaf] = {}
     for path in files:
         for name, leaf in _leaves(path):
@@ -315,7 +305,7 @@ class _Safetensors:
             if self._open is None:
                 self._open = safe_open(self.path, framework="pt")
             part = self._open.get_slice(name)
-            where = tuple(slice(o, o + n) for o, n in zip(offsets, out.shape, strict=True))
+            where = Box(offsets, tuple(out.shape)).slices
             out.copy_(part[where] if where else self._open.get_tensor(name))
         except (OSError, SafetensorError) as error:
             raise _Unreadable(f"{self.path}: cannot be read: {_sentence(error)}") from error
@@ -356,3 +346,75 @@ class _Leaf:
 
 def _sentence(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+REWRITE = (
+    'python -c "from transformers import AutoModelForCausalLM as M; '
+    "M.from_pretrained({source!r}, dtype='auto').save_pretrained('converted')\""
+)
+
+
+def weight_files(source: str, hf_config: PreTrainedConfig) -> list[Path]:
+    """Return the files with weights, in the order transformers looks for them. Raises
+    ValueError."""
+    named = getattr(hf_config, "transformers_weights", None)
+    names = (named,) if named else (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+    path = next(filter(None, (find_file(source, name) for name in names)), None)
+    if path is None:
+        refuse_pickles(source)
+        raise ValueError(f"holds none of {', '.join(names)}")
+    if not path.name.endswith(".index.json"):
+        _refuse_pickle(source, path)
+        _refuse_second_set(path)
+        return [path]
+    shards = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+    paths = []
+    for name in shards:
+        shard = find_file(source, name)
+        if shard is None:
+            raise ValueError(f"{path}: names the file {name}, which is missing")
+        paths.append(shard)
+    for path in paths:
+        _refuse_pickle(source, path)
+    return paths
+
+
+def _refuse_second_set(path: Path) -> None:
+    """Raises ValueError for weights next to an index of other files, which transformers would
+    ignore."""
+    index = path.with_name(SAFE_WEIGHTS_INDEX_NAME)
+    if path.name != SAFE_WEIGHTS_NAME or not index.is_file():
+        return
+    others = sorted(set(json.loads(index.read_text())["weight_map"].values()) - {path.name})
+    if others:
+        raise ValueError(
+            f"{path} holds all weights, and {index} names {len(others)} other files for them, "
+            f"{others[0]} first -> remove {path.name}, or the index and its files"
+        )
+
+
+def refuse_pickles(directory: str) -> None:
+    """Raises ValueError for a directory with weights that only a pickle gives."""
+    files = {path.name for path in Path(directory).glob("*")}
+    if not files & {SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME}:
+        for name in files & {WEIGHTS_NAME, WEIGHTS_INDEX_NAME}:
+            _refuse_pickle(directory, Path(directory, name))
+
+
+def _refuse_pickle(source: str, path: Path | None) -> None:
+    """Raises ValueError for weights that only a pickle gives, which may run code as it is read."""
+    if path is not None and path.suffix != ".safetensors":
+        raise ValueError(
+            f"{path} is a pickle, which can run code when it is read -> convert it, if you trust "
+            f"where it comes from: {REWRITE.format(source=source)}"
+        )
+
+
+def find_file(source: str, name: str) -> Path | None:
+    """Return the file `name` of a directory, or of a model on the hub or in its cache; None without
+    it."""
+    if Path(source).is_dir():
+        path = Path(source, name)
+        return path if path.is_file() else None
+    found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)

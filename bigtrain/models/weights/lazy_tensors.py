@@ -1,10 +1,8 @@
 """Tensors whose values are read on demand, a rectangle at a time.
 
 transformers renames, merges and splits the tensors of a file while it loads or saves a model
-(transformers/core_model_loading.py). With these tensors the same code computes nothing: its
-operations are recorded, and `LazyTensor.fill` reads from the file what a rectangle of the result
-needs. Operations that only move elements are traced back to the file; the result of any other one
-is computed when it is read.
+(transformers/core_model_loading.py). With these tensors its operations are recorded: those that
+only move elements are traced back to the file, the result of any other is computed when it is read.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from bigtrain.models.torch_patches import ATEN_TO_COPY, map_instances, wrapper_tensor
+from bigtrain.system.boxes import Box
 
 Offsets = tuple[int, ...]
 aten = torch.ops.aten
@@ -41,9 +40,7 @@ class Values(Protocol):
 
 class LazyTensor(torch.Tensor):
     """A tensor with a shape and a dtype whose values are read on demand. Always contiguous.
-
-    Read-only: writing into it is an error.
-    """
+    Read-only: writing into it is an error."""
 
     origin: Values
 
@@ -130,9 +127,7 @@ def blocks(sizes: Offsets, itemsize: int) -> Iterator[tuple[Offsets, Offsets]]:
 
 def allocate(shape: Offsets, dtype: torch.dtype) -> torch.Tensor:
     """Return an uninitialized tensor whose memory returns to the system as soon as it is freed.
-
-    malloc would keep blocks of up to 32 MiB.
-    """
+    malloc would keep blocks of up to 32 MiB."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _OWN_BYTES:
         return torch.empty(shape, dtype=dtype)
@@ -141,9 +136,7 @@ def allocate(shape: Offsets, dtype: torch.dtype) -> torch.Tensor:
 
 def narrowed(tensor: torch.Tensor, offsets: Offsets, sizes: Offsets) -> torch.Tensor:
     """Return the view of a rectangle of `tensor`."""
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
+    return tensor[Box(offsets, sizes).slices]
 
 
 def _fill(tensor: torch.Tensor, offsets: Offsets, out: torch.Tensor) -> None:
@@ -253,8 +246,7 @@ def _split_with_sizes(tensor: torch.Tensor, sizes: Sequence[int], dim: int = 0) 
 def _select(tensor: torch.Tensor, dim: int, index: int) -> Values:
     dim, index = dim % tensor.ndim, index % tensor.shape[dim]
     return _Moved(
-        tensor,
-        lambda offsets, out: ((*offsets[:dim], index, *offsets[dim:]), out.unsqueeze(dim)),
+        tensor, lambda offsets, out: ((*offsets[:dim], index, *offsets[dim:]), out.unsqueeze(dim))
     )
 
 

@@ -1,9 +1,8 @@
 """Fields that transformers 4, vLLM, SGLang and llama.cpp read and transformers 5 no longer writes.
 
-transformers 5 stores rotary parameters in `rope_parameters`; a reader of the older form that finds
-no `rope_theta` and `rope_scaling` computes with its defaults and reports nothing. A key is written
-only where transformers 5 itself reads the older form as the same parameters, so that both forms in
-one file agree.
+Without `rope_theta` and `rope_scaling` these readers silently compute with defaults. A key is
+written only where transformers 5 itself reads the older form as the same parameters, so that both
+forms in one file agree.
 """
 
 from __future__ import annotations
@@ -34,11 +33,9 @@ _CLASS_OF_5, _CLASS_OF_4 = "TokenizersBackend", "PreTrainedTokenizerFast"
 
 
 def complete_config(values: dict[str, Any], config: PreTrainedConfig) -> list[str]:
-    """Add to the JSON `values` of a new configuration what older readers need.
-
-    Every field of the configuration's own class, whose default may be another one there, and the
-    keys for dtype and rotary embeddings. Returns a note for each part that has no older form.
-    """
+    """Add to the JSON `values` of a new configuration what older readers need. Every field of the
+    configuration's own class, whose default may be another one there, and the keys for dtype and
+    rotary embeddings. Returns a note for each part that has no older form."""
     full = config.to_dict()
     shared = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     own = {field.name for field in dataclasses.fields(type(config))} - shared
@@ -52,10 +49,8 @@ def complete_config(values: dict[str, Any], config: PreTrainedConfig) -> list[st
 
 def add_legacy_keys(values: dict[str, Any], prefix: str = "") -> tuple[list[str], list[str]]:
     """Add the rotary keys of transformers 4 to the JSON `values` of a configuration, and to the
-    configurations nested in it. Keys that exist stay.
-
-    Returns the names of the added keys, and a note for each part that has no older form.
-    """
+    configurations nested in it. Keys that exist stay. Returns the names of the added keys, and a
+    note for each part that has no older form."""
     added: list[str] = []
     notes: list[str] = []
     for name, nested in values.items():
@@ -143,8 +138,8 @@ def _rope_of(config_class: type[PreTrainedConfig], values: Mapping[str, Any]) ->
 
 
 def _with_floats(value: Any) -> Any:
-    """Return a copy of a JSON value with the numbers that JSON has none for, as transformers 5
-    writes them (``{"__float__": "Infinity"}``), which `from_dict` does not read."""
+    """Return a JSON value with ``{"__float__": "Infinity"}`` of transformers 5, unread by
+    `from_dict`, as floats."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -153,9 +148,8 @@ def _with_floats(value: Any) -> Any:
 
 
 def rewrite_config(path: Path, config: PreTrainedConfig) -> list[str]:
-    """Complete the configuration file that transformers 5 wrote for a new model (no base).
-
-    Returns notes as `complete_config`. Raises OSError."""
+    """Complete the configuration file that transformers 5 wrote for a new model (no base). Returns
+    notes as `complete_config`. Raises OSError."""
     values = json.loads(path.read_text(encoding="utf-8"))
     notes = complete_config(values, config)
     write_json(path, values)
@@ -164,7 +158,6 @@ def rewrite_config(path: Path, config: PreTrainedConfig) -> list[str]:
 
 def rewrite_tokenizer_config(directory: Path) -> None:
     """Name tokenizer class and additional special tokens as transformers 4 and 5 both read them.
-
     Raises OSError."""
     path = directory / _TOKENIZER_CONFIG
     if not path.is_file():

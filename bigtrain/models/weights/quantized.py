@@ -1,15 +1,12 @@
-"""A frozen base whose linear layers hold their weights in 4 bits (QLoRA), by bitsandbytes.
-
-Layers are replaced before there is an engine and hold nothing until their weights are read: so
-nothing casts, moves or sends what is packed, and no rank ever has more than one of the weights in
-full. Written against bitsandbytes 0.50, which takes a second to import, and only where it is asked
-for.
-"""
+"""A frozen base whose linear layers hold their weights in 4 bits (QLoRA), by bitsandbytes (0.50).
+Layers are replaced before there is an engine and hold nothing until their weights are read: nothing
+casts, moves or sends packed weights, and no rank ever holds more than one weight in full."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,13 +16,14 @@ from transformers.pytorch_utils import Conv1D
 
 from bigtrain.errors import Problem
 from bigtrain.models.layers.adapters import (
+    MAGNITUDE,
     QUANTIZED_KEY,
     base_name,
     quantized_layers,
     quiet_bitsandbytes,
 )
 from bigtrain.models.weights.import_hf import Weights
-from bigtrain.models.weights.lazy_tensors import allocate, forget_computed
+from bigtrain.models.weights.lazy_tensors import LazyTensor, Offsets, allocate, forget_computed
 from bigtrain.planner.model_costs import BLOCK_SIZE
 from bigtrain.settings.sections.adapters import AdaptersSection
 
@@ -53,11 +51,9 @@ def is_packed(parameter: object) -> bool:
 
 
 def quantize_layers(model: PreTrainedModel, section: AdaptersSection, dtype: torch.dtype) -> None:
-    """Replace linear layers of `model` by bitsandbytes', in place, with empty weights.
-
-    `dtype`: the run's, which weights are rounded to before they are quantized. Biases stay. Call
-    `check_quantization` first, and `finish_layers` once adapters are added.
-    """
+    """Replace linear layers of `model` by bitsandbytes', in place, with empty weights. `dtype`: the
+    run's, which weights are rounded to before they are quantized. Biases stay. Call
+    `check_quantization` first, and `finish_layers` once adapters are added."""
     library = _library()
     for name in quantized_layers(model):
         layer: Any = model.get_submodule(name)
@@ -103,7 +99,7 @@ def compute_plainly(model: nn.Module) -> None:
 
 
 def bits_and_bytes(section: AdaptersSection, dtype: torch.dtype) -> BitsAndBytesConfig:
-    """What `from_pretrained` must be told to quantize as a run in `dtype` with `section` does."""
+    """Return the option with which `from_pretrained` quantizes like a run in `dtype`."""
     _library()  # which transformers imports
     return BitsAndBytesConfig(
         load_in_4bit=True,
@@ -135,10 +131,8 @@ def finish_layers(model: nn.Module, section: AdaptersSection) -> None:
 
 @torch.no_grad()
 def read_quantized(model: nn.Module, weights: Weights, device: torch.device) -> None:
-    """Read the weights of all quantized layers and pack them on `device`, one at a time.
-
-    Not collective: every rank reads all of them. Raises ModelError as `Weights.fill`.
-    """
+    """Read the weights of all quantized layers and pack them on `device`, one at a time. Not
+    collective: every rank reads all of them. Raises ModelError as `Weights.fill`."""
     library = _library()
     for name, module in model.named_modules():
         if not is_quantized(module):
@@ -201,3 +195,44 @@ def _library() -> Any:
     with quiet_bitsandbytes():
         import bitsandbytes
     return bitsandbytes
+
+
+def with_magnitudes(weights: Weights, model: nn.Module) -> Weights:
+    """`weights` with the initial values of DoRA's magnitudes in `model`: the 2-norm of the weights
+    of each output, float32 [outputs]. Nothing is read here; those of layers in 4 bits are of what
+    these hold when they are read."""
+    tensors: dict[str, LazyTensor] = dict(weights.tensors)
+    for name, _ in model.named_parameters():
+        if name.endswith(MAGNITUDE):
+            layer_name = name.removesuffix(MAGNITUDE)
+            layer: Any = model.get_submodule(layer_name)
+            own = layer.base_layer
+            if is_quantized(own):
+                tensors[name] = LazyTensor(
+                    (own.out_features,), torch.float32, _DequantizedView(own)
+                )
+                continue
+            base = weights.tensors[f"{layer_name}.weight"]
+            tensors[name] = magnitude(base, transposed=bool(layer.fan_in_fan_out))
+    return replace(weights, tensors=tensors)
+
+
+@dataclass(frozen=True)
+class _DequantizedView:
+    """The magnitudes of a layer in 4 bits: not those of the weights in the files."""
+
+    layer: Any
+
+    def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
+        found = magnitude(dequantized(self.layer), transposed=False)
+        out.copy_(found[offsets[0] : offsets[0] + out.shape[0]])
+
+    def sources(self) -> Iterator[object]:
+        return iter(())
+
+
+def magnitude(weight: Any, *, transposed: bool) -> Any:
+    """Return the 2-norm of the weights of each output of a layer, as peft takes it; lazy as
+    `weight` is. transposed: whether outputs are columns (Conv1D)."""
+    dim = 0 if transposed else 1
+    return torch.linalg.vector_norm(weight.to(torch.float32), dim=dim)

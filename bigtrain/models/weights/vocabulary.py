@@ -1,8 +1,7 @@
-"""The vocabulary of trained weights, grown: new rows of the embedding, the head and its bias.
+"""Growth of the vocabulary of trained weights: new rows of the embedding, the head and its bias.
 
-What transformers' `resize_token_embeddings` does to a model in memory (modeling_utils.py, 5.23) is
-done here to weights that are read a rectangle at a time: rows are computed once, from the full old
-tensor, and every rank then reads its part of old and new rows as of any other tensor. So they are
+The same as transformers' `resize_token_embeddings` (modeling_utils.py, 5.23) for weights that are
+read a rectangle at a time: new rows are computed once, from the full old tensor, so that they are
 the same at every topology.
 """
 
@@ -49,11 +48,9 @@ class VocabularyResize:
 def grown_configuration(
     section: ModelSection, hf_config: PreTrainedConfig, tokens: int
 ) -> tuple[PreTrainedConfig, VocabularyResize | None]:
-    """`hf_config` with the vocabulary that `section` asks for where the tokenizer has `tokens`;
-    the same one and None where it does not grow.
-
-    Raises ModelError for a model that holds something else by token than embedding and head.
-    """
+    """`hf_config` with the vocabulary that `section` asks for where the tokenizer has `tokens`; the
+    same one and None where it does not grow. Raises ModelError for a model that holds something
+    else by token than embedding and head."""
     before = vocabulary_size(hf_config)
     after = before if section.vocabulary is None else section.vocabulary.size(before, tokens)
     if after == before:
@@ -108,10 +105,8 @@ def grown_weights(
     on_main_rank: Callable[[Callable[[], Rows]], Rows],
 ) -> Weights:
     """`weights` with the rows by which the vocabulary grows; arguments as of `new_rows`.
-
     `on_main_rank`: has one rank compute them and gives all ranks the result (another CPU might
-    round another way, and the ranks' parts must be of one tensor). Collective as it is.
-    """
+    round another way, and the ranks' parts must be of one tensor). Collective as it is."""
     rows = on_main_rank(lambda: new_rows(weights, hf_config, growth, section, seed))
     return with_new_rows(weights, rows)
 
@@ -125,10 +120,8 @@ def new_rows(
     seed: int,
 ) -> Rows:
     """Return the new rows of each parameter in ``growth.names``: float32 [after - before, ...].
-
     hf_config: the grown one. A function of `seed`, the parameter's name and the old rows, all of
-    which are read here. Raises ModelError for a file that cannot be read.
-    """
+    which are read here. Raises ModelError for a file that cannot be read."""
     assert section.vocabulary is not None
     kind, count = section.vocabulary.new_rows, growth.after - growth.before
     found: Rows = {}
@@ -146,8 +139,8 @@ def new_rows(
 
 
 def _initialize_near_mean(old: torch.Tensor, count: int, *, spread: bool) -> torch.Tensor:
-    """`count` rows drawn as transformers draws them from the `old` ones, which are overwritten;
-    without `spread` their mean."""
+    """Draw `count` rows like transformers from the `old` ones (overwritten); without `spread` their
+    mean."""
     mean = torch.mean(old, 0)
     same = mean.expand(count, *mean.shape).clone()
     if not spread:

@@ -8,7 +8,7 @@ import torch
 from bigtrain.engine.optimizers.build import parameter_groups
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.equivalence.gradient_reach import parameters_without_gradient
+from bigtrain.models.equivalence.parameter_plan import parameters_without_gradient
 from bigtrain.settings.run_config import AdaptersSection, ModelSection, OptimizerSection
 from tests.parity.conftest import COMPOSITE
 

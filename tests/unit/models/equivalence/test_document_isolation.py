@@ -17,6 +17,7 @@ from bigtrain.models.equivalence.document_isolation import find_isolation
 from bigtrain.models.equivalence.proxy_model import build_proxy_model, with_heads
 from bigtrain.models.layers.document_attention import (
     Documents,
+    Isolation,
     attend_by_document,
     per_document_attention,
     sizes_of_documents,
@@ -27,7 +28,6 @@ from bigtrain.models.layers.document_masks import (
     document_numbers,
     lengths_of_documents,
 )
-from bigtrain.models.layers.isolation import Isolation
 from bigtrain.run.preflight import inspect_inputs
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import ModelSection, RunConfig

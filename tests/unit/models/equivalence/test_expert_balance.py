@@ -147,13 +147,13 @@ def test_another_formula_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_both_router_losses_are_tried_on_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    built, real = [], expert_parallel.build_proxy_model
+    built, real = [], expert_parallel.build_noisy_proxy
 
     def build(*arguments: Any) -> Any:
         built.append(real(*arguments))
         return built[-1]
 
-    monkeypatch.setattr(expert_parallel, "build_proxy_model", build)
+    monkeypatch.setattr(expert_parallel, "build_noisy_proxy", build)
     both = {"auxiliary_loss": "global_batch", "z_loss_coefficient": 1e-3}
     assert problems(both, MIXTRAL | ROUTED) == []
     assert len(built) == 1

@@ -9,9 +9,12 @@ import torch
 from transformers import AutoConfig
 
 from bigtrain.models.build import empty_model
-from bigtrain.models.equivalence import gradient_reach
-from bigtrain.models.equivalence.gradient_reach import parameters_without_gradient
-from bigtrain.models.equivalence.parameter_plan import plan_parameters, summarized
+from bigtrain.models.equivalence import parameter_plan
+from bigtrain.models.equivalence.parameter_plan import (
+    parameters_without_gradient,
+    plan_parameters,
+    summarized,
+)
 from bigtrain.settings.run_config import RunConfig
 from tools.tiny_models import model_types, tiny_config, tiny_model
 
@@ -61,9 +64,9 @@ def test_a_model_that_cannot_be_run_is_trained_in_full(monkeypatch: pytest.Monke
     def refuse(*_: Any) -> Any:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(gradient_reach, "_on_meta", refuse)
+    monkeypatch.setattr(parameter_plan, "_on_meta", refuse)
     assert parameters_without_gradient(tiny_config("llama")) == ()  # of a proxy model
-    monkeypatch.setattr(gradient_reach, "_on_cpu", refuse)
+    monkeypatch.setattr(parameter_plan, "_on_cpu", refuse)
     assert parameters_without_gradient(tiny_config("llama")) is None
     plan = plan_parameters(run_of("llama"), tiny_config("llama"))
     assert plan.untrained == ()

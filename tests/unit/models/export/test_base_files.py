@@ -17,7 +17,7 @@ from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export.base_record import BaseRecord, record_base
-from bigtrain.models.weights.base_files import unusable_files
+from bigtrain.models.weights.checksums import unusable_files
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.settings.run_config import ModelSection
 from tests.support.datasets import write_dataset

@@ -11,8 +11,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from bigtrain.models.equivalence.document_isolation import find_isolation
 from bigtrain.models.equivalence.proxy_model import rescale_weights
-from bigtrain.models.equivalence.sequence_parallel import _in_parts
-from bigtrain.models.layers.isolation import Isolation
+from bigtrain.models.equivalence.sequence_parallel import run_in_parts
+from bigtrain.models.equivalence.trial import OUTPUT
+from bigtrain.models.layers.document_attention import Isolation
 from bigtrain.models.layers.rotary import choose_by_document, document_lengths
 from tests.support.longrope import longrope
 from tests.unit.models.equivalence.test_sequence_parallel import COMMON
@@ -96,8 +97,8 @@ def test_parts_of_samples_choose_as_the_whole(model_type: str, size: int) -> Non
     ids, positions = tokens()
     whole, separate = model(input_ids=ids, use_cache=False).logits, alone(model)
     for given, expected in ((None, whole), (positions, separate)):
-        parts = _in_parts(model, ids, given, size)
-        assert distance(torch.cat([logits for logits, _ in parts], 1), expected) < 1e-5
+        results = run_in_parts(model, ids, given, size)
+        assert distance(results[OUTPUT]["logits"], expected) < 1e-5
     assert torch.equal(model(input_ids=ids, use_cache=False).logits, whole)  # given back
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from bigtrain.models.equivalence.rank_threads import RankThreads
+from bigtrain.models.equivalence.trial import RankThreads
 from bigtrain.models.parallel.experts import shard_experts
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.parallel.sharding import cut_parameter, is_expert

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bigtrain.models.weights.base_files import TOKEN_FILES, TOKENIZER_FILES
 from bigtrain.models.weights.checksums import (
     BASE_MODEL,
+    TOKEN_FILES,
+    TOKENIZER_FILES,
     changed_files,
     files_read_with,
     sum_of,

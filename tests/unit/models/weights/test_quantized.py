@@ -19,7 +19,6 @@ from bigtrain.models.layers.adapters import check_adapters, find_targets, quanti
 from bigtrain.models.parallel.adapter_costs import adapter_costs
 from bigtrain.models.parallel.stages import Stage
 from bigtrain.models.tracing.meta_trace import trace_model
-from bigtrain.models.weights.adapted import with_magnitudes
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.models.weights.quantized import (
     bits_and_bytes,
@@ -31,6 +30,7 @@ from bigtrain.models.weights.quantized import (
     packed_tensors,
     quantize_layers,
     read_quantized,
+    with_magnitudes,
 )
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.memory import peak_memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from bigtrain.models.equivalence.rounding import SumsInParts
+from bigtrain.parity.reference import SumsInParts
 
 
 def test_sums_in_parts() -> None:
