@@ -8,7 +8,7 @@ from typing import Protocol
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.engine.experts import ExpertLoadStats
-from bigtrain.engine.startup.process_group import cpu_group
+from bigtrain.engine.startup.cpu_collectives import cpu_group
 from bigtrain.engine.train_engine import LossWindow, TrainEngine
 from bigtrain.report.step_metrics import StepMetrics
 from bigtrain.run.checkpointing.resume import roll_back

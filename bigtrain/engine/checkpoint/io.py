@@ -36,9 +36,9 @@ from bigtrain.engine.checkpoint.tensor_file import (
     write_parts,
 )
 from bigtrain.engine.checkpoint.tensor_files import Listing, Wanted
+from bigtrain.engine.startup.cpu_collectives import gather_on_main
 from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.engine.startup.mesh import Mesh
-from bigtrain.engine.startup.process_group import gather_on_main
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.system.storage.direct_file import ALIGNMENT
 

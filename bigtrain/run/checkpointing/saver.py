@@ -23,8 +23,8 @@ from bigtrain.engine.checkpoint.snapshot import (
     snapshot_engine,
 )
 from bigtrain.engine.checkpoint.tensor_file import Identity
+from bigtrain.engine.startup.cpu_collectives import cpu_group
 from bigtrain.engine.startup.long_work import on_main_rank
-from bigtrain.engine.startup.process_group import cpu_group
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CheckpointError, LostRunTokenError
 from bigtrain.models.export.verified import Probe

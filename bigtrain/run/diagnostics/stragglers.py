@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bigtrain.engine.startup.process_group import gather_on_main
+from bigtrain.engine.startup.cpu_collectives import gather_on_main
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.layers.parameters import decoder_layers, local_shape
 from bigtrain.models.parallel.experts import exchange_of

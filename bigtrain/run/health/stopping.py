@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from bigtrain.engine.startup.cpu_collectives import maximum_of_all
 from bigtrain.engine.startup.long_work import on_main_rank
-from bigtrain.engine.startup.process_group import maximum_of_all
 from bigtrain.errors import BigtrainError
 from bigtrain.run.state import TrainState
 from bigtrain.system.stop_signals import StopSignals, ask_for_restart
