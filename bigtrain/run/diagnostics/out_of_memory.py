@@ -20,8 +20,8 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError
 from bigtrain.models.torch_patches import dump_memory_snapshot
 from bigtrain.models.weights.quantized import packed_tensors
+from bigtrain.run.context import RunContext
 from bigtrain.run.diagnostics.profiling import DIRECTORY
-from bigtrain.run.session import Session
 from bigtrain.settings.run_config import RunConfig
 
 GIB = 2**30
@@ -108,31 +108,31 @@ def remedies(config: RunConfig, zero_stage: int, held: MemoryUse) -> list[str]:
 
 
 @contextmanager
-def explained(session: Session, engine: TrainEngine) -> Iterator[None]:
+def explained(context: RunContext, engine: TrainEngine) -> Iterator[None]:
     """Turn CUDA's out-of-memory error into a LaunchError with memory use and suggestions."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         # Measured before any tensor of the step is freed: the traceback holds its activations.
-        device = session.device
+        device = context.device
         allocated = torch.cuda.memory_allocated(device)
         total = torch.cuda.get_device_properties(device).total_memory
         held = memory_use(engine.module, engine.engine.optimizer, allocated, total)
-        raise LaunchError(_text(session, held, error)) from error
+        raise LaunchError(_text(context, held, error)) from error
 
 
-def _text(session: Session, held: MemoryUse, error: Exception) -> str:
-    directory = session.directory / DIRECTORY
-    path = directory / f"out_of_memory_rank_{session.world.rank}.pickle"
+def _text(context: RunContext, held: MemoryUse, error: Exception) -> str:
+    directory = context.directory / DIRECTORY
+    path = directory / f"out_of_memory_rank_{context.world.rank}.pickle"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         dump_memory_snapshot(str(path))
         written = f"; snapshot: {path}"
     except (OSError, RuntimeError):
         written = ""
-    config, stage = session.run.config, session.run.engine.zero_stage
+    config, stage = context.config, context.run.engine.zero_stage
     reason = str(error).strip().splitlines()[0]
     return (
-        f"rank {session.world.rank} ran out of device memory ({reason}): "
+        f"rank {context.world.rank} ran out of device memory ({reason}): "
         f"{held.describe()}{written} -> {', or '.join(remedies(config, stage, held))}"
     )

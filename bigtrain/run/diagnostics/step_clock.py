@@ -75,7 +75,7 @@ class StepClock:
         now: Callable[[], float] = time.perf_counter,
         make_event: Callable[[], Any] | None = None,
     ) -> None:
-        self._host_time, self._memory, self._now = host_time, memory, now
+        self._host_time, self.memory, self._now = host_time, memory, now
         is_cuda = device_type == "cuda"
         self._device = _DeviceParts(make_event) if is_cuda else None
         self.device_waits = DeviceWaits(make_event) if is_cuda else None
@@ -95,7 +95,7 @@ class StepClock:
                 yield
 
     def marking(self, other: Callable[[str], object]) -> Callable[[str], None]:
-        """Return a callback for `TrainEngine.mark`: it begins the part of the step named by the
+        """Return a callback for `TrainEngine.on_phase`: it begins the part of the step named by the
         mark and calls `other`."""
 
         def mark(phase: str) -> None:
@@ -116,13 +116,13 @@ class StepClock:
         """Begin a part of the step: "data", "engine" or the part of a mark."""
         self._end_part()
         self._part = part
-        self._memory.begin(part)
+        self.memory.begin(part)
         if self._device is not None:
             self._device.begin(part)
 
     def begin_step(self, *, is_logged: bool) -> None:
         """Begin a step; `is_logged`: whether it will be logged."""
-        self._memory.measure(is_logged or self._num_begun < _FIRST_STEPS)
+        self.memory.measure(is_logged or self._num_begun < _FIRST_STEPS)
         self._num_begun += 1
         if self.device_waits is not None and is_logged:
             self.device_waits.begin()
@@ -143,12 +143,12 @@ class StepClock:
         self.begin(ENGINE)
         if self._device is not None:
             self._device.begin("pause")
-        self._memory.measure(True)
-        self._memory.begin(phase)
+        self.memory.measure(True)
+        self.memory.begin(phase)
         try:
             yield
         finally:
-            self._memory.begin(None)
+            self.memory.begin(None)
             self._waited += self._host_time.waited - waited
             self._since, self._own = self._now(), self._host_time.seconds
             self._part = part

@@ -19,7 +19,7 @@ from dataclasses import replace
 from statistics import median
 
 from bigtrain.engine.optimizers.skip_step import SkipPolicy, StepStats
-from bigtrain.run.session import Session
+from bigtrain.run.run_log import RunLog
 from bigtrain.run.state import GuardState, TrainState
 from bigtrain.settings.sections.running import GuardSection
 
@@ -34,9 +34,8 @@ class Guard:
     """Policy that skips bad updates of a run. `skip_policy` (None if the guard is off) is for
     `TrainEngine.train_step`, which calls it on every rank with the same stats."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._section: GuardSection = session.run.config.guard
+    def __init__(self, section: GuardSection, log: RunLog) -> None:
+        self._section, self._log = section, log
         self._stats: StepStats | None = None
         self._reason: str | None = None
         self._state = GuardState()
@@ -60,21 +59,19 @@ class Guard:
         guard = replace(
             before.guard, num_skipped=before.guard.num_skipped + 1, streak=before.guard.streak + 1
         )
-        if self._session.metrics is not None:
-            self._session.metrics.log_event(
-                "skipped",
-                step=after.step,
-                first_sample=before.samples,
-                num_samples=after.samples - before.samples,
-                reason=self._reason,
-                loss=self._stats.loss,
-                grad_norm=self._stats.grad_norm,
-                consecutive=guard.streak,
-            )
-            self._session.log(
-                f"step {after.step}: update skipped, {self._reason} (samples {before.samples} to "
-                f"{after.samples - 1}; {guard.streak} in a row, {guard.num_skipped} in total)"
-            )
+        self._log.event(
+            "skipped",
+            after,
+            first_sample=before.samples,
+            reason=self._reason,
+            loss=self._stats.loss,
+            grad_norm=self._stats.grad_norm,
+            consecutive=guard.streak,
+        )
+        self._log.info(
+            f"step {after.step}: update skipped, {self._reason} (samples {before.samples} to "
+            f"{after.samples - 1}; {guard.streak} in a row, {guard.num_skipped} in total)"
+        )
         return replace(after, guard=guard)
 
     def rolls_back(self, state: TrainState) -> bool:

@@ -30,7 +30,9 @@ from bigtrain.engine.startup.cpu_collectives import gather_on_main
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.layers.parameters import decoder_layers, local_shape
 from bigtrain.models.parallel.experts import exchange_of
-from bigtrain.run.session import Session
+from bigtrain.run.context import RunContext
+from bigtrain.run.diagnostics.step_clock import StepTimes
+from bigtrain.run.run_log import RunLog
 from bigtrain.run.state import TrainState
 
 # GPU events between two readings; beyond that, products are not timed.
@@ -162,56 +164,55 @@ class StragglerWatch:
 
     def __init__(
         self,
-        session: Session,
+        context: RunContext,
+        log: RunLog,
         engine: TrainEngine,
         group: dist.ProcessGroup | None,
         state: TrainState,
     ) -> None:
         """Initialize. `group`: all ranks, on the CPU; None for one rank."""
-        self._session = session
+        self._context, self._log = context, log
         self.meter = WorkMeter(engine.module, engine.device, is_compiled=engine.is_compiled)
         self._group = group
-        self._section = session.run.config.watchdog
-        size = session.world.size
-        topology = session.run.topology
+        self._section = context.config.watchdog
+        size = context.world.size
+        topology = context.topology
         self._peers = [topology.coordinates(rank).pipeline_rank for rank in range(size)]
         self._work = torch.zeros(size, dtype=torch.float64)
         self._seconds, self._num_steps, self._first_sample = 0.0, 0, state.samples
 
-    def gather(self, state: TrainState, num_steps: int, step_seconds: float) -> None:
-        """Gather the times of the last `num_steps` after a logged step. Collective."""
+    def gather(self, state: TrainState, times: StepTimes) -> None:
+        """Gather the work since the last logged step. Collective."""
         own = self.meter.read()
         if self._group is None:
             return
-        times = gather_on_main(own, self._group)
-        if self._session.metrics is None:
+        work = gather_on_main(own, self._group)
+        if self._log.metrics is None:
             return
-        self._work += torch.tensor(times, dtype=torch.float64)
-        self._num_steps += num_steps
-        self._seconds += num_steps * step_seconds
+        self._work += torch.tensor(work, dtype=torch.float64)
+        self._num_steps += times.num_steps
+        self._seconds += times.num_steps * times.step_seconds
         if self._seconds >= self._section.straggler_seconds:
             self._report(state)
             self._work.zero_()
             self._seconds, self._num_steps, self._first_sample = 0.0, 0, state.samples
 
     def _report(self, state: TrainState) -> None:
-        assert self._session.metrics is not None
         step_seconds = self._seconds / self._num_steps
         work = (self._work / self._num_steps).tolist()
         factor = self._section.straggler_factor
         for one in find_stragglers(work, self._peers, step_seconds, factor):
-            host = self._session.hosts[one.rank]
-            self._session.metrics.log_event(
+            host = self._context.hosts[one.rank]
+            self._log.event(
                 "straggler",
-                step=state.step,
+                state,
                 first_sample=self._first_sample,
-                num_samples=state.samples - self._first_sample,
                 rank=one.rank,
                 host=host,
                 work_seconds=one.work_seconds,
                 median_seconds=one.median_seconds,
             )
-            self._session.log(
+            self._log.info(
                 f"rank {one.rank} on {host} is slow: {one.work_seconds:.3g} s of its own work a "
                 f"step, {one.work_seconds / one.median_seconds:.1f} times the median of its peers"
             )

@@ -1,19 +1,10 @@
-"""Evaluations of a run while it trains: held-out loss, samples from prompts, tasks of lm-eval.
-
-Best evaluation so far, and early stopping.
-
-Pure: all ranks get the same result from the same metrics.
-
-Loss on the held-out documents, per source and for the mixture.
-
-Fixed prompts that the live model continues at each evaluation.
-"""
+"""Evaluations of a run while it trains: held-out loss, samples from prompts, tasks of lm-eval."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from bigtrain.data.loading.loader import HeldOutSource
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
@@ -22,12 +13,13 @@ from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.configuration import text_config
 from bigtrain.models.generation import prompt_ids
 from bigtrain.models.lm_eval_tasks import Drawing
+from bigtrain.run.context import RunContext
 from bigtrain.run.evaluation.tasks import LiveModel, TaskRunner
+from bigtrain.run.preflight import Inputs
 from bigtrain.run.reporting.metrics import HeldOutLoss
 from bigtrain.run.run_directory import text_record
-from bigtrain.run.session import Session
-from bigtrain.run.state import BestSoFar, TrainState
-from bigtrain.settings.run_config import RunConfig
+from bigtrain.run.run_log import RunLog
+from bigtrain.run.state import TrainState, after_evaluation, has_stopped
 from bigtrain.settings.sections.evaluation import TASKS
 
 
@@ -40,16 +32,21 @@ class Evaluator:
     """
 
     def __init__(
-        self, session: Session, engine: TrainEngine, held_out: Sequence[HeldOutSource]
+        self,
+        context: RunContext,
+        log: RunLog,
+        engine: TrainEngine,
+        inputs: Inputs,
+        held_out: Sequence[HeldOutSource],
     ) -> None:
         """Tokenize prompts and load tasks. Raises ConfigError on every rank if that fails."""
-        self._session = session
+        self._context, self._log = context, log
         self._engine = engine
         self._held_out = held_out
-        self._section = session.run.config.evaluation
+        self._section = context.config.evaluation
         model = LiveModel(engine)
-        self._prompts = Prompts(session, model) if self._section.prompts else None
-        self._tasks = TaskRunner(session, model) if self._section.tasks else None
+        self._prompts = Prompts(context, log, inputs, model) if self._section.prompts else None
+        self._tasks = TaskRunner(context, log, inputs, model) if self._section.tasks else None
 
     def is_due(self, state: TrainState) -> bool:
         """Return whether anything is evaluated after this step."""
@@ -64,7 +61,7 @@ class Evaluator:
 
         Returns the state with the best evaluation so far, and the metrics by name.
         """
-        config = self._session.run.config
+        config = self._context.config
         held_out: HeldOutResult | None = None
         figures: dict[str, float] = {}
         if last or _due(state, self._section.every_steps):
@@ -80,8 +77,8 @@ class Evaluator:
         if self._tasks is not None and not (tasks or last or by_tasks):
             if has_stopped(config, evaluated):
                 tasks = self._run_tasks()
-        if self._session.metrics is not None and (held_out is not None or tasks):
-            self._session.metrics.log_evaluation(
+        if self._log.metrics is not None and (held_out is not None or tasks):
+            self._log.metrics.log_evaluation(
                 state.step,
                 None if held_out is None else held_out.whole,
                 {} if held_out is None else held_out.sources,
@@ -90,7 +87,7 @@ class Evaluator:
         stopping = self._section.early_stopping
         if stopping is not None and has_stopped(config, evaluated) and not last:
             best = evaluated.best
-            self._session.log(
+            self._log.info(
                 f"step {state.step}: early stopping: {best.metric} has not improved by more than "
                 f"{stopping.min_delta:g} for {best.num_since} evaluations; its best value is "
                 f"{best.value:.6g}, at step {best.step}"
@@ -101,53 +98,13 @@ class Evaluator:
         """Return the finite metrics of lm-eval's tasks, as ``tasks/TASK/METRIC``."""
         if self._tasks is None:
             return {}
-        self._session.heartbeat.set_phase("evaluating tasks", slow=True)
+        self._context.heartbeat.set_phase("evaluating tasks", slow=True)
         metrics = self._tasks.figures()
         return {f"{TASKS}/{name}": value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _due(state: TrainState, every: int | None) -> bool:
     return every is not None and state.step % every == 0
-
-
-def after_evaluation(
-    config: RunConfig, state: TrainState, figures: Mapping[str, float]
-) -> TrainState:
-    """Return `state` after an evaluation with these `figures`; unchanged if the best metric is not
-    among them."""
-    section, stopping = config.evaluation.best, config.evaluation.early_stopping
-    value = figures.get(section.metric)
-    if value is None:
-        return state
-    best = _comparable(config, state)
-    reference = best.value if best.reference is None else best.reference
-    by = 0.0 if stopping is None else stopping.min_delta
-    if reference is None or section.is_better(value, reference, by):
-        best = replace(best, num_since=0, reference=value)
-    else:
-        best = replace(best, num_since=best.num_since + 1, reference=reference)
-    # The best does not depend on `min_delta`, consistent with `export --best` and `keep_best`.
-    if best.value is None or section.is_better(value, best.value, 0.0):
-        best = replace(best, value=value, step=state.step)
-    return replace(state, best=best)
-
-
-def is_over(config: RunConfig, state: TrainState) -> bool:
-    """Return whether a run at `state` has ended: at its last step, or stopped early."""
-    return state.step >= config.train.steps or has_stopped(config, state)
-
-
-def has_stopped(config: RunConfig, state: TrainState) -> bool:
-    """Return whether the best metric has not improved for ``early_stopping.patience``
-    evaluations."""
-    stopping = config.evaluation.early_stopping
-    return stopping is not None and _comparable(config, state).num_since >= stopping.patience
-
-
-def _comparable(config: RunConfig, state: TrainState) -> BestSoFar:
-    """Return the best so far; empty if the run resumed with another metric."""
-    metric = config.evaluation.best.metric
-    return state.best if state.best.metric == metric else BestSoFar(metric)
 
 
 @dataclass(frozen=True)
@@ -212,16 +169,16 @@ def bits_per_byte(loss: float, source: HeldOutSource) -> float | None:
 class Prompts:
     """Prompts of a run, as tokens on every rank and the tokenizer on the main rank."""
 
-    def __init__(self, session: Session, model: LiveModel) -> None:
+    def __init__(self, context: RunContext, log: RunLog, inputs: Inputs, model: LiveModel) -> None:
         """Tokenize the prompts. Collective; raises ConfigError on every rank for one that is empty
         or leaves no positions for new tokens, DataError if there is no tokenizer."""
-        section = session.run.config.evaluation
-        self._session, self._model, self._texts = session, model, section.prompts
+        section = context.config.evaluation
+        self._log, self._model, self._texts = log, model, section.prompts
         self._drawing = Drawing(section.max_new_tokens, section.temperature)
-        limit = getattr(text_config(session.inputs.hf_config), "max_position_embeddings", None)
+        limit = getattr(text_config(inputs.hf_config), "max_position_embeddings", None)
 
         def tokenize() -> list[list[int]]:
-            datasets = session.inputs.datasets
+            datasets = inputs.datasets
             tokenizer = load_tokenizer(str(datasets[0].tokenizer_path))
             self._tokenizer = tokenizer
             record = text_record([dataset.table.tokenizer for dataset in datasets])
@@ -245,11 +202,11 @@ class Prompts:
                 ids_of_prompts.append(ids)
             return ids_of_prompts
 
-        self._ids = session.long_work.on_main_rank(tokenize)
+        self._ids = context.long_work.on_main_rank(tokenize)
 
     def log(self, step: int) -> None:
         """Continue all prompts and write them to samples.jsonl. Collective."""
-        writer = self._session.metrics
+        writer = self._log.metrics
         ends = frozenset() if writer is None else self._ends
 
         def is_finished(_number: int, new: object) -> bool:

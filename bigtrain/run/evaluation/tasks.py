@@ -23,44 +23,46 @@ from bigtrain.data.loading.micro_batch import IGNORED_LABEL
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.lm_eval_tasks import Drawing, IsFinished, Tasks, Tokens
-from bigtrain.run.session import Session
+from bigtrain.run.context import RunContext
+from bigtrain.run.preflight import Inputs
+from bigtrain.run.run_log import RunLog
 from bigtrain.system.text_record import TextRecord
 
 
 class TaskRunner:
     """Tasks of a run. All methods are collective over all ranks."""
 
-    def __init__(self, session: Session, model: LiveModel) -> None:
+    def __init__(self, context: RunContext, log: RunLog, inputs: Inputs, model: LiveModel) -> None:
         """Load the tasks on the main rank. Raises ConfigError on every rank if that fails."""
-        self._session = session
+        self._context, self._log = context, log
         self._model = model
         self._tasks: Tasks | None = None
 
         def load() -> None:
-            dataset = session.inputs.datasets[0]
+            dataset = inputs.datasets[0]
             tokenizer = load_tokenizer(str(dataset.tokenizer_path)).huggingface
-            section, hf_config = session.run.config.evaluation, session.inputs.hf_config
+            section, hf_config = context.config.evaluation, inputs.hf_config
             listed = dataset.table.tokenizer
             texts = None  # from a version without text beginnings: use lm-eval's default
             if listed.beginning_ids is not None:
                 texts = TextRecord(listed.beginning_ids, listed.end_of_document_id)
             self._tasks = Tasks(section, tokenizer, hf_config, texts)
 
-        session.long_work.on_main_rank(load)
+        context.long_work.on_main_rank(load)
 
     def figures(self) -> dict[str, float]:
         """Return the metrics by ``TASK/METRIC``; empty, with a line in the log, if lm-eval
         failed."""
         if self._tasks is None:
             return self._follow()
-        lead = _Lead(self._session, self._model)
+        lead = _Lead(self._context, self._model)
         try:
             metrics = self._tasks.figures(lead)
         except Exception as error:
             if lead.is_computing:
                 raise  # the other ranks are in the model, not waiting
             reason = " ".join(str(error).split())[:300] or type(error).__name__
-            self._session.log(f"the tasks of lm-eval failed, training continues: {reason}")
+            self._log.info(f"the tasks of lm-eval failed, training continues: {reason}")
             metrics = {}
         lead.send("done", metrics)
         return metrics
@@ -79,7 +81,7 @@ class TaskRunner:
 
     def _received(self) -> Any:
         box: list[Any] = [None]
-        dist.broadcast_object_list(box, src=0, device=self._session.device)
+        dist.broadcast_object_list(box, src=0, device=self._context.device)
         return box[0]
 
 
@@ -89,14 +91,13 @@ class _Lead:
     is_computing: whether the model is computing now.
     """
 
-    def __init__(self, session: Session, model: LiveModel) -> None:
-        self._session = session
-        self._model = model
+    def __init__(self, context: RunContext, model: LiveModel) -> None:
+        self._context, self._model = context, model
         self.is_computing = False
 
     def send(self, *request: Any) -> None:
         """Send all other ranks a request."""
-        dist.broadcast_object_list([request], src=0, device=self._session.device)
+        dist.broadcast_object_list([request], src=0, device=self._context.device)
 
     def score(self, requests: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
         """Call `LiveModel.score` on all ranks."""

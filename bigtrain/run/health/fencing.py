@@ -121,6 +121,37 @@ class RunToken:
         return "a later launch of the run"
 
 
+@dataclass
+class RunClaim:
+    """Claim of a launch on its run directory.
+
+    token: the main rank's, once acquired. generation: the token's, on every rank.
+    """
+
+    run_directory: Path
+    token: RunToken | None = None
+    generation: int | None = None
+
+    def check(self) -> None:
+        """Raise on the main rank if a later launch holds the directory, or it was deleted.
+
+        Not collective; the other ranks have no run token.
+        """
+        if self.token is not None:
+            self.token.check()
+
+    def is_lost(self) -> bool:
+        """Return whether `check` would raise; reads the directory at most twice a second."""
+        return self.token is not None and self.token.lost()
+
+    def is_stale(self) -> bool:
+        """Return whether a later launch holds the run directory, if this rank can see it."""
+        if self.token is not None:
+            return self.token.newer_launch() is not None
+        newest = newest_holder(self.run_directory)
+        return newest is not None and newest.generation > (self.generation or 0)
+
+
 def acquire(run_directory: Path, environment: Mapping[str, str]) -> RunToken:
     """Acquire the run token of `run_directory` (created if missing) and fence off its holder.
 

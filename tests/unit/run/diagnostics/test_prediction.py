@@ -17,7 +17,7 @@ from bigtrain.planner.search import Cluster
 from bigtrain.planner.tables.calibration_file import keep_calibration
 from bigtrain.planner.tables.engines import cpu_engine
 from bigtrain.planner.tables.hardware import find_device
-from bigtrain.run.training import predict
+from bigtrain.run.prediction import predict
 from bigtrain.settings.resolve import resolve_run_files
 from bigtrain.system import user_cache
 

@@ -1,0 +1,76 @@
+"""Context of a launch on a rank: settings, ranks, device and paths, inside its process group."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from bigtrain.engine.startup.long_work import LongWork
+from bigtrain.run.health.fencing import RunClaim
+from bigtrain.run.health.heartbeat import Heartbeat
+from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.resolve import ResolvedRun
+from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.topology import Coordinates, Topology
+from bigtrain.system.stop_signals import StopSignals
+from bigtrain.system.world import World
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Facts of a launch that stay the same on this rank.
+
+    hosts: of every rank. long_work: for work that may take one rank a long time. claim: on the run
+    directory; acquired before the first write.
+    """
+
+    run: ResolvedRun
+    world: World
+    device: torch.device
+    hosts: tuple[str, ...]
+    long_work: LongWork
+    signals: StopSignals
+    claim: RunClaim
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+
+    @property
+    def config(self) -> RunConfig:
+        return self.run.config
+
+    @property
+    def plan(self) -> BatchPlan:
+        return self.run.plan
+
+    @property
+    def topology(self) -> Topology:
+        return self.run.topology
+
+    @property
+    def directory(self) -> Path:
+        """Run directory."""
+        return self.claim.run_directory
+
+    def seed_step(self, step: int) -> None:
+        """Seed this rank's random generators for optimizer step `step`.
+
+        So dropout depends only on (seed, step) and the rank's coordinates: it is equal in a
+        tensor-parallel group, and a resumed run needs no generator states. Sites count as replicas.
+        """
+        place = self.topology.coordinates(self.world.rank)
+        place = replace(place, data_rank=self.plan.reader(place.data_rank))
+        torch.manual_seed(step_seed(self.config.seed, step, place))
+
+
+def step_seed(seed: int, step: int, place: Coordinates) -> int:
+    """Return the seed of optimizer step `step` on the rank at `place` of a run seeded `seed`.
+
+    Equal in a tensor-parallel group, different everywhere else.
+    """
+    key = f"{seed}:{step}:{place.data_rank}"
+    if place.pipeline_rank or place.sequence_rank:
+        key += f":{place.pipeline_rank}:{place.sequence_rank}"
+    digest = hashlib.sha256(key.encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
