@@ -1,0 +1,167 @@
+"""Rectangles of tensors, and the rectangles of a full tensor that a shard holds. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+Numbers = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """Rectangle of a tensor: its offset and its size in every dimension."""
+
+    offsets: Numbers
+    sizes: Numbers
+
+    @classmethod
+    def full(cls, shape: Sequence[int]) -> Box:
+        """Return the rectangle that is all of a tensor of this shape."""
+        return Box((0,) * len(shape), tuple(shape))
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index of the rectangle: ``tensor[box.slices]`` is a view of it."""
+        pairs = zip(self.offsets, self.sizes, strict=True)
+        return tuple(slice(offset, offset + size) for offset, size in pairs)
+
+    def replace(self, dim: int, offset: int, size: int) -> Self:
+        """Return this rectangle with another range along `dim`."""
+        offsets, sizes = list(self.offsets), list(self.sizes)
+        offsets[dim], sizes[dim] = offset, size
+        return replace(self, offsets=tuple(offsets), sizes=tuple(sizes))
+
+    def moved(self, offsets: Sequence[int]) -> Self:
+        """Return this rectangle moved by `offsets`: from the coordinates of an outer rectangle at
+        `offsets` to those of the tensor."""
+        moved = (own + other for own, other in zip(self.offsets, offsets, strict=True))
+        return replace(self, offsets=tuple(moved))
+
+    def relative_to(self, outer: Box) -> Self:
+        """Return this rectangle in the coordinates of `outer`; the inverse of `moved`."""
+        return self.moved([-offset for offset in outer.offsets])
+
+    def intersect(self, other: Box) -> Self | None:
+        """Return the rectangle of the elements in both; None if there are none."""
+        edges = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        ranges = [(max(a, b), min(a + m, b + n)) for a, m, b, n in edges]
+        if any(low >= high for low, high in ranges):
+            return None
+        sizes = tuple(high - low for low, high in ranges)
+        return replace(self, offsets=tuple(low for low, _ in ranges), sizes=sizes)
+
+    def difference(self, inner: Box) -> Iterator[Self]:
+        """Yield rectangles that together have the elements outside of `inner`, which is part of
+        this one."""
+        rest = self
+        for dim, (first, size) in enumerate(zip(inner.offsets, inner.sizes, strict=True)):
+            end = rest.offsets[dim] + rest.sizes[dim]
+            for low, high in ((rest.offsets[dim], first), (first + size, end)):
+                if low < high:
+                    yield rest.replace(dim, low, high - low)
+            rest = rest.replace(dim, first, size)
+
+    def split(self, max_elements: int) -> Iterator[Self]:
+        """Yield rectangles of at most `max_elements` elements that cover this one."""
+        if self.num_elements <= max_elements:
+            yield self
+            return
+        dim = next(dim for dim, size in enumerate(self.sizes) if size > 1)
+        half = self.replace(dim, self.offsets[dim], self.sizes[dim] // 2)
+        for part in (half, *self.difference(half)):
+            yield from part.split(max_elements)
+
+    def flat_ends(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return the flat (row-major) positions of its first and last element in a tensor of this
+        shape."""
+        first = last = 0
+        for length, offset, size in zip(shape, self.offsets, self.sizes, strict=True):
+            first, last = first * length + offset, last * length + offset + size - 1
+        return first, last
+
+    def is_flat_range(self, shape: Sequence[int]) -> bool:
+        """Return whether its elements are contiguous in a row-major tensor of this shape."""
+        first, last = self.flat_ends(shape)
+        return last - first + 1 == self.num_elements
+
+
+def flat_boxes(shape: Numbers, start: int, count: int) -> list[Box]:
+    """Split the flat range [start, start + count) of a row-major tensor into rectangles.
+
+    At most 2 * ndim - 1 of them, in order of the range: a partial first row, full rows, a partial
+    last row, and so on inside the partial ones.
+    """
+    if count <= 0:
+        return []
+    if len(shape) <= 1:
+        return [Box((start,), (count,))]
+    row, end = math.prod(shape[1:]), start + count
+    first, last = -(-start // row), end // row  # full rows
+    if first > last:
+        return _in_row(shape, last, start, end)
+    boxes = _in_row(shape, first - 1, start, first * row)
+    if first < last:
+        boxes.append(Box.full(shape).replace(0, first, last - first))
+    return boxes + _in_row(shape, last, last * row, end)
+
+
+def _in_row(shape: Numbers, row: int, start: int, end: int) -> list[Box]:
+    """Return the rectangles of the flat range [start, end) of a tensor, which is inside `row`."""
+    inner = flat_boxes(shape[1:], start - row * math.prod(shape[1:]), end - start)
+    return [Box((row, *box.offsets), (1, *box.sizes)) for box in inner]
+
+
+@dataclass(frozen=True)
+class ShardRanges:
+    """The rows of dimension `dim` of a full tensor that a shard of it holds.
+
+    shape: of the full tensor. ranges: [start, stop) along `dim`, in their order in the shard;
+    several if matrices are packed in one tensor. local_size: of the shard along `dim`; rows beyond
+    the ranges are padding. `dim` is None for a shard that is the full tensor.
+    """
+
+    shape: Numbers
+    dim: int | None = None
+    ranges: tuple[tuple[int, int], ...] = ()
+    local_size: int = 0
+
+    @property
+    def local_shape(self) -> Numbers:
+        """Shape of the shard, padding included."""
+        return self._rows(0, self.local_size).sizes
+
+    def boxes(self) -> Iterator[tuple[Box, Box]]:
+        """Yield each rectangle that the shard holds: in the full tensor, and in the shard."""
+        if self.dim is None:
+            yield Box.full(self.shape), Box.full(self.shape)
+            return
+        begin = 0
+        for start, stop in self.ranges:
+            yield self._rows(start, stop - start), self._rows(begin, stop - start)
+            begin += stop - start
+
+    def to_full(self, local: Box) -> Iterator[tuple[Box, Box]]:
+        """Yield the rectangles of the full tensor that a rectangle of the shard holds, each with
+        its rectangle relative to `local`. Without padding."""
+        for full, own in self.boxes():
+            common = own.intersect(local)
+            if common is not None:
+                yield common.relative_to(own).moved(full.offsets), common.relative_to(local)
+
+    def to_local(self, full: Box) -> Iterator[Box]:
+        """Yield the rectangles of the shard that hold elements of a rectangle of the full tensor."""
+        for whole, own in self.boxes():
+            common = whole.intersect(full)
+            if common is not None:
+                yield common.relative_to(whole).moved(own.offsets)
+
+    def _rows(self, start: int, count: int) -> Box:
+        box = Box.full(self.shape)
+        return box if self.dim is None else box.replace(self.dim, start, count)
