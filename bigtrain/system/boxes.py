@@ -1,4 +1,4 @@
-"""Rectangles of tensors, and the rectangles of a full tensor that a shard holds. Imports no torch."""
+"""Rectangles of tensors, and those of a full tensor that a shard holds. Imports no torch."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class ShardRanges:
                 yield common.relative_to(own).moved(full.offsets), common.relative_to(local)
 
     def to_local(self, full: Box) -> Iterator[Box]:
-        """Yield the rectangles of the shard that hold elements of a rectangle of the full tensor."""
+        """Yield the rectangles of the shard with elements of a rectangle of the full tensor."""
         for whole, own in self.boxes():
             common = whole.intersect(full)
             if common is not None:
