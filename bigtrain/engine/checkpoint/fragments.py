@@ -22,6 +22,7 @@ from bigtrain.engine.optimizers.masters import MasterPart, cut_parts, master_par
 from bigtrain.engine.optimizers.update_rule import RuleOptimizer
 from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.sharding import Shard, shard_of
+from bigtrain.system.boxes import Box
 
 MASTER = "master"
 
@@ -42,9 +43,8 @@ class Fragment:
     capacity: int | None = None
     is_replicated: bool = False
 
-    def parts(self, kind: str) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Yield (offsets in the full parameter, view) of every rectangle that the fragment
-        covers."""
+    def parts(self, kind: str) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Yield (rectangle of the full parameter, view) of everything that the fragment covers."""
         yield from cut_parts(self.shard, self.start, self.tensors[kind])
 
 

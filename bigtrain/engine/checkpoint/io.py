@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from bigtrain.engine.checkpoint.fragments import MASTER, Fragment
-from bigtrain.engine.checkpoint.layout import Cut, Layout, Row, merge
+from bigtrain.engine.checkpoint.layout import Layout, Row, merge
 from bigtrain.engine.checkpoint.lazy import (
     BUFFER,
     DTYPES,
@@ -40,6 +40,7 @@ from bigtrain.engine.startup.cpu_collectives import gather_on_main
 from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
+from bigtrain.system.boxes import Box, Numbers, ShardRanges
 from bigtrain.system.storage.direct_file import ALIGNMENT
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -47,17 +48,18 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class _Chunk:
+    """A rectangle of the tensor `key`, of this shape, in the memory of this rank."""
+
     key: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
+    shape: Numbers
+    box: Box
     view: torch.Tensor
 
     def part(self) -> NewPart:
         if self.view.dtype not in _NAMES:
             raise CheckpointError(f"{self.key}: {self.view.dtype} cannot be saved")
         name = _NAMES[self.view.dtype]
-        sizes = tuple(self.view.shape)
-        return NewPart(self.key, self.shape, self.offsets, sizes, name, self._memory)
+        return NewPart(self.key, self.shape, self.box, name, self._memory)
 
     def _memory(self) -> memoryview:
         return memory_of(self.view.detach().cpu().contiguous())
@@ -68,10 +70,11 @@ def _chunks(fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor]) 
     for fragment in fragments:
         for kind in fragment.tensors:
             key, shape = f"{kind}/{fragment.name}", fragment.shard.shape
-            chunks += [_Chunk(key, shape, offsets, view) for offsets, view in fragment.parts(kind)]
+            chunks += [_Chunk(key, shape, box, view) for box, view in fragment.parts(kind)]
     for name, buffer in buffers.items():
         view = buffer if buffer.ndim else buffer.view(1)
-        chunks.append(_Chunk(f"{BUFFER}/{name}", tuple(view.shape), (0,) * view.ndim, view))
+        full = Box.full(view.shape)
+        chunks.append(_Chunk(f"{BUFFER}/{name}", full.sizes, full, view))
     return chunks
 
 
@@ -211,7 +214,7 @@ def read_tensors(
         chunks = _chunks(fragments, buffers)
         stored = open_boxes(directory, _wanted(chunks), listing)
         for chunk in chunks:
-            stored[chunk.key].fill(chunk.offsets, chunk.view.detach())
+            stored[chunk.key].fill(chunk.box.offsets, chunk.view.detach())
 
     _on_all_ranks(read, None)
 
@@ -220,7 +223,7 @@ def _wanted(chunks: Iterable[_Chunk]) -> dict[str, Wanted]:
     wanted: dict[str, Wanted] = {}
     for chunk in chunks:
         tensor = wanted.setdefault(chunk.key, Wanted(chunk.shape, []))
-        tensor.boxes.append((chunk.offsets, tuple(chunk.view.shape)))
+        tensor.boxes.append(chunk.box)
     return wanted
 
 
@@ -303,39 +306,39 @@ def divide(
     members = {over: tuple(dist.get_process_group_ranks(group)) for over, group in groups.items()}
     rows: list[Row] = []
     keys: set[str] = set()
-    alike: dict[str, list[tuple[str, Cut, torch.Tensor]]] = {over: [] for over in groups}
+    alike: dict[str, list[tuple[str, ShardRanges, torch.Tensor]]] = {over: [] for over in groups}
     for fragment in fragments:
         if not fragment.shard.primary:
             continue
         shard, capacity = fragment.shard, fragment.capacity
         replicas = members[shard.over]
         place = replicas.index(mesh.rank)
-        cut = Cut(shard.shape, shard.dim, shard.ranges, shard.local_size)
+        ranges = ShardRanges(shard.shape, shard.dim, shard.ranges, shard.local_size)
         for kind, tensor in fragment.tensors.items():
             key = f"{kind}/{fragment.name}"
             if fragment.is_replicated:
-                alike[shard.over].append((key, cut, tensor))
+                alike[shard.over].append((key, ranges, tensor))
                 continue
             keys.add(key)
             if capacity is None or fragment.start != capacity * place:
-                rows.append(Row(key, cut, (mesh.rank,), fragment.start, tensor.numel()))
+                rows.append(Row(key, ranges, (mesh.rank,), fragment.start, tensor.numel()))
             elif place == 0:  # for all of them
-                rows.append(Row(key, cut, replicas, 0, capacity))
+                rows.append(Row(key, ranges, replicas, 0, capacity))
     if mesh.coordinates.tensor_rank == 0:
         held_before = _buffers_of_earlier_stages(buffers, mesh)
         alike["tensor"] += [
-            (f"{BUFFER}/{name}", Cut(tuple(buffer.shape) or (1,)), buffer)
+            (f"{BUFFER}/{name}", ShardRanges(tuple(buffer.shape) or (1,)), buffer)
             for name, buffer in buffers.items()
             if name not in held_before
         ]
     for over, group in groups.items():
         loads = [(0, number) for number in range(dist.get_world_size(group))]
-        for key, cut, tensor in alike[over]:
+        for key, ranges, tensor in alike[over]:
             num_bytes, writer = loads[0]
             heapq.heapreplace(loads, (num_bytes + tensor.numel() * tensor.itemsize, writer))
             if writer == dist.get_rank(group) and tensor.numel():
                 keys.add(key)
-                rows.append(Row(key, cut, (mesh.rank,), 0, tensor.numel()))
+                rows.append(Row(key, ranges, (mesh.rank,), 0, tensor.numel()))
     return Division(frozenset(keys), tuple(rows))
 
 

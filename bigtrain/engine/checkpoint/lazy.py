@@ -25,6 +25,7 @@ from bigtrain.engine.checkpoint.tensor_files import (
 )
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.models.weights.lazy_tensors import LazyTensor, Offsets, allocate, blocks, narrowed
+from bigtrain.system.boxes import Box
 
 BUFFER = "buffer"
 
@@ -78,9 +79,9 @@ def open_boxes(
         rows = layout.rows.get(key)
         if rows is None:
             raise CheckpointError(f"{directory}: holds no tensor {key}")
-        refuse_other_shape(directory, key, rows[0].cut.shape, tensor)
-        for offsets, sizes in tensor.boxes:
-            ranks |= layout.writers(key, offsets, sizes)
+        refuse_other_shape(directory, key, rows[0].shard.shape, tensor)
+        for box in tensor.boxes:
+            ranks |= layout.writers(key, box)
     try:
         return _opened(find_boxes(directory, wanted, listing, ranks))
     except MissingPartsError:
@@ -113,35 +114,29 @@ class _Stored:
     parts: Sequence[Part]
 
     def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
+        box = Box(offsets, tuple(out.shape))
         for part in self.parts:
-            low = tuple(map(max, offsets, part.offsets))
-            high = tuple(
-                min(o + n, p + m)
-                for o, n, p, m in zip(offsets, out.shape, part.offsets, part.sizes, strict=True)
-            )
-            sizes = tuple(h - i for h, i in zip(high, low, strict=True))
-            if min(sizes) > 0:
-                there = tuple(a - b for a, b in zip(low, part.offsets, strict=True))
-                here = tuple(a - b for a, b in zip(low, offsets, strict=True))
-                _fill(part, there, narrowed(out, here, sizes))
+            common = box.intersect(part.box)
+            if common is not None:
+                _fill(part, common.relative_to(part.box), out[common.relative_to(box).slices])
 
     def sources(self) -> Iterator[object]:
         yield from self.parts
 
 
-def _fill(part: Part, offsets: Offsets, out: torch.Tensor) -> None:
-    """Read the rectangle at `offsets` of `part`, of the shape that `out` has, into it."""
-    dtype, sizes = DTYPES[part.dtype], tuple(out.shape)
-    strides = [math.prod(part.sizes[dim + 1 :]) for dim in range(len(sizes))]
-    itemsize = dtype.itemsize * math.ceil(strides[0] / math.prod(sizes[1:]))
+def _fill(part: Part, box: Box, out: torch.Tensor) -> None:
+    """Read the rectangle `box` of `part` into `out`."""
+    dtype = DTYPES[part.dtype]
+    strides = [math.prod(part.box.sizes[dim + 1 :]) for dim in range(out.ndim)]
+    itemsize = dtype.itemsize * math.ceil(strides[0] / math.prod(box.sizes[1:]))
     try:
         with part.path.open("rb", buffering=0) as file:
-            for corner, block in blocks(sizes, itemsize):
-                there = tuple(a + b for a, b in zip(offsets, corner, strict=True))
+            for corner, block in blocks(box.sizes, itemsize):
+                there = Box(corner, block).moved(box.offsets).offsets
                 # Whole rows, beginning with the dimension in which the block has several.
                 dim = next((d for d, n in enumerate(block) if n > 1), len(block) - 1)
                 first = sum(o * s for o, s in zip(there[: dim + 1], strides, strict=False))
-                rows = (block[dim], *part.sizes[dim + 1 :])
+                rows = (block[dim], *part.box.sizes[dim + 1 :])
                 target = narrowed(out, corner, block)
                 is_direct = (
                     rows == block[dim:]

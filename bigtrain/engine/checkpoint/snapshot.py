@@ -192,8 +192,8 @@ def read_weights(engine: TrainEngine, weights: Weights) -> None:
             if not _is_trained(engine, fragment.name):
                 dtype = weights.tensors[name].dtype
                 target = to_fill(engine.exact, fragment, dtype, engine.mesh, is_saved=is_saved)
-            for offsets, view in target.parts(MASTER):
-                weights.fill(name, offsets, view)
+            for box, view in target.parts(MASTER):
+                weights.fill(name, box.offsets, view)
             if target is not fragment:
                 fragment.tensors[MASTER].copy_(target.tensors[MASTER])
         for name, buffer in _buffers(engine).items():

@@ -18,7 +18,6 @@ inconsistent ones raise CorruptCheckpointError. Imports no torch.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +28,7 @@ from typing import Any
 import xxhash
 
 from bigtrain.errors import CorruptCheckpointError
+from bigtrain.system.boxes import Box, Numbers
 from bigtrain.system.storage.direct_file import ALIGNMENT, DirectFile
 
 FORMAT = "bigtrain.checkpoint/2"
@@ -65,22 +65,22 @@ class Identity:
 
 @dataclass(frozen=True)
 class NewPart:
-    """A part to write. data: its bytes, row-major and little-endian; called once."""
+    """A rectangle of the tensor `key`, of this shape, to write. data: its bytes, row-major and
+    little-endian; called once."""
 
     key: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    shape: Numbers
+    box: Box
     dtype: str
     data: Callable[[], memoryview]
 
     @property
     def name(self) -> str:
-        return f"{self.key}@{','.join(map(str, self.offsets))}"
+        return f"{self.key}@{','.join(map(str, self.box.offsets))}"
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.sizes) * DTYPE_BYTES[self.dtype]
+        return self.box.num_elements * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +92,15 @@ class Part:
 
     path: Path
     key: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    shape: Numbers
+    box: Box
     dtype: str
     begin: int
     digests: str
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.sizes) * DTYPE_BYTES[self.dtype]
+        return self.box.num_elements * DTYPE_BYTES[self.dtype]
 
     def read(self, fd: int, begin: int, out: memoryview) -> None:
         """Read bytes [begin, begin + len(out)) of the part from its open file.
@@ -185,7 +184,7 @@ def _header(
         assert part.name not in entries, part.name
         entries[part.name] = {
             "dtype": part.dtype,
-            "shape": part.sizes,
+            "shape": part.box.sizes,
             "data_offsets": (begin, end),
         }
         metadata[part.name] = f"{','.join(map(str, part.shape))} {digests[part.name]}"
@@ -245,7 +244,8 @@ def _parse(
         begin, end = entry["data_offsets"]
         if any(type(number) is not int or number < 0 for number in (*sizes, begin, end)):
             raise ValueError(f"{name}: sizes and offsets must be counts")
-        part = Part(path, key, shape, offsets, sizes, entry["dtype"], data_begin + begin, digests)
+        box = Box(offsets, sizes)
+        part = Part(path, key, shape, box, entry["dtype"], data_begin + begin, digests)
         if not len(shape) == len(offsets) == len(sizes) or any(
             o + n > size for o, n, size in zip(offsets, sizes, shape, strict=True)
         ):
@@ -269,7 +269,7 @@ def _num_blocks(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_BYTES)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _numbers(text: str) -> Numbers:
     if _NUMBERS.fullmatch(text) is None:
         raise ValueError(f"not numbers: {text[:80]!r}")
     return tuple(map(int, text.split(",")))

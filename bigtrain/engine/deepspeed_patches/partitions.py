@@ -15,18 +15,20 @@ from torch import nn
 
 @dataclass(frozen=True)
 class MasterRange:
-    """The part of a parameter that this rank has, in a flat tensor.
+    """Flat range of a parameter on this rank, and the location of its master.
 
-    `count` elements of `flat` from `offset` on are those of the parameter (of this rank's shard
-    of it, under tensor parallelism) from `start` on. `capacity`: where all replicas hold equally
-    large ranges, one after the other, how large; the last ones are short.
+    `count` elements of `master`, flattened, from `offset` on are those of the parameter (of this
+    rank's shard of it, under tensor parallelism) from `start` on. capacity: of the equally large
+    ranges of all replicas, one after the other, of which the last ones are short; None for other
+    ranges. is_replicated: whether all replicas hold the same.
     """
 
-    flat: torch.Tensor
+    master: torch.Tensor
     offset: int
     count: int
     start: int
     capacity: int | None = None
+    is_replicated: bool = False
 
 
 class PartitioningInit(deepspeed.zero.Init):  # type: ignore[misc]
@@ -71,7 +73,7 @@ def partition_of(parameter: Any) -> torch.Tensor | None:
 def frozen_range(parameter: Any) -> MasterRange:
     """Return the location of this rank's part of a frozen parameter, which no optimizer has."""
     if partition_of(parameter) is None:
-        return MasterRange(parameter.data.view(-1), 0, parameter.numel(), 0)
+        return MasterRange(parameter.data.view(-1), 0, parameter.numel(), 0, is_replicated=True)
     start, count = _partition_range(parameter, dist.get_rank(group=parameter.ds_process_group))
     return MasterRange(parameter.ds_tensor.data, 0, count, start, parameter.ds_tensor.ds_numel)
 

@@ -28,6 +28,7 @@ from bigtrain.engine.optimizers.update_rule import (
 from bigtrain.engine.startup.mesh import Mesh, open_holders
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.settings.sections.optimizer import AdafactorSection
+from bigtrain.system.boxes import Box
 
 _EPS = torch.finfo(torch.float32).eps
 _SUMMED = {"row_var": -1, "col_var": -2, "variance": None}
@@ -36,10 +37,10 @@ _SUMMED = {"row_var": -1, "col_var": -2, "variance": None}
 
 @dataclass(frozen=True)
 class _Rectangle:
-    """Rectangle of a parameter, with views into its master and its gradient."""
+    """Rectangle `box` of a parameter, with views into its master and its gradient."""
 
     parameter: str
-    offsets: tuple[int, ...]
+    box: Box
     values: torch.Tensor
     gradient: torch.Tensor
 
@@ -127,8 +128,8 @@ class Adafactor(UpdateRule):
                 continue
             both = (part.of(master.values), part.of(master.gradient))
             cuts = [cut_parts(part.shard, part.start, tensor) for tensor in both]
-            for (offsets, values), (_, gradient) in zip(*cuts, strict=True):
-                yield _Rectangle(part.name, offsets, values, gradient)
+            for (box, values), (_, gradient) in zip(*cuts, strict=True):
+                yield _Rectangle(part.name, box, values, gradient)
 
     def _follow_moments(
         self, names: Sequence[str], rectangles: Sequence[_Rectangle], weight: float
@@ -193,9 +194,9 @@ class Adafactor(UpdateRule):
 RULE = Adafactor
 
 
-def _place(state: torch.Tensor, box: _Rectangle) -> tuple[slice, ...]:
-    """Return where in a state the rectangle's rows, columns or elements are."""
+def _place(state: torch.Tensor, own: _Rectangle) -> tuple[slice, ...]:
+    """Return the index of the rectangle's rows, columns or elements in a state."""
     return tuple(
-        slice(0, 1) if size == 1 else slice(low, low + length)
-        for size, low, length in zip(state.shape, box.offsets, box.gradient.shape, strict=True)
+        slice(0, 1) if size == 1 else along
+        for size, along in zip(state.shape, own.box.slices, strict=True)
     )

@@ -19,34 +19,31 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from bigtrain.engine.optimizers.masters import MasterPart, rectangles
-from bigtrain.models.parallel.hidden_matrices import Box, Matrix
+from bigtrain.engine.optimizers.masters import MasterPart
+from bigtrain.models.parallel.hidden_matrices import Matrix
+from bigtrain.system.boxes import Box, flat_boxes
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of matrix number `matrix` at (row, column), stored in a master.
+    """A rectangle `box` of matrix number `matrix`, stored in a master.
 
     It is ``master.view(-1)[begin:end].view(sizes)[where]``.
     """
 
     matrix: int
-    row: int
-    column: int
-    shape: tuple[int, int]
+    box: Box
     master: int
     begin: int
     end: int
     sizes: tuple[int, ...]
     where: tuple[slice, ...]
 
-    @property
-    def num_elements(self) -> int:
-        return self.shape[0] * self.shape[1]
-
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the view [rows, columns] of a tensor that is shaped like the master."""
-        return flat.view(-1)[self.begin : self.end].view(self.sizes)[self.where].view(self.shape)
+        return (
+            flat.view(-1)[self.begin : self.end].view(self.sizes)[self.where].view(self.box.sizes)
+        )
 
 
 def pieces_of(
@@ -55,39 +52,26 @@ def pieces_of(
     """Yield the pieces of its parameter's numbered `matrices` that `part`, stored in master number
     `master`, holds."""
     candidates = matrices.get(part.name, ())
-    for cut in rectangles(part.shard.local_shape, part.start, part.count) if candidates else ():
-        for sub in part.shard.cuts(cut.offsets, cut.sizes):
+    begin = part.offset
+    for box in flat_boxes(part.shard.local_shape, part.start, part.count) if candidates else ():
+        end = begin + box.num_elements
+        for sub in part.shard.cuts(box.offsets, box.sizes):
+            full = Box(sub.offsets, sub.sizes)
+            local = Box(tuple(at.start for at in sub.where), sub.sizes)
             for number, matrix in candidates:
-                for box in matrix.boxes:
-                    common = _common(sub.offsets, sub.sizes, box)
+                for place in matrix.boxes:
+                    common = full.intersect(Box(place.offsets, place.sizes))
                     if common is None:
                         continue
-                    lows, highs = common
-                    where = tuple(
-                        slice(outer.start + low - offset, outer.start + high - offset)
-                        for outer, low, high, offset in zip(
-                            sub.where, lows, highs, sub.offsets, strict=True
-                        )
-                    )
-                    row, column = lows[-2] - box.offsets[-2], lows[-1] - box.offsets[-1]
+                    where = common.relative_to(full).moved(local.offsets).slices
+                    row, column = (common.offsets[d] - place.offsets[d] for d in (-2, -1))
                     if matrix.output_dim == -2:
-                        row += box.place
+                        row += place.place
                     else:
-                        column += box.place
-                    shape = (highs[-2] - lows[-2], highs[-1] - lows[-1])
-                    begin, end = part.offset + cut.begin, part.offset + cut.end
-                    yield Piece(number, row, column, shape, master, begin, end, cut.sizes, where)
-
-
-def _common(
-    offsets: tuple[int, ...], sizes: tuple[int, ...], box: Box
-) -> tuple[list[int], list[int]] | None:
-    """Return [low, high) of the intersection of a rectangle and a box; None if it is empty."""
-    lows = [max(a, b) for a, b in zip(offsets, box.offsets, strict=True)]
-    highs = [
-        min(a + m, b + n) for a, m, b, n in zip(offsets, sizes, box.offsets, box.sizes, strict=True)
-    ]
-    return (lows, highs) if all(a < b for a, b in zip(lows, highs, strict=True)) else None
+                        column += place.place
+                    corner = Box((row, column), common.sizes[-2:])
+                    yield Piece(number, corner, master, begin, end, box.sizes, where)
+        begin = end
 
 
 ROUND_ELEMENTS = 1 << 25
@@ -109,16 +93,10 @@ class HeldShard:
 
 @dataclass(frozen=True)
 class _ReceivedSlice:
-    """Position of a rectangle received from another rank in a matrix of this one."""
+    """A rectangle `box` of matrix number `matrix`, which another rank sends."""
 
     matrix: int
-    row: int
-    column: int
-    shape: tuple[int, int]
-
-    def of(self, matrix: torch.Tensor) -> torch.Tensor:
-        rows = matrix[self.row : self.row + self.shape[0]]
-        return rows[:, self.column : self.column + self.shape[1]]
+    box: Box
 
 
 @dataclass
@@ -209,11 +187,11 @@ class MatrixExchange:
                 n: torch.empty(self._shapes[n], dtype=dtype, device=self._device) for n in owned
             }
             for place, part in _parts(incoming, plan.received):
-                place.of(whole[place.matrix]).copy_(part)
+                whole[place.matrix][place.box.slices].copy_(part)
             results = dict(zip(owned, compute([whole[n] for n in owned]), strict=True))
             out = self._buffer(plan.returned, dtype)
             for place, part in _parts(out, plan.returned):
-                part.copy_(place.of(results[place.matrix]))
+                part.copy_(results[place.matrix][place.box.slices])
             incoming = self._exchange(out, plan.returned, plan.wanted)
             for piece, part in _parts(incoming, plan.wanted):
                 write(piece, part)
@@ -241,7 +219,7 @@ class MatrixExchange:
     def _announce(self, lists: Sequence[Sequence[Piece]]) -> list[list[_ReceivedSlice]]:
         """Exchange the lists: what each rank of the group lists for this one. Collective."""
         rows = torch.tensor(
-            [[p.matrix, p.row, p.column, *p.shape] for p in chain.from_iterable(lists)],
+            [[p.matrix, *p.box.offsets, *p.box.sizes] for p in chain.from_iterable(lists)],
             dtype=torch.int64,
             device=self._device,
         ).view(-1, 5)
@@ -255,7 +233,7 @@ class MatrixExchange:
             sizes = [len(items) for items in lists]
             dist.all_to_all_single(incoming, rows, counts, sizes, group=self._group)
             rows = incoming
-        places = [_ReceivedSlice(n, row, column, (h, w)) for n, row, column, h, w in rows.tolist()]
+        places = [_ReceivedSlice(n, Box((y, x), (h, w))) for n, y, x, h, w in rows.tolist()]
         ends = list(accumulate(counts))
         return [places[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
@@ -263,7 +241,7 @@ class MatrixExchange:
         covered: dict[int, int] = defaultdict(int)
         for plan in self._rounds:
             for place in chain.from_iterable(plan.received):
-                covered[place.matrix] += place.shape[0] * place.shape[1]
+                covered[place.matrix] += place.box.num_elements
         for number in chain.from_iterable(self._owned):
             rows, columns = self._shapes[number]
             assert covered[number] == rows * columns, (
@@ -302,7 +280,7 @@ def _rounds(
 
 
 def _numel(items: Sequence[Piece | _ReceivedSlice]) -> int:
-    return sum(item.shape[0] * item.shape[1] for item in items)
+    return sum(item.box.num_elements for item in items)
 
 
 def _parts(
@@ -311,7 +289,8 @@ def _parts(
     """Return each item with its part [rows, columns] of a buffer that has them one after the
     other."""
     items = list(chain.from_iterable(lists))
-    sizes = [item.shape[0] * item.shape[1] for item in items]
+    sizes = [item.box.num_elements for item in items]
     return [
-        (item, part.view(item.shape)) for item, part in zip(items, buffer.split(sizes), strict=True)
+        (item, part.view(item.box.sizes))
+        for item, part in zip(items, buffer.split(sizes), strict=True)
     ]
