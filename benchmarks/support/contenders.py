@@ -29,7 +29,7 @@ from bigtrain.models.layers.parameter_roles import split_by_decay
 from bigtrain.run.checkpointing.resume import roll_back
 from bigtrain.run.checkpointing.saver import Saver
 from bigtrain.run.context import RunContext
-from bigtrain.run.evaluation.evaluator import Evaluator
+from bigtrain.run.evaluation import Evaluator
 from bigtrain.run.loop import train
 from bigtrain.run.outer_steps import OuterSteps
 from bigtrain.run.preflight import Inputs

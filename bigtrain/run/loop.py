@@ -36,7 +36,7 @@ class Batches(Protocol):
 
 
 class Evaluator(Protocol):
-    """See `bigtrain.run.evaluation.evaluator.Evaluator`."""
+    """See `bigtrain.run.evaluation.Evaluator`."""
 
     def is_due(self, state: TrainState) -> bool: ...
     def run(self, state: TrainState, *, last: bool) -> tuple[TrainState, dict[str, float]]: ...

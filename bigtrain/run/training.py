@@ -27,7 +27,7 @@ from bigtrain.run.checkpointing.initialize import BaseWeights, WeightsSource, we
 from bigtrain.run.checkpointing.resume import acquire_run_directory, restore_or_start, roll_back
 from bigtrain.run.checkpointing.saver import Saver, refuse_small_disk
 from bigtrain.run.context import RunContext
-from bigtrain.run.evaluation.evaluator import Evaluator
+from bigtrain.run.evaluation import Evaluator
 from bigtrain.run.finish import closing_result, finish, is_complete, stop_early
 from bigtrain.run.loop import train
 from bigtrain.run.outer_steps import OuterSteps

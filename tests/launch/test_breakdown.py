@@ -24,7 +24,7 @@ from bigtrain.run.checkpointing.resume import roll_back
 from bigtrain.run.checkpointing.saver import Saver
 from bigtrain.run.context import RunContext
 from bigtrain.run.diagnostics.step_clock import StepClock
-from bigtrain.run.evaluation.evaluator import Evaluator
+from bigtrain.run.evaluation import Evaluator
 from bigtrain.run.health.fencing import RunClaim
 from bigtrain.run.outer_steps import OuterSteps
 from bigtrain.run.preflight import inspect_inputs

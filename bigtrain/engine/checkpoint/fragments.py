@@ -6,20 +6,28 @@ full Hugging Face parameter. Saving reads through the views, loading writes thro
 
 A parameter is sharded twice: tensor parallelism leaves this rank a shard of it
 (`bigtrain.models.parallel.sharding`), ZeRO a flat range of that shard.
+
+DeepSpeed holds a frozen parameter in the run's dtype. Where a base's file holds it in another one,
+its bytes are kept in host memory (`ExactParameters.frozen`) by one of the ranks that have the same
+range, and saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
+from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer, masters_of_group
+from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.optimizers.masters import MasterPart, cut_parts, master_parts
 from bigtrain.engine.optimizers.update_rule import RuleOptimizer
+from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.sharding import Shard, shard_of
 from bigtrain.system.boxes import Box
@@ -148,3 +156,50 @@ def _ranges(part: MasterPart, state: dict[str, Any]) -> dict[str, torch.Tensor]:
         if torch.is_tensor(value) and value.shape == part.master.shape and value.ndim
     }
     return {kind: part.of(value) for kind, value in {MASTER: part.master.data, **alike}.items()}
+
+
+def to_fill(
+    exact: ExactParameters,
+    fragment: Fragment,
+    dtype: torch.dtype,
+    mesh: Mesh,
+    *,
+    is_saved: bool = True,
+) -> Fragment:
+    """Return `fragment`, of a frozen parameter, for reading a file that stores it in `dtype`: with
+    its own tensor if that has the dtype, else with one that `exact` keeps if modules read it or
+    checkpoints contain it (`is_saved`)."""
+    master = fragment.tensors[MASTER]
+    exact.frozen.pop(fragment.name, None)
+    is_read = fragment.name in exact.values
+    if dtype == master.dtype or not dtype.is_floating_point or not (is_saved or is_read):
+        return fragment
+    values = torch.empty(master.numel(), dtype=dtype)
+    keeps = is_read or not fragment.is_replicated or _keeps(fragment, mesh)
+    exact.frozen[fragment.name] = values if keeps else None
+    return replace(fragment, tensors={MASTER: values})
+
+
+def as_saved(exact: ExactParameters, fragments: Iterable[Fragment], mesh: Mesh) -> list[Fragment]:
+    """Return `fragments` as a checkpoint stores them: frozen parameters from `exact`, by one of the
+    ranks that have the same range."""
+    saved = []
+    for fragment in fragments:
+        name = fragment.name
+        if name in exact.owned and MASTER in fragment.tensors:
+            flat, number = exact.values[name].view(-1), fragment.tensors[MASTER].numel()
+            own = flat.narrow(0, fragment.start, number)
+            saved.append(replace(fragment, tensors={MASTER: own}))
+        elif name not in exact.frozen:
+            saved.append(fragment)
+        elif not fragment.is_replicated or _keeps(fragment, mesh):
+            values = exact.frozen[name]
+            assert values is not None
+            saved.append(replace(fragment, tensors={MASTER: values}, is_replicated=False))
+    return saved
+
+
+def _keeps(fragment: Fragment, mesh: Mesh) -> bool:
+    """Return whether this rank, of those that have the same range, is the one that keeps it."""
+    group = mesh.expert_replicas if fragment.shard.over == "expert" else mesh.replicas
+    return crc32(fragment.name.encode()) % dist.get_world_size(group) == dist.get_rank(group)

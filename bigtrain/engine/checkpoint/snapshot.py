@@ -19,13 +19,14 @@ import torch.distributed as dist
 from bigtrain.engine.checkpoint.fragments import (
     MASTER,
     Fragment,
+    as_saved,
     ensure_optimizer_states,
     optimizer_step_count,
     owned_fragments,
     set_optimizer_step_count,
     small_state_fragments,
+    to_fill,
 )
-from bigtrain.engine.checkpoint.frozen import as_saved, to_fill
 from bigtrain.engine.checkpoint.io import Staging, TensorSnapshot, read_tensors, stored_dtypes
 from bigtrain.engine.checkpoint.tensor_files import Listing
 from bigtrain.engine.deepspeed_patches.optimizers import (

@@ -6,7 +6,7 @@ dtype. So modules read such a parameter from a float32 tensor on this rank, whic
 the fp32 masters after each update; its gradient goes to the 16-bit copy, as all others do.
 
 Frozen parameters have no masters. What a base's file holds of them is kept in the file's dtype
-where that is not the dtype of the copy (`bigtrain.engine.checkpoint.frozen`).
+where that is not the dtype of the copy (`bigtrain.engine.checkpoint.fragments`).
 """
 
 from __future__ import annotations
