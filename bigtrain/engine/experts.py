@@ -48,9 +48,7 @@ class ExpertLoadStats:
 
 class ExpertLoad:
     """Counts for an engine's `model`. The constructor is collective over `mesh.pipeline`.
-
-    is_compiled: then nothing is counted (`ExpertCounts`).
-    """
+    is_compiled: then nothing is counted (`ExpertCounts`)."""
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, device: torch.device, *, is_compiled: bool
@@ -74,8 +72,7 @@ class ExpertLoad:
     def of_replicas(self, name: str) -> torch.Tensor:
         """Return the tokens of the global batch so far that chose each expert of this stage's
         module `name`, int64 [experts]. Collective over the mesh's replicas; does not wait for the
-        device.
-        """
+        device."""
         total = self.counts.of(name, self._device).clone()
         dist.all_reduce(total, group=self._mesh.replicas)
         return total
@@ -132,10 +129,7 @@ class RouterLosses:
 
     def of(self, outputs: Any) -> torch.Tensor | None:
         """Return the router loss from a model's outputs for a micro-batch; None if nothing is
-        added.
-
-        Collective over the replicas with ``auxiliary_loss: global_batch``.
-        """
+        added. Collective over the replicas with ``auxiliary_loss: global_batch``."""
         total = None
         section = self._section
         if section.auxiliary_loss == "global_batch":

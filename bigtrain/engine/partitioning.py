@@ -122,11 +122,9 @@ def _divide_experts(model: Any, mesh: Mesh, plan: Plan | None) -> None:
 
 
 def register_external_parameters(model: nn.Module) -> None:
-    """Make ZeRO 3 gather parameters of other modules that peft's layers read.
-
-    DeepSpeed gathers parameters only for the module that owns them, and for modules for which they
-    are registered as external.
-    """
+    """Make ZeRO 3 gather parameters of other modules that peft's layers read. DeepSpeed gathers
+    parameters only for the module that owns them, and for modules for which they are registered as
+    external."""
     for layer, parameters in borrowed_parameters(model):
         for parameter in parameters:
             deepspeed.zero.register_external_parameter(layer, parameter)

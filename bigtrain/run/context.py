@@ -21,11 +21,9 @@ from bigtrain.system.world import World
 
 @dataclass(frozen=True)
 class RunContext:
-    """Facts of a launch that stay the same on this rank.
-
-    hosts: of every rank. long_work: for work that may take one rank a long time. claim: on the run
-    directory; acquired before the first write.
-    """
+    """Facts of a launch that stay the same on this rank. hosts: of every rank. long_work: for work
+    that may take one rank a long time. claim: on the run directory; acquired before the first
+    write."""
 
     run: ResolvedRun
     world: World
@@ -54,21 +52,17 @@ class RunContext:
         return self.claim.run_directory
 
     def seed_step(self, step: int) -> None:
-        """Seed this rank's random generators for optimizer step `step`.
-
-        So dropout depends only on (seed, step) and the rank's coordinates: it is equal in a
-        tensor-parallel group, and a resumed run needs no generator states. Sites count as replicas.
-        """
+        """Seed this rank's random generators for optimizer step `step`. So dropout depends only on
+        (seed, step) and the rank's coordinates: it is equal in a tensor-parallel group, and a
+        resumed run needs no generator states. Sites count as replicas."""
         place = self.topology.coordinates(self.world.rank)
         place = replace(place, data_rank=self.plan.reader(place.data_rank))
         torch.manual_seed(step_seed(self.config.seed, step, place))
 
 
 def step_seed(seed: int, step: int, place: Coordinates) -> int:
-    """Return the seed of optimizer step `step` on the rank at `place` of a run seeded `seed`.
-
-    Equal in a tensor-parallel group, different everywhere else.
-    """
+    """Return the seed of optimizer step `step` on the rank at `place` of a run seeded `seed`. Equal
+    in a tensor-parallel group, different everywhere else."""
     key = f"{seed}:{step}:{place.data_rank}"
     if place.pipeline_rank or place.sequence_rank:
         key += f":{place.pipeline_rank}:{place.sequence_rank}"

@@ -36,11 +36,8 @@ from bigtrain.system.text_record import TextRecord
 
 class Evaluator:
     """Evaluator of the model of `engine`. All methods except `is_due` are collective over all
-    ranks.
-
-    It does not change the state of training: neither weights nor random generators, which every
-    step reseeds.
-    """
+    ranks. It does not change the state of training: neither weights nor random generators, which
+    every step reseeds."""
 
     def __init__(
         self,
@@ -68,10 +65,8 @@ class Evaluator:
 
     def run(self, state: TrainState, *, last: bool) -> tuple[TrainState, dict[str, float]]:
         """Run and log the evaluations due at `state`, all of them if the run ends here (`last`, or
-        stopped early).
-
-        Returns the state with the best evaluation so far, and the metrics by name.
-        """
+        stopped early). Returns the state with the best evaluation so far, and the metrics by
+        name."""
         config = self._context.config
         held_out: HeldOutResult | None = None
         figures: dict[str, float] = {}
@@ -287,9 +282,7 @@ class TaskRunner:
 
 class _Lead:
     """Interface of lm-eval on the main rank, which first sends each request to the other ranks.
-
-    is_computing: whether the model is computing now.
-    """
+    is_computing: whether the model is computing now."""
 
     def __init__(self, context: RunContext, model: LiveModel) -> None:
         self._context, self._model = context, model
@@ -359,11 +352,8 @@ class LiveModel:
 
     def score(self, requests: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
         """Return, for each (context, continuation), the log-probability of the continuation in
-        nats, and whether every token of it is the most probable one.
-
-        A context has at least one token; context and continuation together at most one more than
-        the model's positions.
-        """
+        nats, and whether every token of it is the most probable one. A context has at least one
+        token; context and continuation together at most one more than the model's positions."""
         totals = torch.zeros((len(requests), 2), dtype=torch.float64)
         lengths = [len(context) + len(continuation) - 1 for context, continuation in requests]
         for part in self._rounds(lengths):
@@ -384,10 +374,8 @@ class LiveModel:
     def continue_texts(
         self, prompts: Sequence[Tokens], drawing: Drawing, is_finished: IsFinished
     ) -> list[list[int]]:
-        """Return the new tokens after each prompt, at most `drawing.max_new_tokens`.
-
-        `is_finished`: called on the main rank only.
-        """
+        """Return the new tokens after each prompt, at most `drawing.max_new_tokens`. `is_finished`:
+        called on the main rank only."""
         texts = [_Text(prompt, [], drawing.seed + n) for n, prompt in enumerate(prompts)]
         longest = [len(prompt) + drawing.max_new_tokens for prompt in prompts]
         for part in self._rounds(longest):

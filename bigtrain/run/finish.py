@@ -73,10 +73,7 @@ def stop_early(
 
 def is_complete(context: RunContext, log: RunLog, state: TrainState) -> bool:
     """Return whether the run is at its last step (or stopped early), everything is written (export
-    included), and checkpoints that it does not keep are removed. Collective.
-
-    Logs it if so.
-    """
+    included), and checkpoints that it does not keep are removed. Collective. Logs it if so."""
     config = context.config
     if not is_over(config, state):
         return False
@@ -115,11 +112,9 @@ def finish(
     prediction: RunPrediction | None,
     copies: RunCopies | None,
 ) -> None:
-    """Export the last checkpoint to ``RUN/hf`` if asked, and log the summary. Collective.
-
-    Raises ModelError on every rank if the exported model's logits differ from the trained one's,
-    StaleLaunchError if a later launch of the run owns its directory.
-    """
+    """Export the last checkpoint to ``RUN/hf`` if asked, and log the summary. Collective. Raises
+    ModelError on every rank if the exported model's logits differ from the trained one's,
+    StaleLaunchError if a later launch of the run owns its directory."""
 
     def export() -> list[str]:
         context.claim.check()

@@ -73,11 +73,8 @@ def train(
     utilization: Callable[[float], float | None] = lambda _: None,
 ) -> tuple[TrainState, Signals | None]:
     """Train until ``train.steps``, early stopping or a signal; return the final state, which has
-    been saved, and the signal. Collective.
-
-    roll_back: restores the engine from before the bad steps that end at a state. utilization: model
-    FLOPs utilization at a number of tokens per second.
-    """
+    been saved, and the signal. Collective. roll_back: restores the engine from before the bad steps
+    that end at a state. utilization: model FLOPs utilization at a number of tokens per second."""
     config, plan, beat = context.config, context.plan, context.heartbeat
     clock = StepClock(context.device.type, engine.host_time, memory)
     losses, profiler = LossWindow(engine), Profiler(context, log)

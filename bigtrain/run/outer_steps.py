@@ -26,9 +26,7 @@ class OuterSteps:
         self, context: RunContext, log: RunLog, data_hash: str, engine: TrainEngine
     ) -> None:
         """Construct before anything is restored: checkpoints contain the global weights, too.
-
-        `data_hash`: all sites must have the same data, and the same mathematical settings.
-        """
+        `data_hash`: all sites must have the same data, and the same mathematical settings."""
         self._context, self._log = context, log
         self._step: OuterStep | None = None
         config = context.config

@@ -30,10 +30,8 @@ _SHOWN = 3
 
 def check_output(directory: Path, *, is_here: bool = True) -> Sequence[Problem]:
     """Refuse a directory that belongs to something else than a run, and one that no file can be
-    written to. Leaves nothing behind.
-
-    is_here: whether the run starts on this host; elsewhere other directories may be writable.
-    """
+    written to. Leaves nothing behind. is_here: whether the run starts on this host; elsewhere other
+    directories may be writable."""
     rule, remedy = _owner(directory), f"a directory of its own, such as {directory / 'run'}"
     if rule is None and is_here:
         rule, remedy = why_not_creatable(directory), "choose another one"

@@ -50,10 +50,8 @@ def log_prediction(context: RunContext, log: RunLog, inputs: Inputs) -> RunPredi
 def predict(
     run: ResolvedRun, hf_config: Any, loss: LossPlan, device: torch.device
 ) -> tuple[RunPrediction | None, str]:
-    """Predict the time and memory of `run`; if impossible, return None and the reason.
-
-    Not collective; takes a second or two.
-    """
+    """Predict the time and memory of `run`; if impossible, return None and the reason. Not
+    collective; takes a second or two."""
     try:
         model, _ = model_costs(run.config, hf_config)
     except (ConfigError, ModelError) as error:

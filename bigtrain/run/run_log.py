@@ -12,11 +12,9 @@ from bigtrain.settings.run_config import RunConfig
 
 
 class RunLog:
-    """Log of a run; on the other ranks nothing is written. Calls no collective.
-
-    metrics: the main rank's, from `open` on. Earlier lines are kept until then, so that a refused
-    run writes nothing.
-    """
+    """Log of a run; on the other ranks nothing is written. Calls no collective. metrics: the main
+    rank's, from `open` on. Earlier lines are kept until then, so that a refused run writes
+    nothing."""
 
     def __init__(self, claim: RunClaim, *, is_main: bool) -> None:
         self._claim = claim

@@ -32,10 +32,8 @@ from bigtrain.system.world import World
 def open_session(
     run: ResolvedRun, world: World, signals: StopSignals | None = None
 ) -> Iterator[tuple[RunContext, RunLog]]:
-    """Join the process group; nothing is written yet. Collective over all ranks.
-
-    `signals`: the handler that the program installed at its start; None installs one.
-    """
+    """Join the process group; nothing is written yet. Collective over all ranks. `signals`: the
+    handler that the program installed at its start; None installs one."""
     watchdog, logging = run.config.watchdog, run.config.logging
     limits = watchdog.rendezvous_timeout_seconds, watchdog.collective_timeout_seconds
     with (

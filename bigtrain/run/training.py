@@ -51,11 +51,8 @@ def train_inputs(
     signals: StopSignals,
     notes: Sequence[str] = (),
 ) -> TrainingResult:
-    """Train `run` to its end or until a signal, resuming from its directory.
-
-    `notes`: lines for log.txt from before. Returns its result, on every rank. Collective over all
-    ranks of `world`.
-    """
+    """Train `run` to its end or until a signal, resuming from its directory. `notes`: lines for
+    log.txt from before. Returns its result, on every rank. Collective over all ranks of `world`."""
     source = weights_source(run.config)
     weights = source.find(run.config, inputs)
     with open_session(run, world, signals) as (context, log):
@@ -213,9 +210,7 @@ _NAMED = 10
 
 def verify_data(context: RunContext, log: RunLog) -> None:
     """Compare the run's dataset files with their checksums; each rank reads a part. Collective.
-
-    Raises DataError on every rank, listing all corrupt files.
-    """
+    Raises DataError on every rank, listing all corrupt files."""
     begun = time.perf_counter()
     shards = ListedShards(context.config.data)
     share = rank_slice(shards.num_bytes.tolist(), context.world.rank, context.world.size)

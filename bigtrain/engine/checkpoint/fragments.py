@@ -82,10 +82,7 @@ def owned_fragments(engine: Any, model: nn.Module) -> list[Fragment]:
 
 def small_state_fragments(engine: Any, model: nn.Module, tensor_rank: int) -> list[Fragment]:
     """Return optimizer states that are not shaped like masters, full on every rank
-    (`RuleOptimizer`).
-
-    Among tensor-parallel ranks the first writes them.
-    """
+    (`RuleOptimizer`). Among tensor-parallel ranks the first writes them."""
     optimizer = inner_optimizer(engine)
     if not isinstance(optimizer, RuleOptimizer):
         return []
@@ -102,11 +99,9 @@ def small_state_fragments(engine: Any, model: nn.Module, tensor_rank: int) -> li
 
 @torch.no_grad()
 def ensure_optimizer_states(engine: Any) -> None:
-    """Make a fresh optimizer allocate its states, without changing masters.
-
-    It makes one update with zero gradients and zero learning rate, since optimizers allocate their
-    states on the first update. That one is not counted.
-    """
+    """Make a fresh optimizer allocate its states, without changing masters. It makes one update
+    with zero gradients and zero learning rate, since optimizers allocate their states on the first
+    update. That one is not counted."""
     optimizer = inner_optimizer(engine)
     if optimizer.state:
         return

@@ -176,12 +176,9 @@ class TensorSnapshot:
         group: dist.ProcessGroup | None = None,
         identity: Identity | None = None,
     ) -> Written:
-        """Write and fsync the file of every rank.
-
-        Collective over `group`, a CPU group of all ranks, and in a thread of its own if that group
-        is used by nothing else meanwhile. Raises CheckpointError on all ranks where one of them
-        cannot write.
-        """
+        """Write and fsync the file of every rank. Collective over `group`, a CPU group of all
+        ranks, and in a thread of its own if that group is used by nothing else meanwhile. Raises
+        CheckpointError on all ranks where one of them cannot write."""
         rank, entry = dist.get_rank(), (0, "")
 
         def write() -> None:
@@ -231,10 +228,7 @@ def stored_dtypes(
     directory: Path, fragments: Iterable[Fragment], listing: Listing | None = None
 ) -> dict[str, torch.dtype]:
     """Return the dtype of the master of each of `fragments` in a checkpoint, by name; reads
-    headers.
-
-    Collective. Raises as `read_tensors`.
-    """
+    headers. Collective. Raises as `read_tensors`."""
     dtypes: dict[str, torch.dtype] = {}
 
     def read() -> None:
@@ -247,11 +241,9 @@ def stored_dtypes(
 
 
 def _on_all_ranks(action: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    """Run `action` on every rank. Collective over `group`.
-
-    Raises on all of them if one has failed: CorruptCheckpointError if that is all that is wrong,
-    or else CheckpointError, since another model's checkpoint is not corrupt.
-    """
+    """Run `action` on every rank. Collective over `group`. Raises on all of them if one has failed:
+    CorruptCheckpointError if that is all that is wrong, or else CheckpointError, since another
+    model's checkpoint is not corrupt."""
 
     def attempt() -> None:
         try:
@@ -277,10 +269,8 @@ def read_full_masters(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def read_full(directory: Path, kinds: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """Full CPU tensors by key, of some or all kinds, in one process, without a process group.
-
-    Takes as much memory as they do. Raises CorruptCheckpointError.
-    """
+    """Full CPU tensors by key, of some or all kinds, in one process, without a process group. Takes
+    as much memory as they do. Raises CorruptCheckpointError."""
     return {key: tensor.read() for key, tensor in open_tensors(directory, kinds=kinds).items()}
 
 

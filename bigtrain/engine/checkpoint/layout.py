@@ -21,11 +21,8 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Row:
-    """Writers of a shard of the tensor `key`, or of a flat range of one.
-
-    `ranks` hold equal ranges of `count` elements, one after the other from element `start` on, the
-    last of them short.
-    """
+    """Writers of a shard of the tensor `key`, or of a flat range of one. `ranks` hold equal ranges
+    of `count` elements, one after the other from element `start` on, the last of them short."""
 
     key: str
     shard: ShardRanges

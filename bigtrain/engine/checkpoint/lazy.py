@@ -54,10 +54,8 @@ def open_tensors(
     listing: Listing | None = None,
     kinds: Collection[str] | None = None,
 ) -> dict[str, LazyTensor]:
-    """Lazy tensors by key, of some or all kinds; only headers are read. Not collective.
-
-    `listing`: as for `find_parts`. Opening and reading raise CorruptCheckpointError.
-    """
+    """Lazy tensors by key, of some or all kinds; only headers are read. Not collective. `listing`:
+    as for `find_parts`. Opening and reading raise CorruptCheckpointError."""
     return _opened(find_parts(directory, listing, kinds))
 
 
@@ -66,11 +64,9 @@ def open_boxes(
     wanted: Mapping[str, Wanted],
     listing: Listing | None = None,
 ) -> dict[str, LazyTensor]:
-    """Lazy tensors by key, of which only the rectangles `wanted` can be read. Not collective.
-
-    Opens the files that the layout of `listing` names; all files without a layout, or if those do
-    not hold what they should. Raises as `find_boxes`.
-    """
+    """Lazy tensors by key, of which only the rectangles `wanted` can be read. Not collective. Opens
+    the files that the layout of `listing` names; all files without a layout, or if those do not
+    hold what they should. Raises as `find_boxes`."""
     layout = None if listing is None else listing.layout
     if layout is None:
         return _opened(find_boxes(directory, wanted, listing))

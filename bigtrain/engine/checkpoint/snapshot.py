@@ -57,10 +57,8 @@ class EngineSnapshot:
 
 
 def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> EngineSnapshot:
-    """Return masters, optimizer states and buffers, or copies of them in `staging`. Collective.
-
-    A run with adapters saves only what is trained, not the frozen base weights.
-    """
+    """Return masters, optimizer states and buffers, or copies of them in `staging`. Collective. A
+    run with adapters saves only what is trained, not the frozen base weights."""
     ensure_optimizer_states(engine.engine)
     fragments = as_saved(engine.exact, _all_fragments(engine), engine.mesh)
     tensors = TensorSnapshot(fragments, _buffers(engine), engine.mesh, staging)
@@ -73,10 +71,8 @@ def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> Engi
 
 def refuse_not_finite(engine: TrainEngine, group: dist.ProcessGroup | None = None) -> None:
     """Raise CheckpointError on every rank if a trained master, or a state that an outer step keeps,
-    holds NaN or an infinity on any rank: such weights can never be trained again.
-
-    Collective over `group`, of all ranks. Reads each tensor once and copies none.
-    """
+    holds NaN or an infinity on any rank: such weights can never be trained again. Collective over
+    `group`, of all ranks. Reads each tensor once and copies none."""
 
     def look() -> None:
         tensors: list[tuple[str, str, torch.Tensor]] = []
@@ -104,11 +100,8 @@ def refuse_not_finite(engine: TrainEngine, group: dist.ProcessGroup | None = Non
 
 def checkpoint_bytes(engine: TrainEngine) -> int:
     """Return the bytes of a checkpoint's tensors for this rank's pipeline stage, all ranks
-    together.
-
-    Masters, optimizer states and added states in float32; frozen parameters and buffers in their
-    own dtype; no frozen parameters in a run with adapters.
-    """
+    together. Masters, optimizer states and added states in float32; frozen parameters and buffers
+    in their own dtype; no frozen parameters in a run with adapters."""
     skips_frozen = has_adapters(engine.module)
     state_bytes = state_bytes_by_name(inner_optimizer(engine.engine))
     exact_bytes = engine.exact.itemsizes()
@@ -129,9 +122,7 @@ def checkpoint_bytes(engine: TrainEngine) -> int:
 
 def save_engine(engine: TrainEngine, directory: Path) -> dict[str, Any]:
     """Write masters, optimizer states and buffers below `directory`; returns what goes to JSON.
-
-    Collective over all ranks, which must see the same `directory`.
-    """
+    Collective over all ranks, which must see the same `directory`."""
     snapshot = snapshot_engine(engine)
     snapshot.tensors.write(directory)
     return snapshot.scalars
@@ -159,10 +150,7 @@ def restore_engine(
 
 def restore_weights(engine: TrainEngine, directory: Path, listing: Listing | None = None) -> None:
     """Fill only masters and buffers from `directory`; the optimizer keeps its new states.
-    Collective.
-
-    Raises like `restore_engine`.
-    """
+    Collective. Raises like `restore_engine`."""
     masters = [
         replace(fragment, tensors={MASTER: fragment.tensors[MASTER]})
         for fragment in owned_fragments(engine.engine, engine.module)

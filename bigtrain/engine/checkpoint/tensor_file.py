@@ -53,10 +53,8 @@ _MISMATCH = "contents do not match their checksum"
 
 @dataclass(frozen=True)
 class Identity:
-    """The save that a file belongs to.
-
-    run: drawn when the run began, the same for all of its launches. attempt: names the launch.
-    """
+    """The save that a file belongs to. run: drawn when the run began, the same for all of its
+    launches. attempt: names the launch."""
 
     run: str = ""
     step: int = 0
@@ -85,10 +83,8 @@ class NewPart:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rectangle of the tensor `key`, whose bytes begin at `begin` of the file `path`.
-
-    shape: of the full tensor. digests: hexadecimal XXH3-64 of the blocks, one after the other.
-    """
+    """A rectangle of the tensor `key`, whose bytes begin at `begin` of the file `path`. shape: of
+    the full tensor. digests: hexadecimal XXH3-64 of the blocks, one after the other."""
 
     path: Path
     key: str
@@ -103,10 +99,8 @@ class Part:
         return self.box.num_elements * DTYPE_BYTES[self.dtype]
 
     def read(self, fd: int, begin: int, out: memoryview) -> None:
-        """Read bytes [begin, begin + len(out)) of the part from its open file.
-
-        Raises CorruptCheckpointError where a block that holds some of them is not as written.
-        """
+        """Read bytes [begin, begin + len(out)) of the part from its open file. Raises
+        CorruptCheckpointError where a block that holds some of them is not as written."""
         at, end = begin, begin + len(out)
         while at < end:
             block = at // BLOCK_BYTES

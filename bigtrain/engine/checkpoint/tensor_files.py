@@ -37,11 +37,9 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Listing:
-    """Facts about tensor files, known before they are opened.
-
-    headers: checksum of each file's header by file name, from the manifest. identity: the save that
-    wrote them all; layout: the writers of each part. None if unknown.
-    """
+    """Facts about tensor files, known before they are opened. headers: checksum of each file's
+    header by file name, from the manifest. identity: the save that wrote them all; layout: the
+    writers of each part. None if unknown."""
 
     headers: Mapping[str, str]
     identity: Identity | None = None
@@ -85,11 +83,9 @@ def find_boxes(
     listing: Listing | None = None,
     ranks: Collection[int] | None = None,
 ) -> dict[str, list[Part]]:
-    """Return the parts that hold what is `wanted`, each element of it once, by key.
-
-    listing: as for `find_parts`. ranks: whose headers to read; None for all. Raises CheckpointError
-    for a tensor that is missing or has another shape, and CorruptCheckpointError as `find_parts`.
-    """
+    """Return the parts that hold what is `wanted`, each element of it once, by key. listing: as for
+    `find_parts`. ranks: whose headers to read; None for all. Raises CheckpointError for a tensor
+    that is missing or has another shape, and CorruptCheckpointError as `find_parts`."""
     listing = listing or files_there(directory)
     if ranks is not None:
         names = set(map(file_name, ranks))
@@ -129,11 +125,9 @@ def refuse_other_shape(directory: Path, key: str, shape: Numbers, wanted: Wanted
 
 
 def verify_files(directory: Path, listing: Listing) -> None:
-    """Read every byte of all files, which must cover their tensors exactly.
-
-    Holds one header in memory. Raises CorruptCheckpointError if a file was changed after it was
-    written, belongs to another save than is listed, or does not fit the others.
-    """
+    """Read every byte of all files, which must cover their tensors exactly. Holds one header in
+    memory. Raises CorruptCheckpointError if a file was changed after it was written, belongs to
+    another save than is listed, or does not fit the others."""
     covers: dict[str, Cover] = {}
     for parts in _read_headers(directory, listing):
         for part in parts:

@@ -32,9 +32,7 @@ def name_of_experts(size: int) -> str:
 
 def set_expert_groups(experts: dist.ProcessGroup, replicas: dist.ProcessGroup) -> None:
     """Set DeepSpeed's expert-parallel group, and the group of ranks that hold the same experts.
-
-    Removes those of an earlier engine. Dicts of utils/groups.py:38 (0.19.8).
-    """
+    Removes those of an earlier engine. Dicts of utils/groups.py:38 (0.19.8)."""
     size = dist.get_world_size(experts)
     for table, group in (
         (groups._EXPERT_PARALLEL_GROUP, experts),
@@ -67,11 +65,9 @@ def as_expert_group(group: dict[str, Any], name: str) -> dict[str, Any]:
 
 @contextmanager
 def engine_with_experts() -> Iterator[None]:
-    """Build engines inside for a model with experts.
-
-    They look for layers of DeepSpeed's own kinds (0.19.8, runtime/engine.py:2099) before they make
-    the optimizer, which goes by the answer; ZeRO-3 asks once more, and refuses others (:2197).
-    """
+    """Build engines inside for a model with experts. They look for layers of DeepSpeed's own kinds
+    (0.19.8, runtime/engine.py:2099) before they make the optimizer, which goes by the answer;
+    ZeRO-3 asks once more, and refuses others (:2197)."""
     configure: Callable[..., None] = DeepSpeedEngine._configure_distributed_model
 
     def configure_with_experts(engine: Any, model: nn.Module) -> None:
@@ -87,10 +83,8 @@ def engine_with_experts() -> Iterator[None]:
 
 def count_absent_experts(optimizer: Any, name: str) -> None:
     """Make a pipeline stage without experts take part in the norm of the other stages' experts.
-
     BF16_Optimizer sums it over the stages for each name of experts with gradients (0.19.8,
-    runtime/bf16_optimizer.py:580, runtime/utils.py:1130). Does nothing to other optimizers.
-    """
+    runtime/bf16_optimizer.py:580, runtime/utils.py:1130). Does nothing to other optimizers."""
     if not isinstance(optimizer, BF16_Optimizer):
         return
     find = optimizer.get_grads_for_norm

@@ -12,11 +12,9 @@ from typing import Any
 
 
 class HostTime:
-    """Seconds of the training thread since the process began; they only grow.
-
-    seconds: in DeepSpeed's hooks, without waiting for collectives. waited: for collectives, while
-    `bigtrain.models.torch_patches.observed_waits` measures it.
-    """
+    """Seconds of the training thread since the process began; they only grow. seconds: in
+    DeepSpeed's hooks, without waiting for collectives. waited: for collectives, while
+    `bigtrain.models.torch_patches.observed_waits` measures it."""
 
     __slots__ = ("_is_inside", "seconds", "waited")
 

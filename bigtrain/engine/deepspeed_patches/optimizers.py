@@ -28,11 +28,9 @@ def inner_optimizer(engine: Any) -> torch.optim.Optimizer:
 
 
 def updating_optimizers(engine: Any) -> list[torch.optim.Optimizer]:
-    """Return all torch optimizers that update parameters of `engine`.
-
-    ZeRO-3 keeps a second one for the part of the update that it does not offload (0.19.8,
-    runtime/zero/stage3.py:317, `backup_optimizer`).
-    """
+    """Return all torch optimizers that update parameters of `engine`. ZeRO-3 keeps a second one for
+    the part of the update that it does not offload (0.19.8, runtime/zero/stage3.py:317,
+    `backup_optimizer`)."""
     beside = getattr(engine.optimizer, "backup_optimizer", None)
     return [inner_optimizer(engine)] + ([] if beside is None else [beside])
 
@@ -88,11 +86,8 @@ def zero0_layout(optimizer: Any) -> list[tuple[nn.Parameter, Any, int]]:
 
 def flat_partitions(optimizer: Any) -> list[torch.Tensor] | None:
     """Return this rank's flat masters of ZeRO-1 and 2, or of BF16_Optimizer, one per parameter
-    group.
-
-    None of other optimizers. They are named `single_partition_of_fp32_groups`
-    (runtime/zero/stage_1_and_2.py) and `fp32_groups_flat_partition` (runtime/bf16_optimizer.py).
-    """
+    group. None of other optimizers. They are named `single_partition_of_fp32_groups`
+    (runtime/zero/stage_1_and_2.py) and `fp32_groups_flat_partition` (runtime/bf16_optimizer.py)."""
     if not _refreshes_itself(optimizer):
         return None
     for name in ("single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
@@ -145,11 +140,9 @@ def _mapped_ranges(optimizer: Any, partitions: list[torch.Tensor]) -> dict[int, 
 
 
 def masters_of_group(optimizer: Any, index: int, group: dict[str, Any]) -> list[Any]:
-    """Return the masters that the torch optimizer updates in its group `index`.
-
-    ZeRO-3 leaves the group empty between updates, and puts its sub-groups there one by one (0.19.8,
-    runtime/zero/stage3.py, `_optimizer_step`).
-    """
+    """Return the masters that the torch optimizer updates in its group `index`. ZeRO-3 leaves the
+    group empty between updates, and puts its sub-groups there one by one (0.19.8,
+    runtime/zero/stage3.py, `_optimizer_step`)."""
     if not is_zero3(optimizer):
         return list(group["params"])
     return [
@@ -194,10 +187,8 @@ def _refreshes_itself(optimizer: Any) -> bool:
 
 
 def scaler_state(optimizer: Any) -> dict[str, Any]:
-    """Return the state of float16's loss scaling; nothing where there is none.
-
-    0.19.8, runtime/fp16/loss_scaler.py. DeepSpeed pickles the scaler itself.
-    """
+    """Return the state of float16's loss scaling; nothing where there is none. 0.19.8,
+    runtime/fp16/loss_scaler.py. DeepSpeed pickles the scaler itself."""
     scaler = _scaler(optimizer)
     return {name: getattr(scaler, name) for name in _SCALER_FIELDS if hasattr(scaler, name)}
 
@@ -221,8 +212,6 @@ def _scaler(optimizer: Any) -> Any:
 
 
 def kept_gradients(optimizer: Any) -> Any:
-    """Return the gradients that ZeRO keeps until its step, in dicts and lists.
-
-    `averaged_gradients` (0.19.8, runtime/zero/stage_1_and_2.py and stage3.py:513).
-    """
+    """Return the gradients that ZeRO keeps until its step, in dicts and lists. `averaged_gradients`
+    (0.19.8, runtime/zero/stage_1_and_2.py and stage3.py:513)."""
     return getattr(optimizer, "averaged_gradients", {})

@@ -63,10 +63,8 @@ def partition_parameters(init: Any, parameters: list[nn.Parameter]) -> None:
 
 def partition_of(parameter: Any) -> torch.Tensor | None:
     """Return this rank's part of a ZeRO-3 parameter between its uses; None for any other.
-
     `ds_tensor` of 0.19.8, runtime/zero/partition_parameters.py (`_partition_param`). DeepSpeed's
-    public functions gather the full parameter instead.
-    """
+    public functions gather the full parameter instead."""
     return getattr(parameter, "ds_tensor", None)
 
 
@@ -79,11 +77,9 @@ def frozen_range(parameter: Any) -> MasterRange:
 
 
 def zero3_range(parameter: Any, optimizer: Any) -> MasterRange:
-    """Return the location of this rank's part of a parameter's fp32 master.
-
-    `grad_position` (0.19.8, runtime/zero/stage3.py:1955) holds the flat master of a sub-group and
-    the offset in it; `_get_param_partition_rank` (:646) returns the part of the parameter.
-    """
+    """Return the location of this rank's part of a parameter's fp32 master. `grad_position`
+    (0.19.8, runtime/zero/stage3.py:1955) holds the flat master of a sub-group and the offset in it;
+    `_get_param_partition_rank` (:646) returns the part of the parameter."""
     group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start, count = _partition_range(parameter, optimizer._get_param_partition_rank(parameter))
     flat = optimizer.fp32_partitioned_groups_flat[group]
@@ -128,9 +124,8 @@ def _is_gathered_otherwise(parameter: Any) -> bool:
 
 def _partition_range(parameter: Any, rank: int) -> tuple[int, int]:
     """Return (start, count) of a ZeRO-3 partition within the full parameter, without padding.
-
-    Partitions are equally large (0.19.8, runtime/zero/partition_parameters.py, `_partition_param`).
-    """
+    Partitions are equally large (0.19.8, runtime/zero/partition_parameters.py,
+    `_partition_param`)."""
     capacity = parameter.ds_tensor.ds_numel
     start = min(capacity * rank, parameter.ds_numel)
     return start, min(capacity, parameter.ds_numel - start)

@@ -11,11 +11,9 @@ from torch import nn
 
 
 def replace_loss(engine: Any, loss: Callable[..., torch.Tensor]) -> None:
-    """Let the last stage compute `loss` of its outputs and the labels.
-
-    DeepSpeed 0.19.8 takes a loss only in `PipelineModule`, before there is an engine, and calls
-    the attribute at each forward pass (runtime/pipe/engine.py:755).
-    """
+    """Let the last stage compute `loss` of its outputs and the labels. DeepSpeed 0.19.8 takes a
+    loss only in `PipelineModule`, before there is an engine, and calls the attribute at each
+    forward pass (runtime/pipe/engine.py:755)."""
     engine.module.loss_fn = loss
 
 

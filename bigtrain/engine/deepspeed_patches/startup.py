@@ -17,11 +17,9 @@ from deepspeed.utils import groups
 
 
 def set_mpu(mpu: Any) -> None:
-    """Set the `mpu` that DeepSpeed's group functions ask; None for none.
-
-    An engine writes its own there (0.19.8, utils/groups.py:50, runtime/engine.py:2122), but without
-    one it leaves that of an earlier engine.
-    """
+    """Set the `mpu` that DeepSpeed's group functions ask; None for none. An engine writes its own
+    there (0.19.8, utils/groups.py:50, runtime/engine.py:2122), but without one it leaves that of an
+    earlier engine."""
     groups.mpu = mpu
 
 

@@ -28,10 +28,8 @@ _HOOK_FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
 
 def skip_redundant_work(engine: Any, replicas: dist.ProcessGroup, host_time: HostTime) -> None:
     """Skip work of DeepSpeed that changes no number. Call once, after `deepspeed.initialize`.
-
     `replicas`: the ranks that gradients are averaged over. `host_time` counts the time of ZeRO's
-    hooks and reductions from then on.
-    """
+    hooks and reductions from then on."""
     if dist.get_world_size(replicas) == 1:
         _skip_lone_reduction(engine)
     skip_overflow_check(engine.optimizer)
@@ -182,11 +180,9 @@ class _NoOverflowCheck:
 
 
 def _skip_lone_reduction(engine: Any) -> None:
-    """Skip ZeRO 0's gradient reduction if there is only one replica.
-
-    DeepSpeed 0.19.8 (runtime/engine.py:3828) flattens gradients, multiplies by 1 and copies them
-    back. What it does before, giving zeros to parameters without a gradient, stays.
-    """
+    """Skip ZeRO 0's gradient reduction if there is only one replica. DeepSpeed 0.19.8
+    (runtime/engine.py:3828) flattens gradients, multiplies by 1 and copies them back. What it does
+    before, giving zeros to parameters without a gradient, stays."""
     if (
         isinstance(engine.optimizer, (torch.optim.Optimizer, FP16_UnfusedOptimizer))
         # Other settings round the gradients on the way.
@@ -198,19 +194,15 @@ def _skip_lone_reduction(engine: Any) -> None:
 
 def replace_clipping(engine: Any, clip: Callable[[], None]) -> None:
     """Let `clip` clip the gradients of fp32 ZeRO 0, the only case in which the norm is not kept.
-
     DeepSpeed 0.19.8 (runtime/engine.py:3502, `clip_fp32_gradients`) discards the norm: computing it
-    again would read all gradients once more.
-    """
+    again would read all gradients once more."""
     engine.clip_fp32_gradients = clip
 
 
 def measured_norm(optimizer: Any) -> Any:
-    """Return the norm of the gradient after DeepSpeed measured it and before it is used.
-
-    The engine's public `get_global_grad_norm` takes it over after the update (0.19.8,
-    runtime/engine.py:3519, from `_global_grad_norm` of every wrapper).
-    """
+    """Return the norm of the gradient after DeepSpeed measured it and before it is used. The
+    engine's public `get_global_grad_norm` takes it over after the update (0.19.8,
+    runtime/engine.py:3519, from `_global_grad_norm` of every wrapper)."""
     return optimizer._global_grad_norm
 
 
@@ -243,7 +235,5 @@ def scaled_loss(loss: torch.Tensor, optimizer: Any) -> torch.Tensor:
 
 def has_overflowed(optimizer: Any) -> bool:
     """Return whether DeepSpeed skipped the last update itself because the gradient was not finite.
-
-    `overflow` of its 16-bit wrappers (0.19.8, runtime/base_optimizer.py and runtime/fp16/).
-    """
+    `overflow` of its 16-bit wrappers (0.19.8, runtime/base_optimizer.py and runtime/fp16/)."""
     return bool(getattr(optimizer, "overflow", False))

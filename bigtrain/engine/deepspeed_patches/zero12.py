@@ -19,10 +19,8 @@ from bigtrain.engine.deepspeed_patches.zero12_reduction import FlatGradients, re
 
 
 def skip_redundant_work_of_zero12(optimizer: Any, host_time: HostTime) -> None:
-    """Leave out what changes nothing. Call once; does nothing to other optimizers.
-
-    `host_time` counts the time of reductions from then on.
-    """
+    """Leave out what changes nothing. Call once; does nothing to other optimizers. `host_time`
+    counts the time of reductions from then on."""
     if not hasattr(optimizer, "round_robin_bit16_groups"):
         return
     skip_usage_reports(optimizer)

@@ -48,10 +48,8 @@ def replace_reduction(optimizer: Any, host_time: HostTime) -> bool:
 
 class FlatGradients(GradPartitionBufferGroup):  # type: ignore[misc]
     """A group's averaged gradients: this rank's part of each parameter, 1-D views of one tensor.
-
     Padding, if there is any, is the last. DeepSpeed takes `flat_partition` as what its list would
-    be put together to.
-    """
+    be put together to."""
 
     def __init__(self, flat: torch.Tensor, sizes: list[int]) -> None:
         list.__init__(self, flat.split(sizes))
@@ -183,10 +181,8 @@ class _Reduction:
 
     def _hook(self, slot: Slot, hooked: list[nn.Parameter]) -> Callable[[torch.Tensor], None]:
         """Runs when the gradient of `slot` is complete; as `create_gradient_handling_hooks` has it.
-
         The end of a backward pass is a callback of autograd once one is queued. From then on
-        DeepSpeed only counts in the hooks, and so the rest is left to the first one of a pass.
-        """
+        DeepSpeed only counts in the hooks, and so the rest is left to the first one of a pass."""
         optimizer, state = self._optimizer, self._optimizer._backward_hook_state
         keeps_sum, take = self._keeps_sum, self._take_when_due
         takes = optimizer.partition_gradients or optimizer.overlap_comm
@@ -268,10 +264,8 @@ class _Reduction:
 
     def _reduce_bucket(self) -> None:
         """Average and reduce what the bucket holds (`reduce_ipg_grads`). Collective over replicas.
-
         On a stream of its own under ``overlap_comm``: that waits for the gradients, and the stream
-        of the backward pass for the bucket before, as with DeepSpeed's two buffers.
-        """
+        of the backward pass for the bucket before, as with DeepSpeed's two buffers."""
         slots = self._bucket
         if not slots:
             return
@@ -363,10 +357,8 @@ class _Reduction:
     # --- after the backward pass ---
 
     def _finish(self) -> None:
-        """Reduce the rest and keep what the pass brought. Collective over replicas.
-
-        DeepSpeed's `independent_gradient_partition_epilogue`.
-        """
+        """Reduce the rest and keep what the pass brought. Collective over replicas. DeepSpeed's
+        `independent_gradient_partition_epilogue`."""
         optimizer = self._optimizer
         self._flush()
         self._step += 1
@@ -411,9 +403,7 @@ class _Reduction:
 
     def _has_overflow(self) -> torch.Tensor:
         """Return whether a gradient of this rank is not finite: [1], bool. Reads each group once.
-
-        DeepSpeed looks at each gradient (`has_overflow_partitioned_grads_serial`).
-        """
+        DeepSpeed looks at each gradient (`has_overflow_partitioned_grads_serial`)."""
         optimizer = self._optimizer
         count = torch.zeros(1, dtype=torch.float, device=self._accelerator.current_device_name())
         for group in _groups(optimizer):

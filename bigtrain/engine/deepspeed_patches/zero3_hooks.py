@@ -54,12 +54,8 @@ _STREAM = _PRIVATE + "allgather_stream"
 
 def replace_hooks(optimizer: Any, host_time: HostTime) -> bool:
     """Replace the hooks of ZeRO-3's `optimizer`; returns False for one that they do not support.
-
-    `host_time` counts their time.
-
-    Each replaces two of DeepSpeed's, under the handle of the first, so that
-    `DeepSpeedZeRoOffload.destroy` removes them and the order among other hooks stays.
-    """
+    `host_time` counts their time. Each replaces two of DeepSpeed's, under the handle of the first,
+    so that `DeepSpeedZeRoOffload.destroy` removes them and the order among other hooks stays."""
     offload = getattr(optimizer, "parameter_offload", None)
     if offload is None or not _fits(offload):
         return False
@@ -205,11 +201,9 @@ class _ModuleHooks:
 
 
 class _ModuleStackReset:
-    """Before a forward pass of the model: pops what the last pass left on the module stack.
-
-    With torch's checkpointing a pass ends in the middle of a layer, by an exception, and the hooks
-    of DeepSpeed never pop those modules: a leak of some 20 entries per layer and step.
-    """
+    """Before a forward pass of the model: pops what the last pass left on the module stack. With
+    torch's checkpointing a pass ends in the middle of a layer, by an exception, and the hooks of
+    DeepSpeed never pop those modules: a leak of some 20 entries per layer and step."""
 
     def __init__(self) -> None:
         self._depth = len(FWD_MODULE_STACK)
@@ -220,9 +214,7 @@ class _ModuleStackReset:
 
 def _holds_no_parameter(output: Any) -> bool:
     """Return whether this is a tensor or a tuple of tensors, none known to be a parameter's alias.
-
-    DeepSpeed's own hook handles anything else, and lets the module above gather what it finds.
-    """
+    DeepSpeed's own hook handles anything else, and lets the module above gather what it finds."""
     if type(output) is torch.Tensor:
         return not hasattr(output, "ds_param_alias")
     return type(output) is tuple and all(
@@ -239,11 +231,9 @@ def _unknown(value: Any) -> str:
 
 
 class _BeforeBackward(torch.autograd.Function):
-    """Identity on an output; its backward runs before the module's backward pass.
-
-    Old style, with the context in `forward`: for the other style torch binds the arguments to the
-    signature at every call (torch/autograd/function.py, `apply`).
-    """
+    """Identity on an output; its backward runs before the module's backward pass. Old style, with
+    the context in `forward`: for the other style torch binds the arguments to the signature at
+    every call (torch/autograd/function.py, `apply`)."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, hooks: _ModuleHooks) -> torch.Tensor:
@@ -276,10 +266,8 @@ _after_backward: Callable[[torch.Tensor, _ModuleHooks], torch.Tensor] = _AfterBa
 
 
 class _Coordinator:
-    """The work of a `PartitionedParameterCoordinator` once it has learned the order of modules.
-
-    All state stays in DeepSpeed's own object.
-    """
+    """The work of a `PartitionedParameterCoordinator` once it has learned the order of modules. All
+    state stays in DeepSpeed's own object."""
 
     def __init__(self, offload: Any) -> None:
         self._own: Any = offload.get_param_coordinator()

@@ -26,10 +26,8 @@ from bigtrain.system.boxes import Box, flat_boxes
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle `box` of matrix number `matrix`, stored in a master.
-
-    It is ``master.view(-1)[begin:end].view(sizes)[where]``.
-    """
+    """A rectangle `box` of matrix number `matrix`, stored in a master. It is
+    ``master.view(-1)[begin:end].view(sizes)[where]``."""
 
     matrix: int
     box: Box
@@ -117,9 +115,7 @@ class _ExchangeRound:
 
 class MatrixExchange:
     """Gathers matrices at their owners, computes on them, and scatters the results.
-
-    num_elements_sent: that this rank sends to others in one `run`, there and back.
-    """
+    num_elements_sent: that this rank sends to others in one `run`, there and back."""
 
     def __init__(
         self,

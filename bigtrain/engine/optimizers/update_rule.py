@@ -103,11 +103,8 @@ def names_in_update(
     parts: Sequence[MasterPart], masters: Sequence[Master], group: Mapping[str, Any]
 ) -> list[str]:
     """Return the names of the parameters that an update of `masters` covers, the same on all ranks
-    that hold the same stage.
-
-    ZeRO 1 and 2 update a group's parameters together, and give a rank no part of some; ZeRO 3
-    gives every rank a part of all, and updates a few at a time.
-    """
+    that hold the same stage. ZeRO 1 and 2 update a group's parameters together, and give a rank no
+    part of some; ZeRO 3 gives every rank a part of all, and updates a few at a time."""
     here = {id(master.values) for master in masters}
     others = {part.name for part in parts if id(part.master) not in here}
     return [name for name in group["names"] if name not in others]
@@ -126,12 +123,9 @@ class RuleInputs:
 
 
 class UpdateRule(ABC):
-    """Update of the masters of a group.
-
-    Checkpoints save, load and reshard states that are shaped like their master without further
-    code; `step` counts updates. sent_bytes: what this rank has sent to others since it was set to
-    0, None for a rule that sends nothing that is counted.
-    """
+    """Update of the masters of a group. Checkpoints save, load and reshard states that are shaped
+    like their master without further code; `step` counts updates. sent_bytes: what this rank has
+    sent to others since it was set to 0, None for a rule that sends nothing that is counted."""
 
     sent_bytes: int | None = None
 
@@ -152,11 +146,8 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def update(self, masters: Sequence[Master], group: Mapping[str, Any]) -> None:
-        """Do one update. Collective if the rule is.
-
-        Parameters: `group`, the torch parameter group, with `lr`, `weight_decay` and the `names`
-        of its parameters.
-        """
+        """Do one update. Collective if the rule is. Parameters: `group`, the torch parameter group,
+        with `lr`, `weight_decay` and the `names` of its parameters."""
 
 
 class RuleOptimizer(torch.optim.Optimizer):

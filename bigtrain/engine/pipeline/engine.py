@@ -98,10 +98,8 @@ class PipelineTrainEngine(TrainEngine):
         *,
         observe: bool = False,
     ) -> StepResult:
-        """Train one step like `TrainEngine.train_step`, with all micro-batches in the pipeline.
-
-        All stages of a pipeline pass the same `micro_batches`.
-        """
+        """Train one step like `TrainEngine.train_step`, with all micro-batches in the pipeline. All
+        stages of a pipeline pass the same `micro_batches`."""
         assert len(micro_batches) == self.plan.accumulation
         set_learning_rate(self.engine.optimizer, lr)
         self.on_phase(COUNTING_TARGETS)

@@ -116,10 +116,7 @@ def _nothing(_outputs: Any) -> None:
 
 def _with_gradient(payload: Payload) -> Payload:
     """Return `payload` with at least one tensor that requires a gradient, which DeepSpeed always
-    sends back.
-
-    If all parameters up to here are frozen, no tensor requires one by itself.
-    """
+    sends back. If all parameters up to here are frozen, no tensor requires one by itself."""
     asked = False
 
     def look(tensor: torch.Tensor) -> torch.Tensor:
@@ -148,10 +145,8 @@ class _Slot:
 
 @dataclass(frozen=True)
 class P2PLayout:
-    """Layout of the payloads between two stages, equal for all micro-batches.
-
-    form: a payload with slots instead of tensors.
-    """
+    """Layout of the payloads between two stages, equal for all micro-batches. form: a payload with
+    slots instead of tensors."""
 
     form: Payload
     num_differentiable: int

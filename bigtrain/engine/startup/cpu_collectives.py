@@ -20,10 +20,8 @@ from bigtrain.settings.sections.running import COLLECTIVE_TIMEOUT_SECONDS
 def cpu_group(
     collective_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
 ) -> dist.ProcessGroup:
-    """Return a group of all ranks on the CPU, apart from the one that trains. Collective.
-
-    Gone with the process group.
-    """
+    """Return a group of all ranks on the CPU, apart from the one that trains. Collective. Gone with
+    the process group."""
     timeout = timedelta(seconds=collective_timeout_seconds)
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
@@ -52,10 +50,8 @@ def gather_on_main(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 
 def maximum_of_all(values: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Replace each element of `values` by its maximum over all ranks, on every rank.
-
-    Collective over `group`, a CPU group of all ranks. `values`: of one dtype and shape everywhere.
-    """
+    """Replace each element of `values` by its maximum over all ranks, on every rank. Collective
+    over `group`, a CPU group of all ranks. `values`: of one dtype and shape everywhere."""
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     distance = 1
     while distance < num_ranks:

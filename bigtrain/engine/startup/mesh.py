@@ -15,11 +15,8 @@ from bigtrain.settings.topology import Coordinates, Topology
 
 
 def groups_of(topology: Topology) -> dict[str, list[list[int]]]:
-    """Return all groups by name, in the order in which every rank creates them.
-
-    "replicas" hold the same parameters, except for experts: ZeRO partitions and gradients are
-    averaged over them.
-    """
+    """Return all groups by name, in the order in which every rank creates them. "replicas" hold the
+    same parameters, except for experts: ZeRO partitions and gradients are averaged over them."""
     return {
         "tensor": topology.groups("tensor"),
         "sequence": topology.groups("sequence"),
@@ -64,11 +61,9 @@ def open_mesh(
     rank: int,
     collective_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
 ) -> Mesh:
-    """Create the groups of `topology` for rank `rank`. Collective over all ranks.
-
-    An axis of size 1 costs nothing, and equal groups are made once. They live as long as the
-    default process group.
-    """
+    """Create the groups of `topology` for rank `rank`. Collective over all ranks. An axis of size 1
+    costs nothing, and equal groups are made once. They live as long as the default process
+    group."""
     assert dist.get_world_size() == topology.world_size
     assert dist.get_rank() == rank
     # Not torch's default, which for NCCL groups is 10 minutes whatever the world's timeout is.
@@ -95,11 +90,9 @@ def open_holders(mesh: Mesh) -> dict[bool, dist.ProcessGroup]:
 
 
 def warm_up(mesh: Mesh, device: torch.device) -> None:
-    """Use every group of `mesh` that has several ranks once. Collective over all ranks.
-
-    NCCL opens a group's connections at its first collective, which takes seconds at scale. Here a
-    broken device or cable is an error that names the group, instead of one in the first step.
-    """
+    """Use every group of `mesh` that has several ranks once. Collective over all ranks. NCCL opens
+    a group's connections at its first collective, which takes seconds at scale. Here a broken
+    device or cable is an error that names the group, instead of one in the first step."""
     seen: set[int] = set()
     for name in groups_of(mesh.topology):
         group: dist.ProcessGroup = getattr(mesh, name)

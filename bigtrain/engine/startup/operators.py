@@ -50,9 +50,7 @@ def load_operator(
     load: Callable[..., ModuleType], name: str, sources: Sequence[str], **build: Any
 ) -> ModuleType:
     """Return the result of `load` (`torch.utils.cpp_extension.load`) for the other arguments.
-
-    Compiles the operator if it is not cached. Raises the errors of `load`.
-    """
+    Compiles the operator if it is not cached. Raises the errors of `load`."""
     folder = operators_folder() / f"{name}-{_identity(name, sources, build)}"
     library = folder / f"{name}.so"
     if not library.exists():

@@ -99,10 +99,8 @@ def _opened_group(
 
 
 def _gather_hosts(world: World) -> tuple[tuple[str, ...], str]:
-    """Return the host of every rank, and a token for this launch. Collective.
-
-    Raises LaunchError on all ranks if a host has other versions than the rest.
-    """
+    """Return the host of every rank, and a token for this launch. Collective. Raises LaunchError on
+    all ranks if a host has other versions than the rest."""
     if world.size == 1:
         return (socket.gethostname(),), ""
     facts: list[Any] = [None] * world.size

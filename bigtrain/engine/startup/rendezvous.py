@@ -157,10 +157,8 @@ def _by_host(ranks: dict[str, list[int]]) -> str:
 
 def _hosts_of_deepspeeds_launcher() -> list[str]:
     """Return the host that the hostfile gives each rank; empty where another launcher started this.
-
     DeepSpeed's launcher on each host has the complete file in its command line (0.19.8,
-    launcher/launch.py, --world_info: base64 of JSON, host name to local ranks).
-    """
+    launcher/launch.py, --world_info: base64 of JSON, host name to local ranks)."""
     try:
         command = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
         given = [word for word in command if word.startswith("--world_info=")]

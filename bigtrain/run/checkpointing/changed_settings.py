@@ -91,9 +91,7 @@ _FREE_SECTIONS = {
 
 class Parameters(Protocol):
     """Which parameters decay and which Muon updates (`bigtrain.models.equivalence.parameter_plan`).
-
-    decayed_before: those that decayed in releases whose checkpoints do not record it.
-    """
+    decayed_before: those that decayed in releases whose checkpoints do not record it."""
 
     @property
     def decayed_before(self) -> tuple[str, ...]:
@@ -310,10 +308,7 @@ _CONFIG = "config.json"
 
 def fingerprint(weights: Sums) -> dict[str, dict[str, object]]:
     """Return the entry `base` of `state.json`. `weights`: checksums of the base's weight files by
-    absolute path.
-
-    Reads the `config.json` next to them. Raises ModelError if it cannot.
-    """
+    absolute path. Reads the `config.json` next to them. Raises ModelError if it cannot."""
     first = Path(next(iter(weights)))
     entries = {Path(name).name: known for name, known in weights.items()}
     entries[_CONFIG] = sum_of(first.with_name(_CONFIG))
@@ -322,10 +317,8 @@ def fingerprint(weights: Sums) -> dict[str, dict[str, object]]:
 
 def refuse_other_base(document: dict[str, Any], weights: Sums, directory: Path) -> None:
     """Compare the base named in a checkpoint's `state.json` (`document`) with the one read now.
-
     `weights`: as for `fingerprint`. `directory`: the checkpoint, for errors. Every rank may call
-    it. Raises CheckpointError with all files that differ.
-    """
+    it. Raises CheckpointError with all files that differ."""
     listed, current = document.get(BASE, {}), fingerprint(weights)
     different = [
         f"  {name}: {_text(listed.get(name))} there, {_text(current.get(name))} now"
@@ -347,10 +340,8 @@ def _text(entry: dict[str, object] | None) -> str:
 
 def base_sums(files: tuple[Path, ...]) -> Sums:
     """Return checksums of the base's weight files, and of the files next to them that affect its
-    numbers, by absolute path; read all of them on this rank.
-
-    Raises ModelError if one cannot be read.
-    """
+    numbers, by absolute path; read all of them on this rank. Raises ModelError if one cannot be
+    read."""
     sums: dict[str, FileSum] = {
         str(path.absolute()): sum_of(path) for path in files_read_with(files)
     }

@@ -158,9 +158,7 @@ def _document_checksum(document: Mapping[str, Any]) -> str:
 
 def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of the checkpoint `directory`; its step must match the directory's name.
-
-    Raises CorruptCheckpointError.
-    """
+    Raises CorruptCheckpointError."""
     path = directory / MANIFEST
     try:
         require_regular(path)
@@ -289,8 +287,7 @@ def make_run_id(run_directory: Path) -> str:
 
 def list_steps(run_directory: Path) -> list[int]:
     """Return steps that have a checkpoint, complete or corrupt, oldest first: also entries that
-    only have the name of one, such as a broken link: they must not be skipped silently.
-    """
+    only have the name of one, such as a broken link: they must not be skipped silently."""
     numbers = []
     for path in (run_directory / "checkpoints").glob("step-*"):
         match = _NAME.fullmatch(path.name)
@@ -324,10 +321,7 @@ def find(
     warn: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Return the checkpoint of `step`, or the newest complete one; call `warn` for each newer one
-    that is corrupt.
-
-    Raises CheckpointError if there is none.
-    """
+    that is corrupt. Raises CheckpointError if there is none."""
     available = list_steps(run_directory)
     if step is not None:
         directory = checkpoint_path(run_directory, step)

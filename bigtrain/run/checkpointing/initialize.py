@@ -62,10 +62,8 @@ class WeightsSource:
 
     def find(self, config: RunConfig, inputs: Inputs) -> Weights | None:
         """Return the Hugging Face weights that a run starts from, with the vocabulary of their
-        files; None if there are none, or if it resumes.
-
-        Reads file headers only; every rank may call it. Raises ModelError as `find_weights`.
-        """
+        files; None if there are none, or if it resumes. Reads file headers only; every rank may
+        call it. Raises ModelError as `find_weights`."""
         if self.hugging_face is None or checkpoints.list_steps(Path(config.output.directory)):
             return None
         return self._find_weights(config, inputs)
@@ -135,10 +133,8 @@ def _grown(context: RunContext, log: RunLog, inputs: Inputs, weights: Weights) -
 
 def verify_weights(context: RunContext, weights: Weights) -> Sums:
     """Return checksums of the files of `weights`; each rank reads a part of them. Collective.
-
-    Raises ModelError on every rank if they differ from those that an export listed next to them,
-    or from those that an earlier launch of this run read.
-    """
+    Raises ModelError on every rank if they differ from those that an export listed next to them, or
+    from those that an earlier launch of this run read."""
     world, directory = context.world, weights.files[0].parent
 
     def look() -> tuple[Sums, list[str]]:

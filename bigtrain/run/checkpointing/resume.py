@@ -38,11 +38,9 @@ def restore_or_start(
     inputs: Inputs,
     base: BaseWeights | None,
 ) -> TrainState:
-    """Resume from the newest complete checkpoint of the run directory, or start. Collective.
-
-    A corrupt one is skipped with a warning. Raises CheckpointError on every rank if the checkpoint
-    belongs to a run with other settings (listing the differences), or if all are corrupt.
-    """
+    """Resume from the newest complete checkpoint of the run directory, or start. Collective. A
+    corrupt one is skipped with a warning. Raises CheckpointError on every rank if the checkpoint
+    belongs to a run with other settings (listing the differences), or if all are corrupt."""
     usable = _usable(context, log)
     while (directory := _next(context, usable)) is not None:
         document = checkpoints.read_state(directory)
@@ -111,10 +109,8 @@ def _usable(context: RunContext, log: RunLog) -> Iterator[str]:
 
 
 def _next(context: RunContext, usable: Iterator[str]) -> Path | None:
-    """Return the next checkpoint to load, or None. Collective.
-
-    Only the main rank reads the directory, so that all ranks resume from the same one.
-    """
+    """Return the next checkpoint to load, or None. Collective. Only the main rank reads the
+    directory, so that all ranks resume from the same one."""
     path = context.long_work.on_main_rank(lambda: next(usable, None))
     return None if path is None else Path(path)
 

@@ -21,11 +21,9 @@ def reasons_to_keep(
     good_step: int | None = None,
     best: BestSection = _BEST,
 ) -> dict[int, list[str]]:
-    """Return why each checkpoint is kept, by step; without those to be removed.
-
-    Parameters: `measured`, the metric of `best` by step, of all complete checkpoints; None if it
-    was not measured; such a checkpoint is never among the best. `good_step`: `newest_good` of them.
-    """
+    """Return why each checkpoint is kept, by step; without those to be removed. Parameters:
+    `measured`, the metric of `best` by step, of all complete checkpoints; None if it was not
+    measured; such a checkpoint is never among the best. `good_step`: `newest_good` of them."""
     reasons: dict[int, list[str]] = {}
     newest_first = sorted(measured, reverse=True)
     for step in newest_first[: section.keep_last]:
@@ -53,10 +51,7 @@ def retain(
     best: BestSection = _BEST,
 ) -> None:
     """Remove checkpoints that `section` does not keep, after the checkpoint of `saved_step` was
-    committed.
-
-    `permit` is called before every removal, and may raise.
-    """
+    committed. `permit` is called before every removal, and may raise."""
     for step in superfluous(run_directory, saved_step, section, best):
         permit()
         checkpoints.remove(checkpoints.checkpoint_path(run_directory, step))

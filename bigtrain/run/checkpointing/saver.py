@@ -80,11 +80,8 @@ class _Write:
 
 class Saver:
     """Writer of checkpoints, one at a time. All methods except `report` are collective over all
-    ranks.
-
-    On exit of its context the last save must have succeeded; after an exception, a save in progress
-    is given a minute.
-    """
+    ranks. On exit of its context the last save must have succeeded; after an exception, a save in
+    progress is given a minute."""
 
     def __init__(
         self,
@@ -95,11 +92,9 @@ class Saver:
         base: BaseWeights | None = None,
         copies: RunCopies | None = None,
     ) -> None:
-        """Remove leftovers of interrupted saves of earlier launches.
-
-        The run directory must be claimed. `base`: the weights below adapters, which checkpoints
-        identify. `copies`: copies of every checkpoint, on the main rank.
-        """
+        """Remove leftovers of interrupted saves of earlier launches. The run directory must be
+        claimed. `base`: the weights below adapters, which checkpoints identify. `copies`: copies of
+        every checkpoint, on the main rank."""
         self._context, self._log = context, log
         self._engine, self._copies = engine, copies
         self._section = context.config.checkpoint
@@ -319,9 +314,7 @@ class Saver:
 
 def refuse_small_disk(context: RunContext, engine: TrainEngine) -> None:
     """Raise CheckpointError on every rank if the disk has no space for a checkpoint. Collective.
-
-    Writes nothing; called before the first step, whose work would be lost.
-    """
+    Writes nothing; called before the first step, whose work would be lost."""
     place = context.topology.coordinates(context.world.rank)
     is_first = not (place.data_rank or place.tensor_rank or place.sequence_rank)
     own = checkpoint_bytes(engine) if is_first else 0

@@ -51,9 +51,7 @@ class MemoryUse:
 
 def memory_use(model: nn.Module, optimizer: Any, allocated: int, total: int) -> MemoryUse:
     """Return the use of the `allocated` bytes of a device with `total`; each storage counts once.
-
-    `optimizer` is DeepSpeed's or torch's: tensors of its state and its own copies of parameters.
-    """
+    `optimizer` is DeepSpeed's or torch's: tensors of its state and its own copies of parameters."""
     seen: set[int] = set()
     parameters = _bytes((p.data for p in model.parameters()), seen)
     parameters += _bytes(packed_tensors(model), seen)

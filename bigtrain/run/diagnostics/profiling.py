@@ -63,9 +63,7 @@ class Profiler:
 
 def top_ops(recorded: profile, device_type: str) -> list[str]:
     """Return the operations with the largest self time, as lines of a table, the largest first.
-
-    Device time on CUDA, CPU time otherwise; shares are of all operations.
-    """
+    Device time on CUDA, CPU time otherwise; shares are of all operations."""
     key = "self_device_time_total" if device_type == "cuda" else "self_cpu_time_total"
     rows: list[Any] = sorted(
         recorded.key_averages(), key=lambda row: float(getattr(row, key)), reverse=True

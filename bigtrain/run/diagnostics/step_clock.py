@@ -62,10 +62,8 @@ class StepTimes:
 
 class StepClock:
     """Wall time per optimizer step since the last reading, without pauses. No collective.
-
     host_time: the engine's. memory: receives the same phase boundaries. now, make_event: clocks of
-    the host (seconds) and of the device, for tests.
-    """
+    the host (seconds) and of the device, for tests."""
 
     def __init__(
         self,

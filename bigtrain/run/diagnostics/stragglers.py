@@ -130,11 +130,8 @@ def find_stragglers(
     work_seconds: Sequence[float], peers: Sequence[int], step_seconds: float, factor: float
 ) -> list[Straggler]:
     """Return ranks slower than `factor` times the median of their peers and by more than a tenth of
-    a step, so that it matters.
-
-    Parameters: `work_seconds` of a step by rank; `peers`, by rank: ranks with equal numbers are
-    compared (the stages of a pipeline have different work).
-    """
+    a step, so that it matters. Parameters: `work_seconds` of a step by rank; `peers`, by rank:
+    ranks with equal numbers are compared (the stages of a pipeline have different work)."""
     kinds: dict[int, list[float]] = {}
     for seconds, kind in zip(work_seconds, peers, strict=True):
         kinds.setdefault(kind, []).append(seconds)

@@ -40,11 +40,9 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 
 @dataclass(frozen=True)
 class TokenHolder:
-    """Launch of a run that holds the run token.
-
-    attempt: random. launch: the elastic launcher's id of the launch (it survives the
-    launcher's restarts), or else empty. since: UTC, human-readable.
-    """
+    """Launch of a run that holds the run token. attempt: random. launch: the elastic launcher's id
+    of the launch (it survives the launcher's restarts), or else empty. since: UTC,
+    human-readable."""
 
     generation: int
     attempt: str
@@ -123,20 +121,16 @@ class RunToken:
 
 @dataclass
 class RunClaim:
-    """Claim of a launch on its run directory.
-
-    token: the main rank's, once acquired. generation: the token's, on every rank.
-    """
+    """Claim of a launch on its run directory. token: the main rank's, once acquired. generation:
+    the token's, on every rank."""
 
     run_directory: Path
     token: RunToken | None = None
     generation: int | None = None
 
     def check(self) -> None:
-        """Raise on the main rank if a later launch holds the directory, or it was deleted.
-
-        Not collective; the other ranks have no run token.
-        """
+        """Raise on the main rank if a later launch holds the directory, or it was deleted. Not
+        collective; the other ranks have no run token."""
         if self.token is not None:
             self.token.check()
 
@@ -154,10 +148,8 @@ class RunClaim:
 
 def acquire(run_directory: Path, environment: Mapping[str, str]) -> RunToken:
     """Acquire the run token of `run_directory` (created if missing) and fence off its holder.
-
     Raises StaleLaunchError if an elastic launcher restarts a run that another launch has acquired
-    in the meantime: the two would fence each other off forever.
-    """
+    in the meantime: the two would fence each other off forever."""
     directory = run_directory / DIRECTORY
     directory.mkdir(parents=True, exist_ok=True)
     attempt, launch = secrets.token_hex(4), _launch(environment)

@@ -129,10 +129,8 @@ class StatusStore:
 
     def leads(self, is_main: bool, answer_seconds: float, report_seconds: float) -> bool:
         """Return whether this rank writes the report: the main rank, or the first other rank if
-        that does not start in time.
-
-        On the other ranks it returns when the report is written, or its timeout is over.
-        """
+        that does not start in time. On the other ranks it returns when the report is written, or
+        its timeout is over."""
         if not is_main and self._wait(_LEADER, answer_seconds):
             self._wait(_FINISHED, answer_seconds + 2 * report_seconds)
             return False
@@ -219,10 +217,8 @@ class StatusStore:
 
 @dataclass(frozen=True)
 class Position:
-    """Position of one rank.
-
-    step: from 1; 0 before the first. collective: the collective it waits in, or None.
-    """
+    """Position of one rank. step: from 1; 0 before the first. collective: the collective it waits
+    in, or None."""
 
     rank: int
     host: str

@@ -47,9 +47,7 @@ class StopAgreement:
 
     def agreed(self) -> signal.Signals | None:
         """Return the signal to stop for, the same on all ranks; call between two steps. Collective.
-
-        Raises the main rank's trouble on all of them.
-        """
+        Raises the main rank's trouble on all of them."""
         if self._group is None:
             return self._decision(self._own())
         self._steps_left -= 1

@@ -53,10 +53,8 @@ _SECONDS_BETWEEN_CONNECTIONS = 60.0
 
 class Watchdog:
     """Watchdog of this rank's training thread, together with all other ranks. A context manager.
-
     `is_stale`: whether a later launch holds the run directory: then its log and restart marker are
-    not changed. `hosts`: host of every rank.
-    """
+    not changed. `hosts`: host of every rank."""
 
     def __init__(
         self,

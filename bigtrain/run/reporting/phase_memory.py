@@ -16,10 +16,8 @@ PHASES = ("forward", "backward", "compute", "optimizer", "save", "evaluation")
 
 class PhaseMemory:
     """Peak memory of this rank so far. On CUDA it resets torch's own peak; use `peak_gib` instead.
-
     Each `begin` reads and resets the allocator's peak, some 50 microseconds of the host; it does
-    not wait for the device, since memory is allocated when the host asks for it.
-    """
+    not wait for the device, since memory is allocated when the host asks for it."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type

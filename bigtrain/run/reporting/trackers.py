@@ -23,9 +23,7 @@ _PACKAGES = {
 
 def check_trackers(names: Sequence[str]) -> list[Problem]:
     """Return a problem for every tracker of ``logging.trackers`` whose package is not installed.
-
-    Looks for the packages without importing them.
-    """
+    Looks for the packages without importing them."""
     problems = []
     for name in names:
         module, distribution = _PACKAGES[name]
