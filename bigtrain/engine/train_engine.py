@@ -132,12 +132,10 @@ class TrainEngine:
         *,
         observe: bool = False,
     ) -> StepResult:
-        """Forward and backward of this rank's micro-batches, then one optimizer update.
-
-        Parameters: `micro_batches`, `plan.accumulation` of them; `lr`, used by this update;
-        `skip_policy`, which decides whether it is made (with one, the host waits for the device);
-        `observe`, whether `expert_load` will be read.
-        """
+        """Do forward and backward of this rank's micro-batches, then one optimizer update.
+        `micro_batches`: `plan.accumulation` of them; `lr`: of this update; `skip_policy`: decides
+        whether it is made (the host then waits for the device); `observe`: whether `expert_load`
+        will be read."""
         assert len(micro_batches) == self.plan.accumulation
         set_learning_rate(self.engine.optimizer, lr)
         self.on_phase(COUNTING_TARGETS)

@@ -1,15 +1,9 @@
-"""Parts of full parameters and optimizer states that a rank owns.
-
-DeepSpeed keeps fp32 masters and optimizer states in a different shape for every ZeRO stage. Here
-they all become `Fragment`s: live views into DeepSpeed's own storage, described in terms of the
-full Hugging Face parameter. Saving reads through the views, loading writes through them.
+"""Parts of full parameters and optimizer states that a rank owns, as views of DeepSpeed's storage.
 
 A parameter is sharded twice: tensor parallelism leaves this rank a shard of it
-(`bigtrain.models.parallel.sharding`), ZeRO a flat range of that shard.
-
-DeepSpeed holds a frozen parameter in the run's dtype. Where a base's file holds it in another one,
-its bytes are kept in host memory (`ExactParameters.frozen`) by one of the ranks that have the same
-range, and saved.
+(`bigtrain.models.parallel.sharding`), ZeRO a flat range of that shard. Frozen parameters that a
+base's file stores in another dtype than the run's are kept in host memory
+(`ExactParameters.frozen`) by one of the ranks that have the same range.
 """
 
 from __future__ import annotations
@@ -37,12 +31,9 @@ MASTER = "master"
 
 @dataclass(frozen=True)
 class Fragment:
-    """A flat range of one rank's shard of a parameter, and the storage for it.
-
-    name: the parameter's Hugging Face name. shard: of the full parameter. start: of the range, in
-    elements of the shard. tensors: 1-D views by kind (`MASTER`, then each optimizer state by its
-    own name). capacity: as of `MasterRange`. is_replicated: whether all replicas hold the same.
-    """
+    """Flat range of one rank's shard of the parameter `name`, from element `start` on, and its
+    storage. tensors: 1-D views by kind (`MASTER`, then each optimizer state by its own name).
+    capacity, is_replicated: as of `MasterRange`."""
 
     name: str
     shard: Shard
@@ -57,13 +48,9 @@ class Fragment:
 
 
 def owned_fragments(engine: Any, model: nn.Module) -> list[Fragment]:
-    """Return all fragments that this rank has of `model`, which `engine` trains.
-
-    Replicated parameters appear on every rank that holds them; `shard.primary` is true on the one
-    that writes and counts them.
-
-    Includes optimizer states once they exist (`ensure_optimizer_states`). Not collective.
-    """
+    """Return all fragments that this rank has of `model`, which `engine` trains, with optimizer
+    states once they exist (`ensure_optimizer_states`). Not collective. Of the ranks with the same
+    one, `shard.primary` is true on the one that writes it."""
     optimizer = inner_optimizer(engine)
     states = optimizer.state
     return [

@@ -1,10 +1,8 @@
 """Writing and reading of fragments in the tensor files of a checkpoint.
 
-Each rank writes its share of the parts to its own file (`bigtrain.engine.checkpoint.tensor_file`),
-and reads the parts it owns from the files of all ranks. Every element is written once. The parts of
-a rank are a function of the topology (ZeRO gives each replica its own range, or all replicas hold
-the same), so each rank computes its share without communication. Keys are ``KIND/PARAMETER``
-(`master/...`, `exp_avg/...`) and ``buffer/NAME``.
+Each rank writes its share to its own file and reads what it owns from the files of all ranks; every
+element is written once. The shares are a function of the topology, so that computing them needs no
+communication. Keys are ``KIND/PARAMETER`` (`master/...`, `exp_avg/...`) and ``buffer/NAME``.
 """
 
 from __future__ import annotations
@@ -79,12 +77,9 @@ def _chunks(fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor]) 
 
 
 class Staging:
-    """Host memory that saves are copied to (pinned for GPUs), reused by the next save.
-
-    copies: False to write from the live tensors and only divide the work. pinned_limit_bytes: how
-    much memory this rank may pin, since pinned memory cannot be swapped; a larger copy goes to
-    pageable memory, several times slower.
-    """
+    """Host memory that saves are copied to (pinned for GPUs), reused by the next save. copies:
+    False to write from the live tensors. pinned_limit_bytes: how much this rank may pin; a larger
+    copy goes to pageable memory, several times slower."""
 
     def __init__(self, *, copies: bool = True, pinned_limit_bytes: int | None = None) -> None:
         self._copies = copies
@@ -201,11 +196,8 @@ def read_tensors(
     listing: Listing | None = None,
 ) -> None:
     """Fill every rank's fragments and buffers in place, from a checkpoint of any topology.
-
-    Collective. `listing`: None takes the files that are there. Raises CheckpointError when a tensor
-    is missing or has another shape, and CorruptCheckpointError when a file is not as it was
-    written, on all ranks.
-    """
+    Collective. Raises on all ranks CheckpointError for a missing tensor or another shape, and
+    CorruptCheckpointError for a changed file."""
 
     def read() -> None:
         chunks = _chunks(fragments, buffers)
@@ -287,9 +279,9 @@ def divide(
 ) -> Division:
     """Return this rank's share of fragments and buffers. Collective over `mesh.pipeline`.
 
-    A tensor that all replicas hold (for experts: all ranks with the same experts) is assigned to
-    the one with the least to write so far; all of them compute the same assignment. Of a tensor
-    that several tensor-parallel ranks or stages hold, the `primary` one writes.
+    A tensor that all replicas hold (of experts: all ranks with the same ones) is assigned to the
+    one with the least to write so far. Of tensor-parallel ranks or stages with the same one,
+    `primary` writes.
     """
     groups = {"tensor": mesh.replicas, "expert": mesh.expert_replicas}
     # Once, not for each parameter: rows of one group share the same list of ranks.

@@ -1,10 +1,8 @@
-"""Writers of the parts of a checkpoint's tensors, in a few numbers per parameter.
+"""Writers of the parts of a checkpoint's tensors, in a few numbers per parameter, so that a reader
+opens only the files it needs.
 
-ZeRO-3 splits every parameter into as many parts as there are replicas. A list of parts would have
-replicas x parameters entries; here one row per parameter and tensor-parallel rank describes "equal
-ranges of so many elements". Parts that are not split evenly have a row each; there are about as
-many as parameters plus ranks. With it a reader opens only the files that it needs. The layout is a
-hint: the files' headers verify what is read. Imports no torch.
+One row per parameter and tensor-parallel rank describes the equal ranges of all replicas. The
+layout is a hint: the files' headers verify what is read. Imports no torch.
 """
 
 from __future__ import annotations

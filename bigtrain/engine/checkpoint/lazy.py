@@ -1,7 +1,4 @@
-"""Tensors of a checkpoint, read a rectangle at a time; used by resume, export and weights.
-
-The checksum of every block read is compared (`bigtrain.engine.checkpoint.tensor_file`).
-"""
+"""Tensors of a checkpoint, read and verified a rectangle at a time, for resume and export."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Saving and restoring a training engine, in a form that does not depend on the topology.
-
-All functions are collective unless stated otherwise. Checkpoint directories and commits are
-`bigtrain.run.checkpointing.checkpoints`.
-"""
+"""Saving and restoring of a training engine. All functions are collective unless stated
+otherwise."""
 
 from __future__ import annotations
 
@@ -135,11 +132,8 @@ def restore_engine(
     listing: Listing | None = None,
 ) -> None:
     """Fill the engine from `directory`, written at any topology, and from `save_engine`'s dict.
-
-    `listing`: of its files; None takes those that are there. Collective over all ranks. Raises
-    CheckpointError for tensors missing or of other shapes, CorruptCheckpointError for files that
-    cannot be read; another checkpoint may be restored then.
-    """
+    Collective. Raises CheckpointError for tensors missing or of other shapes,
+    CorruptCheckpointError for unreadable files; another checkpoint may be restored then."""
     ensure_optimizer_states(engine.engine)
     with _exact_frozen(engine, _all_fragments(engine), directory, listing) as fragments:
         read_tensors(directory, fragments, _buffers(engine), listing)
@@ -161,12 +155,11 @@ def restore_weights(engine: TrainEngine, directory: Path, listing: Listing | Non
 
 
 def read_weights(engine: TrainEngine, weights: Weights) -> None:
-    """Fill masters and buffers from the files of a Hugging Face model. Collective.
+    """Fill masters and buffers exactly from the files of a Hugging Face model. Collective.
 
-    Weights that are kept in 4 bits are read and packed by every rank, one after the other.
-    Adapters, which are in no file, keep their initial values, except for those that are a function
-    of the base weights (`with_magnitudes`). Each rank reads the parts that it owns; masters are
-    exactly what the files hold. Raises ModelError on every rank if one cannot read its parts.
+    Each rank reads its own parts; weights kept in 4 bits are read and packed by every rank.
+    Adapters keep their initial values, except those that are a function of the base weights
+    (`with_magnitudes`). Raises ModelError on every rank if one cannot read.
     """
     weights = with_magnitudes(weights, engine.module)
     is_saved = not has_adapters(engine.module)

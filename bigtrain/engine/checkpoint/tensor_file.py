@@ -129,12 +129,9 @@ def write_parts(
     parts: Sequence[NewPart],
     content: memoryview | None = None,
 ) -> tuple[int, str]:
-    """Write and fsync a new file; returns its bytes and the XXH3-64 of its header.
-
-    content: the data of all parts in `in_file_order`, contiguous and at an aligned address
-    (`DirectFile.append`), if they are in memory like that. Each byte is hashed once; the header,
-    whose length is known before, is written last.
-    """
+    """Write and fsync a new file; return its bytes and the XXH3-64 of its header, written last.
+    content: the data of all parts in `in_file_order`, contiguous and aligned (`DirectFile.append`),
+    if they are in memory like that."""
     ordered = in_file_order(parts)
     blank = {p.name: "0" * _DIGEST_DIGITS * _num_blocks(p.num_bytes) for p in ordered}
     length = len(_header(ordered, identity, rank, blank))

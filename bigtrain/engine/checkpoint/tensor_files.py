@@ -1,7 +1,5 @@
-"""Search of all tensor files of a checkpoint for the parts that a reader needs.
-
-The parts must cover each element exactly once. Nothing here is collective. Imports no torch.
-"""
+"""Search of the tensor files of a checkpoint for the parts that a reader needs, which must cover
+each element exactly once. Nothing here is collective. Imports no torch."""
 
 from __future__ import annotations
 
@@ -58,13 +56,9 @@ def find_parts(
     kinds: Collection[str] | None = None,
 ) -> dict[str, list[Part]]:
     """Return the parts of every tensor by its key, which cover it exactly. Reads all headers.
-
-    listing: None reads the files that exist. kinds: of keys, the words before the first slash;
-    None for all.
-
-    Raises CorruptCheckpointError for a file that cannot be read, was changed after it was written,
-    or does not fit the others.
-    """
+    listing: None reads the files that exist. kinds: the words before the first slash of keys; None
+    for all. Raises CorruptCheckpointError for a file that is unreadable, changed, or does not fit
+    the others."""
     parts_by_key: dict[str, list[Part]] = {}
     covers: dict[str, Cover] = {}
     for part in itertools.chain.from_iterable(_read_headers(directory, listing)):

@@ -1,9 +1,6 @@
-"""DeepSpeed's wrappers of the torch optimizer, and the location of fp32 masters in each ZeRO stage.
-
-All of it is named as in deepspeed 0.19.8. DeepSpeed's public functions
-(`deepspeed.utils.safe_get_full_fp32_param` and its like) gather a full parameter on every rank;
-checkpoints read and write the parts in their storage.
-"""
+"""DeepSpeed's wrappers of the torch optimizer, and the location of fp32 masters in each ZeRO stage,
+named as in 0.19.8. Its public functions gather a full parameter on every rank; checkpoints read and
+write the parts in place."""
 
 from __future__ import annotations
 
@@ -37,12 +34,9 @@ def updating_optimizers(engine: Any) -> list[torch.optim.Optimizer]:
 
 @torch.no_grad()
 def undo_trial_update(engine: Any) -> None:
-    """Undo the update that DeepSpeed makes while it wraps a 16-bit optimizer of ZeRO 0.
-
-    It runs the optimizer once with zero gradients to allocate states (0.19.8,
-    runtime/fp16/unfused_optimizer.py, `initialize_optimizer_states`). That decays the masters, and
-    counts in the bias correction, which makes the first real update of AdamW 26% too small.
-    """
+    """Undo the update with zero gradients that DeepSpeed makes while it wraps a 16-bit optimizer of
+    ZeRO 0 (0.19.8, runtime/fp16/unfused_optimizer.py, `initialize_optimizer_states`): it decays the
+    masters, and makes the first real update of AdamW 26% too small."""
     inner_optimizer(engine).state.clear()
     for parameter, master in zero0_masters(engine.optimizer):
         master.copy_(parameter.data.view(-1))
@@ -64,12 +58,9 @@ def zero0_masters(optimizer: Any) -> list[tuple[nn.Parameter, torch.Tensor]]:
 
 
 def zero0_layout(optimizer: Any) -> list[tuple[nn.Parameter, Any, int]]:
-    """Return (parameter, tensor that contains its master, offset in it) of the same wrappers.
-
-    FP16_UnfusedOptimizer keeps a master per parameter (runtime/fp16/unfused_optimizer.py,
-    `fp32_groups`), FP16_Optimizer one per group (runtime/fp16/fused_optimizer.py,
-    `fp32_groups_flat`).
-    """
+    """Return (parameter, tensor that contains its master, offset in it) of the same wrappers: a
+    master per parameter (runtime/fp16/unfused_optimizer.py, `fp32_groups`) or per group
+    (runtime/fp16/fused_optimizer.py, `fp32_groups_flat`)."""
     if not hasattr(optimizer, "fp16_groups") or is_zero3(optimizer):
         return []
     layout = []
@@ -100,13 +91,11 @@ def flat_partitions(optimizer: Any) -> list[torch.Tensor] | None:
 def zero12_ranges(optimizer: Any, partitions: list[torch.Tensor]) -> dict[int, MasterRange]:
     """Return the ranges of this rank's masters in `flat_partitions`, by parameter's id.
 
-    ZeRO 1 and 2 split the flat tensor of a group evenly over its ranks. Which parameter is where in
-    it is `round_robin_bit16_groups` with `round_robin_bit16_offsets` (0.19.8,
-    runtime/zero/stage_1_and_2.py). `_hp_mapping` takes the group's own order, which with
-    ``round_robin_gradients`` is another one. BF16_Optimizer, which has one order only, is read by
-    `_hp_mapping` (utils/mixed_precision_linkage.py, utils/tensor_fragment.py), but not through its
-    `optim_fragment`: DeepSpeed links that after the first group's first update, when the other
-    groups have no state yet, and never again.
+    ZeRO 1 and 2 split a group's flat tensor evenly; its order is `round_robin_bit16_groups` with
+    `round_robin_bit16_offsets` (0.19.8, runtime/zero/stage_1_and_2.py), which with
+    ``round_robin_gradients`` is not that of `_hp_mapping`. BF16_Optimizer is read by `_hp_mapping`
+    (utils/mixed_precision_linkage.py), not through its `optim_fragment`, which is linked after the
+    first group's first update and never again.
     """
     if not hasattr(optimizer, "round_robin_bit16_groups"):
         return _mapped_ranges(optimizer, partitions)

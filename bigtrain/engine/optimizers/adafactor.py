@@ -1,10 +1,9 @@
 """Adafactor (Shazeer and Stern 2018, arXiv 1804.04235), as `torch.optim.Adafactor` (torch 2.13,
 torch/optim/_adafactor.py), for parameters sharded by ZeRO and the parallel degrees.
 
-Its second moment is one number for each row and one for each column of a matrix, and its step size
-depends on the root mean square of full parameters. All of these are sums over elements: each rank
-sums its own elements, then there is one all-reduce of (rows + columns) numbers and one of a number
-per parameter. So every rank has all states, which are small.
+The second moment is a number per row and per column of a matrix, and the step size depends on the
+root mean square of full parameters: sums over elements, which one all-reduce of (rows + columns)
+numbers and one of a number per parameter complete. So every rank has all states.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""Parts of the fp32 masters on this rank, for every ZeRO stage.
-
-A parameter is sharded twice: tensor or expert parallelism leaves this rank a shard of it
-(`bigtrain.models.parallel.sharding`), ZeRO a flat range of that shard. DeepSpeed stores the
-ranges differently in every stage; here they all are `MasterPart`s.
-"""
+"""Ranges of the fp32 masters on this rank, for every ZeRO stage: each is a flat range (ZeRO) of a
+shard (tensor or expert parallelism, `bigtrain.models.parallel.sharding`) of a parameter."""
 
 from __future__ import annotations
 
@@ -42,13 +38,10 @@ class MasterPart(MasterRange):
 
 
 def master_parts(engine: Any, model: nn.Module) -> Iterator[MasterPart]:
-    """Yield all parts that this rank has of the parameters of `model`, which `engine` trains.
-
-    Frozen parameters, which no optimizer has, are their own masters; weights in 4 bits have none.
-    Parameters that are replicated appear on every rank that holds them; `shard.primary` is true on
-    the one that writes and counts them. Not collective. Raises CheckpointError if the masters
-    cannot be reached.
-    """
+    """Yield all ranges that this rank has of the parameters of `model`, which `engine` trains. Not
+    collective. Frozen parameters are their own masters; weights in 4 bits have none. Of the ranks
+    with the same one, `shard.primary` is true on the one that writes and counts it. Raises
+    CheckpointError if the masters cannot be reached."""
     find = _finder(engine.optimizer)
     for name, parameter in model.named_parameters():
         if is_packed(parameter):

@@ -2,9 +2,7 @@
 
 Each matrix has one owner among the ranks that hold it, chosen to balance the computation. Its parts
 are sent to the owner, which computes once and sends parts of the result back: two all-to-alls, in
-rounds that bound the memory. Each rank sends and receives its parts of the matrices: if ZeRO
-divides them, 2 x elements / ranks x bytes each way. `pieces_of` yields the parts of a
-stage's matrices that a rank holds, with their position in its masters.
+rounds that bound the memory, of 2 x elements / ranks x bytes each way if ZeRO divides the matrices.
 """
 
 from __future__ import annotations
@@ -125,12 +123,10 @@ class MatrixExchange:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Collective over `group`, all of whose ranks bring the same matrices: `shapes` by number.
-
-        cost: of computing on a matrix of a shape, in any unit.
-        holdings: of this rank; over the group each element of each matrix is sent by one rank.
-        device: where matrices come together, one that the group's backend takes.
-        """
+        """Plan the rounds. Collective over `group`, whose ranks give the same `shapes` by number.
+        cost: of computing on a shape, in any unit. holdings: of this rank; over the group each
+        element is sent by one rank. device: of the full matrices, one that the group's backend
+        takes."""
         self._shapes = shapes
         self._group = group
         self._device = device
@@ -168,12 +164,10 @@ class MatrixExchange:
         compute: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
         write: Callable[[Piece, torch.Tensor], object],
     ) -> None:
-        """Compute on every matrix once. Collective over the group.
-
-        Parameters: `dtype`, in which elements travel and matrices are; `read` fills a tensor
-        [rows, columns] with a piece; `compute` gives for each matrix one of the same shape;
-        `write` is given every piece of this rank and its part of the result.
-        """
+        """Compute on every matrix once. Collective over the group. `dtype`: of matrices and
+        messages; `read` fills a tensor [rows, columns] with a piece; `compute` returns a matrix of
+        the same shape for each; `write` gets every piece of this rank and its part of the
+        result."""
         for plan, owned in zip(self._rounds, self._owned, strict=True):
             out = self._buffer(plan.sent, dtype)
             for piece, part in _parts(out, plan.sent):

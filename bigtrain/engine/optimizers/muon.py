@@ -1,9 +1,8 @@
 """Muon on full matrices, under ZeRO and tensor, expert and pipeline parallelism.
 
 The mathematics of `torch.optim.Muon` (torch 2.13, torch/optim/_muon.py). Momentum is updated
-elementwise where the masters are; the owner of a matrix orthogonalizes its update, by default in
-bfloat16, in which it is also sent there and back: 2 x 2 bytes per element and step. Matrices are
-orthogonalized by Newton-Schulz iterations.
+elementwise on the masters; the owner of a matrix orthogonalizes its update by Newton-Schulz
+iterations, by default in bfloat16, in which it is also sent: 2 x 2 bytes per element and step.
 """
 
 from __future__ import annotations

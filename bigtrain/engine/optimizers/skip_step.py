@@ -1,10 +1,9 @@
 """Skipping an optimizer update once a step's loss and gradient norm are known.
 
 DeepSpeed measures the norm, clips and updates in one call. At every ZeRO stage the update is the
-`step` of the inner torch optimizer, and by then the norm is known: that call is skipped. Weights,
-optimizer states and their update counts stay bit for bit; DeepSpeed continues as after any step,
-and drops the gradients. If the norm is not finite, DeepSpeed skips the update by itself (its
-overflow path), and no rank reaches the inner call.
+`step` of the inner torch optimizer, called when the norm is known: that call is skipped, and
+weights, optimizer states and update counts stay bit for bit. If the norm is not finite, DeepSpeed
+skips the update itself, and no rank reaches the inner call.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """Interface of bigtrain's own optimizers: one update rule per file, updating masters in-place.
 
 DeepSpeed gives the inner torch optimizer full parameters (ZeRO 0) or flat ranges of many (ZeRO 1 to
-3), group by group. A rule sees them as `Master`s. An elementwise rule needs no more; one that needs
-full matrices, or sums over full parameters, gets their contents from `UpdateRule.attach`.
-The facts about a rule without torch are its row in `settings/sections/optimizer.py`, which names
-the module; the module's `RULE` is the class.
+3), group by group, which a rule sees as `Master`s; `UpdateRule.attach` tells which parameters they
+contain. A rule's row in `settings/sections/optimizer.py` names its module, whose `RULE` is the
+class.
 
-Optimizer states may be bfloat16. With round-to-nearest, a moment whose change is below bfloat16's
-resolution would never change. So rounding is stochastic, with the right mean. The randomness is a
-hash of the element's gradient and value, so a resumed run rounds in the same way.
+Optimizer states may be bfloat16. Rounding is then stochastic, since small changes would be lost,
+and seeded by a hash of the element's gradient and value, so that a resumed run rounds alike.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""Collectives of small values on the CPU, along a binomial tree of all ranks.
-
-These are log(ranks) messages in sequence. gloo's own `all_reduce` and `all_gather` pass values from
-rank to rank in a ring, however small they are: of 4,096 ranks 8,190 and 4,095 messages, each of
-which waits for the one before.
-"""
+"""Collectives of small values on the CPU, along a binomial tree of all ranks: log(ranks) messages
+in sequence, where gloo's rings need 8,190 and 4,095 for 4,096 ranks."""
 
 from __future__ import annotations
 
@@ -29,12 +25,11 @@ def cpu_group(
 
 
 def gather_on_main(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return all ranks' values in rank order on rank 0, an empty list on the others.
+    """Return all ranks' values in rank order on rank 0, an empty list on the others. Collective.
 
-    Collective over `group`, of all ranks. Uses a binomial tree, so that every rank connects to
-    O(log(ranks)) others. `torch.distributed.gather_object` connects rank 0 to all and pads each
-    value to the longest, `all_gather_object` leaves all of them on every rank: with 4,096 ranks,
-    one of which sends 1 MB, that is 4 GB.
+    `torch.distributed.gather_object` connects rank 0 to all and pads each value to the longest,
+    `all_gather_object` leaves all values on every rank: of 4,096 ranks, one of which sends 1 MB, 4
+    GB.
     """
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     collected = [value]  # of this rank and those after it

@@ -1,9 +1,8 @@
 """Work whose errors reach every rank, and work for which ranks wait however long it takes.
 
-A collective ends every rank that waits longer in it than the process group's timeout. In
-`LongWork` they poll the launcher's store until the work is done, and meet in a collective only
-then. If the working rank dies, the launcher ends the others, the store disappears with the main
-rank, or the watchdog detects a hang.
+A collective ends every rank that waits longer than the process group's timeout. In `LongWork` they
+poll the launcher's store instead. If the working rank dies, the launcher ends the others, the store
+disappears with the main rank, or the watchdog detects a hang.
 """
 
 from __future__ import annotations

@@ -31,14 +31,10 @@ def groups_of(topology: Topology) -> dict[str, list[list[int]]]:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Rank's position in a topology and the groups it belongs to.
-
-    Every group is a real one, even if this is its only rank: to torch and DeepSpeed None means the
-    full world. replicas: the ranks with the same parameters. model: the ranks that hold
-    one copy of the model together (a gradient norm is summed over them). expert: the replicas that
-    divide the experts and exchange tokens. expert_replicas: the replicas that hold the same
-    experts.
-    """
+    """Rank's position in a topology and the groups it belongs to, all of them real ones: to torch
+    and DeepSpeed None means the full world. replicas: the ranks with the same parameters. model:
+    the ranks that hold one copy of the model together. expert: the replicas that divide the
+    experts. expert_replicas: those that hold the same experts."""
 
     topology: Topology
     rank: int
@@ -122,14 +118,10 @@ def _new_group(groups: list[list[int]], rank: int, timeout: timedelta) -> dist.P
 
 
 class ModelParallelUnit:
-    """DeepSpeed's `mpu`: the groups under the names that it requests (0.19.8).
-
-    ``runtime/zero`` and ``runtime/utils.py`` ask for ``model_parallel`` (norms, overflow),
-    ``utils/bwc.py`` for ``tensor_model_parallel`` and ``pipeline_model_parallel``,
-    ``utils/groups.py`` for ``data_parallel`` (partitions, averages). Each comes as
-    ``get_NAME_group``, ``_world_size`` and ``_rank``. Sequence-parallel ranks are shown as
-    replicas: DeepSpeed would not count them as such when it averages.
-    """
+    """DeepSpeed's `mpu`: groups as ``get_NAME_group``, ``_world_size`` and ``_rank`` (0.19.8):
+    ``model_parallel`` in runtime/zero and runtime/utils.py, ``tensor_model_parallel`` and
+    ``pipeline_model_parallel`` in utils/bwc.py, ``data_parallel`` in utils/groups.py.
+    Sequence-parallel ranks appear as replicas: DeepSpeed would not count them when it averages."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._groups = {

@@ -54,10 +54,8 @@ def process_group(
     rendezvous_timeout_seconds: float = RENDEZVOUS_TIMEOUT_SECONDS,
     collective_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
 ) -> Iterator[Joined]:
-    """Join the world's process group (nccl on GPUs, gloo on CPUs).
-
-    Collective over all ranks, on entry and on exit. After an exception no rank waits for the
-    others: they may be stuck in a collective, and the launcher ends them.
+    """Join the world's process group (nccl on GPUs, gloo on CPUs). Collective on entry and on exit;
+    after an exception no rank waits for the others, and the launcher ends them.
 
     Raises LaunchError if ranks cannot reach the main rank, if some have not joined within
     `rendezvous_timeout_seconds`, or if hosts have different versions.
@@ -115,12 +113,9 @@ def _gather_hosts(world: World) -> tuple[tuple[str, ...], str]:
 
 
 def _complete_environment(world: World) -> list[str]:
-    """Set the variables that torch needs and the launcher did not set (mpirun, or no launcher).
-
-    Returns the variables that were added. Raises LaunchError, on the main rank, if the rendezvous
-    port is taken (torch would report it only in a traceback), or if mpirun was given another host's
-    address than the main rank's (the others would wait there for long).
-    """
+    """Set the variables that torch needs and the launcher did not set; return those added. Raises
+    LaunchError, on the main rank, if the rendezvous port is taken, or if mpirun was given another
+    host's address than the main rank's (the others would wait there for long)."""
     values = {
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),

@@ -30,11 +30,8 @@ _NUM_ACKNOWLEDGED = "bigtrain/num_acknowledged"
 
 @contextmanager
 def all_ranks_joined(world: World, timeout_seconds: float) -> Iterator[None]:
-    """Wait until every rank of `world` has joined at MASTER_ADDR:MASTER_PORT. Collective.
-
-    torch's own wait only counts ranks. Inside the context the main rank keeps the server over which
-    torch then makes the process group, at the same port. If MASTER_ADDR is an IP address, it
-    listens only at that address.
+    """Wait until every rank of `world` has joined at MASTER_ADDR:MASTER_PORT. Collective. Inside
+    the context the main rank keeps the server over which torch then makes the process group.
 
     Raises LaunchError on every rank that joined if some did not within `timeout_seconds`, with the
     missing ranks and the hosts of the others; and if the main rank cannot be reached.
