@@ -11,7 +11,7 @@ from torch import nn
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.layers.parameter_roles import parameter_roles
-from bigtrain.models.parallel.hidden_matrices import Box, Matrix, hidden_matrices, matrices_of
+from bigtrain.models.parallel.hidden_matrices import Matrix, hidden_matrices, matrices_of
 from bigtrain.settings.run_config import OptimizerSection
 
 
@@ -115,17 +115,12 @@ class _MuonOfParts:
         for copy, master, matrix in held:
             sizes = [box.sizes[matrix.output_dim] for box in matrix.boxes]
             for box, part in zip(matrix.boxes, copy.split(sizes, matrix.output_dim), strict=True):
-                master[_where(box)] = part.view(box.sizes)
+                master[box.slices] = part.view(box.sizes)
 
 
 def _taken(tensor: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-    parts = [tensor[_where(box)].reshape(box.sizes[-2:]) for box in matrix.boxes]
+    parts = [tensor[box.slices].reshape(box.sizes[-2:]) for box in matrix.boxes]
     return torch.cat(parts, matrix.output_dim)
-
-
-def _where(box: Box) -> tuple[slice, ...]:
-    pairs = zip(box.offsets, box.sizes, strict=True)
-    return tuple(slice(low, low + size) for low, size in pairs)
 
 
 def _adamw(groups: Groups, section: OptimizerSection) -> PlainOptimizer:

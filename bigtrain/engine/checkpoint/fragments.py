@@ -78,7 +78,7 @@ def small_state_fragments(engine: Any, model: nn.Module, tensor_rank: int) -> li
         shard = shard_of(parameter_of(model, name))
         primary = tensor_rank == 0 and (shard is None or shard.primary)
         for kind, tensor in kinds.items():
-            full = Shard(tuple(tensor.shape), primary)
+            full = Shard(tuple(tensor.shape), primary=primary)
             flat = {kind: tensor.view(-1)}
             fragments.append(Fragment(name, full, 0, flat, is_replicated=True))
     return fragments

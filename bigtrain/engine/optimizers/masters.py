@@ -75,7 +75,7 @@ def _shard(parameter: Any) -> Shard:
     if shard is not None and shard.shape:
         return shard
     primary = shard is None or shard.primary
-    return Shard(local_shape(parameter) or (1,), primary)
+    return Shard(local_shape(parameter) or (1,), primary=primary)
 
 
 def cut_parts(shard: Shard, start: int, flat: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
@@ -85,5 +85,5 @@ def cut_parts(shard: Shard, start: int, flat: torch.Tensor) -> Iterator[tuple[Bo
     for box in flat_boxes(shard.local_shape, start, flat.numel()):
         view = flat[begin : begin + box.num_elements].view(box.sizes)
         begin += box.num_elements
-        for part in shard.cuts(box.offsets, box.sizes):
-            yield Box(part.offsets, part.sizes), view[part.where]
+        for full, local in shard.to_full(box):
+            yield full, view[local.slices]

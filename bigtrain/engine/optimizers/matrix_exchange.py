@@ -23,12 +23,17 @@ from bigtrain.system.boxes import Box, flat_boxes
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A rectangle `box` of matrix number `matrix`, stored in a master. It is
-    ``master.view(-1)[begin:end].view(sizes)[where]``."""
+class MatrixBox:
+    """Rectangle `box` of matrix number `matrix`."""
 
     matrix: int
     box: Box
+
+
+@dataclass(frozen=True)
+class Piece(MatrixBox):
+    """Rectangle stored in a master: ``master.view(-1)[begin:end].view(sizes)[where]``."""
+
     master: int
     begin: int
     end: int
@@ -37,9 +42,8 @@ class Piece:
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the view [rows, columns] of a tensor that is shaped like the master."""
-        return (
-            flat.view(-1)[self.begin : self.end].view(self.sizes)[self.where].view(self.box.sizes)
-        )
+        held = flat.view(-1)[self.begin : self.end].view(self.sizes)
+        return held[self.where].view(self.box.sizes)
 
 
 def pieces_of(
@@ -51,22 +55,16 @@ def pieces_of(
     begin = part.offset
     for box in flat_boxes(part.shard.local_shape, part.start, part.count) if candidates else ():
         end = begin + box.num_elements
-        for sub in part.shard.cuts(box.offsets, box.sizes):
-            full = Box(sub.offsets, sub.sizes)
-            local = Box(tuple(at.start for at in sub.where), sub.sizes)
+        for full, local in part.shard.to_full(box):
             for number, matrix in candidates:
-                for place in matrix.boxes:
-                    common = full.intersect(Box(place.offsets, place.sizes))
+                for outer, corner in matrix.parts():
+                    common = full.intersect(outer)
                     if common is None:
                         continue
                     where = common.relative_to(full).moved(local.offsets).slices
-                    row, column = (common.offsets[d] - place.offsets[d] for d in (-2, -1))
-                    if matrix.output_dim == -2:
-                        row += place.place
-                    else:
-                        column += place.place
-                    corner = Box((row, column), common.sizes[-2:])
-                    yield Piece(number, corner, master, begin, end, box.sizes, where)
+                    offsets = common.relative_to(outer).offsets[-2:]
+                    inner = Box(offsets, common.sizes[-2:]).moved(corner)
+                    yield Piece(number, inner, master, begin, end, box.sizes, where)
         begin = end
 
 
@@ -75,7 +73,7 @@ ROUND_ELEMENTS = 1 << 25
 round."""
 
 
-_Item = TypeVar("_Item", Piece, "_ReceivedSlice")
+_Item = TypeVar("_Item", bound=MatrixBox)
 
 
 @dataclass(frozen=True)
@@ -87,14 +85,6 @@ class HeldShard:
     is_sent: Callable[[int], bool]
 
 
-@dataclass(frozen=True)
-class _ReceivedSlice:
-    """A rectangle `box` of matrix number `matrix`, which another rank sends."""
-
-    matrix: int
-    box: Box
-
-
 @dataclass
 class _ExchangeRound:
     """Per rank of the group: pieces to send and rectangles to receive; then pieces to get back and
@@ -102,9 +92,9 @@ class _ExchangeRound:
 
     size: int
     sent: list[list[Piece]] = field(default_factory=list)
-    received: list[list[_ReceivedSlice]] = field(default_factory=list)
+    received: list[list[MatrixBox]] = field(default_factory=list)
     wanted: list[list[Piece]] = field(default_factory=list)
-    returned: list[list[_ReceivedSlice]] = field(default_factory=list)
+    returned: list[list[MatrixBox]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for lists in (self.sent, self.received, self.wanted, self.returned):
@@ -153,7 +143,7 @@ class MatrixExchange:
     def _count_sent(self, rank: int) -> int:
         total = 0
         for plan in self._rounds:
-            lists: Sequence[Sequence[Sequence[Piece | _ReceivedSlice]]] = (plan.sent, plan.returned)
+            lists: Sequence[Sequence[Sequence[MatrixBox]]] = (plan.sent, plan.returned)
             total += sum(_numel(items) for own in lists for n, items in enumerate(own) if n != rank)
         return total
 
@@ -186,16 +176,14 @@ class MatrixExchange:
             for piece, part in _parts(incoming, plan.wanted):
                 write(piece, part)
 
-    def _buffer(
-        self, lists: Sequence[Sequence[Piece | _ReceivedSlice]], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _buffer(self, lists: Sequence[Sequence[MatrixBox]], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(sum(map(_numel, lists)), dtype=dtype, device=self._device)
 
     def _exchange(
         self,
         out: torch.Tensor,
-        sent: Sequence[Sequence[Piece | _ReceivedSlice]],
-        received: Sequence[Sequence[Piece | _ReceivedSlice]],
+        sent: Sequence[Sequence[MatrixBox]],
+        received: Sequence[Sequence[MatrixBox]],
     ) -> torch.Tensor:
         if len(sent) == 1:
             return out
@@ -206,7 +194,7 @@ class MatrixExchange:
         )
         return incoming
 
-    def _announce(self, lists: Sequence[Sequence[Piece]]) -> list[list[_ReceivedSlice]]:
+    def _announce(self, lists: Sequence[Sequence[Piece]]) -> list[list[MatrixBox]]:
         """Exchange the lists: what each rank of the group lists for this one. Collective."""
         rows = torch.tensor(
             [[p.matrix, *p.box.offsets, *p.box.sizes] for p in chain.from_iterable(lists)],
@@ -223,7 +211,7 @@ class MatrixExchange:
             sizes = [len(items) for items in lists]
             dist.all_to_all_single(incoming, rows, counts, sizes, group=self._group)
             rows = incoming
-        places = [_ReceivedSlice(n, Box((y, x), (h, w))) for n, y, x, h, w in rows.tolist()]
+        places = [MatrixBox(n, Box((y, x), (h, w))) for n, y, x, h, w in rows.tolist()]
         ends = list(accumulate(counts))
         return [places[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
@@ -269,7 +257,7 @@ def _rounds(
     return numbers
 
 
-def _numel(items: Sequence[Piece | _ReceivedSlice]) -> int:
+def _numel(items: Sequence[MatrixBox]) -> int:
     return sum(item.box.num_elements for item in items)
 
 

@@ -128,7 +128,7 @@ def shard_experts(
             rows = own * (shape[0] // experts.num_experts)
             span = (exchange.rank * rows, (exchange.rank + 1) * rows)
             primary = tensor is None or dist.get_rank(tensor) == 0
-            tag_shard(parameter, Shard(shape, primary, 0, (span,), rows, "expert"))
+            tag_shard(parameter, Shard(shape, 0, (span,), rows, primary=primary, over="expert"))
             if tensor is not None and parameter.requires_grad:
                 parameter.register_hook(partial(summed, group=tensor))
         dispatch = _Dispatch(module, experts.num_experts, exchange)

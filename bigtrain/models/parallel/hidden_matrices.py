@@ -15,6 +15,7 @@ from bigtrain.models.layers.parameter_roles import Role, parameter_roles
 from bigtrain.models.layers.parameters import decoder_layers, expert_stacks
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.settings.sections.optimizer import OptimizerSection, SplitSection
+from bigtrain.system.boxes import Box
 
 KEY = "optimizer.muon.split"
 _TAKEN = {Role.MATRIX, Role.EXPERTS, Role.ADAPTER}
@@ -79,22 +80,11 @@ def _is_transposed(module: Any, shapes: list[tuple[int, ...]]) -> bool:
 
 
 @dataclass(frozen=True)
-class Box:
-    """A box of a full parameter that is a part of one matrix.
-
-    offset: where it begins along the matrix' output dimension.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    place: int
-
-
-@dataclass(frozen=True)
 class Matrix:
     """A matrix that is to be orthogonalized as one: rows and columns of a parameter.
 
-    boxes: whose union it is, one after the other along dimension `output_dim` (-2 or -1).
+    boxes: of the full parameter, whose union it is, one after the other along dimension
+    `output_dim` (-2 or -1).
     """
 
     parameter: str
@@ -106,6 +96,13 @@ class Matrix:
         rows, columns = self.boxes[0].sizes[-2:]
         length = sum(box.sizes[self.output_dim] for box in self.boxes)
         return (length, columns) if self.output_dim == -2 else (rows, length)
+
+    def parts(self) -> Iterator[tuple[Box, tuple[int, int]]]:
+        """Yield each box, and the row and column of the matrix at which it begins."""
+        begin = 0
+        for box in self.boxes:
+            yield box, (begin, 0) if self.output_dim == -2 else (0, begin)
+            begin += box.sizes[self.output_dim]
 
 
 def matrices_of(found: Iterable[HiddenMatrix], splits: Mapping[str, SplitSection]) -> list[Matrix]:
@@ -158,14 +155,8 @@ def _boxes(
     index: int | None,
     ranges: Sequence[tuple[int, int]],
 ) -> tuple[Box, ...]:
-    lead = () if index is None else (index,)
-    boxes, place = [], 0
-    for start, stop in ranges:
-        offsets, sizes = [0, 0], list(shape[-2:])
-        offsets[output_dim], sizes[output_dim] = start, stop - start
-        boxes.append(Box((*lead, *offsets), (*(1 for _ in lead), *sizes), place))
-        place += stop - start
-    return tuple(boxes)
+    full = Box.full(shape) if index is None else Box.full(shape).replace(0, index, 1)
+    return tuple(full.replace(output_dim, start, stop - start) for start, stop in ranges)
 
 
 def check_matrices(model: nn.Module, optimizer: OptimizerSection) -> list[Problem]:

@@ -5,83 +5,46 @@ Initialization, loading and checkpoints all use it, so that they cannot disagree
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from bigtrain.models.layers.parameters import local_shape
+from bigtrain.system.boxes import ShardRanges
 
 _ATTRIBUTE = "bigtrain_shard"
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A rectangle of a full tensor, and its location in a shard of it."""
+class Shard(ShardRanges):
+    """The rows of one dimension of a full parameter that one rank holds; padding is always zero,
+    and not saved.
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    where: tuple[slice, ...]
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The rows of dimension `dim` of a full parameter that one rank holds.
-
-    shape: of the full parameter. ranges: [start, stop) along `dim`, in the order they lie in the
-    local tensor; several if matrices are packed in one parameter. local_size: along `dim`; rows
-    beyond the ranges are padding, always zero, and not saved. primary: whether this rank counts its
-    part in norms and writes it in checkpoints; of the ranks with the same part, one does. `dim` is
-    None for a parameter that every rank holds in full. over: the group that divides it; fewer
-    replicas hold the same part of experts (`Mesh.expert_replicas`).
+    primary: whether this rank counts its part in norms and writes it in checkpoints; of the ranks
+    with the same part, one does. over: the group that divides it; fewer replicas hold the same part
+    of experts (`Mesh.expert_replicas`).
     """
 
-    shape: tuple[int, ...]
-    primary: bool
-    dim: int | None = None
-    ranges: tuple[tuple[int, int], ...] = ()
-    local_size: int = 0
-    over: Literal["tensor", "expert"] = "tensor"
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        if self.dim is None:
-            return self.shape
-        return (*self.shape[: self.dim], self.local_size, *self.shape[self.dim + 1 :])
+    primary: bool = field(kw_only=True)
+    over: Literal["tensor", "expert"] = field(default="tensor", kw_only=True)
 
     def take(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of the full tensor, as a tensor of its own."""
         if self.dim is None:
             return full
         local = full.new_zeros(self.local_shape)
-        begin = 0
-        for start, stop in self.ranges:
-            local.narrow(self.dim, begin, stop - start).copy_(
-                full.narrow(self.dim, start, stop - start)
-            )
-            begin += stop - start
+        for there, here in self.boxes():
+            local[here.slices].copy_(full[there.slices])
         return local
 
-    def cuts(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Cut]:
-        """A rectangle of the local tensor as rectangles of the full one, without padding."""
-        if self.dim is None:
-            yield Cut(offsets, sizes, tuple(slice(0, size) for size in sizes))
-            return
-        dim, begin = self.dim, 0
-        low, high = offsets[dim], offsets[dim] + sizes[dim]
-        for start, stop in self.ranges:
-            first, last = max(low, begin), min(high, begin + stop - start)
-            if first < last:
-                where = [slice(0, size) for size in sizes]
-                where[dim] = slice(first - low, last - low)
-                yield Cut(
-                    (*offsets[:dim], start + first - begin, *offsets[dim + 1 :]),
-                    (*sizes[:dim], last - first, *sizes[dim + 1 :]),
-                    tuple(where),
-                )
-            begin += stop - start
+    def put(self, local: torch.Tensor) -> torch.Tensor:
+        """Return a full tensor with this rank's part, and zeros elsewhere."""
+        full = local.new_zeros(self.shape)
+        for there, here in self.boxes():
+            full[there.slices].copy_(local[here.slices])
+        return full
 
 
 def shard_of(parameter: Any) -> Shard | None:

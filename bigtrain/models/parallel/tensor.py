@@ -196,7 +196,7 @@ def _shard_of_style(
         raise ModelError(f"parallel.tensor: {name}: unknown style {style!r} in the model's plan")
     if style in _GATHERED or style.startswith("embedding"):
         span, rows = padded_range(shape[dim], size, rank)
-        return Shard(shape, True, dim, (span,) if span[0] < span[1] else (), rows)
+        return Shard(shape, dim, (span,) if span[0] < span[1] else (), rows, primary=True)
     if _is_shared_key_value(model, name, style, size):
         return _key_value_shard(model, shape, dim, rank, size)
     packed = 2 if style.startswith("packed") else 1
@@ -245,7 +245,7 @@ def _unpadded(
         )
     start, stop = (edge * unit for edge in even_ranges(width // unit, size, rank))
     ranges = tuple((n * width + start, n * width + stop) for n in range(packed))
-    return Shard(shape, True, dim, ranges, packed * (stop - start))
+    return Shard(shape, dim, ranges, packed * (stop - start), primary=True)
 
 
 # --- fewer key-value heads than ranks: several ranks hold the same head ---
@@ -269,7 +269,8 @@ def _key_value_shard(
     heads = _key_value_heads(model, size)
     holders, width = size // heads, shape[dim] // heads
     head = rank // holders
-    return Shard(shape, rank % holders == 0, dim, ((head * width, (head + 1) * width),), width)
+    span = (head * width, (head + 1) * width)
+    return Shard(shape, dim, (span,), width, primary=rank % holders == 0)
 
 
 def _sum_of_holders(shard: Shard, group: Group) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -45,7 +45,7 @@ def shards(shape: tuple[int, ...], tensor_size: int, dim: int | None, kind: str)
             pieces = [low, (high[0] + half, high[1] + half)]
             held = sum(stop - start for start, stop in pieces)
         ranges = tuple((start, stop) for start, stop in pieces if start < stop)
-        found.append(Shard(shape, True, dim, ranges, held))
+        found.append(Shard(shape, dim, ranges, held, primary=True))
     return found
 
 

@@ -44,10 +44,10 @@ def shards_of(shape: tuple[int, ...], dim: int, packed: int, parts: int) -> list
             width = shape[dim] // packed
             start, stop = even_ranges(width, parts, rank)
             ranges = tuple((n * width + start, n * width + stop) for n in range(packed))
-            found.append(Shard(shape, True, dim, ranges, packed * (stop - start)))
+            found.append(Shard(shape, dim, ranges, packed * (stop - start), primary=True))
         else:
             span, rows = padded_range(shape[dim], parts, rank)
-            found.append(Shard(shape, True, dim, (span,), rows))
+            found.append(Shard(shape, dim, (span,), rows, primary=True))
     return found
 
 
