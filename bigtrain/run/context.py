@@ -21,9 +21,8 @@ from bigtrain.system.world import World
 
 @dataclass(frozen=True)
 class RunContext:
-    """Facts of a launch that stay the same on this rank. hosts: of every rank. long_work: for work
-    that may take one rank a long time. claim: on the run directory; acquired before the first
-    write."""
+    """Facts of a launch that stay the same on this rank. hosts: of every rank. claim: on the run
+    directory, acquired before the first write."""
 
     run: ResolvedRun
     world: World
@@ -52,9 +51,9 @@ class RunContext:
         return self.claim.run_directory
 
     def seed_step(self, step: int) -> None:
-        """Seed this rank's random generators for optimizer step `step`. So dropout depends only on
-        (seed, step) and the rank's coordinates: it is equal in a tensor-parallel group, and a
-        resumed run needs no generator states. Sites count as replicas."""
+        """Seed this rank's random generators for optimizer step `step`: dropout depends only on
+        (seed, step) and the rank's coordinates, and a resumed run needs no generator states. Sites
+        count as replicas."""
         place = self.topology.coordinates(self.world.rank)
         place = replace(place, data_rank=self.plan.reader(place.data_rank))
         torch.manual_seed(step_seed(self.config.seed, step, place))

@@ -1,8 +1,7 @@
 """Evaluations of a run while it trains: held-out loss, samples from prompts, tasks of lm-eval.
 
-The main rank runs the tasks, and all ranks compute its requests, which they wait for. Requests are
-divided over the data ranks; the forward passes are those of training, so that they work at every
-topology. There is no KV cache: a new token costs a forward pass over all previous ones.
+The main rank runs the tasks; all ranks compute its requests, divided over the data ranks, by the
+forward passes of training, which work at every topology. There is no KV cache.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from bigtrain.system.text_record import TextRecord
 
 class Evaluator:
     """Evaluator of the model of `engine`. All methods except `is_due` are collective over all
-    ranks. It does not change the state of training: neither weights nor random generators, which
-    every step reseeds."""
+    ranks, and leave the state of training as it is: every step reseeds the random generators."""
 
     def __init__(
         self,
@@ -64,8 +62,8 @@ class Evaluator:
         return self._tasks is not None and _due(state, self._section.tasks_every_steps)
 
     def run(self, state: TrainState, *, last: bool) -> tuple[TrainState, dict[str, float]]:
-        """Run and log the evaluations due at `state`, all of them if the run ends here (`last`, or
-        stopped early). Returns the state with the best evaluation so far, and the metrics by
+        """Run and log the evaluations due at `state`, all of them at the end of the run (`last`, or
+        early stopping). Returns the state with the best evaluation so far, and the metrics by
         name."""
         config = self._context.config
         held_out: HeldOutResult | None = None
@@ -121,8 +119,7 @@ class HeldOutResult:
     sources: dict[str, HeldOutLoss]
 
     def figures(self) -> dict[str, float]:
-        """Return metrics by the names of ``evaluation.best.metric``; those of single sets only if
-        there are several."""
+        """Return metrics by the names of ``evaluation.best.metric``, of single sets if several."""
         metrics = _figures(self.whole, "")
         if len(self.sources) > 1:
             for name, one in self.sources.items():
@@ -138,12 +135,9 @@ def _figures(one: HeldOutLoss, suffix: str) -> dict[str, float]:
 
 
 def measure(engine: TrainEngine, held_out: Sequence[HeldOutSource]) -> HeldOutResult | None:
-    """Return the loss on the same held-out samples every time, in nats per token. Collective.
-
-    The loss of a mixture is the mean of its sources' losses, weighted by their training weights; a
-    source without held-out documents does not count, nor does a set of weight 0. None if there are
-    none, or if the loss is not finite.
-    """
+    """Return the loss on the same held-out samples every time, in nats per token. Collective. That
+    of a mixture is the mean of its sources' losses by their training weights; a set of weight 0
+    does not count. None if there are none, or if the loss is not finite."""
     if not held_out:
         return None
     sources = {}
@@ -177,7 +171,7 @@ class Prompts:
 
     def __init__(self, context: RunContext, log: RunLog, inputs: Inputs, model: LiveModel) -> None:
         """Tokenize the prompts. Collective; raises ConfigError on every rank for one that is empty
-        or leaves no positions for new tokens, DataError if there is no tokenizer."""
+        or too long, DataError if there is no tokenizer."""
         section = context.config.evaluation
         self._log, self._model, self._texts = log, model, section.prompts
         self._drawing = Drawing(section.max_new_tokens, section.temperature)
@@ -281,8 +275,7 @@ class TaskRunner:
 
 
 class _Lead:
-    """Interface of lm-eval on the main rank, which first sends each request to the other ranks.
-    is_computing: whether the model is computing now."""
+    """Interface of lm-eval on the main rank, which sends each request to the other ranks first."""
 
     def __init__(self, context: RunContext, model: LiveModel) -> None:
         self._context, self._model = context, model
@@ -317,8 +310,8 @@ _LOGITS_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class _Round:
-    """Forward pass of every data rank. rows: indices of the requests of all of them; mine: those
-    of this rank. size: samples of each rank's pass."""
+    """Forward pass of every data rank, of `size` samples each. rows: indices of the requests of all
+    of them; mine: of this rank's."""
 
     rows: list[int]
     mine: list[int]
@@ -352,8 +345,8 @@ class LiveModel:
 
     def score(self, requests: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
         """Return, for each (context, continuation), the log-probability of the continuation in
-        nats, and whether every token of it is the most probable one. A context has at least one
-        token; context and continuation together at most one more than the model's positions."""
+        nats, and whether every token of it is the most probable one. A context is not empty, and
+        both together have at most one token more than the model's positions."""
         totals = torch.zeros((len(requests), 2), dtype=torch.float64)
         lengths = [len(context) + len(continuation) - 1 for context, continuation in requests]
         for part in self._rounds(lengths):
@@ -374,8 +367,7 @@ class LiveModel:
     def continue_texts(
         self, prompts: Sequence[Tokens], drawing: Drawing, is_finished: IsFinished
     ) -> list[list[int]]:
-        """Return the new tokens after each prompt, at most `drawing.max_new_tokens`. `is_finished`:
-        called on the main rank only."""
+        """Return the new tokens after each prompt. `is_finished`: called on the main rank only."""
         texts = [_Text(prompt, [], drawing.seed + n) for n, prompt in enumerate(prompts)]
         longest = [len(prompt) + drawing.max_new_tokens for prompt in prompts]
         for part in self._rounds(longest):
@@ -415,8 +407,8 @@ class LiveModel:
                     texts[row].new.append(int(chosen[row]))
 
     def _rounds(self, lengths: Sequence[int]) -> Iterator[_Round]:
-        """Yield all requests, longest first, in rounds of a micro-batch of every data rank, or
-        less if its logits would be large."""
+        """Yield all requests, longest first, in micro-batches of every data rank, less if logits
+        are large."""
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
         while order:
             fitting = _LOGITS_BYTES // (self._row_bytes * lengths[order[0]])
@@ -439,8 +431,8 @@ class LiveModel:
 
 
 def _scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return, per sample, the log-probability of its targets and the number of them that are not
-    the most probable token: float64 [samples, 2]."""
+    """Return the log-probability of each sample's targets, and how many of them are not the most
+    probable token: float64 [samples, 2]."""
     scores = torch.zeros((len(logits), 2), dtype=torch.float64, device=logits.device)
     for number, (row, targets) in enumerate(zip(logits, labels.to(logits.device), strict=True)):
         kept = targets != IGNORED_LABEL

@@ -28,9 +28,8 @@ EXPORTED = "exported.json"
 def closing_result(
     context: RunContext, step: int | None, received: Signals | None = None
 ) -> TrainingResult:
-    """Return the result of a launch that ends after `step`, by signal `received` or at the end of
-    the run; `step` is None if the run was complete. Collective: the main rank reads the run's
-    metrics."""
+    """Return the result of a launch that ends after `step` (None: the run was complete), by signal
+    `received` or at the end of the run. Collective: the main rank reads the metrics."""
 
     def read() -> TrainingResult:
         export = context.directory / EXPORT
@@ -72,8 +71,8 @@ def stop_early(
 
 
 def is_complete(context: RunContext, log: RunLog, state: TrainState) -> bool:
-    """Return whether the run is at its last step (or stopped early), everything is written (export
-    included), and checkpoints that it does not keep are removed. Collective. Logs it if so."""
+    """Return, and log, whether the run is over, everything is written (export included), and
+    superfluous checkpoints are removed. Collective."""
     config = context.config
     if not is_over(config, state):
         return False
@@ -112,9 +111,8 @@ def finish(
     prediction: RunPrediction | None,
     copies: RunCopies | None,
 ) -> None:
-    """Export the last checkpoint to ``RUN/hf`` if asked, and log the summary. Collective. Raises
-    ModelError on every rank if the exported model's logits differ from the trained one's,
-    StaleLaunchError if a later launch of the run owns its directory."""
+    """Export the last checkpoint to ``RUN/hf`` if asked, and log the summary. Collective. Raises on
+    every rank ModelError if the exported model's logits differ, StaleLaunchError."""
 
     def export() -> list[str]:
         context.claim.check()

@@ -1,8 +1,5 @@
-"""Training loop: batch, step, advance or roll back, outer step, log, evaluate, save, stop.
-
-It gets what it needs as arguments, by the protocols below, so that it imports neither the data
-pipeline, checkpoints, evaluation nor sites.
-"""
+"""Training loop: batch, step, advance or roll back, outer step, log, evaluate, save, stop. Its
+arguments have the protocols below, so that it imports no data pipeline, checkpoints or sites."""
 
 from __future__ import annotations
 
@@ -74,7 +71,7 @@ def train(
 ) -> tuple[TrainState, Signals | None]:
     """Train until ``train.steps``, early stopping or a signal; return the final state, which has
     been saved, and the signal. Collective. roll_back: restores the engine from before the bad steps
-    that end at a state. utilization: model FLOPs utilization at a number of tokens per second."""
+    that end at a state. utilization: model FLOPs utilization at tokens per second."""
     config, plan, beat = context.config, context.plan, context.heartbeat
     clock = StepClock(context.device.type, engine.host_time, memory)
     losses, profiler = LossWindow(engine), Profiler(context, log)

@@ -20,13 +20,13 @@ _SERVER_DIRECTORY = "outer_server"
 
 
 class OuterSteps:
-    """The outer steps of a run; without sites there are none. Collective over this site."""
+    """Outer steps of a run; none without sites. All methods are collective over this site."""
 
     def __init__(
         self, context: RunContext, log: RunLog, data_hash: str, engine: TrainEngine
     ) -> None:
         """Construct before anything is restored: checkpoints contain the global weights, too.
-        `data_hash`: all sites must have the same data, and the same mathematical settings."""
+        `data_hash`: all sites must have the same data and mathematical settings."""
         self._context, self._log = context, log
         self._step: OuterStep | None = None
         config = context.config
@@ -48,9 +48,9 @@ class OuterSteps:
             )
 
     def begin(self, state: TrainState) -> TrainState:
-        """Begin at `state`, which the engine holds; returns where the run goes on, later where
-        other sites are further. Raises LaunchError on every rank if other sites of a new run
-        have other weights."""
+        """Begin at `state`, which the engine holds; return where the run continues, later if other
+        sites are ahead. Raises LaunchError on every rank if sites of a new run have other
+        weights."""
         if self._step is None:
             return state
         self._context.heartbeat.set_phase("joining the other sites", slow=True)
@@ -71,27 +71,27 @@ class OuterSteps:
         return self._moved(state)
 
     def is_due(self, state: TrainState) -> bool:
-        """Whether there is something to do for outer steps before the next step of the run."""
+        """Return whether outer steps are due before the next step of the run."""
         steps = self._context.config.train.steps
         return self._step is not None and self._step.is_due(state.step, steps)
 
     def make(self, state: TrainState) -> TrainState:
-        """Make the outer steps that are due; returns the state after them. Raises LaunchError on
-        every rank if this site can make none."""
+        """Make the due outer steps; return the state after them. Raises LaunchError on every rank
+        if this site can make none."""
         assert self._step is not None
         steps = self._context.config.train.steps
         self._log_steps(state, self._step.after_step(state.step, steps))
         return self._moved(state)
 
     def settle(self, state: TrainState) -> TrainState:
-        """Wait for the exchange that is under way, before a save. As `make`."""
+        """Wait for the exchange in progress, before a save. As `make`."""
         if self._step is None:
             return state
         self._log_steps(state, self._step.settle())
         return self._moved(state)
 
     def _moved(self, state: TrainState) -> TrainState:
-        """`state` after outer steps; shows what is noted of them."""
+        """Return `state` after outer steps; log their notes."""
         assert self._step is not None
         while self._step.notes:
             self._log.info(self._step.notes.pop(0))
@@ -123,7 +123,7 @@ class OuterSteps:
             metrics.log_outer_step(state.step, outer_step=number, sites=sites, **values)
 
     def _log_events(self, state: TrainState, events: list[OuterEvent]) -> None:
-        """As events of the samples of the last step."""
+        """Log them as events of the samples of the last step."""
         batch, metrics = self._context.plan.global_batch_size, self._log.metrics
         if metrics is None and self._context.world.is_main:
             return  # not open yet
@@ -135,8 +135,7 @@ class OuterSteps:
                 )
 
     def close(self) -> None:
-        """Leave, after the last outer step or before an early end: others do not wait for this
-        site then."""
+        """Leave the other sites, which then do not wait for this one."""
         if self._step is not None:
             self._context.heartbeat.set_phase("leaving the other sites", slow=True)
             self._step.close()

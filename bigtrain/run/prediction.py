@@ -50,8 +50,8 @@ def log_prediction(context: RunContext, log: RunLog, inputs: Inputs) -> RunPredi
 def predict(
     run: ResolvedRun, hf_config: Any, loss: LossPlan, device: torch.device
 ) -> tuple[RunPrediction | None, str]:
-    """Predict the time and memory of `run`; if impossible, return None and the reason. Not
-    collective; takes a second or two."""
+    """Predict the time and memory of `run`, in a second or two; if impossible, return None and
+    why."""
     try:
         model, _ = model_costs(run.config, hf_config)
     except (ConfigError, ModelError) as error:
@@ -62,8 +62,7 @@ def predict(
 
 
 def _device(device: torch.device) -> tuple[Device | None, MeasuredEngine | None]:
-    """Return a GPU of the tables, or this machine's CPUs if ``bigtrain plan --calibrate`` was
-    run."""
+    """Return a GPU of the tables, or this machine's CPUs if calibrated."""
     if device.type == "cpu":
         return kept_calibration() or (None, None)
     try:
@@ -73,8 +72,8 @@ def _device(device: torch.device) -> tuple[Device | None, MeasuredEngine | None]
 
 
 def utilization_of(context: RunContext, hf_config: Any) -> Callable[[float], float | None]:
-    """Return a function from the run's tokens per second to its model FLOPs utilization: None if
-    the device's peak or the formula is unknown."""
+    """Return a function from tokens per second to model FLOPs utilization: None if the device's
+    peak or the formula is unknown."""
 
     @cache
     def token_flops() -> int | None:

@@ -12,9 +12,8 @@ from bigtrain.settings.run_config import RunConfig
 
 
 class RunLog:
-    """Log of a run; on the other ranks nothing is written. Calls no collective. metrics: the main
-    rank's, from `open` on. Earlier lines are kept until then, so that a refused run writes
-    nothing."""
+    """Log of a run; only the main rank writes. Calls no collective. metrics: the main rank's, from
+    `open` on; earlier lines are kept until then, so that a refused run writes nothing."""
 
     def __init__(self, claim: RunClaim, *, is_main: bool) -> None:
         self._claim = claim
@@ -24,8 +23,8 @@ class RunLog:
         self.metrics: MetricsWriter | None = None
 
     def open(self, config: RunConfig, state: TrainState) -> None:
-        """Open metrics and log at `state`, on the main rank. Raises LaunchError if a tracker does
-        not start."""
+        """Open metrics and log at `state`, on the main rank. Raises LaunchError if a tracker cannot
+        start."""
         self.metrics = MetricsWriter(
             self._claim.run_directory,
             total_steps=config.train.steps,
@@ -64,7 +63,7 @@ class RunLog:
             self.metrics.log_event(event, step=state.step, **samples, **details)
 
     def failure(self) -> BigtrainError | None:
-        """Return the error after which the main rank cannot write, or None; checks at most twice a
+        """Return the error after which the main rank cannot write, or None; checked twice a
         second."""
         failure = None if self.metrics is None else self.metrics.failure
         if failure is not None or self._claim.is_lost():

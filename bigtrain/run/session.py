@@ -33,7 +33,7 @@ def open_session(
     run: ResolvedRun, world: World, signals: StopSignals | None = None
 ) -> Iterator[tuple[RunContext, RunLog]]:
     """Join the process group; nothing is written yet. Collective over all ranks. `signals`: the
-    handler that the program installed at its start; None installs one."""
+    handler that the program installed; None installs one."""
     watchdog, logging = run.config.watchdog, run.config.logging
     limits = watchdog.rendezvous_timeout_seconds, watchdog.collective_timeout_seconds
     with (
@@ -77,12 +77,9 @@ def begin_writing(
     base: BaseWeights | None = None,
     prediction: RunPrediction | None = None,
 ) -> RunCopies | None:
-    """Record the run in its directory, and open metrics and log at `state`. Collective.
-
-    Returns the main rank's copies, if checkpoints are copied to an address. Called once the claim
-    on the directory is acquired, so that a refused run creates and overwrites nothing. Raises
-    OutputError on every rank if the directory cannot be written.
-    """
+    """Record the run in its directory, and open metrics and log at `state`. Collective; called once
+    the directory is claimed. Returns the main rank's copies, if checkpoints are copied to an
+    address. Raises OutputError on every rank if the directory cannot be written."""
     config, directory = context.config, context.directory
     copies: list[RunCopies] = []
 

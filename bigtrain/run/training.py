@@ -51,8 +51,8 @@ def train_inputs(
     signals: StopSignals,
     notes: Sequence[str] = (),
 ) -> TrainingResult:
-    """Train `run` to its end or until a signal, resuming from its directory. `notes`: lines for
-    log.txt from before. Returns its result, on every rank. Collective over all ranks of `world`."""
+    """Train `run` to its end or until a signal, resuming from its directory; return its result on
+    every rank. Collective over all ranks of `world`. `notes`: lines for log.txt from before."""
     source = weights_source(run.config)
     weights = source.find(run.config, inputs)
     with open_session(run, world, signals) as (context, log):
@@ -120,8 +120,8 @@ def _build(context: RunContext, inputs: Inputs, source: WeightsSource, mesh: Mes
 
 
 def _check_tensor_plan(context: RunContext, inputs: Inputs, mesh: Mesh) -> None:
-    """Verify the model's tensor-parallel plan in the main rank's tensor-parallel group, unless the
-    result is cached. Collective; raises ModelError on every rank."""
+    """Verify the model's tensor-parallel plan in the main rank's tensor-parallel group, unless that
+    is cached. Collective; raises ModelError on every rank."""
     config, work = context.config, context.long_work
     settings = config.model.attention, config.batch.sequence_length
     size, adapters = context.topology.tensor_size, config.adapters

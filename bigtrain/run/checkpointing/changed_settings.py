@@ -1,12 +1,8 @@
-"""Whether a run may resume from a checkpoint with the settings and the data that it has now.
+"""Whether a run may resume from a checkpoint with the settings, data and base model that it has
+now. Not collective; imports no torch.
 
-Only what is read: nothing here is collective, and torch is not imported.
-
-Fingerprint of the base model of an adapter checkpoint: checksums of the base's files.
-
-Such a checkpoint contains the trained parameters, without the base's weights. Its `state.json`
-lists the base's configuration and weight files under `base`; resume and export read the base
-again, and refuse a different one.
+A checkpoint of adapters has no base weights: its `state.json` lists the checksums of the base's
+files under `base`, and resume and export refuse a different base.
 """
 
 from __future__ import annotations
@@ -90,15 +86,16 @@ _FREE_SECTIONS = {
 
 
 class Parameters(Protocol):
-    """Which parameters decay and which Muon updates (`bigtrain.models.equivalence.parameter_plan`).
-    decayed_before: those that decayed in releases whose checkpoints do not record it."""
+    """Parameters that decay, and those that Muon updates
+    (`bigtrain.models.equivalence.parameter_plan`). decayed_before: those that decayed in releases
+    whose checkpoints do not record it."""
 
     @property
     def decayed_before(self) -> tuple[str, ...]:
         """Names of trained parameters, with ``*`` in place of indices."""
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """Return a checkpoint's record of it."""
 
 
 def refuse_other_run(
@@ -107,12 +104,9 @@ def refuse_other_run(
     data_hash: str = "",
     parameters: Parameters | None = None,
 ) -> Path | None:
-    """The checkpoint that the run would resume from, or None where it would begin.
-
-    Reads no tensors, so that a run can be refused before there is a process group. `sources` and
-    `data_hash`, `parameters`: as in `resumed_phases`; what is not given is not compared. Raises
-    CheckpointError if the checkpoint is of a run with other settings.
-    """
+    """Return the checkpoint that the run would resume from, or None. Reads no tensors. What is not
+    given is not compared; otherwise as `resumed_phases`. Raises CheckpointError for other
+    settings."""
     directory = Path(config.output.directory)
     for path in checkpoints.usable(directory, lambda _reason: None):
         try:
@@ -135,14 +129,11 @@ def resumed_phases(
     directory: Path,
     parameters: Parameters | None = None,
 ) -> tuple[Phase, ...]:
-    """The data phases with which a run resumes from a checkpoint; `document`: its ``state.json``.
-    `sources`, `data_hash`: of the data that the run has now (`bigtrain.data.samples.phases`).
-    `parameters`: of the model that it has now.
-
-    One more than in the checkpoint if the data has changed. Raises CheckpointError with every
-    changed setting that ``checkpoint.allow_changes`` does not name, and for a change of the data
-    that cannot be followed.
-    """
+    """Return the data phases with which a run resumes from a checkpoint with the ``state.json``
+    `document`: one more if the data has changed (`bigtrain.data.samples.phases`). `parameters`: of
+    the current model. Raises CheckpointError with every changed setting that
+    ``checkpoint.allow_changes`` does not name, and for a change of the data that cannot be
+    followed."""
     changes = _changed_settings(document["config"], config)
     if parameters is not None:
         changes += _changed_groups(document.get("parameters"), parameters, config)
@@ -164,8 +155,8 @@ def resumed_phases(
 
 
 def changed_rate(document: dict[str, Any], config: RunConfig) -> str | None:
-    """The line about a learning rate that other settings change at the step that comes next;
-    `document`: the checkpoint's ``state.json``. None if it is the same, or was not recorded."""
+    """Return a line about a learning rate of the next step that other settings change; None if it
+    is the same, or was not recorded in `document`, the checkpoint's ``state.json``."""
     try:
         there = RunConfig.model_validate(document["config"])
     except ValueError:  # of another release of bigtrain
@@ -212,8 +203,8 @@ def _changed_settings(there: dict[str, Any], config: RunConfig) -> list[tuple[st
 def _changed_groups(
     there: dict[str, Any] | None, parameters: Parameters, config: RunConfig
 ) -> list[tuple[str, str]]:
-    """Parameters whose group in the optimizer is another one than in the checkpoint, which may be
-    of another release of bigtrain or transformers. `there`: what it records; None: an old one."""
+    """Return parameters whose optimizer group differs from the checkpoint's record `there`, which
+    may be of another release of bigtrain or transformers; None: an old one."""
     now = parameters.record()
     changes = []
     if there is None:
@@ -232,7 +223,7 @@ def _changed_groups(
 
 
 def _differences(before: Any, now: Any) -> Iterator[str]:
-    """What differs: of two dictionaries by key, since one of a model fills a screen."""
+    """Yield differences, of two dictionaries by key: one of a model fills a screen."""
     if before == now:
         return
     if not isinstance(before, dict) or not isinstance(now, dict):
@@ -283,7 +274,7 @@ def _refuse(
 
 
 def mathematics(config: RunConfig) -> dict[str, Any]:
-    """The settings that change the mathematics, by name; the batch size in samples."""
+    """Return the settings that change the mathematics, by name; the batch size in samples."""
     return _flat(config.model_dump(mode="json"))
 
 
@@ -339,9 +330,8 @@ def _text(entry: dict[str, object] | None) -> str:
 
 
 def base_sums(files: tuple[Path, ...]) -> Sums:
-    """Return checksums of the base's weight files, and of the files next to them that affect its
-    numbers, by absolute path; read all of them on this rank. Raises ModelError if one cannot be
-    read."""
+    """Return checksums of the base's weight files and of the files next to them that affect its
+    numbers, by absolute path. Raises ModelError if one cannot be read."""
     sums: dict[str, FileSum] = {
         str(path.absolute()): sum_of(path) for path in files_read_with(files)
     }

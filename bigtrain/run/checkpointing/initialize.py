@@ -1,9 +1,6 @@
-"""Initialization of a new run from existing weights: `model.path` or `checkpoint.initialize_from`.
-
-With the latter the model is that of `model.config`, and only its weights are loaded. With both,
-optimizer, schedule and data start from zero. A run or checkpoint provides its fp32 masters, a
-Hugging Face directory the tensors in its files; nothing is rounded.
-"""
+"""Initialization of a new run from existing weights: `model.path` or `checkpoint.initialize_from`,
+whose weights only are loaded into the model of `model.config`. Nothing is rounded: a run or
+checkpoint provides its fp32 masters, a Hugging Face directory the tensors in its files."""
 
 from __future__ import annotations
 
@@ -44,15 +41,15 @@ class BaseWeights:
 
 @dataclass(frozen=True)
 class WeightsSource:
-    """Source of the initial weights: `checkpoint` (a run's or a checkpoint's directory), or
+    """Source of the initial weights: `checkpoint` (a run's or a checkpoint's directory),
     `hugging_face` (a directory or hub name), or neither (random)."""
 
     checkpoint: Path | None = None
     hugging_face: str | None = None
 
     def building(self, config: RunConfig) -> RunConfig:
-        """Return the configuration to build the model with; it skips random initialization if the
-        weights are loaded from Hugging Face files."""
+        """Return the configuration to build the model with, without random initialization of
+        weights that are loaded from Hugging Face files."""
         if self.hugging_face is None or config.model.path is not None:
             return config
         section = ModelSection.model_validate(
@@ -61,9 +58,8 @@ class WeightsSource:
         return config.model_copy(update={"model": section})
 
     def find(self, config: RunConfig, inputs: Inputs) -> Weights | None:
-        """Return the Hugging Face weights that a run starts from, with the vocabulary of their
-        files; None if there are none, or if it resumes. Reads file headers only; every rank may
-        call it. Raises ModelError as `find_weights`."""
+        """Return the Hugging Face weights that a run starts from; None if there are none, or if it
+        resumes. Reads file headers only, on any rank. Raises ModelError as `find_weights`."""
         if self.hugging_face is None or checkpoints.list_steps(Path(config.output.directory)):
             return None
         return self._find_weights(config, inputs)
@@ -84,13 +80,10 @@ class WeightsSource:
         inputs: Inputs,
         weights: Weights | None,
     ) -> BaseWeights | None:
-        """Load the initial weights into a new engine; `weights`: what `find` returned. Collective.
-
-        Returns the Hugging Face weights it has read, if any.
-
-        Raises CheckpointError on every rank without a complete checkpoint of this model, ModelError
-        if files cannot be read or differ from their checksums.
-        """
+        """Load the initial weights into a new engine, and return the Hugging Face weights it has
+        read, if any. Collective. `weights`: as returned by `find`. Raises CheckpointError on every
+        rank without a complete checkpoint of this model, ModelError for unreadable or changed
+        files."""
         if self.hugging_face is not None:
             weights = weights or self._find_weights(context.config, inputs)
             base = BaseWeights(weights, verify_weights(context, weights))
@@ -133,8 +126,8 @@ def _grown(context: RunContext, log: RunLog, inputs: Inputs, weights: Weights) -
 
 def verify_weights(context: RunContext, weights: Weights) -> Sums:
     """Return checksums of the files of `weights`; each rank reads a part of them. Collective.
-    Raises ModelError on every rank if they differ from those that an export listed next to them, or
-    from those that an earlier launch of this run read."""
+    Raises ModelError on every rank if they differ from those listed by an export or an earlier
+    launch."""
     world, directory = context.world, weights.files[0].parent
 
     def look() -> tuple[Sums, list[str]]:
@@ -161,8 +154,8 @@ def verify_weights(context: RunContext, weights: Weights) -> Sums:
 
 
 def weights_source(config: RunConfig) -> WeightsSource:
-    """Return the source of the run's weights. Raise ConfigError if `initialize_from` cannot be
-    used."""
+    """Return the source of the run's weights. Raises ConfigError for an `initialize_from` that
+    cannot be used."""
     source = config.checkpoint.initialize_from
     if source is None:
         return WeightsSource(hugging_face=config.model.path)

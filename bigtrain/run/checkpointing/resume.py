@@ -1,7 +1,4 @@
-"""Resume of a run from its newest complete checkpoint.
-
-Rollback to an earlier checkpoint after several bad steps in a row.
-"""
+"""Resume of a run from its newest complete checkpoint, and rollback after several bad steps."""
 
 from __future__ import annotations
 
@@ -39,8 +36,8 @@ def restore_or_start(
     base: BaseWeights | None,
 ) -> TrainState:
     """Resume from the newest complete checkpoint of the run directory, or start. Collective. A
-    corrupt one is skipped with a warning. Raises CheckpointError on every rank if the checkpoint
-    belongs to a run with other settings (listing the differences), or if all are corrupt."""
+    corrupt one is skipped with a warning. Raises CheckpointError on every rank if it belongs to a
+    run with other settings (listing the differences), or if all are corrupt."""
     usable = _usable(context, log)
     while (directory := _next(context, usable)) is not None:
         document = checkpoints.read_state(directory)
@@ -116,13 +113,10 @@ def _next(context: RunContext, usable: Iterator[str]) -> Path | None:
 
 
 def acquire_run_directory(context: RunContext, state: TrainState) -> bool:
-    """Fence off any earlier launch that may still write the run directory. Collective.
-
-    Called after all checks that can refuse the run: a refused run must not fence off others. False:
-    an earlier launch has saved since `state` was read; read it again, and call this again. Raises
-    StaleLaunchError on every rank (`bigtrain.run.health.fencing.acquire`), OutputError if the
-    directory cannot be written.
-    """
+    """Fence off any earlier launch that may still write the run directory. Collective; called after
+    all checks that can refuse the run. Return False if an earlier launch has saved since `state`
+    was read: read it again, and call this again. Raises StaleLaunchError on every rank
+    (`bigtrain.run.health.fencing.acquire`), OutputError if the directory cannot be written."""
 
     claim = context.claim
 
@@ -142,12 +136,10 @@ def acquire_run_directory(context: RunContext, state: TrainState) -> bool:
 def roll_back(
     context: RunContext, log: RunLog, engine: TrainEngine, state: TrainState
 ) -> TrainState:
-    """Restore the engine from the newest checkpoint without a bad step before it. Collective.
-
-    Returns the state to continue from: that checkpoint's step, with the samples after `state`'s. No
-    save may be in progress. Raises TrainingError on every rank without such a checkpoint, and
-    after ``guard.max_rollbacks`` rollbacks to the same one.
-    """
+    """Restore the engine from the newest checkpoint without a bad step before it. Collective; no
+    save may be in progress. Returns that checkpoint's step, with the samples after `state`'s.
+    Raises TrainingError on every rank without one, and after ``guard.max_rollbacks`` to the same
+    one."""
     section = context.config.guard
     if context.config.sites is not None:
         raise TrainingError(

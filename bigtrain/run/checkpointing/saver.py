@@ -63,9 +63,8 @@ class _Taken:
 
 @dataclass
 class _Write:
-    """Save whose copy was taken. error: why it failed, the same on every rank; lost: the
-    error if this launch has lost the run directory, which a later launch owns or was deleted.
-    taken: None if nothing was copied because the weights are not finite."""
+    """Save whose copy was taken. error: why it failed, the same on every rank; lost: the error if
+    this launch has lost the run directory. taken: None if the weights are not finite."""
 
     step: int
     taken: _Taken | None
@@ -79,9 +78,8 @@ class _Write:
 
 
 class Saver:
-    """Writer of checkpoints, one at a time. All methods except `report` are collective over all
-    ranks. On exit of its context the last save must have succeeded; after an exception, a save in
-    progress is given a minute."""
+    """Writer of checkpoints, one at a time. All methods except `report` are collective. On exit of
+    its context the last save must have succeeded; after an exception it is given a minute."""
 
     def __init__(
         self,
@@ -92,9 +90,8 @@ class Saver:
         base: BaseWeights | None = None,
         copies: RunCopies | None = None,
     ) -> None:
-        """Remove leftovers of interrupted saves of earlier launches. The run directory must be
-        claimed. `base`: the weights below adapters, which checkpoints identify. `copies`: copies of
-        every checkpoint, on the main rank."""
+        """Remove leftovers of interrupted saves. The run directory must be claimed. `base`: the
+        weights below adapters. `copies`: of every checkpoint, on the main rank."""
         self._context, self._log = context, log
         self._engine, self._copies = engine, copies
         self._section = context.config.checkpoint
@@ -129,13 +126,10 @@ class Saver:
         return identity
 
     def save(self, state: TrainState, evaluation: Mapping[str, float]) -> None:
-        """Save `state` after the previous save has finished. `evaluation`: metrics measured at it,
-        by the names of ``evaluation.best.metric``.
-
-        Weights that are not finite are never written: this counts as a failed save.
-        Asynchronous, it returns as soon as a copy is taken. Raises CheckpointError on every rank
-        when saves have failed ``checkpoint.max_failures`` times in a row.
-        """
+        """Save `state` after the previous save has finished; asynchronous, return as soon as a copy
+        is taken. `evaluation`: metrics measured at it, by the names of ``evaluation.best.metric``.
+        Weights that are not finite are never written: a failed save. Raises CheckpointError on
+        every rank when ``checkpoint.max_failures`` saves in a row have failed."""
         begun = time.perf_counter()
         self.wait()
         try:
@@ -165,8 +159,8 @@ class Saver:
             self.wait()
 
     def report(self) -> None:
-        """Log the result of the last save, if it ended since the last call, and that of
-        copies. Does not block."""
+        """Log how the last save and copies ended, if they did since the last call. Does not
+        block."""
         for note in self._copies.notes() if self._copies else ():
             self._log.info(note)
         write = self._pending
@@ -185,12 +179,10 @@ class Saver:
             )
 
     def wait(self, *, must_succeed: bool = False) -> None:
-        """Wait until no save is in progress.
-
-        Raises CheckpointError on every rank when `checkpoint.max_failures` saves in a row have
-        failed, or when the last one failed and `must_succeed`; the error of `RunToken.check` if the
-        last one failed because this launch has lost the run directory.
-        """
+        """Wait until no save is in progress. Raises CheckpointError on every rank when
+        `checkpoint.max_failures` saves in a row have failed, or the last one did and
+        `must_succeed`; the error of `RunToken.check` if it failed because this launch has lost the
+        run directory."""
         write = self._pending
         if write is None:
             return
@@ -240,8 +232,8 @@ class Saver:
                 shutil.rmtree(partial, ignore_errors=True)
 
     def _lost_run_token(self, error: Exception) -> LostRunTokenError | None:
-        """Return the error of `RunToken.check` if it is the cause of `error`: a later launch, or a
-        user who removed the directory, deletes the files of this launch."""
+        """Return the error of `RunToken.check` if it is the cause of `error`: a later launch, or
+        the user, has deleted the files of this launch."""
         if isinstance(error, LostRunTokenError):
             return error
         try:

@@ -1,8 +1,5 @@
-"""CUDA out-of-memory errors with the use of the memory and the settings to change.
-
-A snapshot of the allocator (viewer: https://docs.pytorch.org/memory_viz) is written to the run's
-directory.
-"""
+"""CUDA out-of-memory errors with the use of the memory, the settings to change, and a snapshot of
+the allocator in the run's directory (viewer: https://docs.pytorch.org/memory_viz)."""
 
 from __future__ import annotations
 
@@ -50,8 +47,8 @@ class MemoryUse:
 
 
 def memory_use(model: nn.Module, optimizer: Any, allocated: int, total: int) -> MemoryUse:
-    """Return the use of the `allocated` bytes of a device with `total`; each storage counts once.
-    `optimizer` is DeepSpeed's or torch's: tensors of its state and its own copies of parameters."""
+    """Return the use of the `allocated` bytes of a device with `total`, by a `model` and
+    DeepSpeed's or torch's `optimizer`; each storage counts once."""
     seen: set[int] = set()
     parameters = _bytes((p.data for p in model.parameters()), seen)
     parameters += _bytes(packed_tensors(model), seen)

@@ -1,8 +1,5 @@
-"""Torch profiler trace of some optimizer steps, written by chosen ranks.
-
-``RUN/profile/rank_R_steps_A-B.json`` is in Chrome's format (open it in https://ui.perfetto.dev).
-The ten operations with the largest self time are logged. Profiled steps are slower than others.
-"""
+"""Torch profiler trace of some optimizer steps, written by chosen ranks, in Chrome's format:
+``RUN/profile/rank_R_steps_A-B.json`` (open it in https://ui.perfetto.dev)."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
 """Bad steps: their updates are skipped, and after several in a row the run rolls back.
 
-A step is bad when its loss or gradient norm is not finite, or, with ``guard.spike_sigma``, when
-either is far above its values in the last steps. Its update is skipped; its samples count as
-read and the learning-rate schedule advances. After ``guard.max_consecutive`` bad steps in a row the
-run rolls back to the newest checkpoint without a bad step before it and continues with the next
-samples: those in between are skipped, as in the training of PaLM (Chowdhery et al. 2022, arXiv
-2204.02311, section 5.1). Replaying them would reach the same bad steps with the same weights.
+A step is bad when its loss or gradient norm is not finite, or, with ``guard.spike_sigma``, far
+above its last values. Its samples count as read and the learning-rate schedule advances. After
+``guard.max_consecutive`` bad steps the run rolls back to the newest checkpoint without one before
+it and continues with the next samples (PaLM, Chowdhery et al. 2022, arXiv 2204.02311, section 5.1):
+replaying the same would reach the same bad steps.
 
 Decisions depend only on stats that are the same on every rank and on `GuardState`, which every
-checkpoint contains: a resumed run makes the same decisions as the original.
+checkpoint contains: a resumed run makes the same ones.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ def skip_reason(stats: StepStats, state: GuardState, section: GuardSection) -> s
 
 
 def center_and_spread(recent: Sequence[float]) -> tuple[float, float]:
-    """Return the median of `recent`, and a standard deviation estimated from their median absolute
+    """Return the median of `recent`, and a standard deviation from their median absolute
     deviation."""
     centre = median(recent)
     deviation = median(abs(value - centre) for value in recent)

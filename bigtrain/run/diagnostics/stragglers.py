@@ -1,15 +1,11 @@
 """Stragglers: ranks that are slower than their peers.
 
-In synchronous training every rank takes as long for a step as the slowest, so step times show
-nothing. The measured work is that which no other rank can delay: waiting for the batch, and the
-matrix products of one layer (forward, between hooks on its innermost modules, which excludes the
-gathers and reductions of ZeRO-3 and tensor parallelism; a compiled layer, which has none, is timed
-as a unit, since a hook inside would be compiled with it). They are extrapolated to the full model
-by its number of parameters, times three for the backward pass. On GPUs they are timed by events,
-which are read when a step is logged, so that no step waits for them.
-
-This detects a slow or throttled device, a host whose cores are busy, a slow disk; not a slow link,
-nor slowness outside of both measurements.
+In synchronous training step times are those of the slowest rank. So the measured work is that which
+no other rank can delay: waiting for the batch, and the matrix products of one layer (forward,
+between hooks on its innermost modules, which excludes gathers and reductions; a compiled layer is
+timed as a unit), extrapolated to the model by its parameters, times three for the backward pass. On
+GPUs events time them, read when a step is logged. This detects a slow device, busy cores or a slow
+disk; not a slow link, nor slowness outside of both measurements.
 """
 
 from __future__ import annotations
@@ -66,8 +62,7 @@ class WorkMeter:
         self._waited += time.perf_counter() - begun
 
     def read(self) -> float:
-        """Return estimated seconds of work since the last call. The device must have finished the
-        step."""
+        """Return estimated seconds of work since the last call; the step must have finished."""
         if self._events:
             pairs = [begun.elapsed_time(ended) for begun, ended in self._events if ended.query()]
             self._multiplied += sum(pairs) / 1000
@@ -130,8 +125,7 @@ def find_stragglers(
     work_seconds: Sequence[float], peers: Sequence[int], step_seconds: float, factor: float
 ) -> list[Straggler]:
     """Return ranks slower than `factor` times the median of their peers and by more than a tenth of
-    a step, so that it matters. Parameters: `work_seconds` of a step by rank; `peers`, by rank:
-    ranks with equal numbers are compared (the stages of a pipeline have different work)."""
+    a step. `work_seconds`: of a step by rank; `peers`: by rank, equal numbers are compared."""
     kinds: dict[int, list[float]] = {}
     for seconds, kind in zip(work_seconds, peers, strict=True):
         kinds.setdefault(kind, []).append(seconds)

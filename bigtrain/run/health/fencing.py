@@ -74,7 +74,7 @@ class RunToken:
         return self.holder.attempt
 
     def check(self) -> None:
-        """Raise StaleLaunchError if a later launch holds the directory, RunRemovedError if it was
+        """Raise StaleLaunchError if a later launch holds the directory, RunRemovedError if
         deleted."""
         if self._is_removed():
             raise RunRemovedError(
@@ -97,8 +97,7 @@ class RunToken:
         return self._was_lost
 
     def _is_removed(self) -> bool:
-        """Return whether the records and the first files of every launch are both missing (a save
-        may create the rest again)."""
+        """Return whether records and first files are missing (a save may create the rest again)."""
         return not any(_may_exist(self.run_directory / name) for name in (DIRECTORY, "config.json"))
 
     def newer_launch(self) -> str | None:
@@ -121,16 +120,16 @@ class RunToken:
 
 @dataclass
 class RunClaim:
-    """Claim of a launch on its run directory. token: the main rank's, once acquired. generation:
-    the token's, on every rank."""
+    """Claim of a launch on its run directory. token: the main rank's, once acquired; generation:
+    its number, on every rank."""
 
     run_directory: Path
     token: RunToken | None = None
     generation: int | None = None
 
     def check(self) -> None:
-        """Raise on the main rank if a later launch holds the directory, or it was deleted. Not
-        collective; the other ranks have no run token."""
+        """Raise as `RunToken.check`, on the main rank; the others have no run token. Not
+        collective."""
         if self.token is not None:
             self.token.check()
 

@@ -1,5 +1,4 @@
-"""Agreement of all ranks to stop after the same step (`bigtrain.system.stop_signals`: the
-signals)."""
+"""Agreement of all ranks to stop after the same step, for a signal or a write failure."""
 
 from __future__ import annotations
 
@@ -26,11 +25,8 @@ _TROUBLE = 1 << 16  # above all signals
 
 class StopAgreement:
     """Agreement that stops all ranks after the same step when one received a signal, or the main
-    rank can no longer write.
-
-    Parameters: `group`, all ranks on the CPU (in the training group this would wait for a GPU at
-    every step); None for one rank. `trouble`: why the main rank must end, or None.
-    """
+    rank can no longer write. `group`: all ranks on the CPU (the training group would wait for a
+    GPU); None for one rank. `trouble`: why the main rank must end, or None."""
 
     def __init__(
         self,

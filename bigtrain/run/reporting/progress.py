@@ -1,5 +1,4 @@
-"""Console output of a run: a progress bar on a terminal, plain lines elsewhere, and always
-log.txt."""
+"""Console output of a run: a progress bar or plain lines, and always log.txt."""
 
 from __future__ import annotations
 
@@ -23,15 +22,9 @@ OUTPUT_REMEDY = (
 
 
 class Progress:
-    """Text of one run on standard error and, with the time of each line, in ``log.txt``. The log is
-    copied to a new file first: a stale launch that still runs has the old one open.
-
-    Parameters: `log_path`; `total_steps` of the run; `first_step`, where it resumes;
-    `terminal`: a bar (True) or plain lines (False); None: whether standard error is a tty.
-
-    A failure to write the log does not raise: `failure` holds it, and `StopAgreement` ends the run
-    on all ranks.
-    """
+    """Text of one run on standard error and, with the time of each line, in ``log.txt``, which is
+    copied to a new file first: a stale launch that still runs has the old one open. `terminal`: as
+    in `MetricsWriter`. A failure to write is held in `failure`; `StopAgreement` ends the run."""
 
     def __init__(
         self, log_path: Path, *, total_steps: int, first_step: int = 0, terminal: bool | None = None
