@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import yaml
+
 from bigtrain.data.samples.phases import Phase, SourceIdentity, differences, first_phase, next_phase
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.models.weights.checksums import FileSum, Sums, files_read_with, sum_of
@@ -19,70 +21,7 @@ from bigtrain.run.checkpointing import checkpoints
 from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.run_config import RunConfig
 
-# Settings that may change on resume: none of them changes the mathematics. Everything else must be
-# equal.
-_FREE = {
-    "batch.micro_batch_size",
-    "model.attention",
-    "model.gradient_checkpointing",
-    "model.loss",
-    "model.loss_chunk_tokens",
-    "model.kernels",
-    "model.compile",
-    "model.activation_offload",
-    # Which tokens, in which proportions, is what the data hash says.
-    "data.path",
-    "data.sources",
-    "data.tokenizer",
-    "data.allow_other_tokenizer",
-    "data.verify",
-    "data.workers",
-    "sites.timeout_seconds",
-    "sites.server",
-    "sites.token_file",
-    "sites.certificate_file",
-    "sites.start_server",
-}
-# Settings that older checkpoints lack, with the value that such a run had in effect.
-_BEFORE: dict[str, Any] = {
-    "model.frozen": [],
-    "model.vocabulary": None,
-    "tokenizer": None,
-    "adapters": None,
-    "sites": None,
-    "precision.tf32": False,
-    "data.document_boundaries": "ignore",
-    "data.packing": "concatenate",
-    "data.long_documents": "cut",
-}
-# The same, of runs with sites.
-_BEFORE_OF_SITES: dict[str, Any] = {
-    "sites.exchange": "direct",
-    "sites.fragments": 1,
-    "sites.overlap_steps": 0,
-    "sites.mixing": 0.0,
-    "sites.shares": None,
-}
-# The same, of runs with adapters.
-_BEFORE_OF_ADAPTERS: dict[str, Any] = {
-    "adapters.quantization": "none",
-    "adapters.double_quantization": True,
-    "adapters.compute_dtype": None,
-}
-_PACKING = {"batch.sequence_length", "data.packing", "data.long_documents"}
-# Settings that may give the model's tensors other shapes, which no checkpoint can be read into.
-_SHAPES = {"model.config", "model.overrides", "model.path", "model.vocabulary"}
-_FREE_SECTIONS = {
-    "output",
-    "logging",
-    "checkpoint",
-    "evaluation",
-    "engine",
-    "parallel",
-    "profile",
-    "watchdog",
-    "guard",
-}
+_TABLE = yaml.safe_load(Path(__file__).with_name("changed_settings.yaml").read_text("utf-8"))
 
 
 class Parameters(Protocol):
@@ -180,7 +119,7 @@ def changed_rate(document: dict[str, Any], config: RunConfig) -> str | None:
 
 
 def _refuse_other_packing(changes: Sequence[tuple[str, str]], directory: Path) -> None:
-    packing = [f"  {key}: {text}" for key, text in changes if key in _PACKING]
+    packing = [f"  {key}: {text}" for key, text in changes if key in _TABLE["packing"]]
     if packing:
         raise CheckpointError(
             f"{directory}: other settings pack the documents differently, so that the unread rest "
@@ -190,8 +129,10 @@ def _refuse_other_packing(changes: Sequence[tuple[str, str]], directory: Path) -
 
 
 def _changed_settings(there: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
-    before = _BEFORE | (_BEFORE_OF_SITES if there.get("sites") else {})
-    before |= (_BEFORE_OF_ADAPTERS if there.get("adapters") else {}) | _flat(there)
+    before: dict[str, Any] = dict(_TABLE["before"])
+    for section in ("sites", "adapters"):
+        before |= _TABLE[f"before_of_{section}"] if there.get(section) else {}
+    before |= _flat(there)
     now = mathematics(config)
     return [
         (key, text)
@@ -264,7 +205,7 @@ def _refuse(
             if is_over
             else f"restore the settings, or resume with these by checkpoint.allow_changes=[{keys}]"
         )
-        models = ", ".join(sorted({key for key, _ in refused} & _SHAPES))
+        models = ", ".join(sorted({key for key, _ in refused} & {*_TABLE["shapes"]}))
         if models:
             remedy += f" (of {models} only what leaves every tensor its shape can change)"
         raise CheckpointError(
@@ -281,11 +222,11 @@ def mathematics(config: RunConfig) -> dict[str, Any]:
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for section, value in config.items():
-        if section in _FREE_SECTIONS:
+        if section in _TABLE["free_sections"]:
             continue
         for key, item in value.items() if isinstance(value, dict) else [(None, value)]:
             name = f"{section}.{key}" if key else section
-            if name not in _FREE:
+            if name not in _TABLE["free"]:
                 flat[name] = item
     tokens = flat.pop("batch.global_tokens", None)
     if tokens is not None:

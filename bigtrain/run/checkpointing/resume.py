@@ -27,6 +27,9 @@ from bigtrain.run.run_log import RunLog
 from bigtrain.run.state import BestSoFar, GuardState, TrainState
 from bigtrain.system.files import writing
 
+_Loadable = tuple[Path, dict[str, Any]]
+"""Directory of a checkpoint and its ``state.json``."""
+
 
 def restore_or_start(
     context: RunContext,
@@ -39,8 +42,8 @@ def restore_or_start(
     corrupt one is skipped with a warning. Raises CheckpointError on every rank if it belongs to a
     run with other settings (listing the differences), or if all are corrupt."""
     usable = _usable(context, log)
-    while (directory := _next(context, usable)) is not None:
-        document = checkpoints.read_state(directory)
+    while (found := _next(context, usable)) is not None:
+        directory, document = found
         sources, data_hash = inputs.sources, inputs.data_hash
         parameters = inputs.model_plan.parameters
         phases = resumed_phases(document, context.config, sources, data_hash, directory, parameters)
@@ -90,14 +93,14 @@ def _pair(numbers: list[int] | None) -> tuple[int, int] | None:
     return None if numbers is None else (numbers[0], numbers[1])
 
 
-def _usable(context: RunContext, log: RunLog) -> Iterator[str]:
+def _usable(context: RunContext, log: RunLog) -> Iterator[_Loadable]:
     """Yield checkpoints to load, newest first, on the main rank. Raises CheckpointError if all
     fail."""
     contents: checkpoints.Contents = (
         "all" if context.config.checkpoint.verify == "contents" else "small"
     )
     for directory in checkpoints.usable(context.directory, log.info, contents):
-        yield str(directory)
+        yield directory, checkpoints.read_state(directory)
     if checkpoints.list_steps(context.directory):
         raise CheckpointError(
             f"{context.directory}: every checkpoint is corrupt, so the run cannot resume; fix one, "
@@ -105,11 +108,10 @@ def _usable(context: RunContext, log: RunLog) -> Iterator[str]:
         )
 
 
-def _next(context: RunContext, usable: Iterator[str]) -> Path | None:
+def _next(context: RunContext, loadable: Iterator[_Loadable]) -> _Loadable | None:
     """Return the next checkpoint to load, or None. Collective. Only the main rank reads the
-    directory, so that all ranks resume from the same one."""
-    path = context.long_work.on_main_rank(lambda: next(usable, None))
-    return None if path is None else Path(path)
+    directory, so that all ranks load the same one."""
+    return context.long_work.on_main_rank(lambda: next(loadable, None))
 
 
 def acquire_run_directory(context: RunContext, state: TrainState) -> bool:
@@ -149,8 +151,8 @@ def roll_back(
             "checkpoint"
         )
     good = _good_checkpoints(context, log, state)
-    while (checkpoint := _from_main(context, good)) is not None:
-        directory, document = Path(checkpoint[0]), checkpoint[1]
+    while (found := _next(context, good)) is not None:
+        directory, document = found
         if not _is_restored(log, engine, directory, document):
             continue
         there = GuardState.from_json(document.get("guard"))
@@ -183,17 +185,9 @@ def roll_back(
     )
 
 
-def _good_checkpoints(
-    context: RunContext, log: RunLog, state: TrainState
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _good_checkpoints(context: RunContext, log: RunLog, state: TrainState) -> Iterator[_Loadable]:
     for directory in checkpoints.usable(context.directory, log.info):
         document = checkpoints.read_state(directory)
         streak = GuardState.from_json(document.get("guard")).streak
         if document["step"] < state.step and streak == 0:
-            yield str(directory), document
-
-
-def _from_main(
-    context: RunContext, checkpoints: Iterator[tuple[str, Mapping[str, Any]]]
-) -> tuple[str, Mapping[str, Any]] | None:
-    return context.long_work.on_main_rank(lambda: next(checkpoints, None))
+            yield directory, document

@@ -260,7 +260,9 @@ class Saver:
 
     def _prepare(self, partial: Path, num_bytes: int) -> None:
         self._context.claim.check()
-        _prepare(partial, num_bytes)
+        checkpoints.prepare(partial)
+        # Before the disk is full: otherwise the run's log and metrics could not be written either.
+        _require_room(partial.parent, num_bytes)
 
     def _finish(
         self,
@@ -322,12 +324,6 @@ def refuse_small_disk(context: RunContext, engine: TrainEngine) -> None:
             raise CheckpointError(text) from error
 
     context.long_work.on_main_rank(look)
-
-
-def _prepare(partial: Path, num_bytes: int) -> None:
-    checkpoints.prepare(partial)
-    # Before the disk is full: otherwise the run's log and metrics could not be written either.
-    _require_room(partial.parent, num_bytes)
 
 
 def _require_room(directory: Path, num_bytes: int) -> None:
