@@ -54,16 +54,16 @@ class RunContext:
         """Seed this rank's random generators for optimizer step `step`: dropout depends only on
         (seed, step) and the rank's coordinates, and a resumed run needs no generator states. Sites
         count as replicas."""
-        place = self.topology.coordinates(self.world.rank)
-        place = replace(place, data_rank=self.plan.reader(place.data_rank))
-        torch.manual_seed(step_seed(self.config.seed, step, place))
+        own = self.topology.coordinates(self.world.rank)
+        own = replace(own, data_rank=self.plan.reader(own.data_rank))
+        torch.manual_seed(step_seed(self.config.seed, step, own))
 
 
-def step_seed(seed: int, step: int, place: Coordinates) -> int:
-    """Return the seed of optimizer step `step` on the rank at `place` of a run seeded `seed`. Equal
-    in a tensor-parallel group, different everywhere else."""
-    key = f"{seed}:{step}:{place.data_rank}"
-    if place.pipeline_rank or place.sequence_rank:
-        key += f":{place.pipeline_rank}:{place.sequence_rank}"
+def step_seed(seed: int, step: int, coordinates: Coordinates) -> int:
+    """Return the seed of optimizer step `step` on the rank at `coordinates` of a run seeded `seed`.
+    Equal in a tensor-parallel group, different everywhere else."""
+    key = f"{seed}:{step}:{coordinates.data_rank}"
+    if coordinates.pipeline_rank or coordinates.sequence_rank:
+        key += f":{coordinates.pipeline_rank}:{coordinates.sequence_rank}"
     digest = hashlib.sha256(key.encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -1,7 +1,7 @@
 """Evaluations of a run while it trains: held-out loss, samples from prompts, tasks of lm-eval.
 
 The main rank runs the tasks; all ranks compute its requests, divided over the data ranks, by the
-forward passes of training, which work at every topology. There is no KV cache.
+forward passes of training, which work at every topology. No KV cache is used.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Prompts:
 
     def __init__(self, context: RunContext, log: RunLog, inputs: Inputs, model: LiveModel) -> None:
         """Tokenize the prompts. Collective; raises ConfigError on every rank for one that is empty
-        or too long, DataError if there is no tokenizer."""
+        or too long, DataError without a tokenizer."""
         section = context.config.evaluation
         self._log, self._model, self._texts = log, model, section.prompts
         self._drawing = Drawing(section.max_new_tokens, section.temperature)

@@ -83,11 +83,11 @@ class TrainState:
 
 
 def after_evaluation(
-    config: RunConfig, state: TrainState, figures: Mapping[str, float]
+    config: RunConfig, state: TrainState, metrics: Mapping[str, float]
 ) -> TrainState:
-    """Return `state` after an evaluation; unchanged if the best metric is not in `figures`."""
+    """Return `state` after an evaluation; unchanged if the best metric is not in `metrics`."""
     section, stopping = config.evaluation.best, config.evaluation.early_stopping
-    value = figures.get(section.metric)
+    value = metrics.get(section.metric)
     if value is None:
         return state
     best = _comparable(config, state)

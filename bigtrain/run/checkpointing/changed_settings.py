@@ -31,7 +31,7 @@ class Parameters(Protocol):
 
     @property
     def decayed_before(self) -> tuple[str, ...]:
-        """Names of trained parameters, with ``*`` in place of indices."""
+        """Names of trained parameters, with ``*`` instead of indices."""
 
     def record(self) -> dict[str, Any]:
         """Return a checkpoint's record of it."""
@@ -51,7 +51,7 @@ def refuse_other_run(
         try:
             document = checkpoints.read_state(path)
         except CorruptCheckpointError:
-            continue  # the run passes it over too, and says so
+            continue  # the run skips it, too, with a warning
         if sources is not None:
             resumed_phases(document, config, sources, data_hash, path, parameters)
         else:
@@ -190,14 +190,14 @@ def _refuse(
     *,
     is_over: bool = False,
 ) -> None:
-    # A section that is allowed stands for its keys.
+    # An allowed section allows all of its keys.
     refused = [
         (key, text)
         for key, text in changes
         if not any(f"{key}.".startswith(f"{entry}.") for entry in allowed)
     ]
     if refused:
-        # With what is allowed already, which must stay: whoever pastes this is not refused again.
+        # Includes what is allowed already, so that pasting this is enough.
         keys = ",".join(sorted({*allowed, *(key for key, _ in refused)}))
         remedy = (
             "or restore the settings (with these train.steps nothing would be left to do; with "

@@ -8,7 +8,7 @@
 After a network partition a scheduler may start a run again while processes of the earlier launch
 still run. So every launch acquires a run token, a fencing token that never expires: the next
 generation number, claimed by a hard link, which only one process can create (open with O_EXCL if
-there are no links); it then renames the files of earlier launches. Before every change of the
+links are not supported); it then renames the files of earlier launches. Before every change of the
 directory the main rank checks that its own file still has its name: opening a file queries an NFS
 server, while listings may be cached for up to half a minute. One operation that was permitted an
 instant before may still be executed; checkpoints are complete regardless of who commits them.

@@ -45,24 +45,26 @@ def open_status_store(world: World) -> StatusStore | None:
 
     def create_entries() -> str:
         with suppress(RuntimeError):  # raised again below, where it is reported
-            place.create_entries(world.size)
-        return place.token
+            location.create_entries(world.size)
+        return location.token
 
-    place = Place(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), secrets.token_hex(8))
-    place = replace(place, token=on_main_rank(create_entries))
+    location = StoreLocation(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), secrets.token_hex(8)
+    )
+    location = replace(location, token=on_main_rank(create_entries))
     try:
-        return StatusStore(place, world)
+        return StatusStore(location, world)
     except RuntimeError as error:
         print(
-            f"watchdog: rank {world.rank} cannot reach the store at {place.address}:{place.port}, "
-            f"and through it the other ranks: {error}",
+            f"watchdog: rank {world.rank} cannot reach the store at "
+            f"{location.address}:{location.port}, and through it the other ranks: {error}",
             file=sys.stderr,
         )
         return None
 
 
 @dataclass(frozen=True)
-class Place:
+class StoreLocation:
     """Location of a status store: the store's address, and a token that is new at every launch."""
 
     address: str
@@ -87,12 +89,12 @@ class Place:
 class StatusStore:
     """Access of this rank to the status store. No method raises; None means that it is lost."""
 
-    def __init__(self, place: Place, world: World) -> None:
-        """Connect to `place`, with entries by the main rank. Raises as `Place.connect`."""
-        self._store = place.connect()
+    def __init__(self, location: StoreLocation, world: World) -> None:
+        """Connect; the main rank has created the entries. Raises as `StoreLocation.connect`."""
+        self._store = location.connect()
         for key in (f"place/{world.rank}", f"answer/{world.rank}"):
             self._store.compare_set(key, "", "")  # in a store that was restarted
-        self._place, self._world = place, world
+        self._location, self._world = location, world
         self._rank, self._size = world.rank, world.size
         self.is_lost = False
         self._requests: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Any]] | None] = (
@@ -160,7 +162,7 @@ class StatusStore:
     def reopened(self) -> StatusStore | None:
         """Return the same status store over a new connection; None if that fails."""
         try:
-            return StatusStore(self._place, self._world)
+            return StatusStore(self._location, self._world)
         except RuntimeError:
             return None
 
@@ -231,14 +233,14 @@ class Position:
         return cls(**json.loads(text))
 
     @property
-    def place(self) -> str:
+    def description(self) -> str:
         """Step, phase and layer, as text."""
         layer = f", {self.module}" if self.module else ""
         return f"step {self.step}, {self.phase}{layer}"
 
     def __str__(self) -> str:
         waits = f"in {self.collective}" if self.collective else "outside of collectives"
-        return f"rank {self.rank} on {self.host} (process {self.pid}): {self.place}, {waits}"
+        return f"rank {self.rank} on {self.host} (process {self.pid}): {self.description}, {waits}"
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,11 @@ def diagnose(
     if silent:
         lines = [
             f"rank {rank} on {hosts[rank]} does not respond: "
-            + (f"it was last in {last_known[rank].place}" if rank in last_known else "never did")
+            + (
+                f"it was last in {last_known[rank].description}"
+                if rank in last_known
+                else "never did"
+            )
             for rank in silent
         ]
         return _diagnosis(silent, lines, answers)

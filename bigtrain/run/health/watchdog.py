@@ -132,7 +132,7 @@ class Watchdog:
                 self._end()
 
     def _connect_again(self, lost: StatusStore) -> None:
-        """Connect again, once a minute: one late answer must not disconnect this rank for good."""
+        """Connect again, once a minute: one late answer must not disconnect a rank permanently."""
 
         def connect() -> None:
             status_store = lost.reopened()

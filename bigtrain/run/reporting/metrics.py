@@ -207,18 +207,18 @@ class MetricsWriter:
             self.info(f"step {step}/{self._total_steps} {prompt!r} -> {text!r}")
         self._trackers.log_samples(samples, step)
 
-    def log_outer_step(self, step: int, **figures: Any) -> None:
+    def log_outer_step(self, step: int, **values: Any) -> None:
         """Write an outer step after optimizer step `step`, in this module's format."""
-        self._write({"step": step, **figures})
-        distance = figures["distance"]
+        self._write({"step": step, **values})
+        distance = values["distance"]
         self.info(
-            f"step {step}/{self._total_steps} outer step {figures['outer_step']} with "
-            f"{len(figures['sites'])} sites in {figures['seconds']:.2f} s, "
-            f"{figures['sent_bytes']:,} bytes sent"
+            f"step {step}/{self._total_steps} outer step {values['outer_step']} with "
+            f"{len(values['sites'])} sites in {values['seconds']:.2f} s, "
+            f"{values['sent_bytes']:,} bytes sent"
             + ("" if distance is None else f", distance {distance:.3g}")
         )
         names = ("sent_bytes", "link_bytes", "seconds", "waited_seconds", "change", "distance")
-        shown = {name: figures[name] for name in names if figures[name] is not None}
+        shown = {name: values[name] for name in names if values[name] is not None}
         self._trackers.log({f"outer_step/{name}": value for name, value in shown.items()}, step)
 
     def log_event(self, event: str, *, step: int, **details: object) -> None:

@@ -49,13 +49,13 @@ class Progress:
                 bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}",
             )
 
-    def step(self, step: int, line: str, figures: str) -> None:
-        """Show progress at `step`: `figures` next to the bar, or else the full `line`."""
+    def step(self, step: int, line: str, metrics: str) -> None:
+        """Show progress at `step`: `metrics` next to the bar, or else the full `line`."""
         self._write(line)
         if self._bar is None:
             print(line, file=self._stream, flush=True)
         else:
-            self.advance(step, figures)
+            self.advance(step, metrics)
             self._bar.refresh()
 
     @property
@@ -63,10 +63,10 @@ class Progress:
         """True if there is a bar, which `advance` moves."""
         return self._bar is not None
 
-    def advance(self, step: int, figures: str) -> None:
-        """Move the bar to `step`, with `figures` next to it; drawn at most ten times a second."""
+    def advance(self, step: int, metrics: str) -> None:
+        """Move the bar to `step`, with `metrics` next to it; drawn at most ten times a second."""
         if self._bar is not None:
-            self._bar.set_postfix_str(figures, refresh=False)
+            self._bar.set_postfix_str(metrics, refresh=False)
             self._bar.update(step - self._bar.n)
 
     def note(self, text: str) -> None:
