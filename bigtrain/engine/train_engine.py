@@ -1,8 +1,5 @@
-"""Optimizer step of one rank on a DeepSpeed engine, without pipeline stages.
-
-It includes the mean loss over several steps, without waiting for the device at each, and the copy
-of micro-batches to the device while the previous one is computed.
-"""
+"""Optimizer step of one rank on a DeepSpeed engine, without pipeline stages; the mean loss over
+several steps; the copy of micro-batches to the device while the previous one is computed."""
 
 from __future__ import annotations
 
@@ -64,12 +61,11 @@ class StepResult:
 class TrainEngine:
     """Trains one model by optimizer steps. Every method is collective over all ranks.
 
-    isolation: how the model keeps documents apart. on_phase: called with a name for what the engine
-    does next; for watchdog and clocks. added_states: checkpoint contents other than masters and
-    optimizer states, by parameter and kind: 1-D, for the elements of this rank's part of its
-    master. is_compiled: whether its layers are. host_time: time in DeepSpeed's hooks during the
-    passes. expert_load: of the steps for which `train_step` is called with `observe`. exact: the
-    values of parameters that are kept in another dtype than DeepSpeed has them in.
+    isolation: of documents. on_phase: called with a name for what the engine does next.
+    added_states: checkpoint contents other than masters and optimizer states, by parameter and
+    kind: 1-D, for this rank's part of its master. is_compiled: whether the layers are. host_time:
+    in DeepSpeed's hooks. expert_load: of observed steps. exact: parameters in another dtype than
+    DeepSpeed's.
     """
 
     def __init__(

@@ -90,8 +90,8 @@ class Staging:
     def division(
         self, fragments: Sequence[Fragment], buffers: Mapping[str, torch.Tensor], mesh: Mesh
     ) -> Division:
-        """Return the parts that this rank writes; computed at the first call, which is
-        collective."""
+        """Return the parts that this rank writes. The first call, which is collective, computes
+        them."""
         if self._division is None:
             self._division = divide(fragments, buffers, mesh)
         return self._division
@@ -255,8 +255,7 @@ def _joined(errors: Sequence[BaseException]) -> BaseException:
 
 
 def read_full_masters(directory: Path) -> dict[str, torch.Tensor]:
-    """Return all fp32 masters and buffers as full CPU tensors by Hugging Face name; see
-    `read_full`."""
+    """Return masters and buffers as full CPU tensors by Hugging Face name; see `read_full`."""
     return {name: tensor.read() for name, tensor in open_weights(directory).items()}
 
 

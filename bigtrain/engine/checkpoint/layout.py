@@ -46,8 +46,7 @@ class Layout:
     rows: dict[str, list[Row]] = field(default_factory=dict)
 
     def writers(self, key: str, box: Box) -> set[int]:
-        """Return the ranks that wrote some of a rectangle of tensor `key`, and perhaps a few
-        more."""
+        """Return the ranks that wrote some of a rectangle of tensor `key`, and perhaps more."""
         return {rank for row in self.rows.get(key, ()) for rank in row.writers(box)}
 
     def to_json(self) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""Saving and restoring of a training engine. All functions are collective unless stated
-otherwise."""
+"""Saving and restoring of a training engine. All functions are collective unless stated."""
 
 from __future__ import annotations
 
@@ -97,8 +96,8 @@ def refuse_not_finite(engine: TrainEngine, group: dist.ProcessGroup | None = Non
 
 def checkpoint_bytes(engine: TrainEngine) -> int:
     """Return the bytes of a checkpoint's tensors for this rank's pipeline stage, all ranks
-    together. Masters, optimizer states and added states in float32; frozen parameters and buffers
-    in their own dtype; no frozen parameters in a run with adapters."""
+    together: float32, or the own dtype of frozen parameters (none in a run with adapters) and
+    buffers."""
     skips_frozen = has_adapters(engine.module)
     state_bytes = state_bytes_by_name(inner_optimizer(engine.engine))
     exact_bytes = engine.exact.itemsizes()

@@ -153,8 +153,7 @@ def write_parts(
 
 
 def in_file_order(parts: Iterable[NewPart]) -> list[NewPart]:
-    """Return the parts in an order that aligns every part to its element size, as safetensors'
-    writer does."""
+    """Return the parts in safetensors' order, which aligns every part to its element size."""
     return sorted(parts, key=lambda part: (-DTYPE_BYTES[part.dtype], part.name))
 
 

@@ -207,8 +207,7 @@ class Cover:
 
 
 def _mixed(number: int) -> int:
-    """Hash by SplitMix64 (Steele, Lea, Flood 2014), of numbers below 2**64; larger ones are
-    folded."""
+    """Hash a number by SplitMix64 (Steele, Lea, Flood 2014); 2**64 and more are folded."""
     number = (number ^ (number >> 64)) + 0x9E3779B97F4A7C15 & _WORD
     number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
     number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _WORD

@@ -16,8 +16,7 @@ _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis
 
 
 def inner_optimizer(engine: Any) -> torch.optim.Optimizer:
-    """Return the torch optimizer inside DeepSpeed's wrappers, each of which calls it
-    `optimizer`."""
+    """Return the torch optimizer inside DeepSpeed's wrappers, which call it `optimizer`."""
     optimizer = engine.optimizer
     while not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer.optimizer
@@ -43,14 +42,12 @@ def undo_trial_update(engine: Any) -> None:
 
 
 def is_zero3(optimizer: Any) -> bool:
-    """Return whether `optimizer` is ZeRO-3's, by its flat masters (0.19.8,
-    runtime/zero/stage3.py:416)."""
+    """Return whether `optimizer` is ZeRO-3's, by its flat masters (runtime/zero/stage3.py:416)."""
     return hasattr(optimizer, "fp32_partitioned_groups_flat")
 
 
 def zero0_masters(optimizer: Any) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Return (parameter, its flat fp32 master) of DeepSpeed's 16-bit wrappers for ZeRO 0; else
-    none."""
+    """Return (parameter, its flat fp32 master) of ZeRO 0's 16-bit wrappers; else none."""
     return [
         (parameter, flat.data.view(-1).narrow(0, offset, parameter.numel()))
         for parameter, flat, offset in zero0_layout(optimizer)
@@ -143,14 +140,13 @@ def masters_of_group(optimizer: Any, index: int, group: dict[str, Any]) -> list[
 
 @torch.no_grad()
 def refresh_parameters(engine: Any) -> None:
-    """Make the parameters used in forward agree with the masters. Collective.
+    """Make the parameters used in forward agree with the masters, as DeepSpeed does after loading.
+    Collective.
 
-    This is DeepSpeed's way after loading a checkpoint: `update_lp_params` where there is one;
-    ZeRO-3 by `_reassign_or_swap_out_partitioned_parameters` (0.19.8, runtime/zero/stage3.py:2854,
+    ZeRO-3: `_reassign_or_swap_out_partitioned_parameters` (0.19.8, runtime/zero/stage3.py:2854,
     called so at :3565) and `persistent_parameters` (:296), which are never gathered again.
-    Secondary partitions (ZeRO++'s hpZ) are copies of the old weights, also those of frozen
-    parameters, and are made from the new ones when they are next needed, as after an update
-    (`invalidate_secondary_tensor`, :755).
+    Secondary partitions (hpZ) are copies of the old weights, and are made again when they are next
+    needed (`invalidate_secondary_tensor`, :755).
     """
     optimizer = engine.optimizer
     if _refreshes_itself(optimizer):
@@ -176,8 +172,7 @@ def _refreshes_itself(optimizer: Any) -> bool:
 
 
 def scaler_state(optimizer: Any) -> dict[str, Any]:
-    """Return the state of float16's loss scaling; nothing where there is none. 0.19.8,
-    runtime/fp16/loss_scaler.py. DeepSpeed pickles the scaler itself."""
+    """Return the state of float16's loss scaling (runtime/fp16/loss_scaler.py), if any."""
     scaler = _scaler(optimizer)
     return {name: getattr(scaler, name) for name in _SCALER_FIELDS if hasattr(scaler, name)}
 
@@ -201,6 +196,6 @@ def _scaler(optimizer: Any) -> Any:
 
 
 def kept_gradients(optimizer: Any) -> Any:
-    """Return the gradients that ZeRO keeps until its step, in dicts and lists. `averaged_gradients`
-    (0.19.8, runtime/zero/stage_1_and_2.py and stage3.py:513)."""
+    """Return the gradients that ZeRO keeps until its step, in dicts and lists
+    (`averaged_gradients`)."""
     return getattr(optimizer, "averaged_gradients", {})

@@ -15,13 +15,10 @@ from torch import nn
 
 @dataclass(frozen=True)
 class MasterRange:
-    """Flat range of a parameter on this rank, and the location of its master.
-
-    `count` elements of `master`, flattened, from `offset` on are those of the parameter (of this
-    rank's shard of it, under tensor parallelism) from `start` on. capacity: of the equally large
-    ranges of all replicas, one after the other, of which the last ones are short; None for other
-    ranges. is_replicated: whether all replicas hold the same.
-    """
+    """Flat range of a parameter (or of this rank's shard of it) from element `start` on, and its
+    master: `count` elements of the flattened `master` from `offset` on. capacity: of the equally
+    large ranges of all replicas, of which the last are short; None for others. is_replicated:
+    whether all replicas hold the same."""
 
     master: torch.Tensor
     offset: int
@@ -32,13 +29,12 @@ class MasterRange:
 
 
 class PartitioningInit(deepspeed.zero.Init):  # type: ignore[misc]
-    """DeepSpeed's `zero.Init`, but without broadcasting the first rank's uninitialized parameters.
+    """DeepSpeed's `zero.Init`, but without broadcasting the first rank's uninitialized parameters,
+    for which every full parameter would be in memory once and fragment it.
 
-    For that every full parameter would be in memory once, one after the other, and the partitions
-    that are kept would fragment that memory, so that it is not freed. Replaces `_zero_init_param`
-    of 0.19.8 (runtime/zero/partition_parameters.py:1200), which also broadcasts. Parameters that a
-    constructor makes in float32 whatever the default is get the dtype of all others, which
-    DeepSpeed needs: `bigtrain.engine.optimizers.exact_parameters` has their exact values.
+    Replaces `_zero_init_param` of 0.19.8 (runtime/zero/partition_parameters.py:1200). Parameters
+    that a constructor makes in float32 get the dtype of all others, which DeepSpeed needs:
+    `bigtrain.engine.optimizers.exact_parameters` has their exact values.
     """
 
     def _zero_init_param(self, param: nn.Parameter) -> None:
@@ -49,12 +45,9 @@ class PartitioningInit(deepspeed.zero.Init):  # type: ignore[misc]
 
 
 def partition_parameters(init: Any, parameters: list[nn.Parameter]) -> None:
-    """Partition full `parameters` by `init`, a `deepspeed.zero.Init`, like those of constructors.
-
-    `Init(module=...)` takes a complete module (0.19.8, runtime/zero/partition_parameters.py:1181),
-    by `_convert_to_zero_parameters` (:1209); here one layer after the other is sharded first. They
-    get the dtype of `init`, as constructors' ones do in `PartitioningInit`.
-    """
+    """Partition full `parameters` by `init`, a `deepspeed.zero.Init`, in its dtype, one layer after
+    the other. `Init(module=...)` takes a complete module (0.19.8,
+    runtime/zero/partition_parameters.py:1181), by `_convert_to_zero_parameters` (:1209)."""
     for parameter in parameters:
         if parameter.is_floating_point() and parameter.dtype != init.dtype:
             parameter.data = parameter.data.to(init.dtype)
@@ -90,11 +83,10 @@ def gather_persistent_at_once(optimizer: Any) -> None:
     """Make ZeRO-3 gather its persistent parameters by one collective after each update.
 
     DeepSpeed 0.19.8 has one for each (runtime/zero/partition_parameters.py,
-    `_allgather_params_coalesced`, from stage3.py:2841 by `all_gather` of the first), all norms of
-    a model, and of a small one everything. `all_gather_coalesced`, which it gathers with before a
-    module computes, has one for all of a dtype; it copies the same bytes. Quantized parameters
-    and those with a secondary partition, which it takes from elsewhere, stay as they are; so does
-    the wait for the device at the end. Does nothing to other optimizers.
+    `_allgather_params_coalesced`, from stage3.py:2841 by `all_gather` of the first).
+    `all_gather_coalesced` has one for all of a dtype, and copies the same bytes. Quantized
+    parameters and those with a secondary partition stay as they are. Does nothing to other
+    optimizers.
     """
     persistent = getattr(optimizer, "persistent_parameters", [])
     if len(persistent) < 2 or any(_is_gathered_otherwise(p) for p in persistent):

@@ -1,9 +1,6 @@
-"""Reduction plan of a bucket of gradients under ZeRO 1 and 2, made once for a row of parameters.
-
-A plan has only numbers: the collectives that DeepSpeed 0.19.8 makes of the bucket (runtime/zero/
-stage_1_and_2.py, `average_tensor` and `allreduce_and_scatter`), and the range of this rank's
-partitions for each of its elements.
-"""
+"""Reduction plan of a bucket of gradients under ZeRO 1 and 2, made once for a row of parameters:
+the collectives that DeepSpeed 0.19.8 makes of it (runtime/zero/stage_1_and_2.py, `average_tensor`,
+`allreduce_and_scatter`), and the range of this rank's partitions for each of its elements."""
 
 from __future__ import annotations
 

@@ -41,13 +41,10 @@ def skip_redundant_work(engine: Any, replicas: dist.ProcessGroup, host_time: Hos
 
 @dataclass(frozen=True)
 class SpeedPatch:
-    """A part of DeepSpeed that is replaced to save host time; no number changes.
-
-    saves: host time, in milliseconds per parameter tensor and optimizer step unless stated
-    otherwise, with DeepSpeed 0.19.8 (docs/benchmarks.md: Llama of 434 tensors, one rank);
-    `benchmarks/host_time.py --without NAME --versus 2` measures a function again. is_in_place:
-    whether DeepSpeed's `engine` runs the replacement, read from the engine itself.
-    """
+    """Part of DeepSpeed that is replaced to save host time; no number changes. saves: host time in
+    milliseconds per parameter tensor and optimizer step (docs/benchmarks.md: Llama of 434 tensors,
+    one rank); `benchmarks/host_time.py --without NAME --versus 2` measures it again. is_in_place:
+    whether DeepSpeed's `engine` runs the replacement, read from the engine itself."""
 
     name: str
     replaces: str
@@ -146,11 +143,10 @@ def speed_patches_in_place(engine: Any) -> tuple[str, ...]:
 def speed_up_hooks(model: nn.Module) -> None:
     """Save a sixth of the host time of ZeRO-3's own hooks, where `replace_hooks` keeps them.
 
-    DeepSpeed 0.19.8 marks NVTX ranges around each (utils/nvtx.py, `enable_nvtx`), which stay on
-    under Nsight. Each passes tensors through a Function of its own
-    (runtime/zero/parameter_offload.py, `pre_bwd_fn`, `post_bwd_fn`), and linear layers through
-    another (runtime/zero/linear.py), whose signature torch inspects at every call
-    (torch/autograd/function.py, `apply`) unless the function carries it.
+    DeepSpeed 0.19.8 marks NVTX ranges (utils/nvtx.py, `enable_nvtx`), which stay on under Nsight.
+    Its Functions (runtime/zero/parameter_offload.py, `pre_bwd_fn`, `post_bwd_fn`;
+    runtime/zero/linear.py) get the signature that torch otherwise inspects at every call
+    (torch/autograd/function.py, `apply`).
     """
     nvtx.enable_nvtx = "NSYS_PROFILING_SESSION_ID" in os.environ
     kinds = [LinearFunctionForZeroStage3]
@@ -161,13 +157,10 @@ def speed_up_hooks(model: nn.Module) -> None:
 
 
 def skip_overflow_check(optimizer: Any) -> None:
-    """Skip the overflow check of each gradient in the 16-bit optimizer of ZeRO 0.
-
-    DeepSpeed (0.19.8, runtime/fp16/unfused_optimizer.py:205) reads for one gradient after the other
-    whether it is finite, and a GPU's host waits for each. Then it takes their norm in float32,
-    which is not finite if any gradient is not, and skips the step in that case by the same path.
-    Does nothing to other optimizers.
-    """
+    """Skip the overflow check of each gradient in the 16-bit optimizer of ZeRO 0, for which a GPU's
+    host waits each time (0.19.8, runtime/fp16/unfused_optimizer.py:205). Its float32 norm is not
+    finite if any gradient is not, and skips the step in the same way. Does nothing to other
+    optimizers."""
     if isinstance(optimizer, FP16_UnfusedOptimizer) and not optimizer.fused_lamb_legacy:
         optimizer.overflow_checker = _NoOverflowCheck()
 
@@ -207,12 +200,9 @@ def measured_norm(optimizer: Any) -> Any:
 
 
 def scale_of_norm(optimizer: Any) -> float:
-    """Return the loss scale still in the next norm that `optimizer` measures; a host number.
-
+    """Return the loss scale still in the next norm that `optimizer` measures; a host number. Only
     ZeRO 0's wrapper for float16 returns the norm of the scaled gradient (0.19.8,
-    runtime/fp16/unfused_optimizer.py:224), every other one divides it by its scale. Call before the
-    update, which may change the scale.
-    """
+    runtime/fp16/unfused_optimizer.py:224). Call before the update, which may change the scale."""
     if not isinstance(optimizer, FP16_UnfusedOptimizer):
         return 1.0
     return float(optimizer.loss_scale)
@@ -222,10 +212,9 @@ def scaled_loss(loss: torch.Tensor, optimizer: Any) -> torch.Tensor:
     """Return `loss` times the loss scale for the backward pass of float16 under ZeRO 0; else
     `loss`.
 
-    DeepSpeed 0.19.8 multiplies it by the loss scale only for ZeRO's optimizers (runtime/engine.py,
-    `backward`: ``isinstance(self.optimizer, ZeROOptimizer)``), and divides the gradients by it for
-    ZeRO 0 all the same (runtime/fp16/unfused_optimizer.py and fused_optimizer.py): updates would be
-    of gradients 65,536 times too small, and no overflow would ever be seen.
+    DeepSpeed 0.19.8 multiplies by it only for ZeRO's optimizers (runtime/engine.py, `backward`),
+    but divides the gradients by it for ZeRO 0, too (runtime/fp16/unfused_optimizer.py and
+    fused_optimizer.py): updates would be 65,536 times too small, without any overflow.
     """
     config = getattr(optimizer, "loss_scale_config", None)
     if config is None or not config.use_grad_scaling:

@@ -3,18 +3,15 @@
 DeepSpeed 0.19.8 registers four hooks on each module (runtime/zero/parameter_offload.py,
 `_register_deepspeed_module`), through which its coordinator gathers parameters before a module
 computes and releases them after (runtime/zero/partitioned_param_coordinator.py, `fetch_sub_module`
-and `release_sub_module`). Most of their cost is overhead: formatting of log lines that are not
-printed, a rank lookup in each, nested decorators, module attribute access, sets built again,
-signatures bound. These hooks do the same gathers, releases and prefetches in the same order at the
-same points, and leave the same nodes in the autograd graph, so every number and every memory peak
-stays. `tests/unit/engine/deepspeed_patches/test_zero3_hooks.py` compares both, call by call.
+and `release_sub_module`). Most of their cost is overhead: log lines that are not printed, rank
+lookups, nested decorators, attribute access, rebuilt sets, bound signatures. These hooks do the
+same gathers, releases and prefetches in the same order at the same points, and leave the same nodes
+in the autograd graph (`tests/unit/engine/deepspeed_patches/test_zero3_hooks.py`).
 
-Rare cases call DeepSpeed's own functions: passes in which the order of modules is learned or has
-changed, outputs that hold parameters. Its own hooks stay for leaf modules, parameters on NVMe,
-secondary partitions (hpZ), quantized weights and ZenFlow.
-
-Llama of 48 layers, 434 parameters, one slow core (benchmarks/host_time.py): host time above a bare
-loop, per parameter and step, 0.65 ms before, 0.27 after; two ranks 0.69 and 0.32.
+DeepSpeed's own functions handle passes in which the order of modules is learned or has changed, and
+outputs that hold parameters; its hooks stay for leaf modules, NVMe, secondary partitions (hpZ),
+quantized weights and ZenFlow. Host time of Llama with 434 parameters above a bare loop, per
+parameter and step: 0.65 ms before, 0.27 after; two ranks 0.69 and 0.32.
 """
 
 from __future__ import annotations
@@ -201,9 +198,9 @@ class _ModuleHooks:
 
 
 class _ModuleStackReset:
-    """Before a forward pass of the model: pops what the last pass left on the module stack. With
-    torch's checkpointing a pass ends in the middle of a layer, by an exception, and the hooks of
-    DeepSpeed never pop those modules: a leak of some 20 entries per layer and step."""
+    """Pops, before a forward pass of the model, what the last pass left on the module stack:
+    torch's checkpointing ends a pass in the middle of a layer by an exception, and DeepSpeed's
+    hooks never pop those modules, a leak of some 20 entries per layer and step."""
 
     def __init__(self) -> None:
         self._depth = len(FWD_MODULE_STACK)
@@ -266,8 +263,8 @@ _after_backward: Callable[[torch.Tensor, _ModuleHooks], torch.Tensor] = _AfterBa
 
 
 class _Coordinator:
-    """The work of a `PartitionedParameterCoordinator` once it has learned the order of modules. All
-    state stays in DeepSpeed's own object."""
+    """Work of a `PartitionedParameterCoordinator` that has learned the order of modules; all state
+    stays in it."""
 
     def __init__(self, offload: Any) -> None:
         self._own: Any = offload.get_param_coordinator()

@@ -51,8 +51,7 @@ class Adafactor(UpdateRule):
     def __init__(
         self, section: AdafactorSection, model: nn.Module, mesh: Mesh, device: torch.device
     ) -> None:
-        """model: this stage's part. device: one that the backend of its groups takes. Collective
-        over all ranks."""
+        """Collective over all ranks. model: this stage. device: of the backend of its groups."""
         self._section, self._device = section, device
         self._eps1 = _EPS if section.eps1 is None else section.eps1
         self._group = open_holders(mesh)[False]
@@ -133,8 +132,7 @@ class Adafactor(UpdateRule):
     def _follow_moments(
         self, names: Sequence[str], rectangles: Sequence[_Rectangle], weight: float
     ) -> dict[str, float]:
-        """Update the second moments with `weight`; returns each parameter's sum of squared
-        values."""
+        """Update the second moments with `weight`; return each parameter's sum of squares."""
         fresh = {name: self._new_state(self._shapes[name]) for name in names}
         for box in rectangles:
             squares = box.gradient.square()
