@@ -47,11 +47,10 @@ from benchmarks.support.points import Point, resolve_point
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.planner.run_prediction import GIB
 from bigtrain.run.diagnostics.profiling import top_ops
-from bigtrain.run.prediction import utilization_of
+from bigtrain.run.prediction import predict, utilization_of
 from bigtrain.run.preflight import Inputs, inspect_inputs
 from bigtrain.run.reporting.phase_memory import PhaseMemory
 from bigtrain.run.session import open_session
-from bigtrain.run.training import predict
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.system.world import World
 
