@@ -1,2 +1,2 @@
 """Progress and write permission of a run: watchdog, heartbeat, fencing, stopping. Start with
-`watchdog` (hangs) and `fencing` (stale launches)."""
+`watchdog`, which ends hung runs, and `fencing`, which stops stale launches."""
