@@ -56,10 +56,10 @@ class Evaluator:
 
     def is_due(self, state: TrainState) -> bool:
         """Return whether anything is evaluated after this step."""
-        return _due(state, self._section.every_steps) or self._tasks_are_due(state)
+        return state.is_multiple_of(self._section.every_steps) or self._tasks_are_due(state)
 
     def _tasks_are_due(self, state: TrainState) -> bool:
-        return self._tasks is not None and _due(state, self._section.tasks_every_steps)
+        return self._tasks is not None and state.is_multiple_of(self._section.tasks_every_steps)
 
     def run(self, state: TrainState, *, last: bool) -> tuple[TrainState, dict[str, float]]:
         """Run and log the evaluations due at `state`, all of them at the end of the run (`last`, or
@@ -68,7 +68,7 @@ class Evaluator:
         config = self._context.config
         held_out: HeldOutResult | None = None
         figures: dict[str, float] = {}
-        if last or _due(state, self._section.every_steps):
+        if last or state.is_multiple_of(self._section.every_steps):
             held_out = measure(self._engine, self._held_out)
             figures |= {} if held_out is None else held_out.figures()
             if self._prompts is not None:
@@ -105,10 +105,6 @@ class Evaluator:
         self._context.heartbeat.set_phase("evaluating tasks", slow=True)
         metrics = self._tasks.figures()
         return {f"{TASKS}/{name}": value for name, value in metrics.items() if math.isfinite(value)}
-
-
-def _due(state: TrainState, every: int | None) -> bool:
-    return every is not None and state.step % every == 0
 
 
 @dataclass(frozen=True)

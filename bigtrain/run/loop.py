@@ -128,7 +128,7 @@ def train(
                 with clock.paused("evaluation"):
                     state, metrics = evaluator.run(state, last=last)
                 last = is_over(config, state)
-            if last or received or _due(state.step, config.checkpoint.every_steps):
+            if last or received or state.is_multiple_of(config.checkpoint.every_steps):
                 beat.set_phase("settling the exchange with the other sites", slow=True)
                 with clock.paused("outer_step"):
                     state = outer.settle(state)
@@ -141,10 +141,6 @@ def train(
 
 def _is_logged(config: RunConfig, step: int) -> bool:
     return step == config.train.steps or step % config.logging.every_steps == 0
-
-
-def _due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
 
 
 def _save(

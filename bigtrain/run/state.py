@@ -72,6 +72,10 @@ class TrainState:
     outer_sent: tuple[int, int] | None = None
     outer_tokens: int = 0
 
+    def is_multiple_of(self, every: int | None) -> bool:
+        """Return whether something happens after this step that happens `every` steps."""
+        return every is not None and self.step % every == 0
+
     def after_step(self, plan: BatchPlan) -> TrainState:
         """Return the state one optimizer step later."""
         return replace(

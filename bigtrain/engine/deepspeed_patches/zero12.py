@@ -100,7 +100,9 @@ def copy_gradients_once(optimizer: Any) -> None:
     (runtime/zero/stage_1_and_2.py, `copy_grads_in_partition`). It still copies the first of a step,
     which allocates the partition, and those of offloaded and of compact partitions."""
     copy = optimizer.copy_grads_in_partition
-    is_compact = [optimizer._use_compact_grad_partition_buffer(i) for i in _groups(optimizer)]
+    is_compact = [
+        optimizer._use_compact_grad_partition_buffer(i) for i in range(len(optimizer.bit16_groups))
+    ]
 
     def copy_out(parameter: nn.Parameter, group_index: int | None = None) -> None:
         place = optimizer.grads_in_partition
@@ -114,10 +116,6 @@ def copy_gradients_once(optimizer: Any) -> None:
         optimizer.grads_in_partition_offset = begin + length
 
     optimizer.copy_grads_in_partition = copy_out
-
-
-def _groups(optimizer: Any) -> range:
-    return range(len(optimizer.bit16_groups))
 
 
 def keep_accumulating_nodes() -> None:

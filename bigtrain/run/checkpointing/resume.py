@@ -60,7 +60,7 @@ def restore_or_start(
             GuardState.from_json(document.get("guard")),
             document.get("outer_steps", 0),
             BestSoFar.from_json(document.get("best")),
-            _pair(document.get("outer_sent")),
+            (sent[0], sent[1]) if (sent := document.get("outer_sent")) else None,
             document.get("outer_tokens", 0),
         )
         log.info(f"resumed at step {state.step} from {directory}")
@@ -87,10 +87,6 @@ def _is_restored(
         log.info(checkpoints.skipped_message(document["step"], str(error)))
         return False
     return True
-
-
-def _pair(numbers: list[int] | None) -> tuple[int, int] | None:
-    return None if numbers is None else (numbers[0], numbers[1])
 
 
 def _usable(context: RunContext, log: RunLog) -> Iterator[_Loadable]:

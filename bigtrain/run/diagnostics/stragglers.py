@@ -100,12 +100,9 @@ def _products(module: nn.Module) -> Iterator[nn.Module]:
             continue
         if exchange_of(child) is not None:
             continue
-        if any(_dimensions(p) > 1 for p in child.parameters(recurse=False)):
+        # ZeRO-3 leaves empty tensors, which have another shape.
+        if any(len(local_shape(p)) > 1 for p in child.parameters(recurse=False)):
             yield child
-
-
-def _dimensions(parameter: Any) -> int:
-    return len(local_shape(parameter))  # ZeRO-3 leaves an empty tensor
 
 
 def _num_elements(module: nn.Module) -> int:
