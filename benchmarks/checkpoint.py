@@ -97,7 +97,7 @@ def a_round(
     loop: Bigtrain, savers: dict[str, Saver], directory: Path, figures: Figures
 ) -> dict[str, int]:
     """Everyone once; returns the bytes that each wrote."""
-    run_directory = loop.session.directory
+    run_directory = loop.context.directory
     engine = loop.engine
     for _ in range(3):
         figures.add("step", timed(lambda: loop.run(1)))
@@ -127,13 +127,13 @@ def measure(size: str, zero_stage: int, rounds: int, directory: Path) -> dict[st
     most_steps = 1000 * (rounds + 1)
     point = Point(size, zero_stage, 1, 1, "fp32", 0, most_steps, 1, ("bigtrain",))
     run = resolve_point(point, directory)
-    with open_session(run, inspect_inputs(run), World(0, 1, 0)) as session:
+    with open_session(run, World(0, 1, 0)) as (context, log):
         batches = open_training_data(run.config, run.plan, 0)
-        loop = Bigtrain(session, batches)
+        loop = Bigtrain(context, log, inspect_inputs(run), batches)
         section = run.config.checkpoint.model_copy(update={"asynchronous": False})
         config = run.config.model_copy(update={"checkpoint": section})
-        synchronous = replace(session, run=replace(run, config=config))
-        savers = {"async": loop.saver, "sync": Saver(synchronous, loop.engine, "")}
+        synchronous = replace(context, run=replace(run, config=config))
+        savers = {"async": loop.saver, "sync": Saver(synchronous, log, loop.engine, loop.inputs)}
         first, figures = Figures(), Figures()
         num_bytes = a_round(loop, savers, directory, first)
         for _ in range(rounds):

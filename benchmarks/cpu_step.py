@@ -52,17 +52,17 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
     torch.set_num_threads(point.threads)
     run = resolve_point(point, directory)
     inputs = inspect_inputs(run)
-    with open_session(run, inputs, World(0, 1, 0)) as session:
-        pin = session.device.type == "cuda"
+    with open_session(run, World(0, 1, 0)) as (context, log):
+        pin = context.device.type == "cuda"
         batches = open_training_data(run.config, run.plan, 0, device_pin=pin)
         count = point.total_steps + 1
         steps = [batches.step(i * run.plan.global_batch_size) for i in range(count)]
         assert not any((b.labels == IGNORED_LABEL).any() for step in steps for b in step)
-        watch = Stopwatch(session.device, point.threads)
-        bare = BareLoop(run, inputs.hf_config, steps, session.device)
+        watch = Stopwatch(context.device, point.threads)
+        bare = BareLoop(run, inputs.hf_config, steps, context.device)
         loops: dict[str, Callable[[int], None]] = {"bare": bare.run}
         if "bigtrain" in point.contenders:
-            loops["bigtrain"] = Bigtrain(session, batches).run
+            loops["bigtrain"] = Bigtrain(context, log, inputs, batches).run
 
         def others() -> None:
             # Every other round backwards, so that nobody always follows the same one.

@@ -46,9 +46,10 @@ from benchmarks.support.litgpt_loop import LitgptLoop
 from benchmarks.support.points import Point, resolve_point
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.run.diagnostics.profiling import top_ops
+from bigtrain.run.prediction import predict, utilization_of
 from bigtrain.run.preflight import Inputs, inspect_inputs
+from bigtrain.run.reporting.phase_memory import PhaseMemory
 from bigtrain.run.session import open_session
-from bigtrain.run.training import predict
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.system.units import GIB
 from bigtrain.system.world import World
@@ -65,32 +66,34 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
     (contender,) = point.contenders
     run = resolve_point(point, directory)
     inputs = inspect_inputs(run)
-    with weights_of(point), open_session(run, inputs, World(0, 1, 0)) as session:
-        pin = session.device.type == "cuda"
+    with weights_of(point), open_session(run, World(0, 1, 0)) as (context, log):
+        pin = context.device.type == "cuda"
         batches = open_training_data(run.config, run.plan, 0, device_pin=pin)
-        watch = Stopwatch(session.device, torch.get_num_threads())
+        watch = Stopwatch(context.device, torch.get_num_threads())
         steps = (
             [batches.step(n * run.plan.global_batch_size) for n in range(point.total_steps + 1)]
             if contender != "bigtrain"
             else []
         )
         top: list[str] = []
+        memory = PhaseMemory(context.device.type)
         if contender == "hf":
             run_hf_trainer(point, run, inputs.hf_config, steps, directory, lambda: None, watch)
         else:
             loop: Callable[[int], None]
             if contender == "bare":
-                loop = BareLoop(run, inputs.hf_config, steps, session.device).run
+                loop = BareLoop(run, inputs.hf_config, steps, context.device).run
             elif contender == "litgpt":
                 loop = LitgptLoop(run, inputs.hf_config, steps).run
             else:
-                loop = Bigtrain(session, batches).run
+                contestant = Bigtrain(context, log, inputs, batches)
+                memory, loop = contestant.memory, contestant.run
             for _ in range(point.rounds + 1):
                 watch.start()
                 loop(point.steps_per_round)
                 watch.stop(contender)
             if point.profile:
-                top = _profile(loop, point.steps_per_round, session.device, directory)
+                top = _profile(loop, point.steps_per_round, context.device, directory)
         batches.close()
         counted = watch.seconds[contender][1 : point.rounds + 1]
         seconds = statistics.median(counted) / point.steps_per_round
@@ -98,11 +101,11 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
         result = {
             "step_seconds": seconds,
             "tokens_per_second": tokens_per_second,
-            "model_flops_utilization": session.utilization(tokens_per_second),
-            "peak_gib": session.memory.peak_gib(),
+            "model_flops_utilization": utilization_of(context, inputs.hf_config)(tokens_per_second),
+            "peak_gib": memory.peak_gib(),
         }
         if contender == "bigtrain":
-            result |= _predicted(run, inputs, session.device)
+            result |= _predicted(run, inputs, context.device)
         return result | ({"top_ops": top} if top else {})
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,16 @@ from bigtrain.models import build
 from bigtrain.models.build import WHOLE, Partitioning, build_model
 from bigtrain.models.layers.compilation import compile_layers
 from bigtrain.models.layers.parameter_roles import split_by_decay
+from bigtrain.run.checkpointing.resume import roll_back
 from bigtrain.run.checkpointing.saver import Saver
-from bigtrain.run.evaluation.evaluator import Evaluator
+from bigtrain.run.context import RunContext
+from bigtrain.run.evaluation import Evaluator
 from bigtrain.run.loop import train
 from bigtrain.run.outer_steps import OuterSteps
-from bigtrain.run.session import Session
+from bigtrain.run.preflight import Inputs
+from bigtrain.run.reporting.phase_memory import PhaseMemory
+from bigtrain.run.run_log import RunLog
+from bigtrain.run.session import begin_writing
 from bigtrain.run.state import TrainState
 from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config
 from bigtrain.settings.resolve import ResolvedRun
@@ -139,40 +145,46 @@ class _RoundBatches:
 class Bigtrain:
     """The calls of `bigtrain.train.train_run`, a few steps at a time."""
 
-    def __init__(self, session: Session, batches: TrainingBatches) -> None:
-        run = session.run
-        self.session = session
+    def __init__(
+        self, context: RunContext, log: RunLog, inputs: Inputs, batches: TrainingBatches
+    ) -> None:
+        run = context.run
+        self.context, self.log, self.inputs = context, log, inputs
+        self.memory = PhaseMemory(context.device.type)
         self.batches = _RoundBatches(batches)
         self.engine = build_engine(
             run.config,
             run.engine,
             run.plan,
-            session.inputs.hf_config,
-            session.device,
-            open_mesh(run.topology, session.world.rank),
+            inputs.hf_config,
+            context.device,
+            open_mesh(run.topology, context.world.rank),
         )
-        self.evaluator = Evaluator(session, self.engine, [])
+        self.evaluator = Evaluator(context, log, self.engine, inputs, [])
         self.state = TrainState()
-        session.begin_writing(self.state)
-        self.saver = Saver(session, self.engine, session.inputs.data_hash)
-        self.outer = OuterSteps(session, self.engine, None)
+        begin_writing(context, log, inputs, self.state)
+        self.saver = Saver(context, log, self.engine, inputs)
+        self.outer = OuterSteps(context, log, inputs.data_hash, self.engine)
 
     def run(self, num_steps: int) -> None:
         """Train `num_steps` optimizer steps."""
         self.batches.steps_left = num_steps
         try:
             train(
-                self.session,
+                self.context,
+                self.log,
                 self.engine,
-                self.batches,
-                self.evaluator,
                 self.state,
-                self.saver,
-                self.outer,
+                batches=self.batches,
+                evaluator=self.evaluator,
+                saver=self.saver,
+                outer=self.outer,
+                roll_back=partial(roll_back, self.context, self.log, self.engine),
+                memory=self.memory,
             )
         except _RoundOver:
             for _ in range(num_steps):
-                self.state = self.state.after_step(self.session.run.plan)
+                self.state = self.state.after_step(self.context.plan)
 
 
 @dataclass

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.support.simulated import RANKS_OF_HOST, Cost, Meter
 from bigtrain.run.diagnostics.stragglers import find_stragglers
-from bigtrain.run.health.status_store import Place, Position, StatusStore, diagnose
+from bigtrain.run.health.status_store import Position, StatusStore, StoreLocation, diagnose
 from bigtrain.run.reporting.metrics_lines import cut_lines
 from bigtrain.settings.topology import Topology
 from bigtrain.system.files import sync_to_disk
@@ -59,7 +59,7 @@ def measure_watchdog(num_ranks: int, size: int, directory: Path) -> Cost:
     """Measure the watchdog. quiet: seconds of the clock with no other client at the store; wall:
     with two others."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = Place("127.0.0.1", server.port, "token")
+    place = StoreLocation("127.0.0.1", server.port, "token")
     place.create_entries(num_ranks)
     board = StatusStore(place, World(0, num_ranks, 0))
     told = dist.PrefixStore(f"watchdog/{place.token}", server)

@@ -1,8 +1,7 @@
 """DeepSpeed engine of a Hugging Face model, and the optimizer step as bigtrain defines it.
 
-The loss of a step is the mean over all target tokens of the *global* batch: every micro-batch
-contributes its summed cross-entropy divided by that one number. So gradients do not depend on how
-the batch is split into micro-batches and over ranks, even if labels are masked unevenly.
+The loss of a step is the mean over all target tokens of the *global* batch: gradients do not depend
+on how the batch is split into micro-batches and over ranks, even if labels are masked unevenly.
 """
 
 from __future__ import annotations
@@ -56,11 +55,9 @@ def build_engine(
 ) -> TrainEngine:
     """Build the run's model and hand it to DeepSpeed. Collective over all ranks.
 
-    ZeRO-3 models are partitioned while they are built: no rank ever holds the full model.
-    `model_plan`: the result of `inspect_inputs`; made here if not given. Pretrained weights
-    (``model.path``) are for the caller to read (`engine.checkpoint.read_weights`) or to restore
-    from a checkpoint; until then parameters are uninitialized. Raises ModelError for a model whose
-    tensor-parallel plan cannot be carried out.
+    ZeRO-3 models are partitioned while they are built. `model_plan`: the result of
+    `inspect_inputs`; made here if not given. Pretrained weights are uninitialized until the caller
+    reads or restores them. Raises ModelError for a tensor-parallel plan that cannot be carried out.
     """
     model_plan = model_plan or require_model_plan(config, hf_config, plan)
     if model_plan.stages is not None:

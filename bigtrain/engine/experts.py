@@ -1,9 +1,6 @@
-"""Expert load of a step, router losses of a micro-batch, and selection biases.
-
-The router losses are auxiliary loss and z-loss. Selection biases balance the load without a loss:
-a bias of each expert affects the choice of tokens, not their weights (Wang et al. 2024,
-arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
-"""
+"""Expert load of a step, router losses of a micro-batch (auxiliary loss and z-loss), and selection
+biases: they affect the choice of experts, not their weights (Wang et al. 2024, arXiv 2408.15664,
+algorithm 1; DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
 
 from __future__ import annotations
 
@@ -33,13 +30,10 @@ from bigtrain.settings.sections.model import MoeSection
 
 @dataclass(frozen=True)
 class ExpertLoadStats:
-    """Load of the experts in one step, the same on every rank.
-
-    imbalance: by name of a module of experts, tokens of its busiest expert over the mean of its
-    experts, in the global batch: 1 if all have equally many. sent_bytes: what a rank sends to
-    others in exchanges of tokens and of their gradients; seconds: the time of these, waiting
-    included; both are means over all ranks, None without expert parallelism.
-    """
+    """Load of the experts in one step, the same on every rank. imbalance: by module of experts,
+    tokens of its busiest expert over the mean, in the global batch. sent_bytes: of a rank to others
+    in exchanges of tokens and their gradients; seconds: of these, waiting included; both are means
+    over all ranks, None without expert parallelism."""
 
     imbalance: dict[str, float]
     sent_bytes: float | None = None
@@ -48,9 +42,7 @@ class ExpertLoadStats:
 
 class ExpertLoad:
     """Counts for an engine's `model`. The constructor is collective over `mesh.pipeline`.
-
-    is_compiled: then nothing is counted (`ExpertCounts`).
-    """
+    is_compiled: then nothing is counted (`ExpertCounts`)."""
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, device: torch.device, *, is_compiled: bool
@@ -74,8 +66,7 @@ class ExpertLoad:
     def of_replicas(self, name: str) -> torch.Tensor:
         """Return the tokens of the global batch so far that chose each expert of this stage's
         module `name`, int64 [experts]. Collective over the mesh's replicas; does not wait for the
-        device.
-        """
+        device."""
         total = self.counts.of(name, self._device).clone()
         dist.all_reduce(total, group=self._mesh.replicas)
         return total
@@ -106,13 +97,12 @@ class ExpertLoad:
 
 
 class RouterLosses:
-    """The auxiliary loss of a run's routers, weighted, for a micro-batch at a time.
+    """Weighted auxiliary loss of a run's routers, for a micro-batch at a time.
 
-    ``auxiliary_loss: global_batch`` is transformers' formula with the fractions of tokens that
-    choose each expert taken over the global batch (Qiu et al. 2025, arXiv 2501.11873, equation 4):
-    all ranks' micro-batches of this number, and those of the step before it. Its mean over ranks
-    is the formula of their micro-batches as one. Asks `model` for router logits where
-    `section` needs them.
+    ``auxiliary_loss: global_batch`` is transformers' formula with the fractions of tokens per
+    expert taken over the global batch (Qiu et al. 2025, arXiv 2501.11873, equation 4): all ranks'
+    micro-batches of this number and those before it. Asks `model` for router logits if `section`
+    needs them.
     """
 
     def __init__(self, model: nn.Module, section: MoeSection, replicas: dist.ProcessGroup) -> None:
@@ -132,10 +122,7 @@ class RouterLosses:
 
     def of(self, outputs: Any) -> torch.Tensor | None:
         """Return the router loss from a model's outputs for a micro-batch; None if nothing is
-        added.
-
-        Collective over the replicas with ``auxiliary_loss: global_batch``.
-        """
+        added. Collective over the replicas with ``auxiliary_loss: global_batch``."""
         total = None
         section = self._section
         if section.auxiliary_loss == "global_batch":
@@ -156,12 +143,9 @@ class RouterLosses:
 
 
 class BiasUpdate:
-    """The update of the biases by which tokens of `model` choose experts.
-
-    Biases are float32 also where parameters are of 16 bit: small updates would be lost there. Those
-    that are buffers are made so here; those that are parameters are values of `exact`. rate: of an
-    update; 0 makes none.
-    """
+    """Update of the biases by which tokens of `model` choose experts, in float32 also where
+    parameters are of 16 bit: buffers become so here, parameters are values of `exact`. rate: of an
+    update; 0 makes none."""
 
     def __init__(
         self, model: nn.Module, load: ExpertLoad, rate: float, exact: ExactParameters

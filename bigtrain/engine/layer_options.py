@@ -16,13 +16,9 @@ from bigtrain.settings.run_config import RunConfig
 def apply_layer_options(
     model: Any, config: RunConfig, engine_config: EngineConfig, device: torch.device
 ) -> bool:
-    """Apply the run's kernels, activation offload and compilation to `model`; returns whether its
-    layers are compiled.
-
-    `model`, a transformers model, must be complete: split into its stage, filled, its loss
-    installed. Raises ModelError if decoder layers of transformers' kind are needed and there are
-    none.
-    """
+    """Apply the run's kernels, activation offload and compilation to a complete `model` (split into
+    its stage, filled, loss installed); return whether its layers are compiled. Raises ModelError if
+    decoder layers of transformers' kind are needed and there are none."""
     section = config.model
     if section.kernels == "liger":
         apply_kernels(model)

@@ -86,11 +86,8 @@ def is_cut(mesh: Mesh) -> bool:
 
 def cutting(mesh: Mesh, zero3: dict[str, Any] | None) -> Partitioning:
     """Build a model whose parameters are sharded over `mesh.tensor`, or its experts over
-    `mesh.expert`.
-
-    The constructor's full parameters take no memory until they are filled, one layer at a time;
-    then this rank keeps its shard, and under ZeRO-3 (`zero3`: the DeepSpeed dict) its part of that.
-    """
+    `mesh.expert`. Full parameters take no memory until they are filled, one layer at a time; then
+    this rank keeps its shard, and under ZeRO-3 (`zero3`: the DeepSpeed dict) its part of that."""
     partition = _partitioner(mesh, zero3) if zero3 is not None else None
 
     @contextmanager
@@ -122,11 +119,9 @@ def _divide_experts(model: Any, mesh: Mesh, plan: Plan | None) -> None:
 
 
 def register_external_parameters(model: nn.Module) -> None:
-    """Make ZeRO 3 gather parameters of other modules that peft's layers read.
-
-    DeepSpeed gathers parameters only for the module that owns them, and for modules for which they
-    are registered as external.
-    """
+    """Make ZeRO 3 gather parameters of other modules that peft's layers read. DeepSpeed gathers
+    parameters only for the module that owns them, and for modules for which they are registered as
+    external."""
     for layer, parameters in borrowed_parameters(model):
         for parameter in parameters:
             deepspeed.zero.register_external_parameter(layer, parameter)

@@ -1,8 +1,5 @@
-"""Optimizer step of one rank on a DeepSpeed engine, without pipeline stages.
-
-It includes the mean loss over several steps, without waiting for the device at each, and the copy
-of micro-batches to the device while the previous one is computed.
-"""
+"""Optimizer step of one rank on a DeepSpeed engine, without pipeline stages; the mean loss over
+several steps; the copy of micro-batches to the device while the previous one is computed."""
 
 from __future__ import annotations
 
@@ -53,11 +50,8 @@ OPTIMIZER_UPDATE = "optimizer update"
 @dataclass(frozen=True)
 class StepResult:
     """Result of one optimizer step; tensors stay on the device so that nothing waits for it.
-
-    loss_sum: this rank's share of the summed cross-entropy, in nats.
-    num_targets: target tokens of the global batch.
-    figures: the stats passed to the skip policy; None without one.
-    """
+    loss_sum: this rank's share of the summed cross-entropy, in nats. num_targets: target tokens of
+    the global batch. figures: the stats passed to the skip policy; None without one."""
 
     loss_sum: torch.Tensor
     num_targets: torch.Tensor
@@ -67,12 +61,11 @@ class StepResult:
 class TrainEngine:
     """Trains one model by optimizer steps. Every method is collective over all ranks.
 
-    isolation: how the model keeps documents apart. on_phase: called with a name for what the engine
-    does next; for watchdog and clocks. added_states: checkpoint contents other than masters and
-    optimizer states, by parameter and kind: 1-D, for the elements of this rank's part of its
-    master. is_compiled: whether its layers are. host_time: time in DeepSpeed's hooks during the
-    passes. expert_load: of the steps for which `train_step` is called with `observe`. exact: the
-    values of parameters that are kept in another dtype than DeepSpeed has them in.
+    isolation: of documents. on_phase: called with a name for what the engine does next.
+    added_states: checkpoint contents other than masters and optimizer states, by parameter and
+    kind: 1-D, for this rank's part of its master. is_compiled: whether the layers are. host_time:
+    in DeepSpeed's hooks. expert_load: of observed steps. exact: parameters in another dtype than
+    DeepSpeed's.
     """
 
     def __init__(
@@ -135,12 +128,10 @@ class TrainEngine:
         *,
         observe: bool = False,
     ) -> StepResult:
-        """Forward and backward of this rank's micro-batches, then one optimizer update.
-
-        Parameters: `micro_batches`, `plan.accumulation` of them; `lr`, used by this update;
-        `skip_policy`, which decides whether it is made (with one, the host waits for the device);
-        `observe`, whether `expert_load` will be read.
-        """
+        """Do forward and backward of this rank's micro-batches, then one optimizer update.
+        `micro_batches`: `plan.accumulation` of them; `lr`: of this update; `skip_policy`: decides
+        whether it is made (the host then waits for the device); `observe`: whether `expert_load`
+        will be read."""
         assert len(micro_batches) == self.plan.accumulation
         set_learning_rate(self.engine.optimizer, lr)
         self.on_phase(COUNTING_TARGETS)
@@ -273,10 +264,7 @@ class TrainEngine:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """Return the mean loss in nats per token, and the number of tokens, over all ranks'
-        `batches`.
-
-        Every rank must bring the same number of batches.
-        """
+        `batches`. Every rank must bring the same number of batches."""
         totals = torch.zeros(2, device=self.device, dtype=torch.float64)
         self.engine.eval()
         for batch, moved in self._feed(batches):
@@ -288,10 +276,8 @@ class TrainEngine:
         return float(totals[0]) / max(1, num_tokens), num_tokens
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits of `input_ids` [samples, tokens] in evaluation mode: float32, on the CPU.
-
-        Every rank computes the same; all must call it with the same input.
-        """
+        """Logits of `input_ids` [samples, tokens] in evaluation mode: float32, on the CPU. Every
+        rank computes the same; all must call it with the same input."""
         return self.read_logits(input_ids, torch.Tensor.float)
 
     @torch.no_grad()
@@ -299,10 +285,8 @@ class TrainEngine:
         self, input_ids: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Return the result of `read` on the logits [samples, tokens, vocabulary] of `input_ids` in
-        evaluation mode, on the CPU.
-
-        Ranks with the same data rank bring the same input; others may bring another of that shape.
-        """
+        evaluation mode, on the CPU. Ranks with the same data rank bring the same input; others may
+        bring another of that shape."""
         self.engine.eval()
         alone = self.sequence.whole_samples() if self.sequence else nullcontext()
         with alone, uncompiled() if self.is_compiled else nullcontext():
@@ -326,9 +310,7 @@ class TrainEngine:
         self, batch: MicroBatch, moved: MicroBatch, factor: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Any]:
         """Return the summed loss of this rank's tokens, and all else that the model returned.
-
-        `moved` is `batch` on the device; `factor` what the loss is going to be multiplied by.
-        """
+        `moved` is `batch` on the device; `factor` what the loss is going to be multiplied by."""
         if self._computes_loss:
             # Labels on the host, so that tokens without one are known without waiting.
             targets = self._labels(batch)
@@ -380,11 +362,9 @@ def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
 
 
 class LossWindow:
-    """Mean loss in nats per target token over the steps since it was last read or emptied.
-
-    Sums stay on the device; a step costs two additions. Steps with a skipped update count only if
-    all steps were skipped.
-    """
+    """Mean loss in nats per target token over the steps since it was last read or emptied. Sums
+    stay on the device; a step costs two additions. Steps with a skipped update count only if all
+    steps were skipped."""
 
     def __init__(self, engine: TrainEngine) -> None:
         self._engine = engine
@@ -420,11 +400,9 @@ class _Copied:
 
 
 class DeviceFeed:
-    """Copies micro-batches to `device`; on CUDA on a stream of its own, one ahead.
-
-    The host's tensors must be pinned for the copies to overlap (`open_training_data` pins them on
-    CUDA); nothing waits for them but the computing stream, when it needs them.
-    """
+    """Copies micro-batches to `device`; on CUDA on a stream of its own, one ahead. The host's
+    tensors must be pinned for the copies to overlap (`open_training_data` pins them on CUDA);
+    nothing waits for them but the computing stream, when it needs them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,6 +1,3 @@
-"""Training run: session, loop, start and end.
-
-Imports `engine`, `models`, `data`, `planner`, `settings` and `system`; only `train.py` and the
-commands import it. Read `training` first (one launch from start to end), then `loop`; `session` has
-the open resources of a launch, `preflight` the checks before it.
-"""
+"""Training run: context, log, loop, start and end. Read `training` first (one launch from start to
+end), then `loop`; `session` opens the resources of a launch, `preflight` has the checks before
+it."""

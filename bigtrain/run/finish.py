@@ -7,16 +7,17 @@ from pathlib import Path
 from signal import Signals
 
 from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.planner.run_prediction import RunPrediction
 from bigtrain.run.checkpointing.export import export_run
 from bigtrain.run.checkpointing.retention import superfluous
-from bigtrain.run.evaluation.evaluator import has_stopped, is_over
+from bigtrain.run.context import RunContext
 from bigtrain.run.health.stopping import leave_marker
 from bigtrain.run.reporting.closing import TrainingResult
 from bigtrain.run.reporting.metrics_lines import last_lines
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
-from bigtrain.run.reporting.run_copies import STOPPED_WAIT_SECONDS
-from bigtrain.run.session import Session
-from bigtrain.run.state import TrainState
+from bigtrain.run.reporting.run_copies import STOPPED_WAIT_SECONDS, RunCopies
+from bigtrain.run.run_log import RunLog
+from bigtrain.run.state import TrainState, has_stopped, is_over
 from bigtrain.system.files import writing
 
 EXPORT = "hf"
@@ -25,18 +26,17 @@ EXPORTED = "exported.json"
 
 
 def closing_result(
-    session: Session, step: int | None, received: Signals | None = None
+    context: RunContext, step: int | None, received: Signals | None = None
 ) -> TrainingResult:
-    """Return the result of a launch that ends after `step`, by signal `received` or at the end of
-    the run; `step` is None if the run was complete. Collective: the main rank reads the run's
-    metrics."""
+    """Return the result of a launch that ends after `step` (None: the run was complete), by signal
+    `received` or at the end of the run. Collective: the main rank reads the metrics."""
 
     def read() -> TrainingResult:
-        export = session.directory / EXPORT
-        logged, evaluation = last_lines(session.directory / "metrics.jsonl")
-        steps = session.run.config.train.steps
+        export = context.directory / EXPORT
+        logged, evaluation = last_lines(context.directory / "metrics.jsonl")
+        steps = context.config.train.steps
         return TrainingResult(
-            session.directory,
+            context.directory,
             logged.get("step", steps) if step is None else step,
             steps,
             None if received is None else received.name,
@@ -45,46 +45,50 @@ def closing_result(
             evaluation,
         )
 
-    return session.long_work.on_main_rank(read)
+    return context.long_work.on_main_rank(read)
 
 
-def stop_early(session: Session, engine: TrainEngine, state: TrainState, received: Signals) -> None:
+def stop_early(
+    context: RunContext,
+    log: RunLog,
+    engine: TrainEngine,
+    state: TrainState,
+    received: Signals,
+    copies: RunCopies | None,
+) -> None:
     """End a run that a signal stopped, after `state` was saved. Collective."""
     engine.close()
-    for note in session.copies.wait(STOPPED_WAIT_SECONDS) if session.copies else ():
-        session.log(note)
-    if session.world.is_main:
-        session.check_run_token()
-        with writing(session.directory, OUTPUT_REMEDY):
-            leave_marker(session.directory, received, state)
-    session.log(
-        f"stopped by {received.name} after step {state.step} of {session.run.config.train.steps}; "
+    for note in copies.wait(STOPPED_WAIT_SECONDS) if copies else ():
+        log.info(note)
+    if context.world.is_main:
+        context.claim.check()
+        with writing(context.directory, OUTPUT_REMEDY):
+            leave_marker(context.directory, received, state)
+    log.info(
+        f"stopped by {received.name} after step {state.step} of {context.config.train.steps}; "
         "the same command resumes from there"
     )
 
 
-def is_complete(session: Session, state: TrainState) -> bool:
-    """Return whether the run is at its last step (or stopped early), everything is written (export
-    included), and checkpoints that it does not keep are removed. Collective.
-
-    Logs it if so.
-    """
-    config = session.run.config
+def is_complete(context: RunContext, log: RunLog, state: TrainState) -> bool:
+    """Return, and log, whether the run is over, everything is written (export included), and
+    superfluous checkpoints are removed. Collective."""
+    config = context.config
     if not is_over(config, state):
         return False
 
     def all_is_written() -> bool:
-        directory = session.directory
+        directory = context.directory
         if superfluous(directory, state.step, config.checkpoint, config.evaluation.best):
             return False
         return not config.output.export or (
             (directory / EXPORT).is_dir() and _exported_step(directory) == state.step
         )
 
-    complete = session.long_work.on_main_rank(all_is_written)
+    complete = context.long_work.on_main_rank(all_is_written)
     if complete:
         early = " and has stopped early" if has_stopped(config, state) else ""
-        session.log(
+        log.info(
             f"complete: the run is at step {state.step} of {config.train.steps}{early}; nothing to "
             "do"
         )
@@ -99,52 +103,59 @@ def _exported_step(directory: Path) -> object:
     return record.get("step") if isinstance(record, dict) else None
 
 
-def finish(session: Session, engine: TrainEngine, state: TrainState) -> None:
-    """Export the last checkpoint to ``RUN/hf`` if asked, and log the summary. Collective.
-
-    Raises ModelError on every rank if the exported model's logits differ from the trained one's,
-    StaleLaunchError if a later launch of the run owns its directory.
-    """
+def finish(
+    context: RunContext,
+    log: RunLog,
+    engine: TrainEngine,
+    state: TrainState,
+    prediction: RunPrediction | None,
+    copies: RunCopies | None,
+) -> None:
+    """Export the last checkpoint to ``RUN/hf`` if asked, and log the summary. Collective. Raises on
+    every rank ModelError if the exported model's logits differ, StaleLaunchError."""
 
     def export() -> list[str]:
-        session.check_run_token()
-        if session.metrics is not None and session.metrics.failure is not None:
-            raise session.metrics.failure
-        summary = session.metrics.summary() if session.metrics is not None else []
-        if session.metrics is not None and session.prediction is not None:
-            summary += session.prediction.beside(*session.metrics.achieved())
-        if session.run.config.output.export:
-            output = session.directory / EXPORT
-            record = session.directory / EXPORTED
+        context.claim.check()
+        assert log.metrics is not None  # on the main rank
+        if log.metrics.failure is not None:
+            raise log.metrics.failure
+        summary = log.metrics.summary()
+        if prediction is not None:
+            summary += prediction.beside(*log.metrics.achieved())
+        if context.config.output.export:
+            output = context.directory / EXPORT
+            record = context.directory / EXPORTED
             record.unlink(missing_ok=True)
             export_run(
-                session.directory, output, step=state.step, replace=True, warn=summary.append
+                context.directory, output, step=state.step, replace=True, warn=summary.append
             )
             record.write_text(json.dumps({"step": state.step}) + "\n")
             summary.append(f"exported to {output}, reloaded and compared: same logits")
-            if session.copies is not None:
-                summary += session.copies.wait(session.run.config.output.copy_wait_seconds)
-                session.copies.add(output)
-        if session.copies is not None:
-            summary += session.copies.wait(session.run.config.output.copy_wait_seconds)
+            if copies is not None:
+                summary += copies.wait(context.config.output.copy_wait_seconds)
+                copies.add(output)
+        if copies is not None:
+            summary += copies.wait(context.config.output.copy_wait_seconds)
         return summary
 
     # Everything is saved, and the export is atomic: a signal may end this at once.
-    session.signals.exit_after(lambda received: _leave_unexported(session, state, received))
+    context.signals.exit_after(lambda received: _leave_unexported(context, log, state, received))
     engine.close()
     try:
-        summary = session.long_work.on_main_rank(export)
+        summary = context.long_work.on_main_rank(export)
     finally:
-        session.signals.listen()
-    if session.metrics is not None:
-        session.metrics.close(summary)
-        if session.metrics.failure is not None:
-            raise session.metrics.failure
+        context.signals.listen()
+    if log.metrics is not None:
+        log.metrics.close(summary)
+        if log.metrics.failure is not None:
+            raise log.metrics.failure
 
 
-def _leave_unexported(session: Session, state: TrainState, received: Signals) -> None:
-    if not session.is_stale():
-        leave_marker(session.directory, received, state)
-        session.log(
+def _leave_unexported(
+    context: RunContext, log: RunLog, state: TrainState, received: Signals
+) -> None:
+    if not context.claim.is_stale():
+        leave_marker(context.directory, received, state)
+        log.info(
             f"stopped by {received.name} after the last step, saved; the same command exports it"
         )

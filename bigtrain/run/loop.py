@@ -1,29 +1,29 @@
-"""Training loop: batch, step, advance or roll back, outer step, log, evaluate, save, stop."""
+"""Training loop: batch, step, advance or roll back, outer step, log, evaluate, save, stop. Its
+arguments have the protocols below, so that it imports no data pipeline, checkpoints or sites."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from signal import Signals
 from typing import Protocol
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.engine.experts import ExpertLoadStats
-from bigtrain.engine.startup.process_group import cpu_group
+from bigtrain.engine.startup.cpu_collectives import cpu_group
 from bigtrain.engine.train_engine import LossWindow, TrainEngine
 from bigtrain.report.step_metrics import StepMetrics
-from bigtrain.run.checkpointing.resume import roll_back
-from bigtrain.run.checkpointing.saver import Saver
+from bigtrain.run.context import RunContext
 from bigtrain.run.diagnostics.out_of_memory import explained
 from bigtrain.run.diagnostics.profiling import Profiler
-from bigtrain.run.diagnostics.step_clock import StepClock
+from bigtrain.run.diagnostics.step_clock import StepClock, StepTimes
 from bigtrain.run.diagnostics.step_guard import Guard
 from bigtrain.run.diagnostics.stragglers import StragglerWatch
-from bigtrain.run.evaluation.evaluator import Evaluator, is_over
 from bigtrain.run.health.stopping import StopAgreement
-from bigtrain.run.outer_steps import OuterSteps
-from bigtrain.run.session import Session
-from bigtrain.run.state import TrainState
+from bigtrain.run.reporting.phase_memory import PhaseMemory
+from bigtrain.run.run_log import RunLog
+from bigtrain.run.state import TrainState, is_over
 from bigtrain.settings.lr_schedule import learning_rate_at
+from bigtrain.settings.run_config import RunConfig
 
 
 class Batches(Protocol):
@@ -32,27 +32,55 @@ class Batches(Protocol):
     def step(self, first_sample: int) -> list[MicroBatch]: ...
 
 
+class Evaluator(Protocol):
+    """See `bigtrain.run.evaluation.Evaluator`."""
+
+    def is_due(self, state: TrainState) -> bool: ...
+    def run(self, state: TrainState, *, last: bool) -> tuple[TrainState, dict[str, float]]: ...
+
+
+class Saver(Protocol):
+    """See `bigtrain.run.checkpointing.saver.Saver`."""
+
+    def save(self, state: TrainState, evaluation: Mapping[str, float]) -> None: ...
+    def wait(self) -> None: ...
+    def report(self) -> None: ...
+
+
+class OuterSteps(Protocol):
+    """See `bigtrain.run.outer_steps.OuterSteps`."""
+
+    def is_due(self, state: TrainState) -> bool: ...
+    def make(self, state: TrainState) -> TrainState: ...
+    def settle(self, state: TrainState) -> TrainState: ...
+
+
 def train(
-    session: Session,
+    context: RunContext,
+    log: RunLog,
     engine: TrainEngine,
+    state: TrainState,
+    *,
     batches: Batches,
     evaluator: Evaluator,
-    state: TrainState,
     saver: Saver,
     outer: OuterSteps,
+    roll_back: Callable[[TrainState], TrainState],
+    memory: PhaseMemory,
+    utilization: Callable[[float], float | None] = lambda _: None,
 ) -> tuple[TrainState, Signals | None]:
     """Train until ``train.steps``, early stopping or a signal; return the final state, which has
-    been saved, and the signal. Collective."""
-    config, plan = session.run.config, session.run.plan
-    clock = StepClock(session.device.type, engine.host_time, session.memory)
-    losses, profiler = LossWindow(engine), Profiler(session)
+    been saved, and the signal. Collective. roll_back: restores the engine from before the bad steps
+    that end at a state. utilization: model FLOPs utilization at tokens per second."""
+    config, plan, beat = context.config, context.plan, context.heartbeat
+    clock = StepClock(context.device.type, engine.host_time, memory)
+    losses, profiler = LossWindow(engine), Profiler(context, log)
     limit = config.watchdog.collective_timeout_seconds
-    group = cpu_group(limit) if session.world.size > 1 else None
-    stop = StopAgreement(session.signals, group, session.write_failure)
-    stragglers = StragglerWatch(session, engine, group, state)
-    guard = Guard(session)
+    group = cpu_group(limit) if context.world.size > 1 else None
+    stop = StopAgreement(context.signals, group, log.failure)
+    stragglers = StragglerWatch(context, log, engine, group, state)
+    guard = Guard(config.guard, log)
     received: Signals | None = None
-    beat = session.heartbeat
     beat.watch_layers(engine.module)
     engine.on_phase = clock.marking(beat.set_phase)
     with clock.running():
@@ -60,15 +88,15 @@ def train(
             lr = learning_rate_at(
                 state.step, config.optimizer.lr, config.schedule, config.train.steps
             )
-            session.seed_step(state.step)
+            context.seed_step(state.step)
             beat.begin_step(state.step + 1)
-            is_logged = _is_logged(session, state.step + 1)
+            is_logged = _is_logged(config, state.step + 1)
             clock.begin_step(is_logged=is_logged)
             with stragglers.meter.waiting(), clock.part("data"):
                 micro_batches = batches.step(state.samples)
             guard.begin(state)
             profiler.before(state.step + 1)
-            with explained(session, engine):
+            with explained(context, engine):
                 result = engine.train_step(micro_batches, lr, guard.skip_policy, observe=is_logged)
             clock.count_step()
             state = guard.end(state, state.after_step(plan))
@@ -76,7 +104,7 @@ def train(
             if guard.rolls_back(state):
                 beat.set_phase("rolling back", slow=True)
                 saver.wait()
-                state = roll_back(session, engine, state)
+                state = roll_back(state)
                 losses.empty()
                 continue
             if outer.is_due(state):
@@ -88,63 +116,61 @@ def train(
             # Before anything is written: it also detects a later launch that holds the directory.
             beat.set_phase("agreeing whether to stop")
             received = None if last else stop.agreed()
-            if session.metrics is not None:
-                session.metrics.advance(state.step)
-            if _is_logged(session, state.step):
+            if log.metrics is not None:
+                log.metrics.advance(state.step)
+            if _is_logged(config, state.step):
                 beat.set_phase("logging")
-                num_steps, step_seconds = _log(session, engine, losses, state, lr, clock)
-                stragglers.gather(state, num_steps, step_seconds)
-            figures: dict[str, float] = {}
+                times = _log_step(log, engine, losses, state, lr, clock, utilization)
+                stragglers.gather(state, times)
+            metrics: dict[str, float] = {}
             if last or evaluator.is_due(state):
                 beat.set_phase("evaluating")
                 with clock.paused("evaluation"):
-                    state, figures = evaluator.run(state, last=last)
+                    state, metrics = evaluator.run(state, last=last)
                 last = is_over(config, state)
-            if last or received or _due(state.step, config.checkpoint.every_steps):
+            if last or received or state.is_multiple_of(config.checkpoint.every_steps):
                 beat.set_phase("settling the exchange with the other sites", slow=True)
                 with clock.paused("outer_step"):
                     state = outer.settle(state)
                 with clock.paused("save"):
-                    _save(session, saver, state, figures)
+                    _save(context, saver, state, metrics)
             saver.report()
     beat.set_phase("finishing", slow=True)
     return state, received
 
 
-def _is_logged(session: Session, step: int) -> bool:
-    config = session.run.config
+def _is_logged(config: RunConfig, step: int) -> bool:
     return step == config.train.steps or step % config.logging.every_steps == 0
 
 
-def _due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
-
-
-def _save(session: Session, saver: Saver, state: TrainState, figures: Mapping[str, float]) -> None:
+def _save(
+    context: RunContext, saver: Saver, state: TrainState, metrics: Mapping[str, float]
+) -> None:
     # Only the writing is slow; a copy takes no longer than other collectives.
-    session.heartbeat.set_phase("waiting for the previous save", slow=True)
+    context.heartbeat.set_phase("waiting for the previous save", slow=True)
     saver.wait()
-    session.heartbeat.set_phase("saving", slow=not session.run.config.checkpoint.asynchronous)
-    saver.save(state, figures)
+    context.heartbeat.set_phase("saving", slow=not context.config.checkpoint.asynchronous)
+    saver.save(state, metrics)
 
 
-def _log(
-    session: Session,
+def _log_step(
+    log: RunLog,
     engine: TrainEngine,
     losses: LossWindow,
     state: TrainState,
     lr: float,
     clock: StepClock,
-) -> tuple[int, float]:
+    utilization: Callable[[float], float | None],
+) -> StepTimes:
     """Log a step; return the number of steps since the last logged one, and seconds of each."""
     # Apart from the guard, only this function waits for the device in the loop.
     loss, norm = losses.read(), engine.gradient_norm()
     load, sent_bytes = engine.expert_load.read(), engine.optimizer_sent_bytes()
     times = clock.read()
-    if session.metrics is None:
-        return times.num_steps, times.step_seconds
-    tokens_per_second = session.run.plan.site_tokens_per_step / times.step_seconds
-    session.metrics.log_step(
+    if log.metrics is None:
+        return times
+    tokens_per_second = engine.plan.site_tokens_per_step / times.step_seconds
+    log.metrics.log_step(
         StepMetrics(
             step=state.step,
             loss=loss,
@@ -154,15 +180,15 @@ def _log(
             samples=state.samples,
             tokens_per_second=tokens_per_second,
             step_seconds=times.step_seconds,
-            model_flops_utilization=session.utilization(tokens_per_second),
-            memory_gib=session.memory.peak_gib(),
+            model_flops_utilization=utilization(tokens_per_second),
+            memory_gib=clock.memory.peak_gib(),
             breakdown=times.breakdown,
-            peak_memory_gib_by_phase=session.memory.by_phase_gib(),
+            peak_memory_gib_by_phase=clock.memory.by_phase_gib(),
             **_experts(load),
             optimizer_exchange=None if sent_bytes is None else {"sent_bytes": sent_bytes},
         )
     )
-    return times.num_steps, times.step_seconds
+    return times
 
 
 def _experts(load: ExpertLoadStats | None) -> dict[str, dict[str, float]]:

@@ -9,8 +9,8 @@ from typing import Any
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.changed_settings import mathematics
-from bigtrain.run.preflight import Inputs
-from bigtrain.run.session import Session
+from bigtrain.run.context import RunContext
+from bigtrain.run.run_log import RunLog
 from bigtrain.run.state import TrainState
 from bigtrain.sites.membership import Membership
 from bigtrain.sites.metrics import OuterEvent, OuterStepMetrics
@@ -21,44 +21,47 @@ _OWN_SETTING = "sites.index"
 _SERVER_DIRECTORY = "outer_server"
 
 
-def _facts(session: Session, inputs: Inputs) -> dict[str, Any]:
+def _facts(context: RunContext, data_hash: str) -> dict[str, Any]:
     """Return what all sites must have alike: settings and data."""
-    settings = mathematics(session.run.config)
+    settings = mathematics(context.config)
     del settings[_OWN_SETTING]
-    return {**settings, "data": inputs.data_hash}
+    return {**settings, "data": data_hash}
 
 
-def refuse_other_run(session: Session, inputs: Inputs) -> None:
+def refuse_other_run(context: RunContext, data_hash: str) -> None:
     """Raise LaunchError on every rank if the outer server has a run with other settings or data.
     Before the model is built; once more when this site joins. Collective over this site."""
-    config = session.run.config
-    sites, allowed = config.sites, config.checkpoint.allow_changes
+    sites, allowed = context.config.sites, context.config.checkpoint.allow_changes
     if sites is None or sites.server is None or (sites.start_server and sites.index == 0):
         return  # nothing to ask, or nobody yet
 
     def compare() -> None:
-        run = checkpoints.make_run_id(session.directory)
-        Membership(sites, run).compare(_facts(session, inputs), allowed)
+        run = checkpoints.make_run_id(context.directory)
+        Membership(sites, run).compare(_facts(context, data_hash), allowed)
 
-    session.long_work.on_main_rank(compare)
+    context.long_work.on_main_rank(compare)
 
 
 class OuterSteps:
-    """The outer steps of a run; without sites there are none. Collective over this site."""
+    """Outer steps of a run; none without sites. All methods are collective over this site."""
 
-    def __init__(self, session: Session, inputs: Inputs, engine: TrainEngine) -> None:
-        """Construct before anything is restored: checkpoints contain the global weights, too."""
-        self._session = session
+    def __init__(
+        self, context: RunContext, log: RunLog, data_hash: str, engine: TrainEngine
+    ) -> None:
+        """Construct before anything is restored: checkpoints contain the global weights, too.
+        `data_hash`: all sites must have the same data and mathematical settings."""
+        self._context, self._log = context, log
         self._step: OuterStep | None = None
-        config = session.run.config
+        config = context.config
         if config.sites is not None:
-            run = checkpoints.make_run_id(session.directory) if session.world.is_main else ""
-            facts, allowed = _facts(session, inputs), config.checkpoint.allow_changes
-            beat = session.heartbeat
+            run = checkpoints.make_run_id(context.directory) if context.world.is_main else ""
+            facts = _facts(context, data_hash)
+            allowed = config.checkpoint.allow_changes
+            beat = context.heartbeat
             self._step = OuterStep(
                 engine,
                 config.sites,
-                session.world,
+                context.world,
                 facts,
                 allowed,
                 run,
@@ -67,19 +70,19 @@ class OuterSteps:
             )
 
     def begin(self, state: TrainState) -> TrainState:
-        """Begin at `state`, which the engine holds; returns where the run goes on, later where
-        other sites are further. Raises LaunchError on every rank if other sites of a new run
-        have other weights."""
+        """Begin at `state`, which the engine holds; return where the run continues, later if other
+        sites are ahead. Raises LaunchError on every rank if sites of a new run have other
+        weights."""
         if self._step is None:
             return state
-        self._session.heartbeat.set_phase("joining the other sites", slow=True)
+        self._context.heartbeat.set_phase("joining the other sites", slow=True)
         sites = self._step.sites
         if sites.start_server and sites.index == 0:
-            directory = self._session.directory / _SERVER_DIRECTORY
-            start = self._session.long_work.on_main_rank
-            self._session.log(start(lambda: start_own_server(sites, directory)))
+            directory = self._context.directory / _SERVER_DIRECTORY
+            start = self._context.long_work.on_main_rank
+            self._log.info(start(lambda: start_own_server(sites, directory)))
         if sites.count > 1:
-            self._session.log(f"site {sites.index} of {sites.count}, server {sites.server}")
+            self._log.info(f"site {sites.index} of {sites.count}, server {sites.server}")
         self._step.begin(
             state.outer_steps,
             state.step,
@@ -90,30 +93,30 @@ class OuterSteps:
         return self._moved(state)
 
     def is_due(self, state: TrainState) -> bool:
-        """Whether there is something to do for outer steps before the next step of the run."""
-        steps = self._session.run.config.train.steps
+        """Return whether outer steps are due before the next step of the run."""
+        steps = self._context.config.train.steps
         return self._step is not None and self._step.is_due(state.step, steps)
 
     def make(self, state: TrainState) -> TrainState:
-        """Make the outer steps that are due; returns the state after them. Raises LaunchError on
-        every rank if this site can make none."""
+        """Make the due outer steps; return the state after them. Raises LaunchError on every rank
+        if this site can make none."""
         assert self._step is not None
-        steps = self._session.run.config.train.steps
-        self._log(state, self._step.after_step(state.step, steps))
+        steps = self._context.config.train.steps
+        self._log_steps(state, self._step.after_step(state.step, steps))
         return self._moved(state)
 
     def settle(self, state: TrainState) -> TrainState:
-        """Wait for the exchange that is under way, before a save. As `make`."""
+        """Wait for the exchange in progress, before a save. As `make`."""
         if self._step is None:
             return state
-        self._log(state, self._step.settle())
+        self._log_steps(state, self._step.settle())
         return self._moved(state)
 
     def _moved(self, state: TrainState) -> TrainState:
-        """`state` after outer steps; shows what is noted of them."""
+        """Return `state` after outer steps; log their notes."""
         assert self._step is not None
         while self._step.notes:
-            self._session.log(self._step.notes.pop(0))
+            self._log.info(self._step.notes.pop(0))
         self._log_events(state, self._step.events)
         state = replace(
             state,
@@ -123,8 +126,8 @@ class OuterSteps:
         )
         if self._step.step is None or self._step.step <= state.step:
             return state
-        plan, missed = self._session.run.plan, self._step.step - state.step
-        steps = min(self._step.step, self._session.run.config.train.steps)
+        plan, missed = self._context.plan, self._step.step - state.step
+        steps = min(self._step.step, self._context.config.train.steps)
         return replace(
             state,
             step=steps,
@@ -132,8 +135,8 @@ class OuterSteps:
             tokens=state.tokens + missed * plan.tokens_per_step,
         )
 
-    def _log(self, state: TrainState, found: Sequence[OuterStepMetrics]) -> None:
-        metrics = self._session.metrics
+    def _log_steps(self, state: TrainState, found: Sequence[OuterStepMetrics]) -> None:
+        metrics = self._log.metrics
         if metrics is None:
             return
         for figures in found:
@@ -142,26 +145,21 @@ class OuterSteps:
             metrics.log_outer_step(state.step, outer_step=number, sites=sites, **values)
 
     def _log_events(self, state: TrainState, events: list[OuterEvent]) -> None:
-        """As events of the samples of the last step."""
-        batch, metrics = self._session.run.plan.global_batch_size, self._session.metrics
-        if metrics is None and self._session.world.is_main:
+        """Log them as events of the samples of the last step."""
+        batch, metrics = self._context.plan.global_batch_size, self._log.metrics
+        if metrics is None and self._context.world.is_main:
             return  # not open yet
         while events:
             event = asdict(events.pop(0))
             if metrics is not None:
-                metrics.log_event(
-                    event.pop("event"),
-                    step=state.step,
-                    first_sample=max(0, state.samples - batch),
-                    num_samples=min(state.samples, batch),
-                    **event,
+                self._log.event(
+                    event.pop("event"), state, first_sample=max(0, state.samples - batch), **event
                 )
 
     def close(self) -> None:
-        """Leave, after the last outer step or before an early end: others do not wait for this
-        site then."""
+        """Leave the other sites, which then do not wait for this one."""
         if self._step is not None:
-            self._session.heartbeat.set_phase("leaving the other sites", slow=True)
+            self._context.heartbeat.set_phase("leaving the other sites", slow=True)
             self._step.close()
             while self._step.notes:
-                self._session.log(self._step.notes.pop(0))
+                self._log.info(self._step.notes.pop(0))

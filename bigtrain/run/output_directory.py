@@ -1,8 +1,5 @@
-"""The check of ``output.directory``: a directory of the run's own, which files can be written to.
-
-A run writes names that other directories have too (``config.json``, ``tokenizer/``), and every
-later start reads what it finds there. Torch-free.
-"""
+"""Check of ``output.directory``: an own, writable directory, since a run writes names that other
+directories have too (``config.json``, ``tokenizer/``) and reads what it finds. Torch-free."""
 
 from __future__ import annotations
 
@@ -29,11 +26,9 @@ _SHOWN = 3
 
 
 def check_output(directory: Path, *, is_here: bool = True) -> Sequence[Problem]:
-    """Refuse a directory that belongs to something else than a run, and one that no file can be
-    written to. Leaves nothing behind.
-
-    is_here: whether the run starts on this host; elsewhere other directories may be writable.
-    """
+    """Refuse a directory of something else than a run, and one that cannot be written to; leave
+    nothing behind. is_here: whether the run starts on this host; elsewhere others may be
+    writable."""
     rule, remedy = _owner(directory), f"a directory of its own, such as {directory / 'run'}"
     if rule is None and is_here:
         rule, remedy = why_not_creatable(directory), "choose another one"

@@ -45,14 +45,11 @@ from bigtrain.settings.run_config import RunConfig
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a run, checked for existence and consistency.
-
-    hf_config: the model's Hugging Face configuration. growth: how its vocabulary has grown, if it
-    has. data_hash: `bigtrain.data.samples.phases`.
-    sources, datasets: those of the mixture, in its order. packing: how their documents were packed.
-    model_plan: how the model is split, isolates documents and computes its loss. held_out_sets:
-    those of ``evaluation.held_out``. notes: lines on what is legal and seldom meant.
-    """
+    """Inputs of a run, checked for existence and consistency. growth: of the vocabulary, if any.
+    data_hash: `bigtrain.data.samples.phases`. sources, datasets: of the mixture, in its order.
+    packing: of their documents. model_plan: how the model is split, isolates documents and computes
+    its loss. held_out_sets: of ``evaluation.held_out``. notes: on what is legal and rarely
+    meant."""
 
     hf_config: Any
     data_hash: str
@@ -67,11 +64,11 @@ class Inputs:
 
 def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
     """Read the model's configuration and the dataset's manifest, and compare them with the run.
+    Creates only caches of the dataset, on any rank.
 
     `check`: how much of the data is checked, as in `open_dataset`; "listed", for the other ranks of
-    a host, skips the checks that one rank of it has done. Creates only caches of the
-    dataset (packing plan, shard table); every rank may call it. Raises ModelError for a model that
-    cannot be found, and one ConfigError with all other problems.
+    a host, skips the checks that one rank of it has done. Raises ModelError for a model that cannot
+    be found, and one ConfigError with all other problems.
     """
     config = run.config
     hf_config = load_hf_config(config.model)
@@ -129,8 +126,8 @@ def _notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> tuple[str, ..
 
 
 def check_base_weights(config: RunConfig, inputs: Inputs) -> None:
-    """Read the headers of the weight files in a base's directory on this host, like the run
-    before its rendezvous, unless it resumes. Raises ModelError as `find_weights`."""
+    """Read the headers of a base's weight files on this host, like the run before its rendezvous,
+    unless it resumes. Raises ModelError as `find_weights`."""
     path = config.model.path
     if path is None or not Path(path).is_dir() or _resumes(config):
         return
@@ -145,9 +142,8 @@ def _resumes(config: RunConfig) -> bool:
 
 
 def _check_tokenizer(config: RunConfig, dataset: TokenDataset) -> Sequence[Problem]:
-    """Compare the data's tokenizer with the section ``tokenizer`` and with that of the base model.
-    A run that resumes keeps these settings and does not read the base: its data's tokenizer
-    is compared with its own."""
+    """Compare the data's tokenizer with the section ``tokenizer`` and with that of the base model,
+    or with the run's own if it resumes and does not read the base."""
     resumes = _resumes(config)
     place = dataset.tokenizer_path
     problems = check_model_tokens(config, place, str(dataset.path), resumes=resumes)
@@ -176,8 +172,8 @@ def _check_export(hf_config: Any, dataset: TokenDataset) -> Sequence[Problem]:
 
 
 def _check_base_files(config: RunConfig) -> Sequence[Problem]:
-    """Check the small files of a base on this host: their checksums, if recorded, and
-    whether an export can include them."""
+    """Check checksums of a base's small files on this host, and whether an export can include
+    them."""
     path = config.model.path
     if path is None or not Path(path).is_dir():
         return []

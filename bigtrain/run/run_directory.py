@@ -1,13 +1,7 @@
 """Records of a launch in the run directory: configuration, environment, tokenizer, hosts.
 
-`starts.jsonl`: time and step at which each launch of a run began training. Append-only.
-
-One JSON object per line::
-
-    {"generation", "time", "step", "samples", "world_size"}
-
-"generation": the launch's, as in ``generations/`` (None without a run token); "time": when training
-began, UTC; "step", "samples": position at which it began, 0 for a new run.
+`starts.jsonl` has a line for each launch: {"generation", "time", "step", "samples", "world_size"}:
+its generation in ``generations/``, the time at which training began (UTC), and from where.
 """
 
 from __future__ import annotations
@@ -53,8 +47,8 @@ def write_run_directory(
     device: torch.device,
     base_model: Sums | None,
 ) -> None:
-    """Record `run` in its directory. `hosts`: by rank. `base_model`: checksums of the weight files
-    that it starts from, if any."""
+    """Record `run` in its directory. `hosts`: by rank. `base_model`: checksums of its weight
+    files."""
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "config.json", run.config.model_dump(mode="json"))
     _write_json(directory / "deepspeed.json", run.engine.deepspeed)
@@ -69,14 +63,13 @@ def write_run_directory(
 
 
 def _with_template(tokenizers: Sequence[TokenizerRecord]) -> int:
-    """Return the index of the dataset whose tokenizer the run uses. All are equal except for the
-    chat template: that of conversations is used."""
+    """Return the index of the dataset whose tokenizer the run uses: one with a chat template."""
     return next((n for n, one in enumerate(tokenizers) if one.chat_template is not None), 0)
 
 
 def text_record(tokenizers: Sequence[TokenizerRecord]) -> TextRecord:
     """Return how texts of a mixture's datasets begin and end. The first plain-text dataset decides
-    how they begin: conversations begin according to their template."""
+    how they begin; conversations begin according to their template."""
     first = next((one for one in tokenizers if one.chat_template is None), tokenizers[0])
     ends = {number for one in tokenizers for number in one.answer_end_ids or ()}
     return TextRecord(first.beginning_ids or (), first.end_of_document_id, tuple(sorted(ends)))
@@ -129,8 +122,7 @@ FILE = "starts.jsonl"
 def note_start(
     directory: Path, *, generation: int | None, step: int, samples: int, world_size: int
 ) -> None:
-    """Append a line. For the main rank only; a kill leaves at worst a partial line, which the next
-    launch terminates. Raises OSError."""
+    """Append a line, on the main rank; a kill leaves at worst a partial one. Raises OSError."""
     line = {
         "generation": generation,
         "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),

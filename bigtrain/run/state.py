@@ -1,4 +1,4 @@
-"""State of a run outside the engine: steps, samples, data phases, guard."""
+"""State of a run outside the engine: steps, samples, data phases, guard, best evaluation. Pure."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Any
 
 from bigtrain.data.samples.phases import Phase
 from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.run_config import RunConfig
 
 
 @dataclass(frozen=True)
 class GuardState:
-    """State of `bigtrain.run.diagnostics.step_guard`.
-
-    num_skipped: skipped updates so far. streak: how many of the last steps in a row were skipped.
-    losses, norms: of the last applied updates, oldest first, with ``guard.spike_sigma``.
-    rolled_back_to: the step the run last rolled back to, num_rollbacks: how often in a row.
-    """
+    """State of `bigtrain.run.diagnostics.step_guard`. num_skipped: updates so far. streak: skipped
+    steps in a row. losses, norms: of the last applied updates, oldest first, with
+    ``guard.spike_sigma``. rolled_back_to: the step the run last rolled back to, num_rollbacks: how
+    often in a row."""
 
     num_skipped: int = 0
     streak: int = 0
@@ -28,8 +27,7 @@ class GuardState:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any] | None) -> GuardState:
-        """Build from the output of `dataclasses.asdict`; None: a checkpoint older than the
-        guard."""
+        """Build from `dataclasses.asdict`; None: a checkpoint older than the guard."""
         tree = tree or {}
         figures = {name: tuple(tree[name]) for name in ("losses", "norms") if name in tree}
         return cls(**{**tree, **figures})
@@ -37,12 +35,9 @@ class GuardState:
 
 @dataclass(frozen=True)
 class BestSoFar:
-    """Best evaluation so far, by ``evaluation.best``.
-
-    metric: its name. value: None before the first one. step: its step. reference: the value that an
-    evaluation must improve by more than ``early_stopping.min_delta`` (None: `value`). num_since:
-    evaluations since then without such an improvement.
-    """
+    """Best evaluation so far, by ``evaluation.best``. value: None before the first one. reference:
+    the value that an evaluation must improve by more than ``early_stopping.min_delta`` (None:
+    `value`). num_since: evaluations since then without such an improvement."""
 
     metric: str = ""
     value: float | None = None
@@ -52,22 +47,19 @@ class BestSoFar:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any] | None) -> BestSoFar:
-        """Build from the output of `dataclasses.asdict`; None: a checkpoint older than this
-        class."""
+        """Build from `dataclasses.asdict`; None: a checkpoint older than this class."""
         return cls(**(tree or {}))
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """Optimizer steps done, samples and input tokens read. This is the complete state outside the
-    engine: sample order and random streams are functions of it and the seed. Samples only grow,
-    also when a run rolls back to an earlier step (`bigtrain.run.diagnostics.step_guard`).
+    """Complete state of a run outside the engine: sample order and random streams are functions of
+    it and the seed. Samples only grow, also in a rollback (`bigtrain.run.diagnostics.step_guard`).
 
-    `phases`: data phases (`bigtrain.data.samples.phases`), one for each change, oldest first.
-    `outer_steps`: outer steps done with other sites. `best`: evaluation. `outer_sent`: the fragment
-    of the last outer step that is not yet applied to the masters, and the step after which it was
-    sent. `outer_tokens`: tokens that all sites of the outer steps have trained on for the global
-    weights.
+    `phases`: of the data (`bigtrain.data.samples.phases`), oldest first. `outer_steps`: done with
+    other sites. `outer_sent`: the fragment of the last one that is not yet applied to the masters,
+    and the step after which it was sent. `outer_tokens`: that the global weights have been trained
+    on.
     """
 
     step: int = 0
@@ -80,6 +72,10 @@ class TrainState:
     outer_sent: tuple[int, int] | None = None
     outer_tokens: int = 0
 
+    def is_multiple_of(self, every: int | None) -> bool:
+        """Return whether something happens after this step that happens `every` steps."""
+        return every is not None and self.step % every == 0
+
     def after_step(self, plan: BatchPlan) -> TrainState:
         """Return the state one optimizer step later."""
         return replace(
@@ -88,3 +84,41 @@ class TrainState:
             samples=self.samples + plan.global_batch_size,
             tokens=self.tokens + plan.tokens_per_step,
         )
+
+
+def after_evaluation(
+    config: RunConfig, state: TrainState, metrics: Mapping[str, float]
+) -> TrainState:
+    """Return `state` after an evaluation; unchanged if the best metric is not in `metrics`."""
+    section, stopping = config.evaluation.best, config.evaluation.early_stopping
+    value = metrics.get(section.metric)
+    if value is None:
+        return state
+    best = _comparable(config, state)
+    reference = best.value if best.reference is None else best.reference
+    by = 0.0 if stopping is None else stopping.min_delta
+    if reference is None or section.is_better(value, reference, by):
+        best = replace(best, num_since=0, reference=value)
+    else:
+        best = replace(best, num_since=best.num_since + 1, reference=reference)
+    # The best does not depend on `min_delta`, consistent with `export --best` and `keep_best`.
+    if best.value is None or section.is_better(value, best.value, 0.0):
+        best = replace(best, value=value, step=state.step)
+    return replace(state, best=best)
+
+
+def is_over(config: RunConfig, state: TrainState) -> bool:
+    """Return whether a run at `state` has ended: at its last step, or stopped early."""
+    return state.step >= config.train.steps or has_stopped(config, state)
+
+
+def has_stopped(config: RunConfig, state: TrainState) -> bool:
+    """Return whether the best metric has not improved for ``early_stopping.patience`` times."""
+    stopping = config.evaluation.early_stopping
+    return stopping is not None and _comparable(config, state).num_since >= stopping.patience
+
+
+def _comparable(config: RunConfig, state: TrainState) -> BestSoFar:
+    """Return the best so far; empty if the run resumed with another metric."""
+    metric = config.evaluation.best.metric
+    return state.best if state.best.metric == metric else BestSoFar(metric)

@@ -83,8 +83,8 @@ class Window:
             first, last = max(begin, own.start), min(end, own.stop)
             if first < last and (piece.shard.primary or not primary):
                 start = piece.start + first - begin
-                for offsets, view in cut_parts(piece.shard, start, flat[first:last]):
-                    box = Box(piece.name, offsets, tuple(view.shape))
+                for full, view in cut_parts(piece.shard, start, flat[first:last]):
+                    box = Box(piece.name, full.offsets, full.sizes)
                     yield box, piece.shard.shape, view
             begin = end
 

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from bigtrain.engine.startup.cpu_collectives import cpu_group
 from bigtrain.engine.startup.long_work import on_all_ranks
-from bigtrain.engine.startup.process_group import cpu_group
 from bigtrain.system.world import World
 
 # A rank that ends ends the others at once; the main rank may wait long for other sites.

@@ -133,6 +133,25 @@ def test_no_circle_between_rooms() -> None:
     assert circle(rooms) == []
 
 
+def test_the_loop_reaches_few_modules() -> None:
+    """It gets data, evaluation, checkpoints and sites as arguments (`bigtrain/run/loop.py`)."""
+    reached = reached_from("bigtrain.run.loop")
+    assert len(reached) <= 130, sorted(reached)
+    others = ("bigtrain.sites", "bigtrain.run.checkpointing", "bigtrain.engine.checkpoint.io")
+    assert [name for name in reached if name.startswith(others)] == []
+
+
+def reached_from(start: str) -> set[str]:
+    """Modules that are imported with `start`, without their packages."""
+    reached, ahead = {start}, [start]
+    while ahead:
+        for _, name in imports_of(MODULES[ahead.pop()]):
+            if name in MODULES and name not in reached:
+                reached.add(name)
+                ahead.append(name)
+    return reached
+
+
 def test_circles_are_found() -> None:
     assert circle({"a": {"b"}, "b": {"c"}}) == []
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]

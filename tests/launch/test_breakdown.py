@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,17 @@ from bigtrain.engine.deepspeed_patches import host_time, zero3_hooks
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.models import torch_patches
 from bigtrain.run import loop
+from bigtrain.run.checkpointing.resume import roll_back
 from bigtrain.run.checkpointing.saver import Saver
+from bigtrain.run.context import RunContext
 from bigtrain.run.diagnostics.step_clock import StepClock
-from bigtrain.run.evaluation.evaluator import Evaluator
+from bigtrain.run.evaluation import Evaluator
+from bigtrain.run.health.fencing import RunClaim
 from bigtrain.run.outer_steps import OuterSteps
 from bigtrain.run.preflight import inspect_inputs
-from bigtrain.run.session import Session, open_session
+from bigtrain.run.reporting.phase_memory import PhaseMemory
+from bigtrain.run.run_log import RunLog
+from bigtrain.run.session import begin_writing, open_session
 from bigtrain.run.state import TrainState
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.system.world import World
@@ -86,37 +92,47 @@ def run_of(directory: Path, zero_stage: int) -> ResolvedRun:
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
     """One for all runs: DeepSpeed keeps the groups of the first that there was."""
     run = run_of(tmp_path_factory.mktemp("session"), 0)
-    with open_session(run, inspect_inputs(run), World(0, 1, 0)) as session:
-        yield session
+    with open_session(run, World(0, 1, 0)) as (context, _):
+        yield context
 
 
 def train(
-    session: Session, directory: Path, zero_stage: int, prepare: Callable[[Any, Any], None]
+    session: RunContext, directory: Path, zero_stage: int, prepare: Callable[[Any, Any], None]
 ) -> list[dict[str, Any]]:
     """The lines of logged steps, and checks that hold of all; `prepare` slows the engine down."""
-    session.run = run = run_of(directory, zero_stage)
-    session.directory = Path(run.config.output.directory)
-    hf_config = session.inputs.hf_config
+    run = run_of(directory, zero_stage)
+    inputs = inspect_inputs(run)
+    claim = RunClaim(Path(run.config.output.directory))
+    context = replace(session, run=run, claim=claim)
+    log = RunLog(claim, is_main=True)
     batches = open_training_data(run.config, run.plan, 0)
     mesh = open_mesh(run.topology, 0)
-    engine = build_engine(run.config, run.engine, run.plan, hf_config, session.device, mesh)
+    engine = build_engine(run.config, run.engine, run.plan, inputs.hf_config, context.device, mesh)
     prepare(engine, batches)
-    session.begin_writing(TrainState())
-    with Saver(session, engine, session.inputs.data_hash) as saver:
-        evaluator = Evaluator(session, engine, [])
-        outer = OuterSteps(session, engine, None)
-        loop.train(session, engine, batches, evaluator, TrainState(), saver, outer)
+    begin_writing(context, log, inputs, TrainState())
+    with Saver(context, log, engine, inputs) as saver:
+        loop.train(
+            context,
+            log,
+            engine,
+            TrainState(),
+            batches=batches,
+            evaluator=Evaluator(context, log, engine, inputs, []),
+            saver=saver,
+            outer=OuterSteps(context, log, inputs.data_hash, engine),
+            roll_back=partial(roll_back, context, log, engine),
+            memory=PhaseMemory("cpu"),
+        )
     batches.close()
     engine.close()
-    assert session.metrics is not None
-    (summary,) = [line for line in session.metrics.summary() if line.startswith("step ")]
+    assert log.metrics is not None
+    (summary,) = [line for line in log.metrics.summary() if line.startswith("step ")]
     assert "data " in summary
-    session.metrics.close()
-    session.metrics = None
-    lines = (session.directory / "metrics.jsonl").read_text().splitlines()
+    log.close()
+    lines = (context.directory / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
     assert [line["step"] for line in found] == [10, 13]
     for line in found:
@@ -129,7 +145,11 @@ def train(
 
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
 def test_every_part_of_a_step_is_what_it_took(
-    session: Session, zero_stage: int, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    session: RunContext,
+    zero_stage: int,
+    clock: Clock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def prepare(engine: Any, batches: Any) -> None:
         own, once = engine.engine, 1 / ACCUMULATION
@@ -152,7 +172,7 @@ def test_every_part_of_a_step_is_what_it_took(
 
 
 def test_hooks_of_zero_3_are_the_engine_s(
-    session: Session, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    session: RunContext, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_modules = 0
 
@@ -175,7 +195,7 @@ def test_hooks_of_zero_3_are_the_engine_s(
 
 
 def test_waiting_for_other_ranks_is_a_part_of_the_others(
-    session: Session, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    session: RunContext, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each wait in the forward pass takes a second, also one inside of the engine's hooks."""
     wait = dist.Work.wait

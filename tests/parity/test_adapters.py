@@ -24,7 +24,7 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export.adapters import adapter_state, merged_weights
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.models.weights.lazy_tensors import LazyTensor
-from bigtrain.run.session import step_seed
+from bigtrain.run.context import step_seed
 from bigtrain.settings.run_config import AdaptersSection, ModelSection
 from bigtrain.settings.topology import Coordinates
 from tests.parity.comparison import assert_same_steps

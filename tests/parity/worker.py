@@ -54,7 +54,7 @@ from bigtrain.models.weights.vocabulary import (
     grown_configuration,
     grown_weights,
 )
-from bigtrain.run.session import step_seed
+from bigtrain.run.context import step_seed
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.resolve import resolve_run

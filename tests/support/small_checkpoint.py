@@ -9,6 +9,7 @@ from typing import Any
 from bigtrain.engine.checkpoint.tensor_file import Identity, NewPart, write_parts
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.boxes import Box
 
 RUN_ID = "0123456789abcdef"
 
@@ -22,7 +23,7 @@ def write_small_checkpoint(run: Path, step: int, config: dict[str, Any]) -> Path
     place = {"run": RUN_ID, "step": step, "samples": 12, "data_hash": "h"}
     (partial / checkpoints.STATE).write_text(json.dumps({**place, "config": settings}))
     identity = Identity(RUN_ID, step, "0123abcd")
-    part = NewPart("m/a", (4,), (0,), (4,), "U8", lambda: memoryview(b"mean"))
+    part = NewPart("m/a", (4,), Box.full((4,)), "U8", lambda: memoryview(b"mean"))
     name = "rank-00000.safetensors"
     written = {name: write_parts(partial / checkpoints.TENSORS / name, identity, 0, [part])}
     return checkpoints.commit(partial, written, identity)

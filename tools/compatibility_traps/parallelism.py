@@ -163,7 +163,7 @@ PARALLELISM: tuple[Trap, ...] = (
         "must be divided by data-parallel rank",
         "both follow from a process's coordinates",
         (INITIAL, "tests/parity/test_matrix.py::test_dropout_streams", MATRIX),
-        code=("bigtrain/run/session.py::step_seed", "bigtrain/settings/batch_plan.py::BatchPlan"),
+        code=("bigtrain/run/context.py::step_seed", "bigtrain/settings/batch_plan.py::BatchPlan"),
     ),
     Trap(
         "tensor",

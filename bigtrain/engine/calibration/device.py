@@ -1,8 +1,6 @@
 """Speed of this machine's device, measured in about a minute for the planner.
 
-Matrix products of several sizes, copies in memory, fused attention, AdamW in main memory, copies to
-the host, and all-reduce over two ranks (each with a device of its own, or on CPUs). They become a
-`bigtrain.planner.tables.hardware.Device` whose peaks are the best rates measured.
+The peaks of the resulting `bigtrain.planner.tables.hardware.Device` are the best rates measured.
 """
 
 from __future__ import annotations

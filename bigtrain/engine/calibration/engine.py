@@ -1,10 +1,6 @@
-"""Overhead of DeepSpeed on this machine's CPUs: real engines of two small models, timed.
-
-A GPU's host runs ahead of it, and communication overlaps with computation; on CPUs all of it adds
-up, and decides between layouts. Two models, on one rank and on two: a wide one, which spends almost
-all time moving gradients and parameters, and a deep one of tiny layers, which spends it launching
-operations and in ZeRO 3's hooks.
-"""
+"""Overhead of DeepSpeed on this machine's CPUs, where nothing overlaps: real engines of two models,
+timed on one rank and on two. A wide one moves gradients and parameters, a deep one of tiny layers
+launches operations and runs ZeRO 3's hooks."""
 
 from __future__ import annotations
 

@@ -1,39 +1,39 @@
-"""Parts of full parameters and optimizer states that a rank owns.
-
-DeepSpeed keeps fp32 masters and optimizer states in a different shape for every ZeRO stage. Here
-they all become `Fragment`s: live views into DeepSpeed's own storage, described in terms of the
-full Hugging Face parameter. Saving reads through the views, loading writes through them.
+"""Parts of full parameters and optimizer states that a rank owns, as views of DeepSpeed's storage.
 
 A parameter is sharded twice: tensor parallelism leaves this rank a shard of it
-(`bigtrain.models.parallel.sharding`), ZeRO a flat range of that shard.
+(`bigtrain.models.parallel.sharding`), ZeRO a flat range of that shard. Frozen parameters that a
+base's file stores in another dtype than the run's are kept in host memory
+(`ExactParameters.frozen`) by one of the ranks that have the same range.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
+from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer, masters_of_group
+from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.optimizers.masters import MasterPart, cut_parts, master_parts
 from bigtrain.engine.optimizers.update_rule import RuleOptimizer
+from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.sharding import Shard, shard_of
+from bigtrain.system.boxes import Box
 
 MASTER = "master"
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """A flat range of one rank's shard of a parameter, and the storage for it.
-
-    name: the parameter's Hugging Face name. shard: of the full parameter. start: of the range, in
-    elements of the shard. tensors: 1-D views by kind (`MASTER`, then each optimizer state by its
-    own name). capacity: as of `MasterRange`. is_replicated: whether all replicas hold the same.
-    """
+    """Flat range of one rank's shard of the parameter `name`, from element `start` on, and its
+    storage. tensors: 1-D views by kind (`MASTER`, then each optimizer state by its own name).
+    capacity, is_replicated: as of `MasterRange`."""
 
     name: str
     shard: Shard
@@ -42,20 +42,15 @@ class Fragment:
     capacity: int | None = None
     is_replicated: bool = False
 
-    def parts(self, kind: str) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Yield (offsets in the full parameter, view) of every rectangle that the fragment
-        covers."""
+    def parts(self, kind: str) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Yield (rectangle of the full parameter, view) of everything that the fragment covers."""
         yield from cut_parts(self.shard, self.start, self.tensors[kind])
 
 
 def owned_fragments(engine: Any, model: nn.Module) -> list[Fragment]:
-    """Return all fragments that this rank has of `model`, which `engine` trains.
-
-    Replicated parameters appear on every rank that holds them; `shard.primary` is true on the one
-    that writes and counts them.
-
-    Includes optimizer states once they exist (`ensure_optimizer_states`). Not collective.
-    """
+    """Return all fragments that this rank has of `model`, which `engine` trains, with optimizer
+    states once they exist (`ensure_optimizer_states`). Not collective. Of the ranks with the same
+    one, `shard.primary` is true on the one that writes it."""
     optimizer = inner_optimizer(engine)
     states = optimizer.state
     return [
@@ -74,10 +69,7 @@ def owned_fragments(engine: Any, model: nn.Module) -> list[Fragment]:
 
 def small_state_fragments(engine: Any, model: nn.Module, tensor_rank: int) -> list[Fragment]:
     """Return optimizer states that are not shaped like masters, full on every rank
-    (`RuleOptimizer`).
-
-    Among tensor-parallel ranks the first writes them.
-    """
+    (`RuleOptimizer`). Among tensor-parallel ranks the first writes them."""
     optimizer = inner_optimizer(engine)
     if not isinstance(optimizer, RuleOptimizer):
         return []
@@ -94,11 +86,9 @@ def small_state_fragments(engine: Any, model: nn.Module, tensor_rank: int) -> li
 
 @torch.no_grad()
 def ensure_optimizer_states(engine: Any) -> None:
-    """Make a fresh optimizer allocate its states, without changing masters.
-
-    It makes one update with zero gradients and zero learning rate, since optimizers allocate their
-    states on the first update. That one is not counted.
-    """
+    """Make a fresh optimizer allocate its states, without changing masters. It makes one update
+    with zero gradients and zero learning rate, since optimizers allocate their states on the first
+    update. That one is not counted."""
     optimizer = inner_optimizer(engine)
     if optimizer.state:
         return
@@ -148,3 +138,50 @@ def _ranges(part: MasterPart, state: dict[str, Any]) -> dict[str, torch.Tensor]:
         if torch.is_tensor(value) and value.shape == part.master.shape and value.ndim
     }
     return {kind: part.of(value) for kind, value in {MASTER: part.master.data, **alike}.items()}
+
+
+def to_fill(
+    exact: ExactParameters,
+    fragment: Fragment,
+    dtype: torch.dtype,
+    mesh: Mesh,
+    *,
+    is_saved: bool = True,
+) -> Fragment:
+    """Return `fragment`, of a frozen parameter, for reading a file that stores it in `dtype`: with
+    its own tensor if that has the dtype, else with one that `exact` keeps if modules read it or
+    checkpoints contain it (`is_saved`)."""
+    master = fragment.tensors[MASTER]
+    exact.frozen.pop(fragment.name, None)
+    is_read = fragment.name in exact.values
+    if dtype == master.dtype or not dtype.is_floating_point or not (is_saved or is_read):
+        return fragment
+    values = torch.empty(master.numel(), dtype=dtype)
+    keeps = is_read or not fragment.is_replicated or _keeps(fragment, mesh)
+    exact.frozen[fragment.name] = values if keeps else None
+    return replace(fragment, tensors={MASTER: values})
+
+
+def as_saved(exact: ExactParameters, fragments: Iterable[Fragment], mesh: Mesh) -> list[Fragment]:
+    """Return `fragments` as a checkpoint stores them: frozen parameters from `exact`, by one of the
+    ranks that have the same range."""
+    saved = []
+    for fragment in fragments:
+        name = fragment.name
+        if name in exact.owned and MASTER in fragment.tensors:
+            flat, number = exact.values[name].view(-1), fragment.tensors[MASTER].numel()
+            own = flat.narrow(0, fragment.start, number)
+            saved.append(replace(fragment, tensors={MASTER: own}))
+        elif name not in exact.frozen:
+            saved.append(fragment)
+        elif not fragment.is_replicated or _keeps(fragment, mesh):
+            values = exact.frozen[name]
+            assert values is not None
+            saved.append(replace(fragment, tensors={MASTER: values}, is_replicated=False))
+    return saved
+
+
+def _keeps(fragment: Fragment, mesh: Mesh) -> bool:
+    """Return whether this rank, of those that have the same range, is the one that keeps it."""
+    group = mesh.expert_replicas if fragment.shard.over == "expert" else mesh.replicas
+    return crc32(fragment.name.encode()) % dist.get_world_size(group) == dist.get_rank(group)

@@ -1,10 +1,8 @@
 """Writing and reading of fragments in the tensor files of a checkpoint.
 
-Each rank writes its share of the parts to its own file (`bigtrain.engine.checkpoint.tensor_file`),
-and reads the parts it owns from the files of all ranks. Every element is written once. The parts of
-a rank are a function of the topology (ZeRO gives each replica its own range, or all replicas hold
-the same), so each rank computes its share without communication. Keys are ``KIND/PARAMETER``
-(`master/...`, `exp_avg/...`) and ``buffer/NAME``.
+Each rank writes its share to its own file and reads what it owns from the files of all ranks; every
+element is written once. The shares are a function of the topology, so that computing them needs no
+communication. Keys are ``KIND/PARAMETER`` (`master/...`, `exp_avg/...`) and ``buffer/NAME``.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from bigtrain.engine.checkpoint.fragments import MASTER, Fragment
-from bigtrain.engine.checkpoint.layout import Cut, Layout, Row, merge
+from bigtrain.engine.checkpoint.layout import Layout, Row, merge
 from bigtrain.engine.checkpoint.lazy import (
     BUFFER,
     DTYPES,
@@ -36,10 +34,11 @@ from bigtrain.engine.checkpoint.tensor_file import (
     write_parts,
 )
 from bigtrain.engine.checkpoint.tensor_files import Listing, Wanted
+from bigtrain.engine.startup.cpu_collectives import gather_on_main
 from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.engine.startup.mesh import Mesh
-from bigtrain.engine.startup.process_group import gather_on_main
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
+from bigtrain.system.boxes import Box, Numbers, ShardRanges
 from bigtrain.system.storage.direct_file import ALIGNMENT
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -47,17 +46,18 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class _Chunk:
+    """A rectangle of the tensor `key`, of this shape, in the memory of this rank."""
+
     key: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
+    shape: Numbers
+    box: Box
     view: torch.Tensor
 
     def part(self) -> NewPart:
         if self.view.dtype not in _NAMES:
             raise CheckpointError(f"{self.key}: {self.view.dtype} cannot be saved")
         name = _NAMES[self.view.dtype]
-        sizes = tuple(self.view.shape)
-        return NewPart(self.key, self.shape, self.offsets, sizes, name, self._memory)
+        return NewPart(self.key, self.shape, self.box, name, self._memory)
 
     def _memory(self) -> memoryview:
         return memory_of(self.view.detach().cpu().contiguous())
@@ -68,20 +68,18 @@ def _chunks(fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor]) 
     for fragment in fragments:
         for kind in fragment.tensors:
             key, shape = f"{kind}/{fragment.name}", fragment.shard.shape
-            chunks += [_Chunk(key, shape, offsets, view) for offsets, view in fragment.parts(kind)]
+            chunks += [_Chunk(key, shape, box, view) for box, view in fragment.parts(kind)]
     for name, buffer in buffers.items():
         view = buffer if buffer.ndim else buffer.view(1)
-        chunks.append(_Chunk(f"{BUFFER}/{name}", tuple(view.shape), (0,) * view.ndim, view))
+        full = Box.full(view.shape)
+        chunks.append(_Chunk(f"{BUFFER}/{name}", full.sizes, full, view))
     return chunks
 
 
 class Staging:
-    """Host memory that saves are copied to (pinned for GPUs), reused by the next save.
-
-    copies: False to write from the live tensors and only divide the work. pinned_limit_bytes: how
-    much memory this rank may pin, since pinned memory cannot be swapped; a larger copy goes to
-    pageable memory, several times slower.
-    """
+    """Host memory that saves are copied to (pinned for GPUs), reused by the next save. copies:
+    False to write from the live tensors. pinned_limit_bytes: how much this rank may pin; a larger
+    copy goes to pageable memory, several times slower."""
 
     def __init__(self, *, copies: bool = True, pinned_limit_bytes: int | None = None) -> None:
         self._copies = copies
@@ -92,8 +90,8 @@ class Staging:
     def division(
         self, fragments: Sequence[Fragment], buffers: Mapping[str, torch.Tensor], mesh: Mesh
     ) -> Division:
-        """Return the parts that this rank writes; computed at the first call, which is
-        collective."""
+        """Return the parts that this rank writes. The first call, which is collective, computes
+        them."""
         if self._division is None:
             self._division = divide(fragments, buffers, mesh)
         return self._division
@@ -173,12 +171,9 @@ class TensorSnapshot:
         group: dist.ProcessGroup | None = None,
         identity: Identity | None = None,
     ) -> Written:
-        """Write and fsync the file of every rank.
-
-        Collective over `group`, a CPU group of all ranks, and in a thread of its own if that group
-        is used by nothing else meanwhile. Raises CheckpointError on all ranks where one of them
-        cannot write.
-        """
+        """Write and fsync the file of every rank. Collective over `group`, a CPU group of all
+        ranks, and in a thread of its own if that group is used by nothing else meanwhile. Raises
+        CheckpointError on all ranks where one of them cannot write."""
         rank, entry = dist.get_rank(), (0, "")
 
         def write() -> None:
@@ -201,17 +196,14 @@ def read_tensors(
     listing: Listing | None = None,
 ) -> None:
     """Fill every rank's fragments and buffers in place, from a checkpoint of any topology.
-
-    Collective. `listing`: None takes the files that are there. Raises CheckpointError when a tensor
-    is missing or has another shape, and CorruptCheckpointError when a file is not as it was
-    written, on all ranks.
-    """
+    Collective. Raises on all ranks CheckpointError for a missing tensor or another shape, and
+    CorruptCheckpointError for a changed file."""
 
     def read() -> None:
         chunks = _chunks(fragments, buffers)
         stored = open_boxes(directory, _wanted(chunks), listing)
         for chunk in chunks:
-            stored[chunk.key].fill(chunk.offsets, chunk.view.detach())
+            stored[chunk.key].fill(chunk.box.offsets, chunk.view.detach())
 
     _on_all_ranks(read, None)
 
@@ -220,7 +212,7 @@ def _wanted(chunks: Iterable[_Chunk]) -> dict[str, Wanted]:
     wanted: dict[str, Wanted] = {}
     for chunk in chunks:
         tensor = wanted.setdefault(chunk.key, Wanted(chunk.shape, []))
-        tensor.boxes.append((chunk.offsets, tuple(chunk.view.shape)))
+        tensor.boxes.append(chunk.box)
     return wanted
 
 
@@ -228,10 +220,7 @@ def stored_dtypes(
     directory: Path, fragments: Iterable[Fragment], listing: Listing | None = None
 ) -> dict[str, torch.dtype]:
     """Return the dtype of the master of each of `fragments` in a checkpoint, by name; reads
-    headers.
-
-    Collective. Raises as `read_tensors`.
-    """
+    headers. Collective. Raises as `read_tensors`."""
     dtypes: dict[str, torch.dtype] = {}
 
     def read() -> None:
@@ -244,11 +233,9 @@ def stored_dtypes(
 
 
 def _on_all_ranks(action: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    """Run `action` on every rank. Collective over `group`.
-
-    Raises on all of them if one has failed: CorruptCheckpointError if that is all that is wrong,
-    or else CheckpointError, since another model's checkpoint is not corrupt.
-    """
+    """Run `action` on every rank. Collective over `group`. Raises on all of them if one has failed:
+    CorruptCheckpointError if that is all that is wrong, or else CheckpointError, since another
+    model's checkpoint is not corrupt."""
 
     def attempt() -> None:
         try:
@@ -268,16 +255,13 @@ def _joined(errors: Sequence[BaseException]) -> BaseException:
 
 
 def read_full_masters(directory: Path) -> dict[str, torch.Tensor]:
-    """Return all fp32 masters and buffers as full CPU tensors by Hugging Face name; see
-    `read_full`."""
+    """Return masters and buffers as full CPU tensors by Hugging Face name; see `read_full`."""
     return {name: tensor.read() for name, tensor in open_weights(directory).items()}
 
 
 def read_full(directory: Path, kinds: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """Full CPU tensors by key, of some or all kinds, in one process, without a process group.
-
-    Takes as much memory as they do. Raises CorruptCheckpointError.
-    """
+    """Full CPU tensors by key, of some or all kinds, in one process, without a process group. Takes
+    as much memory as they do. Raises CorruptCheckpointError."""
     return {key: tensor.read() for key, tensor in open_tensors(directory, kinds=kinds).items()}
 
 
@@ -294,48 +278,48 @@ def divide(
 ) -> Division:
     """Return this rank's share of fragments and buffers. Collective over `mesh.pipeline`.
 
-    A tensor that all replicas hold (for experts: all ranks with the same experts) is assigned to
-    the one with the least to write so far; all of them compute the same assignment. Of a tensor
-    that several tensor-parallel ranks or stages hold, the `primary` one writes.
+    A tensor that all replicas hold (of experts: all ranks with the same ones) is assigned to the
+    one with the least to write so far. Of tensor-parallel ranks or stages with the same one,
+    `primary` writes.
     """
     groups = {"tensor": mesh.replicas, "expert": mesh.expert_replicas}
     # Once, not for each parameter: rows of one group share the same list of ranks.
     members = {over: tuple(dist.get_process_group_ranks(group)) for over, group in groups.items()}
     rows: list[Row] = []
     keys: set[str] = set()
-    alike: dict[str, list[tuple[str, Cut, torch.Tensor]]] = {over: [] for over in groups}
+    alike: dict[str, list[tuple[str, ShardRanges, torch.Tensor]]] = {over: [] for over in groups}
     for fragment in fragments:
         if not fragment.shard.primary:
             continue
         shard, capacity = fragment.shard, fragment.capacity
         replicas = members[shard.over]
         place = replicas.index(mesh.rank)
-        cut = Cut(shard.shape, shard.dim, shard.ranges, shard.local_size)
+        ranges = ShardRanges(shard.shape, shard.dim, shard.ranges, shard.local_size)
         for kind, tensor in fragment.tensors.items():
             key = f"{kind}/{fragment.name}"
             if fragment.is_replicated:
-                alike[shard.over].append((key, cut, tensor))
+                alike[shard.over].append((key, ranges, tensor))
                 continue
             keys.add(key)
             if capacity is None or fragment.start != capacity * place:
-                rows.append(Row(key, cut, (mesh.rank,), fragment.start, tensor.numel()))
+                rows.append(Row(key, ranges, (mesh.rank,), fragment.start, tensor.numel()))
             elif place == 0:  # for all of them
-                rows.append(Row(key, cut, replicas, 0, capacity))
+                rows.append(Row(key, ranges, replicas, 0, capacity))
     if mesh.coordinates.tensor_rank == 0:
         held_before = _buffers_of_earlier_stages(buffers, mesh)
         alike["tensor"] += [
-            (f"{BUFFER}/{name}", Cut(tuple(buffer.shape) or (1,)), buffer)
+            (f"{BUFFER}/{name}", ShardRanges(tuple(buffer.shape) or (1,)), buffer)
             for name, buffer in buffers.items()
             if name not in held_before
         ]
     for over, group in groups.items():
         loads = [(0, number) for number in range(dist.get_world_size(group))]
-        for key, cut, tensor in alike[over]:
+        for key, ranges, tensor in alike[over]:
             num_bytes, writer = loads[0]
             heapq.heapreplace(loads, (num_bytes + tensor.numel() * tensor.itemsize, writer))
             if writer == dist.get_rank(group) and tensor.numel():
                 keys.add(key)
-                rows.append(Row(key, cut, (mesh.rank,), 0, tensor.numel()))
+                rows.append(Row(key, ranges, (mesh.rank,), 0, tensor.numel()))
     return Division(frozenset(keys), tuple(rows))
 
 

@@ -1,7 +1,4 @@
-"""Tensors of a checkpoint, read a rectangle at a time; used by resume, export and weights.
-
-The checksum of every block read is compared (`bigtrain.engine.checkpoint.tensor_file`).
-"""
+"""Tensors of a checkpoint, read and verified a rectangle at a time, for resume and export."""
 
 from __future__ import annotations
 
@@ -25,6 +22,7 @@ from bigtrain.engine.checkpoint.tensor_files import (
 )
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.models.weights.lazy_tensors import LazyTensor, Offsets, allocate, blocks, narrowed
+from bigtrain.system.boxes import Box
 
 BUFFER = "buffer"
 
@@ -53,10 +51,8 @@ def open_tensors(
     listing: Listing | None = None,
     kinds: Collection[str] | None = None,
 ) -> dict[str, LazyTensor]:
-    """Lazy tensors by key, of some or all kinds; only headers are read. Not collective.
-
-    `listing`: as for `find_parts`. Opening and reading raise CorruptCheckpointError.
-    """
+    """Lazy tensors by key, of some or all kinds; only headers are read. Not collective. `listing`:
+    as for `find_parts`. Opening and reading raise CorruptCheckpointError."""
     return _opened(find_parts(directory, listing, kinds))
 
 
@@ -65,11 +61,9 @@ def open_boxes(
     wanted: Mapping[str, Wanted],
     listing: Listing | None = None,
 ) -> dict[str, LazyTensor]:
-    """Lazy tensors by key, of which only the rectangles `wanted` can be read. Not collective.
-
-    Opens the files that the layout of `listing` names; all files without a layout, or if those do
-    not hold what they should. Raises as `find_boxes`.
-    """
+    """Lazy tensors by key, of which only the rectangles `wanted` can be read. Not collective. Opens
+    the files that the layout of `listing` names; all files without a layout, or if those do not
+    hold what they should. Raises as `find_boxes`."""
     layout = None if listing is None else listing.layout
     if layout is None:
         return _opened(find_boxes(directory, wanted, listing))
@@ -78,9 +72,9 @@ def open_boxes(
         rows = layout.rows.get(key)
         if rows is None:
             raise CheckpointError(f"{directory}: holds no tensor {key}")
-        refuse_other_shape(directory, key, rows[0].cut.shape, tensor)
-        for offsets, sizes in tensor.boxes:
-            ranks |= layout.writers(key, offsets, sizes)
+        refuse_other_shape(directory, key, rows[0].shard.shape, tensor)
+        for box in tensor.boxes:
+            ranks |= layout.writers(key, box)
     try:
         return _opened(find_boxes(directory, wanted, listing, ranks))
     except MissingPartsError:
@@ -113,35 +107,29 @@ class _Stored:
     parts: Sequence[Part]
 
     def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
+        box = Box(offsets, tuple(out.shape))
         for part in self.parts:
-            low = tuple(map(max, offsets, part.offsets))
-            high = tuple(
-                min(o + n, p + m)
-                for o, n, p, m in zip(offsets, out.shape, part.offsets, part.sizes, strict=True)
-            )
-            sizes = tuple(h - i for h, i in zip(high, low, strict=True))
-            if min(sizes) > 0:
-                there = tuple(a - b for a, b in zip(low, part.offsets, strict=True))
-                here = tuple(a - b for a, b in zip(low, offsets, strict=True))
-                _fill(part, there, narrowed(out, here, sizes))
+            common = box.intersect(part.box)
+            if common is not None:
+                _fill(part, common.relative_to(part.box), out[common.relative_to(box).slices])
 
     def sources(self) -> Iterator[object]:
         yield from self.parts
 
 
-def _fill(part: Part, offsets: Offsets, out: torch.Tensor) -> None:
-    """Read the rectangle at `offsets` of `part`, of the shape that `out` has, into it."""
-    dtype, sizes = DTYPES[part.dtype], tuple(out.shape)
-    strides = [math.prod(part.sizes[dim + 1 :]) for dim in range(len(sizes))]
-    itemsize = dtype.itemsize * math.ceil(strides[0] / math.prod(sizes[1:]))
+def _fill(part: Part, box: Box, out: torch.Tensor) -> None:
+    """Read the rectangle `box` of `part` into `out`."""
+    dtype = DTYPES[part.dtype]
+    strides = [math.prod(part.box.sizes[dim + 1 :]) for dim in range(out.ndim)]
+    itemsize = dtype.itemsize * math.ceil(strides[0] / math.prod(box.sizes[1:]))
     try:
         with part.path.open("rb", buffering=0) as file:
-            for corner, block in blocks(sizes, itemsize):
-                there = tuple(a + b for a, b in zip(offsets, corner, strict=True))
+            for corner, block in blocks(box.sizes, itemsize):
+                there = Box(corner, block).moved(box.offsets).offsets
                 # Whole rows, beginning with the dimension in which the block has several.
                 dim = next((d for d, n in enumerate(block) if n > 1), len(block) - 1)
                 first = sum(o * s for o, s in zip(there[: dim + 1], strides, strict=False))
-                rows = (block[dim], *part.sizes[dim + 1 :])
+                rows = (block[dim], *part.box.sizes[dim + 1 :])
                 target = narrowed(out, corner, block)
                 is_direct = (
                     rows == block[dim:]

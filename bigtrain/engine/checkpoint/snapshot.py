@@ -1,8 +1,4 @@
-"""Saving and restoring a training engine, in a form that does not depend on the topology.
-
-All functions are collective unless stated otherwise. Checkpoint directories and commits are
-`bigtrain.run.checkpointing.checkpoints`.
-"""
+"""Saving and restoring of a training engine. All functions are collective unless stated."""
 
 from __future__ import annotations
 
@@ -19,13 +15,14 @@ import torch.distributed as dist
 from bigtrain.engine.checkpoint.fragments import (
     MASTER,
     Fragment,
+    as_saved,
     ensure_optimizer_states,
     optimizer_step_count,
     owned_fragments,
     set_optimizer_step_count,
     small_state_fragments,
+    to_fill,
 )
-from bigtrain.engine.checkpoint.frozen import as_saved, to_fill
 from bigtrain.engine.checkpoint.io import Staging, TensorSnapshot, read_tensors, stored_dtypes
 from bigtrain.engine.checkpoint.tensor_files import Listing
 from bigtrain.engine.deepspeed_patches.optimizers import (
@@ -55,10 +52,8 @@ class EngineSnapshot:
 
 
 def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> EngineSnapshot:
-    """Return masters, optimizer states and buffers, or copies of them in `staging`. Collective.
-
-    A run with adapters saves only what is trained, not the frozen base weights.
-    """
+    """Return masters, optimizer states and buffers, or copies of them in `staging`. Collective. A
+    run with adapters saves only what is trained, not the frozen base weights."""
     ensure_optimizer_states(engine.engine)
     fragments = as_saved(engine.exact, _all_fragments(engine), engine.mesh)
     tensors = TensorSnapshot(fragments, _buffers(engine), engine.mesh, staging)
@@ -71,10 +66,8 @@ def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> Engi
 
 def refuse_not_finite(engine: TrainEngine, group: dist.ProcessGroup | None = None) -> None:
     """Raise CheckpointError on every rank if a trained master, or a state that an outer step keeps,
-    holds NaN or an infinity on any rank: such weights can never be trained again.
-
-    Collective over `group`, of all ranks. Reads each tensor once and copies none.
-    """
+    holds NaN or an infinity on any rank: such weights can never be trained again. Collective over
+    `group`, of all ranks. Reads each tensor once and copies none."""
 
     def look() -> None:
         tensors: list[tuple[str, str, torch.Tensor]] = []
@@ -102,11 +95,8 @@ def refuse_not_finite(engine: TrainEngine, group: dist.ProcessGroup | None = Non
 
 def checkpoint_bytes(engine: TrainEngine) -> int:
     """Return the bytes of a checkpoint's tensors for this rank's pipeline stage, all ranks
-    together.
-
-    Masters, optimizer states and added states in float32; frozen parameters and buffers in their
-    own dtype; no frozen parameters in a run with adapters.
-    """
+    together: float32, or the own dtype of frozen parameters (none in a run with adapters) and
+    buffers."""
     skips_frozen = has_adapters(engine.module)
     state_bytes = state_bytes_by_name(inner_optimizer(engine.engine))
     exact_bytes = engine.exact.itemsizes()
@@ -127,9 +117,7 @@ def checkpoint_bytes(engine: TrainEngine) -> int:
 
 def save_engine(engine: TrainEngine, directory: Path) -> dict[str, Any]:
     """Write masters, optimizer states and buffers below `directory`; returns what goes to JSON.
-
-    Collective over all ranks, which must see the same `directory`.
-    """
+    Collective over all ranks, which must see the same `directory`."""
     snapshot = snapshot_engine(engine)
     snapshot.tensors.write(directory)
     return snapshot.scalars
@@ -142,11 +130,8 @@ def restore_engine(
     listing: Listing | None = None,
 ) -> None:
     """Fill the engine from `directory`, written at any topology, and from `save_engine`'s dict.
-
-    `listing`: of its files; None takes those that are there. Collective over all ranks. Raises
-    CheckpointError for tensors missing or of other shapes, CorruptCheckpointError for files that
-    cannot be read; another checkpoint may be restored then.
-    """
+    Collective. Raises CheckpointError for tensors missing or of other shapes,
+    CorruptCheckpointError for unreadable files; another checkpoint may be restored then."""
     ensure_optimizer_states(engine.engine)
     with _exact_frozen(engine, _all_fragments(engine), directory, listing) as fragments:
         read_tensors(directory, fragments, _buffers(engine), listing)
@@ -157,10 +142,7 @@ def restore_engine(
 
 def restore_weights(engine: TrainEngine, directory: Path, listing: Listing | None = None) -> None:
     """Fill only masters and buffers from `directory`; the optimizer keeps its new states.
-    Collective.
-
-    Raises like `restore_engine`.
-    """
+    Collective. Raises like `restore_engine`."""
     masters = [
         replace(fragment, tensors={MASTER: fragment.tensors[MASTER]})
         for fragment in owned_fragments(engine.engine, engine.module)
@@ -171,12 +153,11 @@ def restore_weights(engine: TrainEngine, directory: Path, listing: Listing | Non
 
 
 def read_weights(engine: TrainEngine, weights: Weights) -> None:
-    """Fill masters and buffers from the files of a Hugging Face model. Collective.
+    """Fill masters and buffers exactly from the files of a Hugging Face model. Collective.
 
-    Weights that are kept in 4 bits are read and packed by every rank, one after the other.
-    Adapters, which are in no file, keep their initial values, except for those that are a function
-    of the base weights (`with_magnitudes`). Each rank reads the parts that it owns; masters are
-    exactly what the files hold. Raises ModelError on every rank if one cannot read its parts.
+    Each rank reads its own parts; weights kept in 4 bits are read and packed by every rank.
+    Adapters keep their initial values, except those that are a function of the base weights
+    (`with_magnitudes`). Raises ModelError on every rank if one cannot read.
     """
     weights = with_magnitudes(weights, engine.module)
     is_saved = not has_adapters(engine.module)
@@ -191,8 +172,8 @@ def read_weights(engine: TrainEngine, weights: Weights) -> None:
             if not _is_trained(engine, fragment.name):
                 dtype = weights.tensors[name].dtype
                 target = to_fill(engine.exact, fragment, dtype, engine.mesh, is_saved=is_saved)
-            for offsets, view in target.parts(MASTER):
-                weights.fill(name, offsets, view)
+            for box, view in target.parts(MASTER):
+                weights.fill(name, box.offsets, view)
             if target is not fragment:
                 fragment.tensors[MASTER].copy_(target.tensors[MASTER])
         for name, buffer in _buffers(engine).items():

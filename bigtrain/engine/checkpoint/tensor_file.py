@@ -18,7 +18,6 @@ inconsistent ones raise CorruptCheckpointError. Imports no torch.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +28,7 @@ from typing import Any
 import xxhash
 
 from bigtrain.errors import CorruptCheckpointError
+from bigtrain.system.boxes import Box, Numbers
 from bigtrain.system.storage.direct_file import ALIGNMENT, DirectFile
 
 FORMAT = "bigtrain.checkpoint/2"
@@ -53,10 +53,8 @@ _MISMATCH = "contents do not match their checksum"
 
 @dataclass(frozen=True)
 class Identity:
-    """The save that a file belongs to.
-
-    run: drawn when the run began, the same for all of its launches. attempt: names the launch.
-    """
+    """The save that a file belongs to. run: drawn when the run began, the same for all of its
+    launches. attempt: names the launch."""
 
     run: str = ""
     step: int = 0
@@ -65,49 +63,44 @@ class Identity:
 
 @dataclass(frozen=True)
 class NewPart:
-    """A part to write. data: its bytes, row-major and little-endian; called once."""
+    """A rectangle of the tensor `key`, of this shape, to write. data: its bytes, row-major and
+    little-endian; called once."""
 
     key: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    shape: Numbers
+    box: Box
     dtype: str
     data: Callable[[], memoryview]
 
     @property
     def name(self) -> str:
-        return f"{self.key}@{','.join(map(str, self.offsets))}"
+        return f"{self.key}@{','.join(map(str, self.box.offsets))}"
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.sizes) * DTYPE_BYTES[self.dtype]
+        return self.box.num_elements * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rectangle of the tensor `key`, whose bytes begin at `begin` of the file `path`.
-
-    shape: of the full tensor. digests: hexadecimal XXH3-64 of the blocks, one after the other.
-    """
+    """A rectangle of the tensor `key`, whose bytes begin at `begin` of the file `path`. shape: of
+    the full tensor. digests: hexadecimal XXH3-64 of the blocks, one after the other."""
 
     path: Path
     key: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    shape: Numbers
+    box: Box
     dtype: str
     begin: int
     digests: str
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.sizes) * DTYPE_BYTES[self.dtype]
+        return self.box.num_elements * DTYPE_BYTES[self.dtype]
 
     def read(self, fd: int, begin: int, out: memoryview) -> None:
-        """Read bytes [begin, begin + len(out)) of the part from its open file.
-
-        Raises CorruptCheckpointError where a block that holds some of them is not as written.
-        """
+        """Read bytes [begin, begin + len(out)) of the part from its open file. Raises
+        CorruptCheckpointError where a block that holds some of them is not as written."""
         at, end = begin, begin + len(out)
         while at < end:
             block = at // BLOCK_BYTES
@@ -136,12 +129,9 @@ def write_parts(
     parts: Sequence[NewPart],
     content: memoryview | None = None,
 ) -> tuple[int, str]:
-    """Write and fsync a new file; returns its bytes and the XXH3-64 of its header.
-
-    content: the data of all parts in `in_file_order`, contiguous and at an aligned address
-    (`DirectFile.append`), if they are in memory like that. Each byte is hashed once; the header,
-    whose length is known before, is written last.
-    """
+    """Write and fsync a new file; return its bytes and the XXH3-64 of its header, written last.
+    content: the data of all parts in `in_file_order`, contiguous and aligned (`DirectFile.append`),
+    if they are in memory like that."""
     ordered = in_file_order(parts)
     blank = {p.name: "0" * _DIGEST_DIGITS * _num_blocks(p.num_bytes) for p in ordered}
     length = len(_header(ordered, identity, rank, blank))
@@ -163,8 +153,7 @@ def write_parts(
 
 
 def in_file_order(parts: Iterable[NewPart]) -> list[NewPart]:
-    """Return the parts in an order that aligns every part to its element size, as safetensors'
-    writer does."""
+    """Return the parts in safetensors' order, which aligns every part to its element size."""
     return sorted(parts, key=lambda part: (-DTYPE_BYTES[part.dtype], part.name))
 
 
@@ -185,7 +174,7 @@ def _header(
         assert part.name not in entries, part.name
         entries[part.name] = {
             "dtype": part.dtype,
-            "shape": part.sizes,
+            "shape": part.box.sizes,
             "data_offsets": (begin, end),
         }
         metadata[part.name] = f"{','.join(map(str, part.shape))} {digests[part.name]}"
@@ -245,7 +234,8 @@ def _parse(
         begin, end = entry["data_offsets"]
         if any(type(number) is not int or number < 0 for number in (*sizes, begin, end)):
             raise ValueError(f"{name}: sizes and offsets must be counts")
-        part = Part(path, key, shape, offsets, sizes, entry["dtype"], data_begin + begin, digests)
+        box = Box(offsets, sizes)
+        part = Part(path, key, shape, box, entry["dtype"], data_begin + begin, digests)
         if not len(shape) == len(offsets) == len(sizes) or any(
             o + n > size for o, n, size in zip(offsets, sizes, shape, strict=True)
         ):
@@ -269,7 +259,7 @@ def _num_blocks(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_BYTES)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _numbers(text: str) -> Numbers:
     if _NUMBERS.fullmatch(text) is None:
         raise ValueError(f"not numbers: {text[:80]!r}")
     return tuple(map(int, text.split(",")))

@@ -1,12 +1,9 @@
-"""Search of all tensor files of a checkpoint for the parts that a reader needs.
-
-The parts must cover each element exactly once. Nothing here is collective. Imports no torch.
-"""
+"""Search of the tensor files of a checkpoint for the parts that a reader needs, which must cover
+each element exactly once. Nothing here is collective. Imports no torch."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,9 +18,7 @@ from bigtrain.engine.checkpoint.tensor_file import (
     verify_parts,
 )
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a rectangle of a tensor."""
+from bigtrain.system.boxes import Box, Numbers
 
 
 class MissingPartsError(CorruptCheckpointError):
@@ -34,17 +29,15 @@ class MissingPartsError(CorruptCheckpointError):
 class Wanted:
     """The rectangles that a reader wants of a tensor, and the tensor's expected shape."""
 
-    shape: tuple[int, ...]
+    shape: Numbers
     boxes: list[Box]
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Facts about tensor files, known before they are opened.
-
-    headers: checksum of each file's header by file name, from the manifest. identity: the save that
-    wrote them all; layout: the writers of each part. None if unknown.
-    """
+    """Facts about tensor files, known before they are opened. headers: checksum of each file's
+    header by file name, from the manifest. identity: the save that wrote them all; layout: the
+    writers of each part. None if unknown."""
 
     headers: Mapping[str, str]
     identity: Identity | None = None
@@ -63,20 +56,15 @@ def find_parts(
     kinds: Collection[str] | None = None,
 ) -> dict[str, list[Part]]:
     """Return the parts of every tensor by its key, which cover it exactly. Reads all headers.
-
-    listing: None reads the files that exist. kinds: of keys, the words before the first slash;
-    None for all.
-
-    Raises CorruptCheckpointError for a file that cannot be read, was changed after it was written,
-    or does not fit the others.
-    """
+    listing: None reads the files that exist. kinds: the words before the first slash of keys; None
+    for all. Raises CorruptCheckpointError for a file that is unreadable, changed, or does not fit
+    the others."""
     parts_by_key: dict[str, list[Part]] = {}
     covers: dict[str, Cover] = {}
     for part in itertools.chain.from_iterable(_read_headers(directory, listing)):
         if kinds is None or part.key.partition("/")[0] in kinds:
             parts_by_key.setdefault(part.key, []).append(part)
-            cover = covers.setdefault(part.key, Cover(part.shape))
-            cover.add_part(part.shape, part.offsets, part.sizes, part.dtype)
+            covers.setdefault(part.key, Cover(part.shape)).add(part.shape, part.box, part.dtype)
     if not covers:
         raise CorruptCheckpointError(f"{directory}: holds no tensors")
     _require_covered(directory, covers)
@@ -89,11 +77,9 @@ def find_boxes(
     listing: Listing | None = None,
     ranks: Collection[int] | None = None,
 ) -> dict[str, list[Part]]:
-    """Return the parts that hold what is `wanted`, each element of it once, by key.
-
-    listing: as for `find_parts`. ranks: whose headers to read; None for all. Raises CheckpointError
-    for a tensor that is missing or has another shape, and CorruptCheckpointError as `find_parts`.
-    """
+    """Return the parts that hold what is `wanted`, each element of it once, by key. listing: as for
+    `find_parts`. ranks: whose headers to read; None for all. Raises CheckpointError for a tensor
+    that is missing or has another shape, and CorruptCheckpointError as `find_parts`."""
     listing = listing or files_there(directory)
     if ranks is not None:
         names = set(map(file_name, ranks))
@@ -106,24 +92,23 @@ def find_boxes(
             continue
         refuse_other_shape(directory, part.key, part.shape, tensor)
         parts = parts_by_key.setdefault(part.key, [])
-        if any(_common(box, part) for box in tensor.boxes):
+        if any(box.intersect(part.box) for box in tensor.boxes):
             parts.append(part)
     for key, tensor in wanted.items():
         if key not in parts_by_key:
             kind = CheckpointError if ranks is None else MissingPartsError
             raise kind(f"{directory}: holds no tensor {key}")
-        for offsets, sizes in tensor.boxes:
-            cover = Cover(sizes)
+        for box in tensor.boxes:
+            cover = Cover(box.sizes)
             for part in parts_by_key[key]:
-                common = _common((offsets, sizes), part)
+                common = box.intersect(part.box)
                 if common is not None:
-                    low = tuple(a - b for a, b in zip(common[0], offsets, strict=True))
-                    cover.add(low, common[1], part.dtype)
+                    cover.add(box.sizes, common.relative_to(box), part.dtype)
             _require_covered(directory, {key: cover})
     return parts_by_key
 
 
-def refuse_other_shape(directory: Path, key: str, shape: tuple[int, ...], wanted: Wanted) -> None:
+def refuse_other_shape(directory: Path, key: str, shape: Numbers, wanted: Wanted) -> None:
     """Raise CheckpointError if the tensor `key` does not have the `wanted` shape."""
     if shape != wanted.shape:
         raise CheckpointError(
@@ -134,27 +119,15 @@ def refuse_other_shape(directory: Path, key: str, shape: tuple[int, ...], wanted
 
 
 def verify_files(directory: Path, listing: Listing) -> None:
-    """Read every byte of all files, which must cover their tensors exactly.
-
-    Holds one header in memory. Raises CorruptCheckpointError if a file was changed after it was
-    written, belongs to another save than is listed, or does not fit the others.
-    """
+    """Read every byte of all files, which must cover their tensors exactly. Holds one header in
+    memory. Raises CorruptCheckpointError if a file was changed after it was written, belongs to
+    another save than is listed, or does not fit the others."""
     covers: dict[str, Cover] = {}
     for parts in _read_headers(directory, listing):
         for part in parts:
-            cover = covers.setdefault(part.key, Cover(part.shape))
-            cover.add_part(part.shape, part.offsets, part.sizes, part.dtype)
+            covers.setdefault(part.key, Cover(part.shape)).add(part.shape, part.box, part.dtype)
         verify_parts(parts)
     _require_covered(directory, covers)
-
-
-def _common(box: Box, part: Part) -> Box | None:
-    """Return the rectangle that `box` and `part` have in common."""
-    ends = zip(*box, part.offsets, part.sizes, strict=True)
-    edges = [(max(o, p), min(o + n, p + m)) for o, n, p, m in ends]
-    if any(low >= high for low, high in edges):
-        return None
-    return tuple(low for low, _ in edges), tuple(high - low for low, high in edges)
 
 
 def _read_headers(directory: Path, listing: Listing | None) -> Iterator[list[Part]]:
@@ -187,48 +160,45 @@ _WORD = (1 << 64) - 1
 
 
 class Cover:
-    """Checks in constant memory that rectangles cover a box of `sizes`, each element once.
+    """Checks in constant memory that rectangles cover a tensor of this shape, each element once.
 
     Corners of rectangles cancel in pairs, but those of the sum of all rectangles modulo 2: if they
-    are the box's own, every element is covered an odd number of times, and by the volume just once.
-    Remaining corners are compared by the exclusive or of their 64-bit hashes.
+    are the tensor's own, every element is covered an odd number of times, and by the volume just
+    once. Remaining corners are compared by the exclusive or of their 64-bit hashes.
     """
 
-    def __init__(self, sizes: tuple[int, ...]) -> None:
-        self._sizes = sizes
+    def __init__(self, shape: Numbers) -> None:
+        self._full = Box.full(shape)
         self._volume = 0
         self._corners = 0
         self._dtypes: set[str] = set()
         self._is_odd = False
 
-    def add_part(
-        self, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: str
-    ) -> None:
-        """Add a rectangle of a tensor of that `shape`, which must be the box's."""
-        self._is_odd |= shape != self._sizes
-        self.add(offsets, sizes, dtype)
-
-    def add(self, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: str) -> None:
-        """Add a rectangle within the box."""
+    def add(self, shape: Numbers, box: Box, dtype: str) -> None:
+        """Add a rectangle of a tensor of this shape, which must be the covered one's."""
+        self._is_odd |= shape != self._full.sizes
         self._dtypes.add(dtype)
-        self._volume += math.prod(sizes)
+        self._volume += box.num_elements
         if not self._is_odd:
-            self._corners ^= self._hash(offsets, sizes)
+            self._corners ^= self._hash(box)
 
     def problem(self) -> str | None:
         """Return the error in the parts; None if there is none."""
         if self._is_odd or len(self._dtypes) > 1:
             return "different shapes or dtypes"
-        if self._volume != math.prod(self._sizes):
+        if self._volume != self._full.num_elements:
             return "parts are missing, or there are too many,"
-        full = self._hash((0,) * len(self._sizes), self._sizes)
-        return None if self._corners == full else "parts overlap, and others are missing,"
+        return (
+            None
+            if self._corners == self._hash(self._full)
+            else "parts overlap, and others are missing,"
+        )
 
-    def _hash(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-        if 0 in sizes:
+    def _hash(self, box: Box) -> int:
+        if 0 in box.sizes:
             return 0
         corners = [0]
-        for length, low, size in zip(self._sizes, offsets, sizes, strict=True):
+        for length, low, size in zip(self._full.sizes, box.offsets, box.sizes, strict=True):
             corners = [c * (length + 1) + end for c in corners for end in (low, low + size)]
         combined = 0
         for corner in corners:
@@ -237,8 +207,7 @@ class Cover:
 
 
 def _mixed(number: int) -> int:
-    """Hash by SplitMix64 (Steele, Lea, Flood 2014), of numbers below 2**64; larger ones are
-    folded."""
+    """Hash a number by SplitMix64 (Steele, Lea, Flood 2014); 2**64 and more are folded."""
     number = (number ^ (number >> 64)) + 0x9E3779B97F4A7C15 & _WORD
     number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
     number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _WORD

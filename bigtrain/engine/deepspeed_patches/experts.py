@@ -1,9 +1,8 @@
 """Registration of bigtrain's experts and their groups with DeepSpeed.
 
-DeepSpeed 0.19.8 supports expert parallelism for its own MoE layers only. These functions make it
-treat our experts in the same way: partitions and gradient sums over the ranks that hold the same
-experts, divided by the number of all replicas, whose tokens they have seen
-(runtime/engine.py:3899, zero/stage_1_and_2.py:1688, zero/stage3.py:689).
+DeepSpeed 0.19.8 supports expert parallelism for its own MoE layers only. These functions give our
+experts the same partitions and gradient sums over the ranks that hold them, divided by the number
+of all replicas (runtime/engine.py:3899, zero/stage_1_and_2.py:1688, zero/stage3.py:689).
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ def name_of_experts(size: int) -> str:
 
 def set_expert_groups(experts: dist.ProcessGroup, replicas: dist.ProcessGroup) -> None:
     """Set DeepSpeed's expert-parallel group, and the group of ranks that hold the same experts.
-
-    Removes those of an earlier engine. Dicts of utils/groups.py:38 (0.19.8).
-    """
+    Removes those of an earlier engine. Dicts of utils/groups.py:38 (0.19.8)."""
     size = dist.get_world_size(experts)
     for table, group in (
         (groups._EXPERT_PARALLEL_GROUP, experts),
@@ -46,12 +43,9 @@ def set_expert_groups(experts: dist.ProcessGroup, replicas: dist.ProcessGroup) -
 
 
 def mark_expert(parameter: nn.Parameter, name: str) -> None:
-    """Mark `parameter` as replicated over the experts' data-parallel group `name` only.
-
-    Call before ZeRO-3 partitions it. DeepSpeed 0.19.8 reads the first two marks in moe/utils.py:30
-    (`is_moe_param`) and everywhere after, the others in zero/partition_parameters.py:1302 and
-    zero/stage3.py:676.
-    """
+    """Mark `parameter`, before ZeRO-3 partitions it, as replicated over the experts' group `name`
+    only. DeepSpeed 0.19.8 reads the first two marks in moe/utils.py:30 (`is_moe_param`), the others
+    in zero/partition_parameters.py:1302 and zero/stage3.py:676."""
     marks: Any = parameter
     marks.allreduce = False
     marks.group_name = name
@@ -67,11 +61,9 @@ def as_expert_group(group: dict[str, Any], name: str) -> dict[str, Any]:
 
 @contextmanager
 def engine_with_experts() -> Iterator[None]:
-    """Build engines inside for a model with experts.
-
-    They look for layers of DeepSpeed's own kinds (0.19.8, runtime/engine.py:2099) before they make
-    the optimizer, which goes by the answer; ZeRO-3 asks once more, and refuses others (:2197).
-    """
+    """Build engines inside for a model with experts. They look for layers of DeepSpeed's own kinds
+    (0.19.8, runtime/engine.py:2099) before they make the optimizer, which goes by the answer;
+    ZeRO-3 asks once more, and refuses others (:2197)."""
     configure: Callable[..., None] = DeepSpeedEngine._configure_distributed_model
 
     def configure_with_experts(engine: Any, model: nn.Module) -> None:
@@ -87,10 +79,8 @@ def engine_with_experts() -> Iterator[None]:
 
 def count_absent_experts(optimizer: Any, name: str) -> None:
     """Make a pipeline stage without experts take part in the norm of the other stages' experts.
-
     BF16_Optimizer sums it over the stages for each name of experts with gradients (0.19.8,
-    runtime/bf16_optimizer.py:580, runtime/utils.py:1130). Does nothing to other optimizers.
-    """
+    runtime/bf16_optimizer.py:580, runtime/utils.py:1130). Does nothing to other optimizers."""
     if not isinstance(optimizer, BF16_Optimizer):
         return
     find = optimizer.get_grads_for_norm
@@ -110,9 +100,8 @@ def fix_allgather_order(optimizer: Any) -> None:
     """Make ZeRO-3 gather parameters of several groups in the same order on every rank.
 
     DeepSpeed 0.19.8 takes them from a set (zero/partitioned_param_coordinator.py:569) and makes a
-    collective for each group in the order of their first occurrence
-    (zero/partition_parameters.py:1550): on GPUs, collectives of two groups deadlock if ranks run
-    them in different orders. Does nothing to other optimizers.
+    collective per group in that order (zero/partition_parameters.py:1550), which deadlocks on GPUs.
+    Does nothing to other optimizers.
     """
     offload = getattr(optimizer, "parameter_offload", None)
     if offload is None:

@@ -1,8 +1,4 @@
-"""Time that the training thread spends in DeepSpeed's own code during the passes.
-
-DeepSpeed's hooks gather and release parameters and reduce gradients in the middle of the forward
-and backward passes; only a clock in the hooks separates its time from the model's.
-"""
+"""Time that the training thread spends in DeepSpeed's hooks in the middle of the passes."""
 
 from __future__ import annotations
 
@@ -12,11 +8,9 @@ from typing import Any
 
 
 class HostTime:
-    """Seconds of the training thread since the process began; they only grow.
-
-    seconds: in DeepSpeed's hooks, without waiting for collectives. waited: for collectives, while
-    `bigtrain.models.torch_patches.observed_waits` measures it.
-    """
+    """Seconds of the training thread since the process began; they only grow. seconds: in
+    DeepSpeed's hooks, without waiting for collectives. waited: for collectives, while
+    `bigtrain.models.torch_patches.observed_waits` measures it."""
 
     __slots__ = ("_is_inside", "seconds", "waited")
 
@@ -48,11 +42,9 @@ class HostTime:
 def time_reductions(engine: Any, host_time: HostTime) -> None:
     """Measure ZeRO's reduction of each gradient as it is computed, and of all of them at the end.
 
-    DeepSpeed 0.19.8 calls both through the object: `reduce_ready_partitions_and_remove_grads` in
-    the hook of each parameter (runtime/zero/stage3.py:1508, stage_1_and_2.py:2291) and
-    `allreduce_gradients` after the last micro-batch (runtime/engine.py:3165, pipe/engine.py:294).
-    Where `zero12_reduction` has replaced the hooks, it measures its reductions itself, and not the
-    microsecond in which a hook puts a gradient aside.
+    DeepSpeed 0.19.8 calls both through the object: `reduce_ready_partitions_and_remove_grads`
+    (runtime/zero/stage3.py:1508, stage_1_and_2.py:2291) and `allreduce_gradients`
+    (runtime/engine.py:3165, pipe/engine.py:294). `zero12_reduction` measures its own reductions.
     """
     optimizer, name = engine.optimizer, "reduce_ready_partitions_and_remove_grads"
     if hasattr(optimizer, name):

@@ -1,9 +1,6 @@
-"""DeepSpeed's wrappers of the torch optimizer, and the location of fp32 masters in each ZeRO stage.
-
-All of it is named as in deepspeed 0.19.8. DeepSpeed's public functions
-(`deepspeed.utils.safe_get_full_fp32_param` and its like) gather a full parameter on every rank;
-checkpoints read and write the parts in their storage.
-"""
+"""DeepSpeed's wrappers of the torch optimizer, and the location of fp32 masters in each ZeRO stage,
+named as in 0.19.8. Its public functions gather a full parameter on every rank; checkpoints read and
+write the parts in place."""
 
 from __future__ import annotations
 
@@ -19,8 +16,7 @@ _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis
 
 
 def inner_optimizer(engine: Any) -> torch.optim.Optimizer:
-    """Return the torch optimizer inside DeepSpeed's wrappers, each of which calls it
-    `optimizer`."""
+    """Return the torch optimizer inside DeepSpeed's wrappers, which call it `optimizer`."""
     optimizer = engine.optimizer
     while not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer.optimizer
@@ -28,37 +24,30 @@ def inner_optimizer(engine: Any) -> torch.optim.Optimizer:
 
 
 def updating_optimizers(engine: Any) -> list[torch.optim.Optimizer]:
-    """Return all torch optimizers that update parameters of `engine`.
-
-    ZeRO-3 keeps a second one for the part of the update that it does not offload (0.19.8,
-    runtime/zero/stage3.py:317, `backup_optimizer`).
-    """
+    """Return all torch optimizers that update parameters of `engine`. ZeRO-3 keeps a second one for
+    the part of the update that it does not offload (0.19.8, runtime/zero/stage3.py:317,
+    `backup_optimizer`)."""
     beside = getattr(engine.optimizer, "backup_optimizer", None)
     return [inner_optimizer(engine)] + ([] if beside is None else [beside])
 
 
 @torch.no_grad()
 def undo_trial_update(engine: Any) -> None:
-    """Undo the update that DeepSpeed makes while it wraps a 16-bit optimizer of ZeRO 0.
-
-    It runs the optimizer once with zero gradients to allocate states (0.19.8,
-    runtime/fp16/unfused_optimizer.py, `initialize_optimizer_states`). That decays the masters, and
-    counts in the bias correction, which makes the first real update of AdamW 26% too small.
-    """
+    """Undo the update with zero gradients that DeepSpeed makes while it wraps a 16-bit optimizer of
+    ZeRO 0 (0.19.8, runtime/fp16/unfused_optimizer.py, `initialize_optimizer_states`): it decays the
+    masters, and makes the first real update of AdamW 26% too small."""
     inner_optimizer(engine).state.clear()
     for parameter, master in zero0_masters(engine.optimizer):
         master.copy_(parameter.data.view(-1))
 
 
 def is_zero3(optimizer: Any) -> bool:
-    """Return whether `optimizer` is ZeRO-3's, by its flat masters (0.19.8,
-    runtime/zero/stage3.py:416)."""
+    """Return whether `optimizer` is ZeRO-3's, by its flat masters (runtime/zero/stage3.py:416)."""
     return hasattr(optimizer, "fp32_partitioned_groups_flat")
 
 
 def zero0_masters(optimizer: Any) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Return (parameter, its flat fp32 master) of DeepSpeed's 16-bit wrappers for ZeRO 0; else
-    none."""
+    """Return (parameter, its flat fp32 master) of ZeRO 0's 16-bit wrappers; else none."""
     return [
         (parameter, flat.data.view(-1).narrow(0, offset, parameter.numel()))
         for parameter, flat, offset in zero0_layout(optimizer)
@@ -66,12 +55,9 @@ def zero0_masters(optimizer: Any) -> list[tuple[nn.Parameter, torch.Tensor]]:
 
 
 def zero0_layout(optimizer: Any) -> list[tuple[nn.Parameter, Any, int]]:
-    """Return (parameter, tensor that contains its master, offset in it) of the same wrappers.
-
-    FP16_UnfusedOptimizer keeps a master per parameter (runtime/fp16/unfused_optimizer.py,
-    `fp32_groups`), FP16_Optimizer one per group (runtime/fp16/fused_optimizer.py,
-    `fp32_groups_flat`).
-    """
+    """Return (parameter, tensor that contains its master, offset in it) of the same wrappers: a
+    master per parameter (runtime/fp16/unfused_optimizer.py, `fp32_groups`) or per group
+    (runtime/fp16/fused_optimizer.py, `fp32_groups_flat`)."""
     if not hasattr(optimizer, "fp16_groups") or is_zero3(optimizer):
         return []
     layout = []
@@ -88,11 +74,8 @@ def zero0_layout(optimizer: Any) -> list[tuple[nn.Parameter, Any, int]]:
 
 def flat_partitions(optimizer: Any) -> list[torch.Tensor] | None:
     """Return this rank's flat masters of ZeRO-1 and 2, or of BF16_Optimizer, one per parameter
-    group.
-
-    None of other optimizers. They are named `single_partition_of_fp32_groups`
-    (runtime/zero/stage_1_and_2.py) and `fp32_groups_flat_partition` (runtime/bf16_optimizer.py).
-    """
+    group. None of other optimizers. They are named `single_partition_of_fp32_groups`
+    (runtime/zero/stage_1_and_2.py) and `fp32_groups_flat_partition` (runtime/bf16_optimizer.py)."""
     if not _refreshes_itself(optimizer):
         return None
     for name in ("single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
@@ -105,13 +88,11 @@ def flat_partitions(optimizer: Any) -> list[torch.Tensor] | None:
 def zero12_ranges(optimizer: Any, partitions: list[torch.Tensor]) -> dict[int, MasterRange]:
     """Return the ranges of this rank's masters in `flat_partitions`, by parameter's id.
 
-    ZeRO 1 and 2 split the flat tensor of a group evenly over its ranks. Which parameter is where in
-    it is `round_robin_bit16_groups` with `round_robin_bit16_offsets` (0.19.8,
-    runtime/zero/stage_1_and_2.py). `_hp_mapping` takes the group's own order, which with
-    ``round_robin_gradients`` is another one. BF16_Optimizer, which has one order only, is read by
-    `_hp_mapping` (utils/mixed_precision_linkage.py, utils/tensor_fragment.py), but not through its
-    `optim_fragment`: DeepSpeed links that after the first group's first update, when the other
-    groups have no state yet, and never again.
+    ZeRO 1 and 2 split a group's flat tensor evenly; its order is `round_robin_bit16_groups` with
+    `round_robin_bit16_offsets` (0.19.8, runtime/zero/stage_1_and_2.py), which with
+    ``round_robin_gradients`` is not that of `_hp_mapping`. BF16_Optimizer is read by `_hp_mapping`
+    (utils/mixed_precision_linkage.py), not through its `optim_fragment`, which is linked after the
+    first group's first update and never again.
     """
     if not hasattr(optimizer, "round_robin_bit16_groups"):
         return _mapped_ranges(optimizer, partitions)
@@ -145,11 +126,9 @@ def _mapped_ranges(optimizer: Any, partitions: list[torch.Tensor]) -> dict[int, 
 
 
 def masters_of_group(optimizer: Any, index: int, group: dict[str, Any]) -> list[Any]:
-    """Return the masters that the torch optimizer updates in its group `index`.
-
-    ZeRO-3 leaves the group empty between updates, and puts its sub-groups there one by one (0.19.8,
-    runtime/zero/stage3.py, `_optimizer_step`).
-    """
+    """Return the masters that the torch optimizer updates in its group `index`. ZeRO-3 leaves the
+    group empty between updates, and puts its sub-groups there one by one (0.19.8,
+    runtime/zero/stage3.py, `_optimizer_step`)."""
     if not is_zero3(optimizer):
         return list(group["params"])
     return [
@@ -161,14 +140,13 @@ def masters_of_group(optimizer: Any, index: int, group: dict[str, Any]) -> list[
 
 @torch.no_grad()
 def refresh_parameters(engine: Any) -> None:
-    """Make the parameters used in forward agree with the masters. Collective.
+    """Make the parameters used in forward agree with the masters, as DeepSpeed does after loading.
+    Collective.
 
-    This is DeepSpeed's way after loading a checkpoint: `update_lp_params` where there is one;
-    ZeRO-3 by `_reassign_or_swap_out_partitioned_parameters` (0.19.8, runtime/zero/stage3.py:2854,
+    ZeRO-3: `_reassign_or_swap_out_partitioned_parameters` (0.19.8, runtime/zero/stage3.py:2854,
     called so at :3565) and `persistent_parameters` (:296), which are never gathered again.
-    Secondary partitions (ZeRO++'s hpZ) are copies of the old weights, also those of frozen
-    parameters, and are made from the new ones when they are next needed, as after an update
-    (`invalidate_secondary_tensor`, :755).
+    Secondary partitions (hpZ) are copies of the old weights, and are made again when they are next
+    needed (`invalidate_secondary_tensor`, :755).
     """
     optimizer = engine.optimizer
     if _refreshes_itself(optimizer):
@@ -194,10 +172,7 @@ def _refreshes_itself(optimizer: Any) -> bool:
 
 
 def scaler_state(optimizer: Any) -> dict[str, Any]:
-    """Return the state of float16's loss scaling; nothing where there is none.
-
-    0.19.8, runtime/fp16/loss_scaler.py. DeepSpeed pickles the scaler itself.
-    """
+    """Return the state of float16's loss scaling (runtime/fp16/loss_scaler.py), if any."""
     scaler = _scaler(optimizer)
     return {name: getattr(scaler, name) for name in _SCALER_FIELDS if hasattr(scaler, name)}
 
@@ -221,8 +196,6 @@ def _scaler(optimizer: Any) -> Any:
 
 
 def kept_gradients(optimizer: Any) -> Any:
-    """Return the gradients that ZeRO keeps until its step, in dicts and lists.
-
-    `averaged_gradients` (0.19.8, runtime/zero/stage_1_and_2.py and stage3.py:513).
-    """
+    """Return the gradients that ZeRO keeps until its step, in dicts and lists
+    (`averaged_gradients`)."""
     return getattr(optimizer, "averaged_gradients", {})

@@ -15,28 +15,26 @@ from torch import nn
 
 @dataclass(frozen=True)
 class MasterRange:
-    """The part of a parameter that this rank has, in a flat tensor.
+    """Flat range of a parameter (or of this rank's shard of it) from element `start` on, and its
+    master: `count` elements of the flattened `master` from `offset` on. capacity: of the equally
+    large ranges of all replicas, of which the last are short; None for others. is_replicated:
+    whether all replicas hold the same."""
 
-    `count` elements of `flat` from `offset` on are those of the parameter (of this rank's shard
-    of it, under tensor parallelism) from `start` on. `capacity`: where all replicas hold equally
-    large ranges, one after the other, how large; the last ones are short.
-    """
-
-    flat: torch.Tensor
+    master: torch.Tensor
     offset: int
     count: int
     start: int
     capacity: int | None = None
+    is_replicated: bool = False
 
 
 class PartitioningInit(deepspeed.zero.Init):  # type: ignore[misc]
-    """DeepSpeed's `zero.Init`, but without broadcasting the first rank's uninitialized parameters.
+    """DeepSpeed's `zero.Init`, but without broadcasting the first rank's uninitialized parameters,
+    for which every full parameter would be in memory once and fragment it.
 
-    For that every full parameter would be in memory once, one after the other, and the partitions
-    that are kept would fragment that memory, so that it is not freed. Replaces `_zero_init_param`
-    of 0.19.8 (runtime/zero/partition_parameters.py:1200), which also broadcasts. Parameters that a
-    constructor makes in float32 whatever the default is get the dtype of all others, which
-    DeepSpeed needs: `bigtrain.engine.optimizers.exact_parameters` has their exact values.
+    Replaces `_zero_init_param` of 0.19.8 (runtime/zero/partition_parameters.py:1200). Parameters
+    that a constructor makes in float32 get the dtype of all others, which DeepSpeed needs:
+    `bigtrain.engine.optimizers.exact_parameters` has their exact values.
     """
 
     def _zero_init_param(self, param: nn.Parameter) -> None:
@@ -47,12 +45,9 @@ class PartitioningInit(deepspeed.zero.Init):  # type: ignore[misc]
 
 
 def partition_parameters(init: Any, parameters: list[nn.Parameter]) -> None:
-    """Partition full `parameters` by `init`, a `deepspeed.zero.Init`, like those of constructors.
-
-    `Init(module=...)` takes a complete module (0.19.8, runtime/zero/partition_parameters.py:1181),
-    by `_convert_to_zero_parameters` (:1209); here one layer after the other is sharded first. They
-    get the dtype of `init`, as constructors' ones do in `PartitioningInit`.
-    """
+    """Partition full `parameters` by `init`, a `deepspeed.zero.Init`, in its dtype, one layer after
+    the other. `Init(module=...)` takes a complete module (0.19.8,
+    runtime/zero/partition_parameters.py:1181), by `_convert_to_zero_parameters` (:1209)."""
     for parameter in parameters:
         if parameter.is_floating_point() and parameter.dtype != init.dtype:
             parameter.data = parameter.data.to(init.dtype)
@@ -61,27 +56,23 @@ def partition_parameters(init: Any, parameters: list[nn.Parameter]) -> None:
 
 def partition_of(parameter: Any) -> torch.Tensor | None:
     """Return this rank's part of a ZeRO-3 parameter between its uses; None for any other.
-
     `ds_tensor` of 0.19.8, runtime/zero/partition_parameters.py (`_partition_param`). DeepSpeed's
-    public functions gather the full parameter instead.
-    """
+    public functions gather the full parameter instead."""
     return getattr(parameter, "ds_tensor", None)
 
 
 def frozen_range(parameter: Any) -> MasterRange:
     """Return the location of this rank's part of a frozen parameter, which no optimizer has."""
     if partition_of(parameter) is None:
-        return MasterRange(parameter.data.view(-1), 0, parameter.numel(), 0)
+        return MasterRange(parameter.data.view(-1), 0, parameter.numel(), 0, is_replicated=True)
     start, count = _partition_range(parameter, dist.get_rank(group=parameter.ds_process_group))
     return MasterRange(parameter.ds_tensor.data, 0, count, start, parameter.ds_tensor.ds_numel)
 
 
 def zero3_range(parameter: Any, optimizer: Any) -> MasterRange:
-    """Return the location of this rank's part of a parameter's fp32 master.
-
-    `grad_position` (0.19.8, runtime/zero/stage3.py:1955) holds the flat master of a sub-group and
-    the offset in it; `_get_param_partition_rank` (:646) returns the part of the parameter.
-    """
+    """Return the location of this rank's part of a parameter's fp32 master. `grad_position`
+    (0.19.8, runtime/zero/stage3.py:1955) holds the flat master of a sub-group and the offset in it;
+    `_get_param_partition_rank` (:646) returns the part of the parameter."""
     group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start, count = _partition_range(parameter, optimizer._get_param_partition_rank(parameter))
     flat = optimizer.fp32_partitioned_groups_flat[group]
@@ -92,11 +83,10 @@ def gather_persistent_at_once(optimizer: Any) -> None:
     """Make ZeRO-3 gather its persistent parameters by one collective after each update.
 
     DeepSpeed 0.19.8 has one for each (runtime/zero/partition_parameters.py,
-    `_allgather_params_coalesced`, from stage3.py:2841 by `all_gather` of the first), all norms of
-    a model, and of a small one everything. `all_gather_coalesced`, which it gathers with before a
-    module computes, has one for all of a dtype; it copies the same bytes. Quantized parameters
-    and those with a secondary partition, which it takes from elsewhere, stay as they are; so does
-    the wait for the device at the end. Does nothing to other optimizers.
+    `_allgather_params_coalesced`, from stage3.py:2841 by `all_gather` of the first).
+    `all_gather_coalesced` has one for all of a dtype, and copies the same bytes. Quantized
+    parameters and those with a secondary partition stay as they are. Does nothing to other
+    optimizers.
     """
     persistent = getattr(optimizer, "persistent_parameters", [])
     if len(persistent) < 2 or any(_is_gathered_otherwise(p) for p in persistent):
@@ -126,9 +116,8 @@ def _is_gathered_otherwise(parameter: Any) -> bool:
 
 def _partition_range(parameter: Any, rank: int) -> tuple[int, int]:
     """Return (start, count) of a ZeRO-3 partition within the full parameter, without padding.
-
-    Partitions are equally large (0.19.8, runtime/zero/partition_parameters.py, `_partition_param`).
-    """
+    Partitions are equally large (0.19.8, runtime/zero/partition_parameters.py,
+    `_partition_param`)."""
     capacity = parameter.ds_tensor.ds_numel
     start = min(capacity * rank, parameter.ds_numel)
     return start, min(capacity, parameter.ds_numel - start)

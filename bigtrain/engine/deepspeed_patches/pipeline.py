@@ -11,11 +11,9 @@ from torch import nn
 
 
 def replace_loss(engine: Any, loss: Callable[..., torch.Tensor]) -> None:
-    """Let the last stage compute `loss` of its outputs and the labels.
-
-    DeepSpeed 0.19.8 takes a loss only in `PipelineModule`, before there is an engine, and calls
-    the attribute at each forward pass (runtime/pipe/engine.py:755).
-    """
+    """Let the last stage compute `loss` of its outputs and the labels. DeepSpeed 0.19.8 takes a
+    loss only in `PipelineModule`, before there is an engine, and calls the attribute at each
+    forward pass (runtime/pipe/engine.py:755)."""
     engine.module.loss_fn = loss
 
 
@@ -24,12 +22,9 @@ def replace_instructions(
     reduce_tied_gradients: Callable[[Any], None],
     optimizer_step: Callable[[Any], None],
 ) -> None:
-    """Carry out two instructions of `engine`'s schedule by these functions, called with `engine`.
-
-    DeepSpeed 0.19.8 (runtime/pipe/engine.py:1360, `_INSTRUCTION_MAP`) knows tied weights as layers
-    that it built, and sums the wrong attribute of some; before the update bigtrain has to know the
-    norm. The engine gets a table of its own, so that no other one changes.
-    """
+    """Replace two instructions of `engine`'s schedule, in a table of its own (0.19.8,
+    runtime/pipe/engine.py:1360, `_INSTRUCTION_MAP`). DeepSpeed ties only layers that it built, and
+    sums the wrong attribute of some; before the update bigtrain needs the norm."""
     engine._INSTRUCTION_MAP = {
         **engine._INSTRUCTION_MAP,
         schedule.ReduceTiedGrads: reduce_tied_gradients,
@@ -43,12 +38,9 @@ def run_optimizer_step(engine: Any) -> None:
 
 
 def accumulated_gradient(parameter: nn.Parameter, optimizer: Any) -> torch.Tensor | None:
-    """Return the tensor in which DeepSpeed accumulates a parameter's gradient before it is reduced.
-
-    0.19.8: BF16_Optimizer in `_hp_grad` (runtime/bf16_optimizer.py:524), ZeRO-1 with float32
-    gradients of 16-bit parameters in `grad_accum` (runtime/zero/stage_1_and_2.py:402). Its own sum
-    of tied gradients (runtime/pipe/engine.py, `_exec_reduce_tied_grads`) does not know the latter.
-    """
+    """Return the tensor in which DeepSpeed 0.19.8 accumulates a parameter's gradient before
+    reducing it: `_hp_grad` (runtime/bf16_optimizer.py:524), or `grad_accum` of ZeRO-1 with float32
+    gradients (runtime/zero/stage_1_and_2.py:402), which its own sum of tied gradients ignores."""
     if hasattr(optimizer, "fp32_groups_gradient_dict"):  # BF16_Optimizer
         return getattr(parameter, "_hp_grad", None)  # which makes it with the first gradient
     if getattr(optimizer, "use_grad_accum_attribute", False):

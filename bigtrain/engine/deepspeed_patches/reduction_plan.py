@@ -1,9 +1,6 @@
-"""Reduction plan of a bucket of gradients under ZeRO 1 and 2, made once for a row of parameters.
-
-A plan has only numbers: the collectives that DeepSpeed 0.19.8 makes of the bucket (runtime/zero/
-stage_1_and_2.py, `average_tensor` and `allreduce_and_scatter`), and the range of this rank's
-partitions for each of its elements.
-"""
+"""Reduction plan of a bucket of gradients under ZeRO 1 and 2, made once for a row of parameters:
+the collectives that DeepSpeed 0.19.8 makes of it (runtime/zero/stage_1_and_2.py, `average_tensor`,
+`allreduce_and_scatter`), and the range of this rank's partitions for each of its elements."""
 
 from __future__ import annotations
 
@@ -62,9 +59,7 @@ class Plan:
 
 def plan_of(slots: list[Slot], bucket_size: int) -> Plan:
     """Return the plan of a bucket that holds the gradients of `slots`, one after the other.
-
-    `bucket_size`: elements; only a single parameter may be larger.
-    """
+    `bucket_size`: elements; only a single parameter may be larger."""
     runs: list[Run] = []
     total = 0
     for slot in slots:
@@ -111,10 +106,7 @@ def _targets(runs: Iterable[Run]) -> list[Target]:
 
 def _collectives(shares: Sequence[int], bucket_size: int) -> list[int]:
     """Return the elements of each collective of a bucket: parts are added until they exceed a
-    bucket.
-
-    Same as `allreduce_and_scatter`, which only a parameter larger than a bucket reaches.
-    """
+    bucket. Same as `allreduce_and_scatter`, which only a parameter larger than a bucket reaches."""
     sizes = [0]
     for share in shares:
         sizes[-1] += share

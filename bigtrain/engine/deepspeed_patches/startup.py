@@ -20,11 +20,9 @@ from torch.distributed import distributed_c10d
 
 
 def set_mpu(mpu: Any) -> None:
-    """Set the `mpu` that DeepSpeed's group functions ask; None for none.
-
-    An engine writes its own there (0.19.8, utils/groups.py:50, runtime/engine.py:2122), but without
-    one it leaves that of an earlier engine.
-    """
+    """Set the `mpu` that DeepSpeed's group functions ask; None for none. An engine writes its own
+    there (0.19.8, utils/groups.py:50, runtime/engine.py:2122), but without one it leaves that of an
+    earlier engine."""
     groups.mpu = mpu
 
 
@@ -32,11 +30,9 @@ def set_mpu(mpu: Any) -> None:
 def restore_process_state() -> Iterator[None]:
     """Restore on exit the process state that DeepSpeed changes when it builds an engine.
 
-    ZeRO 3 replaces `torch.nn.functional.linear` (0.19.8, runtime/zero/partition_parameters.py:417),
-    and references to the groups of an engine, its `mpu` among them, outlive
-    `torch.distributed.destroy_process_group` (utils/groups.py:89): the next engine of this process
-    would use them. The level of its logger is restored, too, and so is what
-    `zero12.keep_accumulating_nodes` has replaced, which holds the parameters of the last engine.
+    ZeRO 3 replaces `torch.nn.functional.linear` (0.19.8, runtime/zero/partition_parameters.py:417);
+    references to an engine's groups and `mpu` outlive `destroy_process_group` (utils/groups.py:89).
+    Also restored: the logger's level, and what `zero12.keep_accumulating_nodes` replaced.
     """
     logger = logging.getLogger("DeepSpeed")
     linear, level = torch.nn.functional.linear, logger.level
@@ -70,14 +66,11 @@ def destroyed_groups() -> Iterator[None]:
 @contextmanager
 def operators_loaded_by(load: Callable[..., ModuleType]) -> Iterator[None]:
     """Load operators that DeepSpeed compiles inside by `load`, whose first argument is torch's
-    loader.
+    loader `torch.utils.cpp_extension.load` (0.19.8, ops/op_builder/builder.py:568, `jit_load`).
 
-    The others are those of `torch.utils.cpp_extension.load`, which DeepSpeed 0.19.8 calls in
-    `OpBuilder.jit_load` (ops/op_builder/builder.py:568).
-
-    All but communication in shared memory: on CPUs DeepSpeed would load that at every start, for a
-    collective of inference that training never calls (0.19.8, comm/torch.py, `build_shm_op`). It
-    would also fill 69 MB of /dev/shm per rank, which nobody removes (csrc/cpu/comm/shm.cpp).
+    Communication in shared memory is not loaded: on CPUs DeepSpeed would load it at every start for
+    inference (comm/torch.py, `build_shm_op`), and fill 69 MB of /dev/shm per rank, which nobody
+    removes (csrc/cpu/comm/shm.cpp).
     """
     jit_load = OpBuilder.jit_load
     # By name: as an attribute of deepspeed.comm it is PyTorch.

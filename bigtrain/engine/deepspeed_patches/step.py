@@ -28,10 +28,8 @@ _HOOK_FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
 
 def skip_redundant_work(engine: Any, replicas: dist.ProcessGroup, host_time: HostTime) -> None:
     """Skip work of DeepSpeed that changes no number. Call once, after `deepspeed.initialize`.
-
     `replicas`: the ranks that gradients are averaged over. `host_time` counts the time of ZeRO's
-    hooks and reductions from then on.
-    """
+    hooks and reductions from then on."""
     if dist.get_world_size(replicas) == 1:
         _skip_lone_reduction(engine)
     skip_overflow_check(engine.optimizer)
@@ -43,13 +41,10 @@ def skip_redundant_work(engine: Any, replicas: dist.ProcessGroup, host_time: Hos
 
 @dataclass(frozen=True)
 class SpeedPatch:
-    """A part of DeepSpeed that is replaced to save host time; no number changes.
-
-    saves: host time, in milliseconds per parameter tensor and optimizer step unless stated
-    otherwise, with DeepSpeed 0.19.8 (docs/benchmarks.md: Llama of 434 tensors, one rank);
-    `benchmarks/host_time.py --without NAME --versus 2` measures a function again. is_in_place:
-    whether DeepSpeed's `engine` runs the replacement, read from the engine itself.
-    """
+    """Part of DeepSpeed that is replaced to save host time; no number changes. saves: host time in
+    milliseconds per parameter tensor and optimizer step (docs/benchmarks.md: Llama of 434 tensors,
+    one rank); `benchmarks/host_time.py --without NAME --versus 2` measures it again. is_in_place:
+    whether DeepSpeed's `engine` runs the replacement, read from the engine itself."""
 
     name: str
     replaces: str
@@ -148,11 +143,10 @@ def speed_patches_in_place(engine: Any) -> tuple[str, ...]:
 def speed_up_hooks(model: nn.Module) -> None:
     """Save a sixth of the host time of ZeRO-3's own hooks, where `replace_hooks` keeps them.
 
-    DeepSpeed 0.19.8 marks NVTX ranges around each (utils/nvtx.py, `enable_nvtx`), which stay on
-    under Nsight. Each passes tensors through a Function of its own
-    (runtime/zero/parameter_offload.py, `pre_bwd_fn`, `post_bwd_fn`), and linear layers through
-    another (runtime/zero/linear.py), whose signature torch inspects at every call
-    (torch/autograd/function.py, `apply`) unless the function carries it.
+    DeepSpeed 0.19.8 marks NVTX ranges (utils/nvtx.py, `enable_nvtx`), which stay on under Nsight.
+    Its Functions (runtime/zero/parameter_offload.py, `pre_bwd_fn`, `post_bwd_fn`;
+    runtime/zero/linear.py) get the signature that torch otherwise inspects at every call
+    (torch/autograd/function.py, `apply`).
     """
     nvtx.enable_nvtx = "NSYS_PROFILING_SESSION_ID" in os.environ
     kinds = [LinearFunctionForZeroStage3]
@@ -163,13 +157,10 @@ def speed_up_hooks(model: nn.Module) -> None:
 
 
 def skip_overflow_check(optimizer: Any) -> None:
-    """Skip the overflow check of each gradient in the 16-bit optimizer of ZeRO 0.
-
-    DeepSpeed (0.19.8, runtime/fp16/unfused_optimizer.py:205) reads for one gradient after the other
-    whether it is finite, and a GPU's host waits for each. Then it takes their norm in float32,
-    which is not finite if any gradient is not, and skips the step in that case by the same path.
-    Does nothing to other optimizers.
-    """
+    """Skip the overflow check of each gradient in the 16-bit optimizer of ZeRO 0, for which a GPU's
+    host waits each time (0.19.8, runtime/fp16/unfused_optimizer.py:205). Its float32 norm is not
+    finite if any gradient is not, and skips the step in the same way. Does nothing to other
+    optimizers."""
     if isinstance(optimizer, FP16_UnfusedOptimizer) and not optimizer.fused_lamb_legacy:
         optimizer.overflow_checker = _NoOverflowCheck()
 
@@ -182,11 +173,9 @@ class _NoOverflowCheck:
 
 
 def _skip_lone_reduction(engine: Any) -> None:
-    """Skip ZeRO 0's gradient reduction if there is only one replica.
-
-    DeepSpeed 0.19.8 (runtime/engine.py:3828) flattens gradients, multiplies by 1 and copies them
-    back. What it does before, giving zeros to parameters without a gradient, stays.
-    """
+    """Skip ZeRO 0's gradient reduction if there is only one replica. DeepSpeed 0.19.8
+    (runtime/engine.py:3828) flattens gradients, multiplies by 1 and copies them back. What it does
+    before, giving zeros to parameters without a gradient, stays."""
     if (
         isinstance(engine.optimizer, (torch.optim.Optimizer, FP16_UnfusedOptimizer))
         # Other settings round the gradients on the way.
@@ -198,29 +187,22 @@ def _skip_lone_reduction(engine: Any) -> None:
 
 def replace_clipping(engine: Any, clip: Callable[[], None]) -> None:
     """Let `clip` clip the gradients of fp32 ZeRO 0, the only case in which the norm is not kept.
-
     DeepSpeed 0.19.8 (runtime/engine.py:3502, `clip_fp32_gradients`) discards the norm: computing it
-    again would read all gradients once more.
-    """
+    again would read all gradients once more."""
     engine.clip_fp32_gradients = clip
 
 
 def measured_norm(optimizer: Any) -> Any:
-    """Return the norm of the gradient after DeepSpeed measured it and before it is used.
-
-    The engine's public `get_global_grad_norm` takes it over after the update (0.19.8,
-    runtime/engine.py:3519, from `_global_grad_norm` of every wrapper).
-    """
+    """Return the norm of the gradient after DeepSpeed measured it and before it is used. The
+    engine's public `get_global_grad_norm` takes it over after the update (0.19.8,
+    runtime/engine.py:3519, from `_global_grad_norm` of every wrapper)."""
     return optimizer._global_grad_norm
 
 
 def scale_of_norm(optimizer: Any) -> float:
-    """Return the loss scale still in the next norm that `optimizer` measures; a host number.
-
+    """Return the loss scale still in the next norm that `optimizer` measures; a host number. Only
     ZeRO 0's wrapper for float16 returns the norm of the scaled gradient (0.19.8,
-    runtime/fp16/unfused_optimizer.py:224), every other one divides it by its scale. Call before the
-    update, which may change the scale.
-    """
+    runtime/fp16/unfused_optimizer.py:224). Call before the update, which may change the scale."""
     if not isinstance(optimizer, FP16_UnfusedOptimizer):
         return 1.0
     return float(optimizer.loss_scale)
@@ -230,10 +212,9 @@ def scaled_loss(loss: torch.Tensor, optimizer: Any) -> torch.Tensor:
     """Return `loss` times the loss scale for the backward pass of float16 under ZeRO 0; else
     `loss`.
 
-    DeepSpeed 0.19.8 multiplies it by the loss scale only for ZeRO's optimizers (runtime/engine.py,
-    `backward`: ``isinstance(self.optimizer, ZeROOptimizer)``), and divides the gradients by it for
-    ZeRO 0 all the same (runtime/fp16/unfused_optimizer.py and fused_optimizer.py): updates would be
-    of gradients 65,536 times too small, and no overflow would ever be seen.
+    DeepSpeed 0.19.8 multiplies by it only for ZeRO's optimizers (runtime/engine.py, `backward`),
+    but divides the gradients by it for ZeRO 0, too (runtime/fp16/unfused_optimizer.py and
+    fused_optimizer.py): updates would be 65,536 times too small, without any overflow.
     """
     config = getattr(optimizer, "loss_scale_config", None)
     if config is None or not config.use_grad_scaling:
@@ -243,7 +224,5 @@ def scaled_loss(loss: torch.Tensor, optimizer: Any) -> torch.Tensor:
 
 def has_overflowed(optimizer: Any) -> bool:
     """Return whether DeepSpeed skipped the last update itself because the gradient was not finite.
-
-    `overflow` of its 16-bit wrappers (0.19.8, runtime/base_optimizer.py and runtime/fp16/).
-    """
+    `overflow` of its 16-bit wrappers (0.19.8, runtime/base_optimizer.py and runtime/fp16/)."""
     return bool(getattr(optimizer, "overflow", False))

@@ -19,10 +19,8 @@ from bigtrain.engine.deepspeed_patches.zero12_reduction import FlatGradients, re
 
 
 def skip_redundant_work_of_zero12(optimizer: Any, host_time: HostTime) -> None:
-    """Leave out what changes nothing. Call once; does nothing to other optimizers.
-
-    `host_time` counts the time of reductions from then on.
-    """
+    """Skip what changes nothing. Call once; does nothing to other optimizers. `host_time` counts
+    the time of reductions from then on."""
     if not hasattr(optimizer, "round_robin_bit16_groups"):
         return
     skip_usage_reports(optimizer)
@@ -34,12 +32,8 @@ def skip_redundant_work_of_zero12(optimizer: Any, host_time: HostTime) -> None:
 
 
 def skip_usage_reports(optimizer: Any) -> None:
-    """Do not format how full the buckets are.
-
-    DeepSpeed 0.19.8 (runtime/base_optimizer.py, `report_ipg_memory_usage`) makes a text of it for
-    each gradient, and gives it to `see_memory_usage`, which returns at once unless it is forced
-    (runtime/utils.py); here it never is.
-    """
+    """Skip texts on how full the buckets are, which DeepSpeed 0.19.8 formats for each gradient and
+    never shows (runtime/base_optimizer.py, `report_ipg_memory_usage`; runtime/utils.py)."""
     optimizer.report_ipg_memory_usage = _say_nothing
 
 
@@ -48,12 +42,9 @@ def _say_nothing(*_args: Any, **_kwargs: Any) -> None:
 
 
 def keep_views(optimizer: Any) -> None:
-    """Do not make parameters views of their group's flat tensor that are so already.
-
-    DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, `_update_model_bit16_weights`) makes them again
-    after every update. They differ only if the flat tensor or a parameter was moved, which changes
-    its address.
-    """
+    """Keep parameters that are views of their group's flat tensor. DeepSpeed 0.19.8
+    (runtime/zero/stage_1_and_2.py, `_update_model_bit16_weights`) makes them again after every
+    update; they differ only if a tensor was moved, which changes its address."""
     update = optimizer._update_model_bit16_weights
     known: dict[int, list[int]] = {}
 
@@ -70,13 +61,9 @@ def keep_views(optimizer: Any) -> None:
 
 
 def take_norms_at_once(optimizer: Any) -> None:
-    """Take the norms of all gradients of a group by one call of torch.
-
-    DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, `get_grad_norm_direct`) makes a copy in float64
-    of each gradient, takes its norm, and moves that to the device where it is. Here the same norms
-    are taken in float64, and added up in the same order. Norms other than the 2-norm are left to
-    it, and a rank that counts nothing.
-    """
+    """Take the norms of all gradients of a group by one call of torch, in float64 and added up in
+    the same order as by DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, `get_grad_norm_direct`),
+    which gets norms other than the 2-norm, and ranks that count nothing."""
     take = optimizer.get_grad_norm_direct
     known: dict[int, tuple[Sequence[nn.Parameter], list[bool]]] = {}
 
@@ -109,14 +96,13 @@ def take_norms_at_once(optimizer: Any) -> None:
 
 
 def copy_gradients_once(optimizer: Any) -> None:
-    """Copy a reduced gradient out of its bucket with half of the calls.
-
-    DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, `copy_grads_in_partition`) looks up for each
-    whether it is compact, and makes three views of it. The first of a step is left to it, which
-    allocates the partition, and so are those of offloaded and of compact partitions.
-    """
+    """Copy a reduced gradient out of its bucket with half of the calls of DeepSpeed 0.19.8
+    (runtime/zero/stage_1_and_2.py, `copy_grads_in_partition`). It still copies the first of a step,
+    which allocates the partition, and those of offloaded and of compact partitions."""
     copy = optimizer.copy_grads_in_partition
-    is_compact = [optimizer._use_compact_grad_partition_buffer(i) for i in _groups(optimizer)]
+    is_compact = [
+        optimizer._use_compact_grad_partition_buffer(i) for i in range(len(optimizer.bit16_groups))
+    ]
 
     def copy_out(parameter: nn.Parameter, group_index: int | None = None) -> None:
         place = optimizer.grads_in_partition
@@ -132,17 +118,10 @@ def copy_gradients_once(optimizer: Any) -> None:
     optimizer.copy_grads_in_partition = copy_out
 
 
-def _groups(optimizer: Any) -> range:
-    return range(len(optimizer.bit16_groups))
-
-
 def keep_accumulating_nodes() -> None:
-    """Find once, not at every backward pass, where autograd accumulates into each parameter.
-
-    DeepSpeed 0.19.8 (runtime/utils.py, `count_used_parameters_in_backward`) counts in the first
-    hook of a backward pass how many parameters take part. The node of a parameter stays while
-    somebody holds it and the parameter has the dtype and the device that it had.
-    """
+    """Find once where autograd accumulates into each parameter, not at every backward pass as
+    DeepSpeed 0.19.8 (runtime/utils.py, `count_used_parameters_in_backward`). A node stays while
+    somebody holds it and the parameter keeps its dtype and device."""
     if not keeps_accumulating_nodes():
         stage_1_and_2.count_used_parameters_in_backward = _UsedParameters()
 

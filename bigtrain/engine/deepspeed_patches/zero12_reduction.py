@@ -1,17 +1,13 @@
 """Gradient reduction of ZeRO 1 and 2: DeepSpeed's collectives and numbers in less host time.
 
-DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py) copies each gradient into a bucket in the hook of
-its parameter, computes at every reduction the rank of each part of the bucket, copies each
-gradient out again, and copies all of them into the flat tensor that the optimizer reads. Here a
-bucket holds the gradients themselves until it is full. Then they are put together by one call,
-averaged and reduced as DeepSpeed does (the same buckets in the same order, by the same collectives
-over the same ranges), and what this rank owns goes straight into the flat tensor, by a plan that is
-made once for each sequence of parameters. So every number stays, to the last bit.
-`tests/unit/engine/deepspeed_patches/test_zero12.py` compares both.
+DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py) copies each gradient into a bucket, out of it
+again, and into the flat tensor that the optimizer reads. Here a bucket holds the gradients
+themselves until it is full; they are then flattened by one call, reduced in the same buckets, order
+and collectives, and copied into the flat tensor by a plan made once for each sequence of
+parameters. So every number stays (`tests/unit/engine/deepspeed_patches/test_zero12.py`).
 
-The gradients of a bucket stay in memory until it is flattened, so ZeRO 2 without ``overlap_comm``
-needs one more bucket of memory at most; with it DeepSpeed has two buckets from the start, and ZeRO
-1 keeps every gradient until the end.
+The gradients of a bucket stay in memory until it is flattened: ZeRO 2 without ``overlap_comm``
+needs one more bucket of memory at most.
 """
 
 from __future__ import annotations
@@ -33,12 +29,10 @@ from bigtrain.engine.deepspeed_patches.reduction_plan import Plan, Slot, plan_of
 
 
 def replace_reduction(optimizer: Any, host_time: HostTime) -> bool:
-    """Let `optimizer`, one of ZeRO 1 or 2, reduce its gradients by a plan; False if it cannot.
-
-    `host_time` counts the time of the reductions. DeepSpeed's own stay where there are several
-    process groups (experts), offloading, ZenFlow, several dtypes, padding between parameters,
-    another order than the groups' (round robin), or no contiguous gradients.
-    """
+    """Make `optimizer`, of ZeRO 1 or 2, reduce its gradients by a plan; return False if it cannot:
+    with several process groups (experts) or dtypes, offloading, ZenFlow, padding between
+    parameters, round robin, or gradients that are not contiguous. `host_time` counts the
+    reductions."""
     if not _is_supported(optimizer):
         return False
     reduction = _Reduction(optimizer, host_time)
@@ -47,11 +41,8 @@ def replace_reduction(optimizer: Any, host_time: HostTime) -> bool:
 
 
 class FlatGradients(GradPartitionBufferGroup):  # type: ignore[misc]
-    """A group's averaged gradients: this rank's part of each parameter, 1-D views of one tensor.
-
-    Padding, if there is any, is the last. DeepSpeed takes `flat_partition` as what its list would
-    be put together to.
-    """
+    """Averaged gradients of a group: this rank's part of each parameter, 1-D views of one tensor,
+    and padding last. DeepSpeed reads `flat_partition` instead of concatenating the list."""
 
     def __init__(self, flat: torch.Tensor, sizes: list[int]) -> None:
         list.__init__(self, flat.split(sizes))
@@ -182,11 +173,9 @@ class _Reduction:
             handle.hooks_dict_ref()[handle.id] = self._hook(self._slots[parameter], hooked)
 
     def _hook(self, slot: Slot, hooked: list[nn.Parameter]) -> Callable[[torch.Tensor], None]:
-        """Runs when the gradient of `slot` is complete; as `create_gradient_handling_hooks` has it.
-
-        The end of a backward pass is a callback of autograd once one is queued. From then on
-        DeepSpeed only counts in the hooks, and so the rest is left to the first one of a pass.
-        """
+        """Return the hook for the complete gradient of `slot`; as `create_gradient_handling_hooks`.
+        Once the end of a backward pass is queued, DeepSpeed only counts in the hooks, so the first
+        hook does the rest."""
         optimizer, state = self._optimizer, self._optimizer._backward_hook_state
         keeps_sum, take = self._keeps_sum, self._take_when_due
         takes = optimizer.partition_gradients or optimizer.overlap_comm
@@ -268,10 +257,8 @@ class _Reduction:
 
     def _reduce_bucket(self) -> None:
         """Average and reduce what the bucket holds (`reduce_ipg_grads`). Collective over replicas.
-
         On a stream of its own under ``overlap_comm``: that waits for the gradients, and the stream
-        of the backward pass for the bucket before, as with DeepSpeed's two buffers.
-        """
+        of the backward pass for the bucket before, as with DeepSpeed's two buffers."""
         slots = self._bucket
         if not slots:
             return
@@ -363,10 +350,8 @@ class _Reduction:
     # --- after the backward pass ---
 
     def _finish(self) -> None:
-        """Reduce the rest and keep what the pass brought. Collective over replicas.
-
-        DeepSpeed's `independent_gradient_partition_epilogue`.
-        """
+        """Reduce the rest and keep what the pass brought. Collective over replicas. DeepSpeed's
+        `independent_gradient_partition_epilogue`."""
         optimizer = self._optimizer
         self._flush()
         self._step += 1
@@ -411,9 +396,7 @@ class _Reduction:
 
     def _has_overflow(self) -> torch.Tensor:
         """Return whether a gradient of this rank is not finite: [1], bool. Reads each group once.
-
-        DeepSpeed looks at each gradient (`has_overflow_partitioned_grads_serial`).
-        """
+        DeepSpeed looks at each gradient (`has_overflow_partitioned_grads_serial`)."""
         optimizer = self._optimizer
         count = torch.zeros(1, dtype=torch.float, device=self._accelerator.current_device_name())
         for group in _groups(optimizer):

@@ -3,18 +3,15 @@
 DeepSpeed 0.19.8 registers four hooks on each module (runtime/zero/parameter_offload.py,
 `_register_deepspeed_module`), through which its coordinator gathers parameters before a module
 computes and releases them after (runtime/zero/partitioned_param_coordinator.py, `fetch_sub_module`
-and `release_sub_module`). Most of their cost is overhead: formatting of log lines that are not
-printed, a rank lookup in each, nested decorators, module attribute access, sets built again,
-signatures bound. These hooks do the same gathers, releases and prefetches in the same order at the
-same points, and leave the same nodes in the autograd graph, so every number and every memory peak
-stays. `tests/unit/engine/deepspeed_patches/test_zero3_hooks.py` compares both, call by call.
+and `release_sub_module`). Most of their cost is overhead: log lines that are not printed, rank
+lookups, nested decorators, attribute access, rebuilt sets, bound signatures. These hooks do the
+same gathers, releases and prefetches in the same order at the same points, and leave the same nodes
+in the autograd graph (`tests/unit/engine/deepspeed_patches/test_zero3_hooks.py`).
 
-Rare cases call DeepSpeed's own functions: passes in which the order of modules is learned or has
-changed, outputs that hold parameters. Its own hooks stay for leaf modules, parameters on NVMe,
-secondary partitions (hpZ), quantized weights and ZenFlow.
-
-Llama of 48 layers, 434 parameters, one slow core (benchmarks/host_time.py): host time above a bare
-loop, per parameter and step, 0.65 ms before, 0.27 after; two ranks 0.69 and 0.32.
+DeepSpeed's own functions handle passes in which the order of modules is learned or has changed, and
+outputs that hold parameters; its hooks stay for leaf modules, NVMe, secondary partitions (hpZ),
+quantized weights and ZenFlow. Host time of Llama with 434 parameters above a bare loop, per
+parameter and step: 0.65 ms before, 0.27 after; two ranks 0.69 and 0.32.
 """
 
 from __future__ import annotations
@@ -54,12 +51,8 @@ _STREAM = _PRIVATE + "allgather_stream"
 
 def replace_hooks(optimizer: Any, host_time: HostTime) -> bool:
     """Replace the hooks of ZeRO-3's `optimizer`; returns False for one that they do not support.
-
-    `host_time` counts their time.
-
-    Each replaces two of DeepSpeed's, under the handle of the first, so that
-    `DeepSpeedZeRoOffload.destroy` removes them and the order among other hooks stays.
-    """
+    `host_time` counts their time. Each replaces two of DeepSpeed's, under the handle of the first,
+    so that `DeepSpeedZeRoOffload.destroy` removes them and the order among other hooks stays."""
     offload = getattr(optimizer, "parameter_offload", None)
     if offload is None or not _fits(offload):
         return False
@@ -205,11 +198,9 @@ class _ModuleHooks:
 
 
 class _ModuleStackReset:
-    """Before a forward pass of the model: pops what the last pass left on the module stack.
-
-    With torch's checkpointing a pass ends in the middle of a layer, by an exception, and the hooks
-    of DeepSpeed never pop those modules: a leak of some 20 entries per layer and step.
-    """
+    """Pops, before a forward pass of the model, what the last pass left on the module stack:
+    torch's checkpointing ends a pass in the middle of a layer by an exception, and DeepSpeed's
+    hooks never pop those modules, a leak of some 20 entries per layer and step."""
 
     def __init__(self) -> None:
         self._depth = len(FWD_MODULE_STACK)
@@ -220,9 +211,7 @@ class _ModuleStackReset:
 
 def _holds_no_parameter(output: Any) -> bool:
     """Return whether this is a tensor or a tuple of tensors, none known to be a parameter's alias.
-
-    DeepSpeed's own hook handles anything else, and lets the module above gather what it finds.
-    """
+    DeepSpeed's own hook handles anything else, and lets the module above gather what it finds."""
     if type(output) is torch.Tensor:
         return not hasattr(output, "ds_param_alias")
     return type(output) is tuple and all(
@@ -239,11 +228,9 @@ def _unknown(value: Any) -> str:
 
 
 class _BeforeBackward(torch.autograd.Function):
-    """Identity on an output; its backward runs before the module's backward pass.
-
-    Old style, with the context in `forward`: for the other style torch binds the arguments to the
-    signature at every call (torch/autograd/function.py, `apply`).
-    """
+    """Identity on an output; its backward runs before the module's backward pass. Old style, with
+    the context in `forward`: for the other style torch binds the arguments to the signature at
+    every call (torch/autograd/function.py, `apply`)."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, hooks: _ModuleHooks) -> torch.Tensor:
@@ -276,10 +263,8 @@ _after_backward: Callable[[torch.Tensor, _ModuleHooks], torch.Tensor] = _AfterBa
 
 
 class _Coordinator:
-    """The work of a `PartitionedParameterCoordinator` once it has learned the order of modules.
-
-    All state stays in DeepSpeed's own object.
-    """
+    """Work of a `PartitionedParameterCoordinator` that has learned the order of modules; all state
+    stays in it."""
 
     def __init__(self, offload: Any) -> None:
         self._own: Any = offload.get_param_coordinator()

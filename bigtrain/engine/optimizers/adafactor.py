@@ -1,10 +1,9 @@
 """Adafactor (Shazeer and Stern 2018, arXiv 1804.04235), as `torch.optim.Adafactor` (torch 2.13,
 torch/optim/_adafactor.py), for parameters sharded by ZeRO and the parallel degrees.
 
-Its second moment is one number for each row and one for each column of a matrix, and its step size
-depends on the root mean square of full parameters. All of these are sums over elements: each rank
-sums its own elements, then there is one all-reduce of (rows + columns) numbers and one of a number
-per parameter. So every rank has all states, which are small.
+The second moment is a number per row and per column of a matrix, and the step size depends on the
+root mean square of full parameters: sums over elements, which one all-reduce of (rows + columns)
+numbers and one of a number per parameter complete. So every rank has all states.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from bigtrain.engine.optimizers.update_rule import (
 from bigtrain.engine.startup.mesh import Mesh, open_holders
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.settings.sections.optimizer import AdafactorSection
+from bigtrain.system.boxes import Box
 
 _EPS = torch.finfo(torch.float32).eps
 _SUMMED = {"row_var": -1, "col_var": -2, "variance": None}
@@ -36,10 +36,10 @@ _SUMMED = {"row_var": -1, "col_var": -2, "variance": None}
 
 @dataclass(frozen=True)
 class _Rectangle:
-    """Rectangle of a parameter, with views into its master and its gradient."""
+    """Rectangle `box` of a parameter, with views into its master and its gradient."""
 
     parameter: str
-    offsets: tuple[int, ...]
+    box: Box
     values: torch.Tensor
     gradient: torch.Tensor
 
@@ -51,8 +51,7 @@ class Adafactor(UpdateRule):
     def __init__(
         self, section: AdafactorSection, model: nn.Module, mesh: Mesh, device: torch.device
     ) -> None:
-        """model: this stage's part. device: one that the backend of its groups takes. Collective
-        over all ranks."""
+        """Collective over all ranks. model: this stage. device: of the backend of its groups."""
         self._section, self._device = section, device
         self._eps1 = _EPS if section.eps1 is None else section.eps1
         self._group = open_holders(mesh)[False]
@@ -127,14 +126,13 @@ class Adafactor(UpdateRule):
                 continue
             both = (part.of(master.values), part.of(master.gradient))
             cuts = [cut_parts(part.shard, part.start, tensor) for tensor in both]
-            for (offsets, values), (_, gradient) in zip(*cuts, strict=True):
-                yield _Rectangle(part.name, offsets, values, gradient)
+            for (box, values), (_, gradient) in zip(*cuts, strict=True):
+                yield _Rectangle(part.name, box, values, gradient)
 
     def _follow_moments(
         self, names: Sequence[str], rectangles: Sequence[_Rectangle], weight: float
     ) -> dict[str, float]:
-        """Update the second moments with `weight`; returns each parameter's sum of squared
-        values."""
+        """Update the second moments with `weight`; return each parameter's sum of squares."""
         fresh = {name: self._new_state(self._shapes[name]) for name in names}
         for box in rectangles:
             squares = box.gradient.square()
@@ -193,9 +191,9 @@ class Adafactor(UpdateRule):
 RULE = Adafactor
 
 
-def _place(state: torch.Tensor, box: _Rectangle) -> tuple[slice, ...]:
-    """Return where in a state the rectangle's rows, columns or elements are."""
+def _place(state: torch.Tensor, own: _Rectangle) -> tuple[slice, ...]:
+    """Return the index of the rectangle's rows, columns or elements in a state."""
     return tuple(
-        slice(0, 1) if size == 1 else slice(low, low + length)
-        for size, low, length in zip(state.shape, box.offsets, box.gradient.shape, strict=True)
+        slice(0, 1) if size == 1 else along
+        for size, along in zip(state.shape, own.box.slices, strict=True)
     )

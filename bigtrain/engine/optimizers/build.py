@@ -62,8 +62,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return groups with and without weight decay, in this order, and of hidden matrices if the
     optimizer updates only those; then the same groups of experts if `expert_size` ranks divide
-    them. Any may be empty. `untrained`: as in `split_by_decay`.
-    """
+    them. Any may be empty. `untrained`: as in `split_by_decay`."""
     split = split_by_decay(model, decay_embeddings=section.decay_embeddings, untrained=untrained)
     groups: list[dict[str, Any]] = [
         {"params": split.decay, "weight_decay": section.weight_decay, "name": "decay"},

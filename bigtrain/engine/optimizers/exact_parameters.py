@@ -1,12 +1,9 @@
 """Parameters in their own dtype, in addition to the 16-bit copies that DeepSpeed holds.
 
-Some architectures keep parameters in float32 where the model computes in 16 bit (`ParameterPlan.
-kept`: routers, recurrent states, selection biases). DeepSpeed casts every parameter to the run's
-dtype. So modules read such a parameter from a float32 tensor on this rank, which is assembled from
-the fp32 masters after each update; its gradient goes to the 16-bit copy, as all others do.
-
-Frozen parameters have no masters. What a base's file holds of them is kept in the file's dtype
-where that is not the dtype of the copy (`bigtrain.engine.checkpoint.frozen`).
+Some architectures compute in 16 bit but keep parameters in float32 (`ParameterPlan.kept`: routers,
+recurrent states, selection biases). Modules read such a parameter from a float32 tensor, assembled
+from the fp32 masters after each update; its gradient goes to the 16-bit copy. Frozen parameters are
+kept in the dtype of the base's file (`bigtrain.engine.checkpoint.fragments`).
 """
 
 from __future__ import annotations
@@ -39,12 +36,10 @@ class _Exact(torch.autograd.Function):
 
 
 class ExactParameters:
-    """The exact values of one engine's parameters.
-
-    values: of those that modules read in float32, by name, this rank's shard in full. owned: names
-    of those that are updated here and not by the optimizer. frozen: this rank's range of frozen
-    parameters as files held it, by name; None where another rank that has the same range keeps it.
-    """
+    """Exact values of one engine's parameters. values: those that modules read in float32, by name,
+    this rank's shard in full. owned: names of those updated here, not by the optimizer. frozen:
+    this rank's range of frozen parameters as in their files; None where another rank with the same
+    range keeps it."""
 
     def __init__(
         self,

@@ -20,10 +20,8 @@ from bigtrain.models.parallel.sharding import is_expert
 
 def is_counted(parameter: Any, mesh: Mesh) -> bool:
     """Return whether this rank's gradient of `parameter` enters the norm: every element does once.
-
-    By the marks that DeepSpeed's own norms go by: shards count everywhere, replicated parameters
-    on the first rank of a tensor-parallel group, tied ones on one pipeline stage.
-    """
+    By the marks that DeepSpeed's own norms go by: shards count everywhere, replicated parameters on
+    the first rank of a tensor-parallel group, tied ones on one pipeline stage."""
     if is_replicated(parameter):
         return False
     return mesh.coordinates.tensor_rank == 0 or is_model_parallel(parameter)
@@ -31,9 +29,7 @@ def is_counted(parameter: Any, mesh: Mesh) -> bool:
 
 def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
     """Return the 2-norm of the full model's gradient, which is already averaged over replicas.
-
-    Collective over `mesh.model`, and if ranks share the experts over `mesh.expert`.
-    """
+    Collective over `mesh.model`, and if ranks share the experts over `mesh.expert`."""
     with_gradient = [p for p in parameters if p.grad is not None]
     own: dict[bool, list[torch.Tensor]] = {False: [], True: []}
     for parameter in with_gradient:
@@ -60,11 +56,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Me
 
 
 def mark_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Mark gradients as their parameters are marked.
-
-    DeepSpeed's FP16_UnfusedOptimizer (ZeRO 0 in 16 bit, 0.19.8, fp16/unfused_optimizer.py:214)
-    takes the norm of bare gradients, and would omit the shards of all ranks but the first.
-    """
+    """Mark gradients as their parameters are marked. DeepSpeed's FP16_UnfusedOptimizer (ZeRO 0 in
+    16 bit, 0.19.8, fp16/unfused_optimizer.py:214) takes the norm of bare gradients, and would omit
+    the shards of all ranks but the first."""
     for parameter in parameters:
         if parameter.grad is not None and is_model_parallel(parameter):
             mark_model_parallel(parameter.grad)

@@ -2,9 +2,7 @@
 
 Each matrix has one owner among the ranks that hold it, chosen to balance the computation. Its parts
 are sent to the owner, which computes once and sends parts of the result back: two all-to-alls, in
-rounds that bound the memory. Each rank sends and receives its parts of the matrices: if ZeRO
-divides them, 2 x elements / ranks x bytes each way. `pieces_of` yields the parts of a
-stage's matrices that a rank holds, with their position in its masters.
+rounds that bound the memory, of 2 x elements / ranks x bytes each way if ZeRO divides the matrices.
 """
 
 from __future__ import annotations
@@ -19,35 +17,33 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from bigtrain.engine.optimizers.masters import MasterPart, rectangles
+from bigtrain.engine.optimizers.masters import MasterPart
 from bigtrain.models.parallel.hidden_matrices import Matrix
-from bigtrain.system.boxes import Box
+from bigtrain.system.boxes import Box, flat_boxes
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A rectangle of matrix number `matrix` at (row, column), stored in a master.
-
-    It is ``master.view(-1)[begin:end].view(sizes)[where]``.
-    """
+class MatrixBox:
+    """Rectangle `box` of matrix number `matrix`."""
 
     matrix: int
-    row: int
-    column: int
-    shape: tuple[int, int]
+    box: Box
+
+
+@dataclass(frozen=True)
+class Piece(MatrixBox):
+    """Rectangle stored in a master: ``master.view(-1)[begin:end].view(sizes)[where]``."""
+
     master: int
     begin: int
     end: int
     sizes: tuple[int, ...]
     where: tuple[slice, ...]
 
-    @property
-    def num_elements(self) -> int:
-        return self.shape[0] * self.shape[1]
-
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the view [rows, columns] of a tensor that is shaped like the master."""
-        return flat.view(-1)[self.begin : self.end].view(self.sizes)[self.where].view(self.shape)
+        held = flat.view(-1)[self.begin : self.end].view(self.sizes)
+        return held[self.where].view(self.box.sizes)
 
 
 def pieces_of(
@@ -56,19 +52,20 @@ def pieces_of(
     """Yield the pieces of its parameter's numbered `matrices` that `part`, stored in master number
     `master`, holds."""
     candidates = matrices.get(part.name, ())
-    for cut in rectangles(part.shard.local_shape, part.start, part.count) if candidates else ():
-        begin, end = part.offset + cut.begin, part.offset + cut.end
-        for full, local in part.shard.to_full(Box(cut.offsets, cut.sizes)):
+    begin = part.offset
+    for box in flat_boxes(part.shard.local_shape, part.start, part.count) if candidates else ():
+        end = begin + box.num_elements
+        for full, local in part.shard.to_full(box):
             for number, matrix in candidates:
-                for box, (row, column) in matrix.parts():
-                    common = full.intersect(box)
+                for outer, corner in matrix.parts():
+                    common = full.intersect(outer)
                     if common is None:
                         continue
                     where = common.relative_to(full).moved(local.offsets).slices
-                    shift = common.relative_to(box).offsets
-                    corner = row + shift[-2], column + shift[-1]
-                    shape = common.sizes[-2], common.sizes[-1]
-                    yield Piece(number, *corner, shape, master, begin, end, cut.sizes, where)
+                    offsets = common.relative_to(outer).offsets[-2:]
+                    inner = Box(offsets, common.sizes[-2:]).moved(corner)
+                    yield Piece(number, inner, master, begin, end, box.sizes, where)
+        begin = end
 
 
 ROUND_ELEMENTS = 1 << 25
@@ -76,7 +73,7 @@ ROUND_ELEMENTS = 1 << 25
 round."""
 
 
-_Item = TypeVar("_Item", Piece, "_ReceivedSlice")
+_Item = TypeVar("_Item", bound=MatrixBox)
 
 
 @dataclass(frozen=True)
@@ -88,20 +85,6 @@ class HeldShard:
     is_sent: Callable[[int], bool]
 
 
-@dataclass(frozen=True)
-class _ReceivedSlice:
-    """Position of a rectangle received from another rank in a matrix of this one."""
-
-    matrix: int
-    row: int
-    column: int
-    shape: tuple[int, int]
-
-    def of(self, matrix: torch.Tensor) -> torch.Tensor:
-        rows = matrix[self.row : self.row + self.shape[0]]
-        return rows[:, self.column : self.column + self.shape[1]]
-
-
 @dataclass
 class _ExchangeRound:
     """Per rank of the group: pieces to send and rectangles to receive; then pieces to get back and
@@ -109,9 +92,9 @@ class _ExchangeRound:
 
     size: int
     sent: list[list[Piece]] = field(default_factory=list)
-    received: list[list[_ReceivedSlice]] = field(default_factory=list)
+    received: list[list[MatrixBox]] = field(default_factory=list)
     wanted: list[list[Piece]] = field(default_factory=list)
-    returned: list[list[_ReceivedSlice]] = field(default_factory=list)
+    returned: list[list[MatrixBox]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for lists in (self.sent, self.received, self.wanted, self.returned):
@@ -120,9 +103,7 @@ class _ExchangeRound:
 
 class MatrixExchange:
     """Gathers matrices at their owners, computes on them, and scatters the results.
-
-    num_elements_sent: that this rank sends to others in one `run`, there and back.
-    """
+    num_elements_sent: that this rank sends to others in one `run`, there and back."""
 
     def __init__(
         self,
@@ -132,12 +113,10 @@ class MatrixExchange:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Collective over `group`, all of whose ranks bring the same matrices: `shapes` by number.
-
-        cost: of computing on a matrix of a shape, in any unit.
-        holdings: of this rank; over the group each element of each matrix is sent by one rank.
-        device: where matrices come together, one that the group's backend takes.
-        """
+        """Plan the rounds. Collective over `group`, whose ranks give the same `shapes` by number.
+        cost: of computing on a shape, in any unit. holdings: of this rank; over the group each
+        element is sent by one rank. device: of the full matrices, one that the group's backend
+        takes."""
         self._shapes = shapes
         self._group = group
         self._device = device
@@ -164,7 +143,7 @@ class MatrixExchange:
     def _count_sent(self, rank: int) -> int:
         total = 0
         for plan in self._rounds:
-            lists: Sequence[Sequence[Sequence[Piece | _ReceivedSlice]]] = (plan.sent, plan.returned)
+            lists: Sequence[Sequence[Sequence[MatrixBox]]] = (plan.sent, plan.returned)
             total += sum(_numel(items) for own in lists for n, items in enumerate(own) if n != rank)
         return total
 
@@ -175,12 +154,10 @@ class MatrixExchange:
         compute: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
         write: Callable[[Piece, torch.Tensor], object],
     ) -> None:
-        """Compute on every matrix once. Collective over the group.
-
-        Parameters: `dtype`, in which elements travel and matrices are; `read` fills a tensor
-        [rows, columns] with a piece; `compute` gives for each matrix one of the same shape;
-        `write` is given every piece of this rank and its part of the result.
-        """
+        """Compute on every matrix once. Collective over the group. `dtype`: of matrices and
+        messages; `read` fills a tensor [rows, columns] with a piece; `compute` returns a matrix of
+        the same shape for each; `write` gets every piece of this rank and its part of the
+        result."""
         for plan, owned in zip(self._rounds, self._owned, strict=True):
             out = self._buffer(plan.sent, dtype)
             for piece, part in _parts(out, plan.sent):
@@ -190,25 +167,23 @@ class MatrixExchange:
                 n: torch.empty(self._shapes[n], dtype=dtype, device=self._device) for n in owned
             }
             for place, part in _parts(incoming, plan.received):
-                place.of(whole[place.matrix]).copy_(part)
+                whole[place.matrix][place.box.slices].copy_(part)
             results = dict(zip(owned, compute([whole[n] for n in owned]), strict=True))
             out = self._buffer(plan.returned, dtype)
             for place, part in _parts(out, plan.returned):
-                part.copy_(place.of(results[place.matrix]))
+                part.copy_(results[place.matrix][place.box.slices])
             incoming = self._exchange(out, plan.returned, plan.wanted)
             for piece, part in _parts(incoming, plan.wanted):
                 write(piece, part)
 
-    def _buffer(
-        self, lists: Sequence[Sequence[Piece | _ReceivedSlice]], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _buffer(self, lists: Sequence[Sequence[MatrixBox]], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(sum(map(_numel, lists)), dtype=dtype, device=self._device)
 
     def _exchange(
         self,
         out: torch.Tensor,
-        sent: Sequence[Sequence[Piece | _ReceivedSlice]],
-        received: Sequence[Sequence[Piece | _ReceivedSlice]],
+        sent: Sequence[Sequence[MatrixBox]],
+        received: Sequence[Sequence[MatrixBox]],
     ) -> torch.Tensor:
         if len(sent) == 1:
             return out
@@ -219,10 +194,10 @@ class MatrixExchange:
         )
         return incoming
 
-    def _announce(self, lists: Sequence[Sequence[Piece]]) -> list[list[_ReceivedSlice]]:
+    def _announce(self, lists: Sequence[Sequence[Piece]]) -> list[list[MatrixBox]]:
         """Exchange the lists: what each rank of the group lists for this one. Collective."""
         rows = torch.tensor(
-            [[p.matrix, p.row, p.column, *p.shape] for p in chain.from_iterable(lists)],
+            [[p.matrix, *p.box.offsets, *p.box.sizes] for p in chain.from_iterable(lists)],
             dtype=torch.int64,
             device=self._device,
         ).view(-1, 5)
@@ -236,7 +211,7 @@ class MatrixExchange:
             sizes = [len(items) for items in lists]
             dist.all_to_all_single(incoming, rows, counts, sizes, group=self._group)
             rows = incoming
-        places = [_ReceivedSlice(n, row, column, (h, w)) for n, row, column, h, w in rows.tolist()]
+        places = [MatrixBox(n, Box((y, x), (h, w))) for n, y, x, h, w in rows.tolist()]
         ends = list(accumulate(counts))
         return [places[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
@@ -244,7 +219,7 @@ class MatrixExchange:
         covered: dict[int, int] = defaultdict(int)
         for plan in self._rounds:
             for place in chain.from_iterable(plan.received):
-                covered[place.matrix] += place.shape[0] * place.shape[1]
+                covered[place.matrix] += place.box.num_elements
         for number in chain.from_iterable(self._owned):
             rows, columns = self._shapes[number]
             assert covered[number] == rows * columns, (
@@ -282,8 +257,8 @@ def _rounds(
     return numbers
 
 
-def _numel(items: Sequence[Piece | _ReceivedSlice]) -> int:
-    return sum(item.shape[0] * item.shape[1] for item in items)
+def _numel(items: Sequence[MatrixBox]) -> int:
+    return sum(item.box.num_elements for item in items)
 
 
 def _parts(
@@ -292,7 +267,8 @@ def _parts(
     """Return each item with its part [rows, columns] of a buffer that has them one after the
     other."""
     items = list(chain.from_iterable(lists))
-    sizes = [item.shape[0] * item.shape[1] for item in items]
+    sizes = [item.box.num_elements for item in items]
     return [
-        (item, part.view(item.shape)) for item, part in zip(items, buffer.split(sizes), strict=True)
+        (item, part.view(item.box.sizes))
+        for item, part in zip(items, buffer.split(sizes), strict=True)
     ]

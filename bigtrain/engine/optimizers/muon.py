@@ -1,9 +1,8 @@
 """Muon on full matrices, under ZeRO and tensor, expert and pipeline parallelism.
 
 The mathematics of `torch.optim.Muon` (torch 2.13, torch/optim/_muon.py). Momentum is updated
-elementwise where the masters are; the owner of a matrix orthogonalizes its update, by default in
-bfloat16, in which it is also sent there and back: 2 x 2 bytes per element and step. Matrices are
-orthogonalized by Newton-Schulz iterations.
+elementwise on the masters; the owner of a matrix orthogonalizes its update by Newton-Schulz
+iterations, by default in bfloat16, in which it is also sent: 2 x 2 bytes per element and step.
 """
 
 from __future__ import annotations
@@ -198,11 +197,9 @@ Coefficients = tuple[float, float, float]
 def orthogonalized(
     matrices: torch.Tensor, coefficients: Coefficients, num_steps: int, eps: float
 ) -> torch.Tensor:
-    """Approximately U V^T of each matrix U S V^T: singular values end near 1, not at it.
-
-    The iteration X <- a X + (b A + c A A) X, with A = X X^T, of `torch.optim.Muon` (Jordan 2024,
-    https://kellerjordan.github.io/posts/muon/), in the dtype of `matrices` [..., rows, columns].
-    """
+    """Approximately U V^T of each matrix U S V^T: singular values end near 1, not at it. The
+    iteration X <- a X + (b A + c A A) X, with A = X X^T, of `torch.optim.Muon` (Jordan 2024,
+    https://kellerjordan.github.io/posts/muon/), in the dtype of `matrices` [..., rows, columns]."""
     a, b, c = coefficients
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
@@ -221,11 +218,9 @@ def _fused(
     beta: float = 1.0,
     alpha: float = 1.0,
 ) -> torch.Tensor:
-    """Return beta added + alpha left right.
-
-    On a CPU in 16 bit it computes in float32 and rounds the result: the same as the CPU's own
-    16-bit products, which are thirty times slower if the processor has no instruction for them.
-    """
+    """Return beta added + alpha left right. On a CPU in 16 bit it computes in float32 and rounds
+    the result: the same as the CPU's own 16-bit products, which are thirty times slower if the
+    processor has no instruction for them."""
     if left.dtype != torch.float32 and left.device.type == "cpu":
         wide = None if added is None else added.float()
         return _fused(wide, left.float(), right.float(), beta, alpha).to(left.dtype)

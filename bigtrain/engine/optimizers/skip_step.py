@@ -1,10 +1,9 @@
 """Skipping an optimizer update once a step's loss and gradient norm are known.
 
 DeepSpeed measures the norm, clips and updates in one call. At every ZeRO stage the update is the
-`step` of the inner torch optimizer, and by then the norm is known: that call is skipped. Weights,
-optimizer states and their update counts stay bit for bit; DeepSpeed continues as after any step,
-and drops the gradients. If the norm is not finite, DeepSpeed skips the update by itself (its
-overflow path), and no rank reaches the inner call.
+`step` of the inner torch optimizer, called when the norm is known: that call is skipped, and
+weights, optimizer states and update counts stay bit for bit. If the norm is not finite, DeepSpeed
+skips the update itself, and no rank reaches the inner call.
 """
 
 from __future__ import annotations
@@ -33,10 +32,8 @@ class StepStats:
 
 def mean_loss(loss_share: torch.Tensor, num_targets: torch.Tensor) -> torch.Tensor:
     """Return this rank's term of the mean loss of the global batch: summed over all ranks it is
-    that mean, in nats per token. Float64, on the device.
-
-    `loss_share`: this rank's part of the summed loss; `num_targets`, of the full batch.
-    """
+    that mean, in nats per token. Float64, on the device. `loss_share`: this rank's part of the
+    summed loss; `num_targets`, of the full batch."""
     return loss_share.detach().double() / num_targets.clamp(min=1)
 
 
@@ -66,19 +63,15 @@ class SkipStepHook:
     def watch(
         self, skip_policy: SkipPolicy | None, loss_share: torch.Tensor, num_targets: torch.Tensor
     ) -> None:
-        """Let `skip_policy` decide on the update that follows.
-
-        Parameters: `loss_share`, what this rank adds to the summed loss of the global batch;
-        `num_targets`, of all of it. Both stay on the device until the update is about to begin.
-        """
+        """Let `skip_policy` decide on the update that follows. Parameters: `loss_share`, what this
+        rank adds to the summed loss of the global batch; `num_targets`, of all of it. Both stay on
+        the device until the update is about to begin."""
         self._skip_policy, self._makes_update = skip_policy, None
         self._loss_share, self._num_targets = loss_share, num_targets
 
     def close(self) -> StepStats | None:
-        """Return the stats after the update; None without a `skip_policy`.
-
-        Collective if DeepSpeed skipped the update itself.
-        """
+        """Return the stats after the update; None without a `skip_policy`. Collective if DeepSpeed
+        skipped the update itself."""
         skip_policy, makes_update, stats = self._skip_policy, self._makes_update, self._stats
         self._skip_policy = self._makes_update = self._stats = None
         if makes_update is not None:

@@ -1,14 +1,12 @@
 """Interface of bigtrain's own optimizers: one update rule per file, updating masters in-place.
 
 DeepSpeed gives the inner torch optimizer full parameters (ZeRO 0) or flat ranges of many (ZeRO 1 to
-3), group by group. A rule sees them as `Master`s. An elementwise rule needs no more; one that needs
-full matrices, or sums over full parameters, gets their contents from `UpdateRule.attach`.
-The facts about a rule without torch are its row in `settings/sections/optimizer.py`, which names
-the module; the module's `RULE` is the class.
+3), group by group, which a rule sees as `Master`s; `UpdateRule.attach` tells which parameters they
+contain. A rule's row in `settings/sections/optimizer.py` names its module, whose `RULE` is the
+class.
 
-Optimizer states may be bfloat16. With round-to-nearest, a moment whose change is below bfloat16's
-resolution would never change. So rounding is stochastic, with the right mean. The randomness is a
-hash of the element's gradient and value, so a resumed run rounds in the same way.
+Optimizer states may be bfloat16. Rounding is then stochastic, since small changes would be lost,
+and seeded by a hash of the element's gradient and value, so that a resumed run rounds alike.
 """
 
 from __future__ import annotations
@@ -103,11 +101,8 @@ def names_in_update(
     parts: Sequence[MasterPart], masters: Sequence[Master], group: Mapping[str, Any]
 ) -> list[str]:
     """Return the names of the parameters that an update of `masters` covers, the same on all ranks
-    that hold the same stage.
-
-    ZeRO 1 and 2 update a group's parameters together, and give a rank no part of some; ZeRO 3
-    gives every rank a part of all, and updates a few at a time.
-    """
+    that hold the same stage. ZeRO 1 and 2 update a group's parameters together, and give a rank no
+    part of some; ZeRO 3 gives every rank a part of all, and updates a few at a time."""
     here = {id(master.values) for master in masters}
     others = {part.name for part in parts if id(part.master) not in here}
     return [name for name in group["names"] if name not in others]
@@ -126,12 +121,9 @@ class RuleInputs:
 
 
 class UpdateRule(ABC):
-    """Update of the masters of a group.
-
-    Checkpoints save, load and reshard states that are shaped like their master without further
-    code; `step` counts updates. sent_bytes: what this rank has sent to others since it was set to
-    0, None for a rule that sends nothing that is counted.
-    """
+    """Update of the masters of a group. Checkpoints save, load and reshard states that are shaped
+    like their master without further code; `step` counts updates. sent_bytes: what this rank has
+    sent to others since it was set to 0, None for a rule that sends nothing that is counted."""
 
     sent_bytes: int | None = None
 
@@ -152,11 +144,8 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def update(self, masters: Sequence[Master], group: Mapping[str, Any]) -> None:
-        """Do one update. Collective if the rule is.
-
-        Parameters: `group`, the torch parameter group, with `lr`, `weight_decay` and the `names`
-        of its parameters.
-        """
+        """Do one update. Collective if the rule is. Parameters: `group`, the torch parameter group,
+        with `lr`, `weight_decay` and the `names` of its parameters."""
 
 
 class RuleOptimizer(torch.optim.Optimizer):

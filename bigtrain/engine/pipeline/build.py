@@ -144,12 +144,9 @@ def _mark_copies(stage: Stage) -> None:
 def _fill_groups(
     pipeline: StagesModule, decay_groups: list[dict[str, Any]], mesh: Mesh, device: torch.device
 ) -> None:
-    """Give every stage the parameter groups that any stage has.
-
-    DeepSpeed drops empty ones, and ZeRO 1 then waits for a norm per group that some stages do not
-    have (runtime/engine.py:2348, zero/stage_1_and_2.py:2943): empty ones get a single zero without
-    a gradient.
-    """
+    """Give every stage the parameter groups that any stage has. DeepSpeed drops empty ones, and
+    ZeRO 1 then waits for a norm per group that some stages do not have (runtime/engine.py:2348,
+    zero/stage_1_and_2.py:2943): empty ones get a single zero without a gradient."""
     present = torch.tensor(
         [len(group["params"]) > 0 for group in decay_groups], device=device
     ).int()

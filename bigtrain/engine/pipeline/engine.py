@@ -1,10 +1,6 @@
-"""Pipeline parallelism: a Hugging Face model in stages, driven by DeepSpeed's 1F1B schedule.
-
-DeepSpeed's engine (0.19.8, runtime/pipe/engine.py) provides the schedule, the exchange between
-stages and the optimizer. What it gets wrong or leaves to the module is done here: the loss of a
-step, the gradient norm of fp32 ZeRO 0, the gradients of parameters that several stages hold,
-parameter groups that are empty on a stage, parameters without a gradient.
-"""
+"""Pipeline parallelism: a Hugging Face model in stages, driven by DeepSpeed's 1F1B schedule
+(0.19.8, runtime/pipe/engine.py). Done here: the loss of a step, the gradient norm of fp32 ZeRO 0,
+gradients of parameters of several stages, empty parameter groups, parameters without a gradient."""
 
 from __future__ import annotations
 
@@ -98,10 +94,8 @@ class PipelineTrainEngine(TrainEngine):
         *,
         observe: bool = False,
     ) -> StepResult:
-        """Train one step like `TrainEngine.train_step`, with all micro-batches in the pipeline.
-
-        All stages of a pipeline pass the same `micro_batches`.
-        """
+        """Train one step like `TrainEngine.train_step`, with all micro-batches in the pipeline. All
+        stages of a pipeline pass the same `micro_batches`."""
         assert len(micro_batches) == self.plan.accumulation
         set_learning_rate(self.engine.optimizer, lr)
         self.on_phase(COUNTING_TARGETS)

@@ -1,9 +1,8 @@
 """Pipeline stage of one rank, as the module that DeepSpeed's schedule drives.
 
-Stages exchange payloads as the flat tuples of tensors that DeepSpeed transfers. DeepSpeed sends a
-gradient back for every floating tensor, into buffers it numbers by position whatever their dtype
-(0.19.8, runtime/pipe/engine.py): so differentiable tensors come first, and other floating ones
-travel as integers of the same bits.
+Stages exchange flat tuples of tensors. DeepSpeed sends a gradient back for every floating tensor,
+into buffers numbered by position (0.19.8, runtime/pipe/engine.py): so differentiable tensors come
+first, and other floating ones are sent as integers of the same bits.
 """
 
 from __future__ import annotations
@@ -23,13 +22,9 @@ from bigtrain.models.parallel.stages import Payload, Stage
 
 
 class StageModule(nn.Module):
-    """A stage as DeepSpeed calls it: token ids or the previous stage's tensors in, tensors out.
-
-    The rest of a micro-batch (positions, and token ids where layers need them) comes from `feed`:
-    every stage reads the same few kilobytes from the dataset instead of passing them on.
-
-    computes_loss: whether the last stage's model returns the loss instead of logits.
-    """
+    """Stage as DeepSpeed calls it: token ids or the previous stage's tensors in, tensors out. The
+    rest of a micro-batch comes from `feed`: every stage reads the same few kilobytes from the
+    dataset. computes_loss: whether the last stage's model returns the loss instead of logits."""
 
     def __init__(
         self, stage: Stage, device: torch.device, isolation: Isolation, *, computes_loss: bool
@@ -116,10 +111,7 @@ def _nothing(_outputs: Any) -> None:
 
 def _with_gradient(payload: Payload) -> Payload:
     """Return `payload` with at least one tensor that requires a gradient, which DeepSpeed always
-    sends back.
-
-    If all parameters up to here are frozen, no tensor requires one by itself.
-    """
+    sends back. If all parameters up to here are frozen, no tensor requires one by itself."""
     asked = False
 
     def look(tensor: torch.Tensor) -> torch.Tensor:
@@ -148,10 +140,8 @@ class _Slot:
 
 @dataclass(frozen=True)
 class P2PLayout:
-    """Layout of the payloads between two stages, equal for all micro-batches.
-
-    form: a payload with slots instead of tensors.
-    """
+    """Layout of the payloads between two stages, equal for all micro-batches. form: a payload with
+    slots instead of tensors."""
 
     form: Payload
     num_differentiable: int

@@ -21,10 +21,8 @@ def device_kind() -> Literal["cpu", "cuda"]:
 
 def refuse_for_device(config: RunConfig, world_size: int) -> None:
     """Raise ConfigError for settings that are legal in general and not on this machine's devices.
-
     For example float16 on a CPU; a login node cannot know. Not collective: all ranks decide alike
-    on the same kind of device.
-    """
+    on the same kind of device."""
     accelerate = read_accelerate(os.environ)
     async_io = find_library("aio") is not None
     resolve_run(config, world_size, device=device_kind(), accelerate=accelerate, async_io=async_io)

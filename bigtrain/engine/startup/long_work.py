@@ -1,9 +1,8 @@
 """Work whose errors reach every rank, and work for which ranks wait however long it takes.
 
-A collective ends every rank that waits longer in it than the process group's timeout. In
-`LongWork` they poll the launcher's store until the work is done, and meet in a collective only
-then. If the working rank dies, the launcher ends the others, the store disappears with the main
-rank, or the watchdog detects a hang.
+A collective ends every rank that waits longer than the process group's timeout. In `LongWork` they
+poll the launcher's store instead. If the working rank dies, the launcher ends the others, the store
+disappears with the main rank, or the watchdog detects a hang.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ Result = TypeVar("Result")
 
 class LongWork:
     """Long work of a world. Methods are collective, and called in the same order by every rank.
-
-    `token`: equal on all ranks, and new at every launch, since torchrun's store outlives a restart.
-    """
+    `token`: equal on all ranks, and new at every launch, since torchrun's store outlives a
+    restart."""
 
     def __init__(self, world: World, token: str) -> None:
         self._world = world
@@ -88,11 +86,9 @@ def _pauses(num_ranks: int) -> Iterator[float]:
 
 
 def on_main_rank(work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-    """Run `work` on rank 0; returns its result, or raises its error, on every rank.
-
-    Collective over `group`, of all ranks, in which the others wait: only for work that takes no
-    longer than other collectives (else `LongWork`). In a thread, `group` must be used only there.
-    """
+    """Run `work` on rank 0; returns its result, or raises its error, on every rank. Collective over
+    `group`, of all ranks, in which the others wait: only for work that takes no longer than other
+    collectives (else `LongWork`). In a thread, `group` must be used only there."""
     result: Result = _broadcast(_attempt(work) if dist.get_rank() == 0 else None, group)
     return result
 
@@ -103,10 +99,8 @@ def on_all_ranks(
     joined: Callable[[Sequence[BaseException]], BaseException] = lambda errors: errors[0],
 ) -> Result:
     """Return the result of `work` on this rank; every rank raises the error that `joined` makes of
-    all.
-
-    Collective over `group`. `joined` gets the errors in the order of the ranks, at least one.
-    """
+    all. Collective over `group`. `joined` gets the errors in the order of the ranks, at least
+    one."""
     result, error = _attempt(work)
     everyone: list[BaseException | None] = [error]
     if dist.is_initialized():

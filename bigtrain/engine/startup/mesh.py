@@ -15,11 +15,8 @@ from bigtrain.settings.topology import Coordinates, Topology
 
 
 def groups_of(topology: Topology) -> dict[str, list[list[int]]]:
-    """Return all groups by name, in the order in which every rank creates them.
-
-    "replicas" hold the same parameters, except for experts: ZeRO partitions and gradients are
-    averaged over them.
-    """
+    """Return all groups by name, in the order in which every rank creates them. "replicas" hold the
+    same parameters, except for experts: ZeRO partitions and gradients are averaged over them."""
     return {
         "tensor": topology.groups("tensor"),
         "sequence": topology.groups("sequence"),
@@ -34,14 +31,10 @@ def groups_of(topology: Topology) -> dict[str, list[list[int]]]:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Rank's position in a topology and the groups it belongs to.
-
-    Every group is a real one, even if this is its only rank: to torch and DeepSpeed None means the
-    full world. replicas: the ranks with the same parameters. model: the ranks that hold
-    one copy of the model together (a gradient norm is summed over them). expert: the replicas that
-    divide the experts and exchange tokens. expert_replicas: the replicas that hold the same
-    experts.
-    """
+    """Rank's position in a topology and the groups it belongs to, all of them real ones: to torch
+    and DeepSpeed None means the full world. replicas: the ranks with the same parameters. model:
+    the ranks that hold one copy of the model together. expert: the replicas that divide the
+    experts. expert_replicas: those that hold the same experts."""
 
     topology: Topology
     rank: int
@@ -64,11 +57,9 @@ def open_mesh(
     rank: int,
     collective_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
 ) -> Mesh:
-    """Create the groups of `topology` for rank `rank`. Collective over all ranks.
-
-    An axis of size 1 costs nothing, and equal groups are made once. They live as long as the
-    default process group.
-    """
+    """Create the groups of `topology` for rank `rank`. Collective over all ranks. An axis of size 1
+    costs nothing, and equal groups are made once. They live as long as the default process
+    group."""
     assert dist.get_world_size() == topology.world_size
     assert dist.get_rank() == rank
     # Not torch's default, which for NCCL groups is 10 minutes whatever the world's timeout is.
@@ -95,11 +86,9 @@ def open_holders(mesh: Mesh) -> dict[bool, dist.ProcessGroup]:
 
 
 def warm_up(mesh: Mesh, device: torch.device) -> None:
-    """Use every group of `mesh` that has several ranks once. Collective over all ranks.
-
-    NCCL opens a group's connections at its first collective, which takes seconds at scale. Here a
-    broken device or cable is an error that names the group, instead of one in the first step.
-    """
+    """Use every group of `mesh` that has several ranks once. Collective over all ranks. NCCL opens
+    a group's connections at its first collective, which takes seconds at scale. Here a broken
+    device or cable is an error that names the group, instead of one in the first step."""
     seen: set[int] = set()
     for name in groups_of(mesh.topology):
         group: dist.ProcessGroup = getattr(mesh, name)
@@ -129,14 +118,10 @@ def _new_group(groups: list[list[int]], rank: int, timeout: timedelta) -> dist.P
 
 
 class ModelParallelUnit:
-    """DeepSpeed's `mpu`: the groups under the names that it requests (0.19.8).
-
-    ``runtime/zero`` and ``runtime/utils.py`` ask for ``model_parallel`` (norms, overflow),
-    ``utils/bwc.py`` for ``tensor_model_parallel`` and ``pipeline_model_parallel``,
-    ``utils/groups.py`` for ``data_parallel`` (partitions, averages). Each comes as
-    ``get_NAME_group``, ``_world_size`` and ``_rank``. Sequence-parallel ranks are shown as
-    replicas: DeepSpeed would not count them as such when it averages.
-    """
+    """DeepSpeed's `mpu`: groups as ``get_NAME_group``, ``_world_size`` and ``_rank`` (0.19.8):
+    ``model_parallel`` in runtime/zero and runtime/utils.py, ``tensor_model_parallel`` and
+    ``pipeline_model_parallel`` in utils/bwc.py, ``data_parallel`` in utils/groups.py.
+    Sequence-parallel ranks appear as replicas: DeepSpeed would not count them when it averages."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._groups = {

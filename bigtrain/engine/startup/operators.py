@@ -1,15 +1,10 @@
 """DeepSpeed's compiled operators: built once, and never blocked by a build that was killed.
 
-torch 2.13 takes a lock file at every load of an operator, even when nothing has to be compiled. The
-file outlives a process that is killed, and then every later load on the same home directory waits
-forever (utils/file_baton.py). So its lock is never shared here. An operator is compiled in a
-private folder and its library renamed to its final path, from which it is loaded without a lock.
-The name is a hash of what the library is built from (sources, flags, versions, CPU), so that two
-paths to one environment share it, and two environments do not overwrite each other's.
-
-This is correct without any lock. flock only keeps processes from compiling the same operator at
-once, and the kernel releases it with its holder. NFS supports it since Linux 2.6.12; on a file
-system without it, the only cost is compiling twice.
+torch 2.13 takes a lock file at every load of an operator, which outlives a killed process and
+blocks all later loads (utils/file_baton.py). So an operator is compiled in a private folder, and
+its library renamed to its final path and loaded from there without a lock. The name is a hash of
+its sources, flags, versions and CPU, so that environments do not overwrite each other's. flock only
+keeps processes from compiling the same operator at once; without it, it is compiled twice.
 """
 
 from __future__ import annotations
@@ -50,9 +45,7 @@ def load_operator(
     load: Callable[..., ModuleType], name: str, sources: Sequence[str], **build: Any
 ) -> ModuleType:
     """Return the result of `load` (`torch.utils.cpp_extension.load`) for the other arguments.
-
-    Compiles the operator if it is not cached. Raises the errors of `load`.
-    """
+    Compiles the operator if it is not cached. Raises the errors of `load`."""
     folder = operators_folder() / f"{name}-{_identity(name, sources, build)}"
     library = folder / f"{name}.so"
     if not library.exists():

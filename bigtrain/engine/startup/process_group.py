@@ -1,15 +1,9 @@
-"""Process group: opened once, closed in the order that lets every rank exit cleanly.
-
-Small values go up and down a binomial tree of all ranks: log(ranks) messages in sequence. gloo's
-own `all_reduce` and `all_gather` pass values on from rank to rank in a ring, however small they
-are: of 4,096 ranks 8,190 and 4,095 messages, each of which waits for the one before.
-"""
+"""Process group: opened once, closed in the order that lets every rank exit cleanly."""
 
 from __future__ import annotations
 
 import logging
 import os
-import pickle
 import resource
 import secrets
 import socket
@@ -60,10 +54,8 @@ def process_group(
     rendezvous_timeout_seconds: float = RENDEZVOUS_TIMEOUT_SECONDS,
     collective_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
 ) -> Iterator[Joined]:
-    """Join the world's process group (nccl on GPUs, gloo on CPUs).
-
-    Collective over all ranks, on entry and on exit. After an exception no rank waits for the
-    others: they may be stuck in a collective, and the launcher ends them.
+    """Join the world's process group (nccl on GPUs, gloo on CPUs). Collective on entry and on exit;
+    after an exception no rank waits for the others, and the launcher ends them.
 
     Raises LaunchError if ranks cannot reach the main rank, if some have not joined within
     `rendezvous_timeout_seconds`, or if hosts have different versions.
@@ -104,24 +96,9 @@ def _opened_group(
                 os.environ.pop(name, None)
 
 
-def cpu_group(
-    collective_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
-) -> dist.ProcessGroup:
-    """Return a group of all ranks on the CPU, apart from the one that trains. Collective.
-
-    Gone with the process group.
-    """
-    timeout = timedelta(seconds=collective_timeout_seconds)
-    group = dist.new_group(backend="gloo", timeout=timeout)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
 def _gather_hosts(world: World) -> tuple[tuple[str, ...], str]:
-    """Return the host of every rank, and a token for this launch. Collective.
-
-    Raises LaunchError on all ranks if a host has other versions than the rest.
-    """
+    """Return the host of every rank, and a token for this launch. Collective. Raises LaunchError on
+    all ranks if a host has other versions than the rest."""
     if world.size == 1:
         return (socket.gethostname(),), ""
     facts: list[Any] = [None] * world.size
@@ -136,12 +113,9 @@ def _gather_hosts(world: World) -> tuple[tuple[str, ...], str]:
 
 
 def _complete_environment(world: World) -> list[str]:
-    """Set the variables that torch needs and the launcher did not set (mpirun, or no launcher).
-
-    Returns the variables that were added. Raises LaunchError, on the main rank, if the rendezvous
-    port is taken (torch would report it only in a traceback), or if mpirun was given another host's
-    address than the main rank's (the others would wait there for long).
-    """
+    """Set the variables that torch needs and the launcher did not set; return those added. Raises
+    LaunchError, on the main rank, if the rendezvous port is taken, or if mpirun was given another
+    host's address than the main rank's (the others would wait there for long)."""
     values = {
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),
@@ -201,63 +175,3 @@ def _free_port(port: int) -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's server does
         probe.bind(("", port))
         return int(probe.getsockname()[1])
-
-
-def gather_on_main(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return all ranks' values in rank order on rank 0, an empty list on the others.
-
-    Collective over `group`, of all ranks. Uses a binomial tree, so that every rank connects to
-    O(log(ranks)) others. `torch.distributed.gather_object` connects rank 0 to all and pads each
-    value to the longest, `all_gather_object` leaves all of them on every rank: with 4,096 ranks,
-    one of which sends 1 MB, that is 4 GB.
-    """
-    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    collected = [value]  # of this rank and those after it
-    distance = 1
-    while distance < num_ranks:
-        if rank % (2 * distance):
-            _send(collected, rank - distance, group)
-            return []
-        if rank + distance < num_ranks:
-            collected += _receive(rank + distance, group)
-        distance *= 2
-    return collected
-
-
-def maximum_of_all(values: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Replace each element of `values` by its maximum over all ranks, on every rank.
-
-    Collective over `group`, a CPU group of all ranks. `values`: of one dtype and shape everywhere.
-    """
-    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    distance = 1
-    while distance < num_ranks:
-        if rank % (2 * distance):
-            dist.send(values, dst=rank - distance, group=group)
-            break
-        if rank + distance < num_ranks:
-            theirs = torch.empty_like(values)
-            dist.recv(theirs, src=rank + distance, group=group)
-            torch.maximum(values, theirs, out=values)
-        distance *= 2
-    dist.broadcast(values, src=0, group=group)  # along the same tree
-
-
-def _send(value: Any, rank: int, group: dist.ProcessGroup | None) -> None:
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(_device(group))
-    dist.send(torch.tensor([data.numel()], device=data.device), dst=rank, group=group)
-    dist.send(data, dst=rank, group=group)
-
-
-def _receive(rank: int, group: dist.ProcessGroup | None) -> Any:
-    size = torch.zeros(1, dtype=torch.int64, device=_device(group))
-    dist.recv(size, src=rank, group=group)
-    data = torch.empty(int(size), dtype=torch.uint8, device=size.device)
-    dist.recv(data, src=rank, group=group)
-    return pickle.loads(data.cpu().numpy().tobytes())
-
-
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -30,11 +30,8 @@ _NUM_ACKNOWLEDGED = "bigtrain/num_acknowledged"
 
 @contextmanager
 def all_ranks_joined(world: World, timeout_seconds: float) -> Iterator[None]:
-    """Wait until every rank of `world` has joined at MASTER_ADDR:MASTER_PORT. Collective.
-
-    torch's own wait only counts ranks. Inside the context the main rank keeps the server over which
-    torch then makes the process group, at the same port. If MASTER_ADDR is an IP address, it
-    listens only at that address.
+    """Wait until every rank of `world` has joined at MASTER_ADDR:MASTER_PORT. Collective. Inside
+    the context the main rank keeps the server over which torch then makes the process group.
 
     Raises LaunchError on every rank that joined if some did not within `timeout_seconds`, with the
     missing ranks and the hosts of the others; and if the main rank cannot be reached.
@@ -157,10 +154,8 @@ def _by_host(ranks: dict[str, list[int]]) -> str:
 
 def _hosts_of_deepspeeds_launcher() -> list[str]:
     """Return the host that the hostfile gives each rank; empty where another launcher started this.
-
     DeepSpeed's launcher on each host has the complete file in its command line (0.19.8,
-    launcher/launch.py, --world_info: base64 of JSON, host name to local ranks).
-    """
+    launcher/launch.py, --world_info: base64 of JSON, host name to local ranks)."""
     try:
         command = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
         given = [word for word in command if word.startswith("--world_info=")]

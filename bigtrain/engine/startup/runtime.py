@@ -30,11 +30,9 @@ from bigtrain.system.world import World, describe_foreign
 def runtime_settings(
     run: ResolvedRun, world: World, environment: MutableMapping[str, str] = os.environ
 ) -> Iterator[list[str]]:
-    """Settings of NCCL, the allocator, float32 products, threads and cores, for `run`.
-
-    Yields human-readable lines of what was set. Must come before the process group is opened and
-    before the first GPU allocation. Not collective. The allocator's settings are not undone.
-    """
+    """Settings of NCCL, the allocator, float32 products, threads and cores, for `run`. Yields
+    human-readable lines of what was set. Must come before the process group is opened and before
+    the first GPU allocation. Not collective. The allocator's settings are not undone."""
     lines = describe_foreign(world, environment)
     added: dict[str, str] = {}
     if device_kind() == "cuda":

@@ -23,9 +23,11 @@ _TAKEN = {Role.MATRIX, Role.EXPERTS, Role.ADAPTER}
 
 @dataclass(frozen=True)
 class HiddenMatrix:
-    """A trained parameter that is a matrix of a hidden layer, or a stack of them. name: in the
-    model. shape: of the full parameter, [experts, ...] for a stack. output_dim: its dimension of
-    the outputs. num_groups: equally large matrices along it."""
+    """A trained parameter that is a matrix of a hidden layer, or a stack of them.
+
+    name: in the model. shape: of the full parameter, [experts, ...] for a stack. output_dim: its
+    dimension of the outputs. num_groups: equally large matrices along it.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -67,8 +69,9 @@ def _weights(module: Any, is_stack: bool) -> Iterator[tuple[str, nn.Parameter, i
 
 
 def _is_transposed(module: Any, shapes: list[tuple[int, ...]]) -> bool:
-    """Return whether stacks are [experts, in, out]: marked by transformers, or by the widths of a
-    gated pair, whose second takes half of what the first gives."""
+    """Return whether stacks are [experts, in, out]. Where transformers has not marked them, the
+    widths of two show it that follow each other with a gate: the second takes half of what the
+    first gives."""
     marked = getattr(module, "is_transposed", None)
     if marked is not None or len(shapes) != 2:
         return bool(marked)
@@ -78,9 +81,11 @@ def _is_transposed(module: Any, shapes: list[tuple[int, ...]]) -> bool:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix that is to be orthogonalized as one: rows and columns of a parameter. boxes: of
-    the full parameter, whose union it is, one after the other along dimension `output_dim` (-2
-    or -1)."""
+    """A matrix that is to be orthogonalized as one: rows and columns of a parameter.
+
+    boxes: of the full parameter, whose union it is, one after the other along dimension
+    `output_dim` (-2 or -1).
+    """
 
     parameter: str
     boxes: tuple[Box, ...]
@@ -145,7 +150,10 @@ def _spans(name: str, width: int, pattern: str, split: SplitSection) -> list[lis
 
 
 def _boxes(
-    shape: tuple[int, ...], output_dim: int, index: int | None, ranges: Sequence[tuple[int, int]]
+    shape: tuple[int, ...],
+    output_dim: int,
+    index: int | None,
+    ranges: Sequence[tuple[int, int]],
 ) -> tuple[Box, ...]:
     full = Box.full(shape) if index is None else Box.full(shape).replace(0, index, 1)
     return tuple(full.replace(output_dim, start, stop - start) for start, stop in ranges)

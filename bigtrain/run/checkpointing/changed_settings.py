@@ -1,12 +1,8 @@
-"""Whether a run may resume from a checkpoint with the settings and the data that it has now.
+"""Whether a run may resume from a checkpoint with the settings, data and base model that it has
+now. Not collective; imports no torch.
 
-Only what is read: nothing here is collective, and torch is not imported.
-
-Fingerprint of the base model of an adapter checkpoint: checksums of the base's files.
-
-Such a checkpoint contains the trained parameters, without the base's weights. Its `state.json`
-lists the base's configuration and weight files under `base`; resume and export read the base
-again, and refuse a different one.
+A checkpoint of adapters has no base weights: its `state.json` lists the checksums of the base's
+files under `base`, and resume and export refuse a different base.
 """
 
 from __future__ import annotations
@@ -16,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import yaml
+
 from bigtrain.data.samples.phases import Phase, SourceIdentity, differences, first_phase, next_phase
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.models.weights.checksums import FileSum, Sums, files_read_with, sum_of
@@ -23,84 +21,20 @@ from bigtrain.run.checkpointing import checkpoints
 from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.run_config import RunConfig
 
-# Settings that may change on resume: none of them changes the mathematics. Everything else must be
-# equal.
-_FREE = {
-    "batch.micro_batch_size",
-    "model.attention",
-    "model.gradient_checkpointing",
-    "model.loss",
-    "model.loss_chunk_tokens",
-    "model.kernels",
-    "model.compile",
-    "model.activation_offload",
-    # Which tokens, in which proportions, is what the data hash says.
-    "data.path",
-    "data.sources",
-    "data.tokenizer",
-    "data.allow_other_tokenizer",
-    "data.verify",
-    "data.workers",
-    "sites.timeout_seconds",
-    "sites.server",
-    "sites.token_file",
-    "sites.certificate_file",
-    "sites.start_server",
-}
-# Settings that older checkpoints lack, with the value that such a run had in effect.
-_BEFORE: dict[str, Any] = {
-    "model.frozen": [],
-    "model.vocabulary": None,
-    "tokenizer": None,
-    "adapters": None,
-    "sites": None,
-    "precision.tf32": False,
-    "data.document_boundaries": "ignore",
-    "data.packing": "concatenate",
-    "data.long_documents": "cut",
-}
-# The same, of runs with sites.
-_BEFORE_OF_SITES: dict[str, Any] = {
-    "sites.exchange": "direct",
-    "sites.fragments": 1,
-    "sites.overlap_steps": 0,
-    "sites.mixing": 0.0,
-    "sites.shares": None,
-}
-# The same, of runs with adapters.
-_BEFORE_OF_ADAPTERS: dict[str, Any] = {
-    "adapters.quantization": "none",
-    "adapters.double_quantization": True,
-    "adapters.compute_dtype": None,
-}
-_PACKING = {"batch.sequence_length", "data.packing", "data.long_documents"}
-# Settings that may give the model's tensors other shapes, which no checkpoint can be read into.
-_SHAPES = {"model.config", "model.overrides", "model.path", "model.vocabulary"}
-_FREE_SECTIONS = {
-    "output",
-    "logging",
-    "checkpoint",
-    "evaluation",
-    "engine",
-    "parallel",
-    "profile",
-    "watchdog",
-    "guard",
-}
+_TABLE = yaml.safe_load(Path(__file__).with_name("changed_settings.yaml").read_text("utf-8"))
 
 
 class Parameters(Protocol):
-    """Which parameters decay and which Muon updates (`bigtrain.models.equivalence.parameter_plan`).
-
-    decayed_before: those that decayed in releases whose checkpoints do not record it.
-    """
+    """Parameters that decay, and those that Muon updates
+    (`bigtrain.models.equivalence.parameter_plan`). decayed_before: those that decayed in releases
+    whose checkpoints do not record it."""
 
     @property
     def decayed_before(self) -> tuple[str, ...]:
-        """Names of trained parameters, with ``*`` in place of indices."""
+        """Names of trained parameters, with ``*`` instead of indices."""
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """Return a checkpoint's record of it."""
 
 
 def refuse_other_run(
@@ -109,18 +43,15 @@ def refuse_other_run(
     data_hash: str = "",
     parameters: Parameters | None = None,
 ) -> Path | None:
-    """The checkpoint that the run would resume from, or None where it would begin.
-
-    Reads no tensors, so that a run can be refused before there is a process group. `sources` and
-    `data_hash`, `parameters`: as in `resumed_phases`; what is not given is not compared. Raises
-    CheckpointError if the checkpoint is of a run with other settings.
-    """
+    """Return the checkpoint that the run would resume from, or None. Reads no tensors. What is not
+    given is not compared; otherwise as `resumed_phases`. Raises CheckpointError for other
+    settings."""
     directory = Path(config.output.directory)
     for path in checkpoints.usable(directory, lambda _reason: None):
         try:
             document = checkpoints.read_state(path)
         except CorruptCheckpointError:
-            continue  # the run passes it over too, and says so
+            continue  # the run skips it, too, with a warning
         if sources is not None:
             resumed_phases(document, config, sources, data_hash, path, parameters)
         else:
@@ -137,14 +68,11 @@ def resumed_phases(
     directory: Path,
     parameters: Parameters | None = None,
 ) -> tuple[Phase, ...]:
-    """The data phases with which a run resumes from a checkpoint; `document`: its ``state.json``.
-    `sources`, `data_hash`: of the data that the run has now (`bigtrain.data.samples.phases`).
-    `parameters`: of the model that it has now.
-
-    One more than in the checkpoint if the data has changed. Raises CheckpointError with every
-    changed setting that ``checkpoint.allow_changes`` does not name, and for a change of the data
-    that cannot be followed.
-    """
+    """Return the data phases with which a run resumes from a checkpoint with the ``state.json``
+    `document`: one more if the data has changed (`bigtrain.data.samples.phases`). `parameters`: of
+    the current model. Raises CheckpointError with every changed setting that
+    ``checkpoint.allow_changes`` does not name, and for a change of the data that cannot be
+    followed."""
     changes = _changed_settings(document["config"], config)
     if parameters is not None:
         changes += _changed_groups(document.get("parameters"), parameters, config)
@@ -166,8 +94,8 @@ def resumed_phases(
 
 
 def changed_rate(document: dict[str, Any], config: RunConfig) -> str | None:
-    """The line about a learning rate that other settings change at the step that comes next;
-    `document`: the checkpoint's ``state.json``. None if it is the same, or was not recorded."""
+    """Return a line about a learning rate of the next step that other settings change; None if it
+    is the same, or was not recorded in `document`, the checkpoint's ``state.json``."""
     try:
         there = RunConfig.model_validate(document["config"])
     except ValueError:  # of another release of bigtrain
@@ -191,7 +119,7 @@ def changed_rate(document: dict[str, Any], config: RunConfig) -> str | None:
 
 
 def _refuse_other_packing(changes: Sequence[tuple[str, str]], directory: Path) -> None:
-    packing = [f"  {key}: {text}" for key, text in changes if key in _PACKING]
+    packing = [f"  {key}: {text}" for key, text in changes if key in _TABLE["packing"]]
     if packing:
         raise CheckpointError(
             f"{directory}: other settings pack the documents differently, so that the unread rest "
@@ -201,8 +129,10 @@ def _refuse_other_packing(changes: Sequence[tuple[str, str]], directory: Path) -
 
 
 def _changed_settings(there: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
-    before = _BEFORE | (_BEFORE_OF_SITES if there.get("sites") else {})
-    before |= (_BEFORE_OF_ADAPTERS if there.get("adapters") else {}) | _flat(there)
+    before: dict[str, Any] = dict(_TABLE["before"])
+    for section in ("sites", "adapters"):
+        before |= _TABLE[f"before_of_{section}"] if there.get(section) else {}
+    before |= _flat(there)
     now = mathematics(config)
     return [
         (key, text)
@@ -214,8 +144,8 @@ def _changed_settings(there: dict[str, Any], config: RunConfig) -> list[tuple[st
 def _changed_groups(
     there: dict[str, Any] | None, parameters: Parameters, config: RunConfig
 ) -> list[tuple[str, str]]:
-    """Parameters whose group in the optimizer is another one than in the checkpoint, which may be
-    of another release of bigtrain or transformers. `there`: what it records; None: an old one."""
+    """Return parameters whose optimizer group differs from the checkpoint's record `there`, which
+    may be of another release of bigtrain or transformers; None: an old one."""
     now = parameters.record()
     changes = []
     if there is None:
@@ -234,7 +164,7 @@ def _changed_groups(
 
 
 def _differences(before: Any, now: Any) -> Iterator[str]:
-    """What differs: of two dictionaries by key, since one of a model fills a screen."""
+    """Yield differences, of two dictionaries by key: one of a model fills a screen."""
     if before == now:
         return
     if not isinstance(before, dict) or not isinstance(now, dict):
@@ -260,14 +190,14 @@ def _refuse(
     *,
     is_over: bool = False,
 ) -> None:
-    # A section that is allowed stands for its keys.
+    # An allowed section allows all of its keys.
     refused = [
         (key, text)
         for key, text in changes
         if not any(f"{key}.".startswith(f"{entry}.") for entry in allowed)
     ]
     if refused:
-        # With what is allowed already, which must stay: whoever pastes this is not refused again.
+        # Includes what is allowed already, so that pasting this is enough.
         keys = ",".join(sorted({*allowed, *(key for key, _ in refused)}))
         remedy = (
             "or restore the settings (with these train.steps nothing would be left to do; with "
@@ -275,7 +205,7 @@ def _refuse(
             if is_over
             else f"restore the settings, or resume with these by checkpoint.allow_changes=[{keys}]"
         )
-        models = ", ".join(sorted({key for key, _ in refused} & _SHAPES))
+        models = ", ".join(sorted({key for key, _ in refused} & {*_TABLE["shapes"]}))
         if models:
             remedy += f" (of {models} only what leaves every tensor its shape can change)"
         raise CheckpointError(
@@ -285,18 +215,18 @@ def _refuse(
 
 
 def mathematics(config: RunConfig) -> dict[str, Any]:
-    """The settings that change the mathematics, by name; the batch size in samples."""
+    """Return the settings that change the mathematics, by name; the batch size in samples."""
     return _flat(config.model_dump(mode="json"))
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for section, value in config.items():
-        if section in _FREE_SECTIONS:
+        if section in _TABLE["free_sections"]:
             continue
         for key, item in value.items() if isinstance(value, dict) else [(None, value)]:
             name = f"{section}.{key}" if key else section
-            if name not in _FREE:
+            if name not in _TABLE["free"]:
                 flat[name] = item
     tokens = flat.pop("batch.global_tokens", None)
     if tokens is not None:
@@ -310,10 +240,7 @@ _CONFIG = "config.json"
 
 def fingerprint(weights: Sums) -> dict[str, dict[str, object]]:
     """Return the entry `base` of `state.json`. `weights`: checksums of the base's weight files by
-    absolute path.
-
-    Reads the `config.json` next to them. Raises ModelError if it cannot.
-    """
+    absolute path. Reads the `config.json` next to them. Raises ModelError if it cannot."""
     first = Path(next(iter(weights)))
     entries = {Path(name).name: known for name, known in weights.items()}
     entries[_CONFIG] = sum_of(first.with_name(_CONFIG))
@@ -322,10 +249,8 @@ def fingerprint(weights: Sums) -> dict[str, dict[str, object]]:
 
 def refuse_other_base(document: dict[str, Any], weights: Sums, directory: Path) -> None:
     """Compare the base named in a checkpoint's `state.json` (`document`) with the one read now.
-
     `weights`: as for `fingerprint`. `directory`: the checkpoint, for errors. Every rank may call
-    it. Raises CheckpointError with all files that differ.
-    """
+    it. Raises CheckpointError with all files that differ."""
     listed, current = document.get(BASE, {}), fingerprint(weights)
     different = [
         f"  {name}: {_text(listed.get(name))} there, {_text(current.get(name))} now"
@@ -346,11 +271,8 @@ def _text(entry: dict[str, object] | None) -> str:
 
 
 def base_sums(files: tuple[Path, ...]) -> Sums:
-    """Return checksums of the base's weight files, and of the files next to them that affect its
-    numbers, by absolute path; read all of them on this rank.
-
-    Raises ModelError if one cannot be read.
-    """
+    """Return checksums of the base's weight files and of the files next to them that affect its
+    numbers, by absolute path. Raises ModelError if one cannot be read."""
     sums: dict[str, FileSum] = {
         str(path.absolute()): sum_of(path) for path in files_read_with(files)
     }

@@ -106,11 +106,9 @@ def commit(
     permit: Callable[[], None] = lambda: None,
 ) -> Path:
     """Commit the checkpoint: list every file, then rename the directory; return its path.
-
-    `written`: bytes and checksum of the header by file name below ``tensors/``, as the writers
-    report them. `permit` is called right before anything but `partial` changes, and may raise.
-    Raises CheckpointError if a size on disk differs.
-    """
+    `written`: bytes and checksum of the header by file name below ``tensors/``. `permit`: called
+    right before anything but `partial` changes; may raise. Raises CheckpointError if a size on disk
+    differs."""
     files = {f"{TENSORS}/{name}": entry for name, entry in sorted(written.items())}
     for name, (expected, _) in files.items():
         path = partial / name
@@ -158,9 +156,7 @@ def _document_checksum(document: Mapping[str, Any]) -> str:
 
 def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of the checkpoint `directory`; its step must match the directory's name.
-
-    Raises CorruptCheckpointError.
-    """
+    Raises CorruptCheckpointError."""
     path = directory / MANIFEST
     try:
         require_regular(path)
@@ -288,9 +284,8 @@ def make_run_id(run_directory: Path) -> str:
 
 
 def list_steps(run_directory: Path) -> list[int]:
-    """Return steps that have a checkpoint, complete or corrupt, oldest first: also entries that
-    only have the name of one, such as a broken link: they must not be skipped silently.
-    """
+    """Return steps that have a checkpoint, complete or corrupt, oldest first; also of entries that
+    only have its name, such as a broken link, which must not be skipped silently."""
     numbers = []
     for path in (run_directory / "checkpoints").glob("step-*"):
         match = _NAME.fullmatch(path.name)
@@ -324,10 +319,7 @@ def find(
     warn: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Return the checkpoint of `step`, or the newest complete one; call `warn` for each newer one
-    that is corrupt.
-
-    Raises CheckpointError if there is none.
-    """
+    that is corrupt. Raises CheckpointError if there is none."""
     available = list_steps(run_directory)
     if step is not None:
         directory = checkpoint_path(run_directory, step)
@@ -375,8 +367,7 @@ def list_tensors(directory: Path) -> Listing:
 
 
 def remove(directory: Path) -> None:
-    """Remove a checkpoint; a kill in between leaves garbage, never a partial one that looks
-    complete."""
+    """Remove a checkpoint. A kill in between leaves garbage, never what looks complete."""
     doomed = directory.with_name(f"{directory.name}.removed-{os.getpid()}")
     _discard(doomed)
     directory.rename(doomed)

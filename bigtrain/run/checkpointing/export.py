@@ -1,7 +1,4 @@
-"""Export of a run's checkpoint to a verified Hugging Face directory.
-
-Model card of an export: training data, settings and results.
-"""
+"""Export of a run's checkpoint to a verified Hugging Face directory, with a model card."""
 
 from __future__ import annotations
 
@@ -41,15 +38,14 @@ def export_run(
 ) -> int:
     """Export the checkpoint of `step` (default: the newest valid one); return its step.
 
-    One process, no process group, one file's weights in memory. The weights are the fp32 masters
-    rounded to `dtype` (default: the dtypes of the base's tensors; without a record of a base the
-    one the run computed in), frozen ones as in the base's files, compared with logits that the
-    training engine stored. A run with adapters exports those in peft's format (default dtype:
-    float32, since they are small), or with `merge` its base with the adapters merged; a base that
-    was trained in 4 bits is merged in its files' precision, and the result is compared with plain
-    peft's, which needs all of it in memory. `warn` is called with the distance of the two bases,
-    and for each newer checkpoint that is corrupt and skipped. Raises CheckpointError or ModelError;
-    `output` is then unchanged.
+    One process, one file's weights in memory. The weights are the fp32 masters rounded to `dtype`
+    (default: the dtypes of the base's tensors, or the run's), frozen ones as in the base's files;
+    the logits are compared with those that the training engine stored. Adapters are exported in
+    peft's format (default dtype: float32), or with `merge` merged into the base: one trained in 4
+    bits is merged in its files' precision, and the result compared with plain peft's, which needs
+    all of it in memory. `warn` is called with the distance of the two bases, and for each newer
+    checkpoint that is skipped as corrupt. Raises CheckpointError or ModelError; `output` is then
+    unchanged.
     """
     directory = checkpoints.find(run_directory, step, warn=warn)
     state = checkpoints.read_state(directory)
@@ -134,8 +130,7 @@ def _merged(
     probe: Probe,
     warn: Callable[[str], None],
 ) -> tuple[Mapping[str, torch.Tensor], Probe]:
-    """Return the base with the adapters merged, and the logits with which its export is
-    compared."""
+    """Return the base with the adapters merged, and the logits to compare its export with."""
     adapters = config.adapters
     assert adapters is not None
     if adapters.is_quantized:
@@ -150,8 +145,7 @@ def _merged(
 
 
 def _base_of(config: RunConfig, hf_config: Any, state: dict[str, Any], directory: Path) -> Weights:
-    """Return the base weights that a checkpoint's adapters were trained on. Reads all of their
-    files."""
+    """Return the base weights of a checkpoint's adapters. Reads all of their files."""
     assert config.model.path is not None
     base = find_weights(config.model.path, hf_config)
     refuse_other_base(state, base_sums(base.files), directory)
@@ -165,9 +159,8 @@ _SECTIONS = ("model", "adapters", "batch", "train", "optimizer", "schedule", "pr
 def model_card(
     config: RunConfig, step: int, metrics: Path, *, library: str = "transformers"
 ) -> str:
-    """Return Markdown with the front matter that the Hugging Face Hub reads. `step`: of the
-    checkpoint; `metrics`: the run's metrics.jsonl, whose last values up to that step are used;
-    `library`: the Hub's name of the library that loads the export."""
+    """Return Markdown with the front matter that the Hugging Face Hub reads. `metrics`: the run's
+    metrics.jsonl; `library`: the Hub's name of the library that loads the export."""
     base = config.model.path
     front: dict[str, Any] = {"library_name": library, "tags": ["bigtrain"]}
     if base is not None and not Path(base).exists():

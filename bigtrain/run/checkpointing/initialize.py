@@ -1,9 +1,6 @@
-"""Initialization of a new run from existing weights: `model.path` or `checkpoint.initialize_from`.
-
-With the latter the model is that of `model.config`, and only its weights are loaded. With both,
-optimizer, schedule and data start from zero. A run or checkpoint provides its fp32 masters, a
-Hugging Face directory the tensors in its files; nothing is rounded.
-"""
+"""Initialization of a new run from existing weights: `model.path` or `checkpoint.initialize_from`,
+whose weights only are loaded into the model of `model.config`. Nothing is rounded: a run or
+checkpoint provides its fp32 masters, a Hugging Face directory the tensors in its files."""
 
 from __future__ import annotations
 
@@ -26,24 +23,33 @@ from bigtrain.models.weights.checksums import (
 from bigtrain.models.weights.import_hf import Weights, find_weights
 from bigtrain.models.weights.vocabulary import base_configuration, grown_weights
 from bigtrain.run.checkpointing import checkpoints
+from bigtrain.run.context import RunContext
 from bigtrain.run.preflight import Inputs
-from bigtrain.run.session import Session
+from bigtrain.run.run_log import RunLog
 from bigtrain.settings.run_config import ModelSection, RunConfig
 
 KEY = "checkpoint.initialize_from"
 
 
 @dataclass(frozen=True)
+class BaseWeights:
+    """Hugging Face weights that this launch has read, and the checksums of their files."""
+
+    weights: Weights
+    sums: Sums
+
+
+@dataclass(frozen=True)
 class WeightsSource:
-    """Source of the initial weights: `checkpoint` (a run's or a checkpoint's directory), or
+    """Source of the initial weights: `checkpoint` (a run's or a checkpoint's directory),
     `hugging_face` (a directory or hub name), or neither (random)."""
 
     checkpoint: Path | None = None
     hugging_face: str | None = None
 
     def building(self, config: RunConfig) -> RunConfig:
-        """Return the configuration to build the model with; it skips random initialization if the
-        weights are loaded from Hugging Face files."""
+        """Return the configuration to build the model with, without random initialization of
+        weights that are loaded from Hugging Face files."""
         if self.hugging_face is None or config.model.path is not None:
             return config
         section = ModelSection.model_validate(
@@ -52,11 +58,8 @@ class WeightsSource:
         return config.model_copy(update={"model": section})
 
     def find(self, config: RunConfig, inputs: Inputs) -> Weights | None:
-        """Return the Hugging Face weights that a run starts from, with the vocabulary of their
-        files; None if there are none, or if it resumes.
-
-        Reads file headers only; every rank may call it. Raises ModelError as `find_weights`.
-        """
+        """Return the Hugging Face weights that a run starts from; None if there are none, or if it
+        resumes. Reads file headers only, on any rank. Raises ModelError as `find_weights`."""
         if self.hugging_face is None or checkpoints.list_steps(Path(config.output.directory)):
             return None
         return self._find_weights(config, inputs)
@@ -69,59 +72,63 @@ class WeightsSource:
             hf_config = base_configuration(hf_config, growth)
         return find_weights(self.hugging_face, hf_config, key)
 
-    def fill(self, session: Session, engine: TrainEngine, weights: Weights | None) -> None:
-        """Load the initial weights into a new engine; `weights`: what `find` returned. Collective.
-
-        Raises CheckpointError on every rank without a complete checkpoint of this model, ModelError
-        if files cannot be read or differ from their checksums.
-        """
+    def fill(
+        self,
+        context: RunContext,
+        log: RunLog,
+        engine: TrainEngine,
+        inputs: Inputs,
+        weights: Weights | None,
+    ) -> BaseWeights | None:
+        """Load the initial weights into a new engine, and return the Hugging Face weights it has
+        read, if any. Collective. `weights`: as returned by `find`. Raises CheckpointError on every
+        rank without a complete checkpoint of this model, ModelError for unreadable or changed
+        files."""
         if self.hugging_face is not None:
-            inputs = session.inputs
-            weights = weights or self._find_weights(session.run.config, inputs)
-            session.base_model = verify_weights(session, weights)
-            session.base_weights = weights
+            weights = weights or self._find_weights(context.config, inputs)
+            base = BaseWeights(weights, verify_weights(context, weights))
             if unused := weights.unused():
-                session.log(
+                log.info(
                     f"{weights.setting}: these tensors are not part of the model that transformers "
                     f"builds, and are not trained: {shortened(unused)}"
                 )
-            read_weights(engine, _grown(session, weights))
+            read_weights(engine, _grown(context, log, inputs, weights))
+            return base
         checkpoint = self.checkpoint
         if checkpoint is None:
-            return
+            return None
         try:
-            directory = session.long_work.on_main_rank(lambda: _find(checkpoint, session.log))
+            directory = context.long_work.on_main_rank(lambda: _find(checkpoint, log.info))
             listing = checkpoints.list_tensors(directory)
             restore_weights(engine, directory / checkpoints.TENSORS, listing)
         except CheckpointError as error:
             raise CheckpointError(f"{KEY}: {error}") from error
-        session.log(f"weights initialized from {directory}")
+        log.info(f"weights initialized from {directory}")
+        return None
 
 
-def _grown(session: Session, weights: Weights) -> Weights:
+def _grown(context: RunContext, log: RunLog, inputs: Inputs, weights: Weights) -> Weights:
     """Return `weights` with the rows by which the run's vocabulary grows. Collective."""
-    growth = session.inputs.growth
+    growth = inputs.growth
     if growth is None:
         return weights
-    config, hf_config = session.run.config, session.inputs.hf_config
+    config, hf_config = context.config, inputs.hf_config
     grown = grown_weights(
-        weights, hf_config, growth, config.model, config.seed, session.long_work.on_main_rank
+        weights, hf_config, growth, config.model, config.seed, context.long_work.on_main_rank
     )
     assert config.model.vocabulary is not None
-    session.log(
+    log.info(
         f"vocabulary grown from {growth.before} to {growth.after} rows "
         f"({config.model.vocabulary.new_rows}): {', '.join(growth.names)}"
     )
     return grown
 
 
-def verify_weights(session: Session, weights: Weights) -> Sums:
+def verify_weights(context: RunContext, weights: Weights) -> Sums:
     """Return checksums of the files of `weights`; each rank reads a part of them. Collective.
-
-    Raises ModelError on every rank if they differ from those that an export listed next to them,
-    or from those that an earlier launch of this run read.
-    """
-    world, directory = session.world, weights.files[0].parent
+    Raises ModelError on every rank if they differ from those listed by an export or an earlier
+    launch."""
+    world, directory = context.world, weights.files[0].parent
 
     def look() -> tuple[Sums, list[str]]:
         sums: dict[str, FileSum] = {}
@@ -131,12 +138,12 @@ def verify_weights(session: Session, weights: Weights) -> Sums:
             sizes = [path.stat().st_size for path in files]
             for file in (files[n] for n in rank_slice(sizes, world.rank, world.size)):
                 sums[str(file)] = sum_of(file)
-            problems += changes_of(sums, directory, session.directory)
+            problems += changes_of(sums, directory, context.directory)
         except (OSError, ModelError) as error:
             problems.append(str(error))
         return sums, problems
 
-    everything = session.long_work.on_every_rank(look)
+    everything = context.long_work.on_every_rank(look)
     wrong = sorted({text for _, texts in everything for text in texts})
     if wrong:
         raise ModelError(
@@ -147,8 +154,8 @@ def verify_weights(session: Session, weights: Weights) -> Sums:
 
 
 def weights_source(config: RunConfig) -> WeightsSource:
-    """Return the source of the run's weights. Raise ConfigError if `initialize_from` cannot be
-    used."""
+    """Return the source of the run's weights. Raises ConfigError for an `initialize_from` that
+    cannot be used."""
     source = config.checkpoint.initialize_from
     if source is None:
         return WeightsSource(hugging_face=config.model.path)

@@ -1,7 +1,4 @@
-"""Human-readable list of a run's checkpoints. Read-only; imports no torch.
-
-Listing of the runs below a directory that trained adapters, by base model. Imports no torch.
-"""
+"""Human-readable lists of a run's checkpoints, and of runs with adapters. Imports no torch."""
 
 from __future__ import annotations
 
@@ -38,10 +35,7 @@ class ListedCheckpoint:
 
 def listed_checkpoints(run_directory: Path) -> list[ListedCheckpoint]:
     """Return the checkpoints of a run, oldest first; compare sizes of files, and contents of small
-    ones.
-
-    Raises CheckpointError if there is none.
-    """
+    ones. Raises CheckpointError if there is none."""
     steps = _steps(run_directory)
     section, best = _sections(run_directory)
     corruption = {
@@ -101,11 +95,8 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def verify_checkpoints(run_directory: Path, step: int | None) -> Iterator[tuple[int, str | None]]:
-    """Yield the step of each checkpoint and why it is corrupt (None if it is complete); every byte
-    of it is read.
-
-    Raises CheckpointError if there is none, or none of `step`.
-    """
+    """Yield the step of each checkpoint and why it is corrupt (None if complete); reads every byte.
+    Raises CheckpointError if there is none, or none of `step`."""
     steps = _steps(run_directory)
     if step is not None and step not in steps:
         known = ", ".join(map(str, steps))
@@ -117,9 +108,7 @@ def verify_checkpoints(run_directory: Path, step: int | None) -> Iterator[tuple[
 
 def best_step(run_directory: Path) -> int:
     """Return the step of the complete checkpoint that is best by the run's ``evaluation.best``.
-
-    Raises CheckpointError if none was measured.
-    """
+    Raises CheckpointError if none was measured."""
     section, best = _sections(run_directory)
     looked_up = section.model_copy(update={"keep_best": 1})
     values = {}
@@ -197,8 +186,7 @@ _ADAPTER_COLUMNS = ("base", "run", "step", "held-out loss", "adapters")
 
 @dataclass(frozen=True)
 class _Adapters:
-    """Adapters in `state.json` of a run's newest complete checkpoint. base: checksums of the base
-    model's files."""
+    """Adapters of a run's newest complete checkpoint. base: checksums of the base's files."""
 
     run: Path
     base: dict[str, Any]
@@ -221,11 +209,8 @@ class _Adapters:
 
 def describe_adapters(directory: Path) -> list[str]:
     """Return a table of the runs in `directory`, or one or two folders below, with adapters in a
-    complete checkpoint.
-
-    Runs whose base model has the same files (by checksum, regardless of path) share a letter and
-    are listed together. Raises CheckpointError if there are none.
-    """
+    complete checkpoint. Runs whose base model has the same files share a letter. Raises
+    CheckpointError if there are none."""
     runs = [run for path in _runs(directory) if (run := _read(path)) is not None]
     if not runs:
         raise CheckpointError(f"{directory}: no run below it has adapters in a checkpoint")

@@ -1,7 +1,4 @@
-"""Resume of a run from its newest complete checkpoint.
-
-Rollback to an earlier checkpoint after several bad steps in a row.
-"""
+"""Resume of a run from its newest complete checkpoint, and rollback after several bad steps."""
 
 from __future__ import annotations
 
@@ -21,31 +18,39 @@ from bigtrain.run.checkpointing.changed_settings import (
     refuse_other_base,
     resumed_phases,
 )
+from bigtrain.run.checkpointing.initialize import BaseWeights
+from bigtrain.run.context import RunContext
 from bigtrain.run.health import fencing
+from bigtrain.run.preflight import Inputs
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
-from bigtrain.run.session import Session
+from bigtrain.run.run_log import RunLog
 from bigtrain.run.state import BestSoFar, GuardState, TrainState
 from bigtrain.system.files import writing
 
+_Loadable = tuple[Path, dict[str, Any]]
+"""Directory of a checkpoint and its ``state.json``."""
 
-def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
-    """Resume from the newest complete checkpoint of the run directory, or start. Collective.
 
-    A corrupt one is skipped with a warning. Raises CheckpointError on every rank if the checkpoint
-    belongs to a run with other settings (listing the differences), or if all are corrupt.
-    """
-    usable = _usable(session)
-    while (directory := _next(session, usable)) is not None:
-        document = checkpoints.read_state(directory)
-        sources, data_hash = session.inputs.sources, session.inputs.data_hash
-        parameters = session.inputs.model_plan.parameters
-        phases = resumed_phases(
-            document, session.run.config, sources, data_hash, directory, parameters
-        )
-        if session.run.config.adapters is not None:
-            assert session.base_model is not None
-            refuse_other_base(document, session.base_model, directory)
-        if not _is_restored(session, engine, directory, document):
+def restore_or_start(
+    context: RunContext,
+    log: RunLog,
+    engine: TrainEngine,
+    inputs: Inputs,
+    base: BaseWeights | None,
+) -> TrainState:
+    """Resume from the newest complete checkpoint of the run directory, or start. Collective. A
+    corrupt one is skipped with a warning. Raises CheckpointError on every rank if it belongs to a
+    run with other settings (listing the differences), or if all are corrupt."""
+    usable = _usable(context, log)
+    while (found := _next(context, usable)) is not None:
+        directory, document = found
+        sources, data_hash = inputs.sources, inputs.data_hash
+        parameters = inputs.model_plan.parameters
+        phases = resumed_phases(document, context.config, sources, data_hash, directory, parameters)
+        if context.config.adapters is not None:
+            assert base is not None
+            refuse_other_base(document, base.sums, directory)
+        if not _is_restored(log, engine, directory, document):
             continue
         state = TrainState(
             document["step"],
@@ -55,23 +60,23 @@ def restore_or_start(session: Session, engine: TrainEngine) -> TrainState:
             GuardState.from_json(document.get("guard")),
             document.get("outer_steps", 0),
             BestSoFar.from_json(document.get("best")),
-            _pair(document.get("outer_sent")),
+            (sent[0], sent[1]) if (sent := document.get("outer_sent")) else None,
             document.get("outer_tokens", 0),
         )
-        session.log(f"resumed at step {state.step} from {directory}")
-        if jump := changed_rate(document, session.run.config):
-            session.log(jump)
+        log.info(f"resumed at step {state.step} from {directory}")
+        if jump := changed_rate(document, context.config):
+            log.info(jump)
         if len(phases) > 1 and phases[-1].first_sample == state.samples:
             changes = "; ".join(f"{key}: {text}" for key, text in differences(*phases[-2:]))
-            session.log(f"other data from sample {state.samples} on: {changes}")
+            log.info(f"other data from sample {state.samples} on: {changes}")
             for text in phases[-1].describe_rests():
-                session.log(text)
+                log.info(text)
         return state
-    return TrainState(phases=(first_phase(session.run.config, session.inputs.sources),))
+    return TrainState(phases=(first_phase(context.config, inputs.sources),))
 
 
 def _is_restored(
-    session: Session, engine: TrainEngine, directory: Path, document: Mapping[str, Any]
+    log: RunLog, engine: TrainEngine, directory: Path, document: Mapping[str, Any]
 ) -> bool:
     """Restore the engine from a checkpoint; log and return False if it is corrupt. Collective."""
     listing = checkpoints.list_tensors(directory)
@@ -79,80 +84,72 @@ def _is_restored(
         restore_engine(engine, directory / checkpoints.TENSORS, document["engine"], listing)
     except CorruptCheckpointError as error:
         # Raised on all ranks: reading tensors compares their checksums.
-        session.log(checkpoints.skipped_message(document["step"], str(error)))
+        log.info(checkpoints.skipped_message(document["step"], str(error)))
         return False
     return True
 
 
-def _pair(numbers: list[int] | None) -> tuple[int, int] | None:
-    return None if numbers is None else (numbers[0], numbers[1])
-
-
-def _usable(session: Session) -> Iterator[str]:
+def _usable(context: RunContext, log: RunLog) -> Iterator[_Loadable]:
     """Yield checkpoints to load, newest first, on the main rank. Raises CheckpointError if all
     fail."""
     contents: checkpoints.Contents = (
-        "all" if session.run.config.checkpoint.verify == "contents" else "small"
+        "all" if context.config.checkpoint.verify == "contents" else "small"
     )
-    for directory in checkpoints.usable(session.directory, session.log, contents):
-        yield str(directory)
-    if checkpoints.list_steps(session.directory):
+    for directory in checkpoints.usable(context.directory, log.info, contents):
+        yield directory, checkpoints.read_state(directory)
+    if checkpoints.list_steps(context.directory):
         raise CheckpointError(
-            f"{session.directory}: every checkpoint is corrupt, so the run cannot resume; fix one, "
+            f"{context.directory}: every checkpoint is corrupt, so the run cannot resume; fix one, "
             "or delete them all to start over"
         )
 
 
-def _next(session: Session, usable: Iterator[str]) -> Path | None:
-    """Return the next checkpoint to load, or None. Collective.
-
-    Only the main rank reads the directory, so that all ranks resume from the same one.
-    """
-    path = session.long_work.on_main_rank(lambda: next(usable, None))
-    return None if path is None else Path(path)
+def _next(context: RunContext, loadable: Iterator[_Loadable]) -> _Loadable | None:
+    """Return the next checkpoint to load, or None. Collective. Only the main rank reads the
+    directory, so that all ranks load the same one."""
+    return context.long_work.on_main_rank(lambda: next(loadable, None))
 
 
-def acquire_run_directory(session: Session, state: TrainState) -> bool:
-    """Fence off any earlier launch that may still write the run directory. Collective.
+def acquire_run_directory(context: RunContext, state: TrainState) -> bool:
+    """Fence off any earlier launch that may still write the run directory. Collective; called after
+    all checks that can refuse the run. Return False if an earlier launch has saved since `state`
+    was read: read it again, and call this again. Raises StaleLaunchError on every rank
+    (`bigtrain.run.health.fencing.acquire`), OutputError if the directory cannot be written."""
 
-    Called after all checks that can refuse the run: a refused run must not fence off others. False:
-    an earlier launch has saved since `state` was read; read it again, and call this again. Raises
-    StaleLaunchError on every rank (`bigtrain.run.health.fencing.acquire`), OutputError if the
-    directory cannot be written.
-    """
+    claim = context.claim
 
     def acquire() -> tuple[bool, int]:
         is_newest = True
-        if session.run_token is None:
-            with writing(session.directory, OUTPUT_REMEDY):
-                session.run_token = fencing.acquire(session.directory, os.environ)
+        if claim.token is None:
+            with writing(context.directory, OUTPUT_REMEDY):
+                claim.token = fencing.acquire(context.directory, os.environ)
             # A newer one that was skipped as corrupt is skipped again.
-            is_newest = max(checkpoints.list_steps(session.directory), default=0) <= state.step
-        return is_newest, session.run_token.holder.generation
+            is_newest = max(checkpoints.list_steps(context.directory), default=0) <= state.step
+        return is_newest, claim.token.holder.generation
 
-    is_newest, session.generation = session.long_work.on_main_rank(acquire)
+    is_newest, claim.generation = context.long_work.on_main_rank(acquire)
     return is_newest
 
 
-def roll_back(session: Session, engine: TrainEngine, state: TrainState) -> TrainState:
-    """Restore the engine from the newest checkpoint without a bad step before it. Collective.
-
-    Returns the state to continue from: that checkpoint's step, with the samples after `state`'s. No
-    save may be in progress. Raises TrainingError on every rank without such a checkpoint, and
-    after ``guard.max_rollbacks`` rollbacks to the same one.
-    """
-    section = session.run.config.guard
-    if session.run.config.sites is not None:
+def roll_back(
+    context: RunContext, log: RunLog, engine: TrainEngine, state: TrainState
+) -> TrainState:
+    """Restore the engine from the newest checkpoint without a bad step before it. Collective; no
+    save may be in progress. Returns that checkpoint's step, with the samples after `state`'s.
+    Raises TrainingError on every rank without one, and after ``guard.max_rollbacks`` to the same
+    one."""
+    section = context.config.guard
+    if context.config.sites is not None:
         raise TrainingError(
             f"{state.guard.streak} bad steps in a row (guard.max_consecutive), and a run of "
             "several sites cannot roll back one site only: the others would not -> check the data "
             "and the learning rate of this site; when restarted, it resumes from its newest "
             "checkpoint"
         )
-    good = _good_checkpoints(session, state)
-    while (checkpoint := _from_main(session, good)) is not None:
-        directory, document = Path(checkpoint[0]), checkpoint[1]
-        if not _is_restored(session, engine, directory, document):
+    good = _good_checkpoints(context, log, state)
+    while (found := _next(context, good)) is not None:
+        directory, document = found
+        if not _is_restored(log, engine, directory, document):
             continue
         there = GuardState.from_json(document.get("guard"))
         again = state.guard.rolled_back_to == document["step"]
@@ -166,41 +163,27 @@ def roll_back(session: Session, engine: TrainEngine, state: TrainState) -> Train
             raise TrainingError(
                 f"steps were bad again after the run rolled back to step {document['step']} "
                 f"{section.max_rollbacks} times (guard.max_rollbacks); see the events in "
-                f"{session.directory}/metrics.jsonl, then resume with another optimizer.lr or data"
+                f"{context.directory}/metrics.jsonl, then resume with another optimizer.lr or data"
             )
-        if session.metrics is not None:
-            session.metrics.roll_back(document["step"], state.samples)
-            session.metrics.log_event(
-                "rolled_back",
-                step=state.step,
-                first_sample=document["samples"],
-                num_samples=state.samples - document["samples"],
-                to_step=document["step"],
-            )
-        session.log(
+        if log.metrics is not None:
+            log.metrics.roll_back(document["step"], state.samples)
+        log.event("rolled_back", state, first_sample=document["samples"], to_step=document["step"])
+        log.info(
             f"step {state.step}: {state.guard.streak} bad steps in a row; rolled back to step "
             f"{document['step']}, samples {document['samples']} to {state.samples - 1} skipped"
         )
         best = BestSoFar.from_json(document.get("best"))
         return replace(state, step=document["step"], guard=guard, best=best)
     raise TrainingError(
-        f"{state.guard.streak} bad steps in a row (guard.max_consecutive), and {session.directory} "
+        f"{state.guard.streak} bad steps in a row (guard.max_consecutive), and {context.directory} "
         "has no checkpoint from before them to roll back to -> check the data and the learning "
         "rate, and save more often (checkpoint.every_steps)"
     )
 
 
-def _good_checkpoints(
-    session: Session, state: TrainState
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for directory in checkpoints.usable(session.directory, session.log):
+def _good_checkpoints(context: RunContext, log: RunLog, state: TrainState) -> Iterator[_Loadable]:
+    for directory in checkpoints.usable(context.directory, log.info):
         document = checkpoints.read_state(directory)
         streak = GuardState.from_json(document.get("guard")).streak
         if document["step"] < state.step and streak == 0:
-            yield str(directory), document
-
-
-def _from_main(
-    session: Session, checkpoints: Iterator[tuple[str, Mapping[str, Any]]]
-) -> tuple[str, Mapping[str, Any]] | None:
-    return session.long_work.on_main_rank(lambda: next(checkpoints, None))
+            yield directory, document

@@ -21,11 +21,9 @@ def reasons_to_keep(
     good_step: int | None = None,
     best: BestSection = _BEST,
 ) -> dict[int, list[str]]:
-    """Return why each checkpoint is kept, by step; without those to be removed.
-
-    Parameters: `measured`, the metric of `best` by step, of all complete checkpoints; None if it
-    was not measured; such a checkpoint is never among the best. `good_step`: `newest_good` of them.
-    """
+    """Return why each checkpoint is kept, by step; without those to be removed. `measured`: the
+    metric of `best` by step, of all complete checkpoints, None if not measured. `good_step`:
+    `newest_good`."""
     reasons: dict[int, list[str]] = {}
     newest_first = sorted(measured, reverse=True)
     for step in newest_first[: section.keep_last]:
@@ -52,11 +50,8 @@ def retain(
     permit: Callable[[], None] = lambda: None,
     best: BestSection = _BEST,
 ) -> None:
-    """Remove checkpoints that `section` does not keep, after the checkpoint of `saved_step` was
-    committed.
-
-    `permit` is called before every removal, and may raise.
-    """
+    """Remove checkpoints that `section` does not keep, after that of `saved_step` was committed.
+    `permit`: called before every removal; may raise."""
     for step in superfluous(run_directory, saved_step, section, best):
         permit()
         checkpoints.remove(checkpoints.checkpoint_path(run_directory, step))
@@ -70,9 +65,8 @@ def superfluous(
     """Return steps of the checkpoints that `section` does not keep in addition to `saved_step`.
 
     Includes later ones: they are corrupt, or the run would have resumed from them. Corrupt ones do
-    not count for ``keep_last``, so that this many complete ones are kept; those of
-    ``keep_every_steps`` are kept even if they look corrupt, since a file may be missing
-    temporarily. only.
+    not count for ``keep_last``; those of ``keep_every_steps`` are kept even if they look corrupt,
+    since a file may be missing temporarily.
     """
     steps = checkpoints.list_steps(run_directory)
     measured = {

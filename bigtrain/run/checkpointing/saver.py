@@ -23,16 +23,20 @@ from bigtrain.engine.checkpoint.snapshot import (
     snapshot_engine,
 )
 from bigtrain.engine.checkpoint.tensor_file import Identity
+from bigtrain.engine.startup.cpu_collectives import cpu_group
 from bigtrain.engine.startup.long_work import on_main_rank
-from bigtrain.engine.startup.process_group import cpu_group
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CheckpointError, LostRunTokenError
 from bigtrain.models.export.verified import Probe
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.changed_settings import BASE, fingerprint
+from bigtrain.run.checkpointing.initialize import BaseWeights
 from bigtrain.run.checkpointing.retention import retain
+from bigtrain.run.context import RunContext
+from bigtrain.run.preflight import Inputs
+from bigtrain.run.reporting.run_copies import RunCopies
 from bigtrain.run.run_directory import describe_environment
-from bigtrain.run.session import Session
+from bigtrain.run.run_log import RunLog
 from bigtrain.run.state import TrainState
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.machine import local_world_size, this_machine
@@ -59,9 +63,8 @@ class _Taken:
 
 @dataclass
 class _Write:
-    """Save whose copy was taken. error: why it failed, the same on every rank; lost: the
-    error if this launch has lost the run directory, which a later launch owns or was deleted.
-    taken: None if nothing was copied because the weights are not finite."""
+    """Save whose copy was taken. error: why it failed, the same on every rank; lost: the error if
+    this launch has lost the run directory. taken: None if the weights are not finite."""
 
     step: int
     taken: _Taken | None
@@ -75,61 +78,58 @@ class _Write:
 
 
 class Saver:
-    """Writer of checkpoints, one at a time. All methods except `report` are collective over all
-    ranks.
+    """Writer of checkpoints, one at a time. All methods except `report` are collective. On exit of
+    its context the last save must have succeeded; after an exception it is given a minute."""
 
-    On exit of its context the last save must have succeeded; after an exception, a save in progress
-    is given a minute.
-    """
-
-    def __init__(self, session: Session, engine: TrainEngine, data_hash: str) -> None:
-        """Remove leftovers of interrupted saves of earlier launches.
-
-        The session must hold the run token. `data_hash` identifies the dataset
-        (`bigtrain.run.preflight.data_hash`).
-        """
-        self._session = session
-        self._engine = engine
-        self._section = session.run.config.checkpoint
+    def __init__(
+        self,
+        context: RunContext,
+        log: RunLog,
+        engine: TrainEngine,
+        inputs: Inputs,
+        base: BaseWeights | None = None,
+        copies: RunCopies | None = None,
+    ) -> None:
+        """Remove leftovers of interrupted saves. The run directory must be claimed. `base`: the
+        weights below adapters. `copies`: of every checkpoint, on the main rank."""
+        self._context, self._log = context, log
+        self._engine, self._copies = engine, copies
+        self._section = context.config.checkpoint
         # A separate group: the thread's collectives must not mix with those of training.
-        self._group = cpu_group(session.run.config.watchdog.collective_timeout_seconds)
+        self._group = cpu_group(context.config.watchdog.collective_timeout_seconds)
         # Half of the free memory: the rest is for the operating system, the data and the export.
         limit = this_machine({}).memory_bytes // (2 * local_world_size(os.environ))
         self._staging = Staging(copies=self._section.asynchronous, pinned_limit_bytes=limit)
         self._pending: _Write | None = None
         self._num_failures = 0
         self._run_document: dict[str, Any] = {}
-        self._identity = self._on_main(lambda: self._begin(data_hash))
+        self._identity = self._on_main(lambda: self._begin(inputs, base))
 
-    def _begin(self, data_hash: str) -> Identity:
-        session = self._session
-        attempt = session.run_token.attempt if session.run_token is not None else ""
-        identity = Identity(checkpoints.make_run_id(session.directory), 0, attempt)
+    def _begin(self, inputs: Inputs, base: BaseWeights | None) -> Identity:
+        context = self._context
+        token = context.claim.token
+        attempt = "" if token is None else token.attempt
+        identity = Identity(checkpoints.make_run_id(context.directory), 0, attempt)
         self._run_document = {
             "format": checkpoints.FORMAT,
             "run": identity.run,
-            "data_hash": data_hash,
-            "config": session.run.config.model_dump(mode="json"),
-            "deepspeed": session.run.engine.deepspeed,
-            "parameters": session.inputs.model_plan.parameters.record(),
-            "environment": describe_environment(
-                session.run, session.inputs, session.hosts, session.device
-            ),
+            "data_hash": inputs.data_hash,
+            "config": context.config.model_dump(mode="json"),
+            "deepspeed": context.run.engine.deepspeed,
+            "parameters": inputs.model_plan.parameters.record(),
+            "environment": describe_environment(context.run, inputs, context.hosts, context.device),
         }
-        if session.run.config.adapters is not None:
-            assert session.base_model is not None
-            self._run_document[BASE] = fingerprint(session.base_model)
-        checkpoints.clear_garbage(session.directory)
+        if context.config.adapters is not None:
+            assert base is not None
+            self._run_document[BASE] = fingerprint(base.sums)
+        checkpoints.clear_garbage(context.directory)
         return identity
 
     def save(self, state: TrainState, evaluation: Mapping[str, float]) -> None:
-        """Save `state` after the previous save has finished. `evaluation`: metrics measured at it,
-        by the names of ``evaluation.best.metric``.
-
-        Weights that are not finite are never written: this counts as a failed save.
-        Asynchronous, it returns as soon as a copy is taken. Raises CheckpointError on every rank
-        when saves have failed ``checkpoint.max_failures`` times in a row.
-        """
+        """Save `state` after the previous save has finished; asynchronous, return as soon as a copy
+        is taken. `evaluation`: metrics measured at it, by the names of ``evaluation.best.metric``.
+        Weights that are not finite are never written: a failed save. Raises CheckpointError on
+        every rank when ``checkpoint.max_failures`` saves in a row have failed."""
         begun = time.perf_counter()
         self.wait()
         try:
@@ -145,7 +145,7 @@ class Saver:
             "evaluation": dict(evaluation),
             "engine": snapshot.scalars,
         }
-        probe = _probe(self._session.run.config, self._engine)
+        probe = _probe(self._context.config, self._engine)
         write = _Write(state.step, _Taken(snapshot, probe, document), begun)
         self._pending = write
         if self._section.asynchronous:
@@ -159,10 +159,10 @@ class Saver:
             self.wait()
 
     def report(self) -> None:
-        """Log the result of the last save, if it ended since the last call, and that of
-        copies. Does not block."""
-        for note in self._session.copies.notes() if self._session.copies else ():
-            self._session.log(note)
+        """Log how the last save and copies ended, if they did since the last call. Does not
+        block."""
+        for note in self._copies.notes() if self._copies else ():
+            self._log.info(note)
         write = self._pending
         if write is None or write.is_reported or (write.thread and write.thread.is_alive()):
             return
@@ -170,21 +170,19 @@ class Saver:
             return  # log.txt belongs to the later launch, or was deleted
         write.is_reported = True
         for note in write.notes:
-            self._session.log(note)
+            self._log.info(note)
         if write.error is not None:
-            self._session.log(
+            self._log.info(
                 f"checkpoint of step {write.step} could not be written: {write.error}; older ones "
                 f"are kept (failure {self._num_failures + 1} of checkpoint.max_failures = "
                 f"{self._section.max_failures})"
             )
 
     def wait(self, *, must_succeed: bool = False) -> None:
-        """Wait until no save is in progress.
-
-        Raises CheckpointError on every rank when `checkpoint.max_failures` saves in a row have
-        failed, or when the last one failed and `must_succeed`; the error of `RunToken.check` if the
-        last one failed because this launch has lost the run directory.
-        """
+        """Wait until no save is in progress. Raises CheckpointError on every rank when
+        `checkpoint.max_failures` saves in a row have failed, or the last one did and
+        `must_succeed`; the error of `RunToken.check` if it failed because this launch has lost the
+        run directory."""
         write = self._pending
         if write is None:
             return
@@ -216,7 +214,7 @@ class Saver:
             self.report()
 
     def _write(self, write: _Write) -> None:
-        directory, taken = self._session.directory, write.taken
+        directory, taken = self._context.directory, write.taken
         assert taken is not None
         identity = replace(self._identity, step=write.step)
         partial = checkpoints.partial_path(directory, write.step, identity.attempt)
@@ -230,16 +228,16 @@ class Saver:
             # No error ends training here; every rank has the same error.
             write.lost = self._lost_run_token(error)
             write.error = str(write.lost or error) or type(error).__name__
-            if self._session.world.is_main:
+            if self._context.world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
 
     def _lost_run_token(self, error: Exception) -> LostRunTokenError | None:
-        """Return the error of `RunToken.check` if it is the cause of `error`: a later launch, or a
-        user who removed the directory, deletes the files of this launch."""
+        """Return the error of `RunToken.check` if it is the cause of `error`: a later launch, or
+        the user, has deleted the files of this launch."""
         if isinstance(error, LostRunTokenError):
             return error
         try:
-            self._on_main(self._session.check_run_token)
+            self._on_main(self._context.claim.check)
         except LostRunTokenError as lost:
             return lost
         except Exception:
@@ -261,8 +259,10 @@ class Saver:
         return on_main_rank(attempt, self._group)
 
     def _prepare(self, partial: Path, num_bytes: int) -> None:
-        self._session.check_run_token()
-        _prepare(partial, num_bytes)
+        self._context.claim.check()
+        checkpoints.prepare(partial)
+        # Before the disk is full: otherwise the run's log and metrics could not be written either.
+        _require_room(partial.parent, num_bytes)
 
     def _finish(
         self,
@@ -276,7 +276,7 @@ class Saver:
         (partial / checkpoints.LAYOUT).write_text(layout)
         (partial / checkpoints.STATE).write_text(json.dumps(taken.document, indent=1))
         taken.probe.save(partial / checkpoints.PROBE)
-        final = checkpoints.commit(partial, written.files, identity, self._session.check_run_token)
+        final = checkpoints.commit(partial, written.files, identity, self._context.claim.check)
         seconds = time.perf_counter() - write.begun_at
         write.notes.append(
             f"checkpoint of step {write.step}: {final} (written in {seconds:.1f} s"
@@ -286,52 +286,44 @@ class Saver:
                 else ")"
             )
         )
-        if self._session.copies is not None:
-            self._session.copies.add(final)
+        if self._copies is not None:
+            self._copies.add(final)
         write.notes.extend(self._retain(write.step))
 
     def finish_retention(self, step: int) -> None:
         """Remove checkpoints that the run no longer keeps, if an earlier launch was killed after it
         saved the last checkpoint, of `step`, and before it removed them."""
         for note in self._on_main(lambda: self._retain(step)):
-            self._session.log(note)
+            self._log.info(note)
 
     def _retain(self, step: int) -> list[str]:
-        best = self._session.run.config.evaluation.best
-        permit = self._session.check_run_token
+        best = self._context.config.evaluation.best
+        permit = self._context.claim.check
         try:
-            retain(self._session.directory, step, self._section, permit, best)
+            retain(self._context.directory, step, self._section, permit, best)
         except OSError as error:
             return [f"an older checkpoint could not be removed: {error}"]
         return []
 
 
-def refuse_small_disk(session: Session, engine: TrainEngine) -> None:
+def refuse_small_disk(context: RunContext, engine: TrainEngine) -> None:
     """Raise CheckpointError on every rank if the disk has no space for a checkpoint. Collective.
-
-    Writes nothing; called before the first step, whose work would be lost.
-    """
-    place = session.run.topology.coordinates(session.world.rank)
+    Writes nothing; called before the first step, whose work would be lost."""
+    place = context.topology.coordinates(context.world.rank)
     is_first = not (place.data_rank or place.tensor_rank or place.sequence_rank)
     own = checkpoint_bytes(engine) if is_first else 0
-    total = torch.tensor(own, dtype=torch.int64, device=session.device)
+    total = torch.tensor(own, dtype=torch.int64, device=context.device)
     dist.all_reduce(total)
 
     def look() -> None:
         try:
-            _require_room(session.directory / "checkpoints", int(total))
+            _require_room(context.directory / "checkpoints", int(total))
         except CheckpointError as error:
             remedy = "make room, or choose another output.directory"
             text = f"the run could not save a checkpoint: {error} -> {remedy}"
             raise CheckpointError(text) from error
 
-    session.long_work.on_main_rank(look)
-
-
-def _prepare(partial: Path, num_bytes: int) -> None:
-    checkpoints.prepare(partial)
-    # Before the disk is full: otherwise the run's log and metrics could not be written either.
-    _require_room(partial.parent, num_bytes)
+    context.long_work.on_main_rank(look)
 
 
 def _require_room(directory: Path, num_bytes: int) -> None:

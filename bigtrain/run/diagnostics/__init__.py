@@ -1,5 +1,2 @@
-"""Monitoring of each step of a run: bad updates, slow ranks, memory, times, profiles.
-
-Imports `engine`, `models`, `planner` and the session; the loop, `training` and `checkpointing`
-import it. Start with `step_guard` (skipped updates) and `step_clock` (time by part of a step).
-"""
+"""Monitoring of each step of a run: bad updates, slow ranks, memory, times, profiles. Start with
+`step_guard` (skipped updates) and `step_clock` (time by part of a step)."""

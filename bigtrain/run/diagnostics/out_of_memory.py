@@ -1,8 +1,5 @@
-"""CUDA out-of-memory errors with the use of the memory and the settings to change.
-
-A snapshot of the allocator (viewer: https://docs.pytorch.org/memory_viz) is written to the run's
-directory.
-"""
+"""CUDA out-of-memory errors with the use of the memory, the settings to change, and a snapshot of
+the allocator in the run's directory (viewer: https://docs.pytorch.org/memory_viz)."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError
 from bigtrain.models.torch_patches import dump_memory_snapshot
 from bigtrain.models.weights.quantized import packed_tensors
+from bigtrain.run.context import RunContext
 from bigtrain.run.diagnostics.profiling import DIRECTORY
-from bigtrain.run.session import Session
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.units import GIB
 
@@ -49,10 +46,8 @@ class MemoryUse:
 
 
 def memory_use(model: nn.Module, optimizer: Any, allocated: int, total: int) -> MemoryUse:
-    """Return the use of the `allocated` bytes of a device with `total`; each storage counts once.
-
-    `optimizer` is DeepSpeed's or torch's: tensors of its state and its own copies of parameters.
-    """
+    """Return the use of the `allocated` bytes of a device with `total`, by a `model` and
+    DeepSpeed's or torch's `optimizer`; each storage counts once."""
     seen: set[int] = set()
     parameters = _bytes((p.data for p in model.parameters()), seen)
     parameters += _bytes(packed_tensors(model), seen)
@@ -107,31 +102,31 @@ def remedies(config: RunConfig, zero_stage: int, held: MemoryUse) -> list[str]:
 
 
 @contextmanager
-def explained(session: Session, engine: TrainEngine) -> Iterator[None]:
+def explained(context: RunContext, engine: TrainEngine) -> Iterator[None]:
     """Turn CUDA's out-of-memory error into a LaunchError with memory use and suggestions."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         # Measured before any tensor of the step is freed: the traceback holds its activations.
-        device = session.device
+        device = context.device
         allocated = torch.cuda.memory_allocated(device)
         total = torch.cuda.get_device_properties(device).total_memory
         held = memory_use(engine.module, engine.engine.optimizer, allocated, total)
-        raise LaunchError(_text(session, held, error)) from error
+        raise LaunchError(_text(context, held, error)) from error
 
 
-def _text(session: Session, held: MemoryUse, error: Exception) -> str:
-    directory = session.directory / DIRECTORY
-    path = directory / f"out_of_memory_rank_{session.world.rank}.pickle"
+def _text(context: RunContext, held: MemoryUse, error: Exception) -> str:
+    directory = context.directory / DIRECTORY
+    path = directory / f"out_of_memory_rank_{context.world.rank}.pickle"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         dump_memory_snapshot(str(path))
         written = f"; snapshot: {path}"
     except (OSError, RuntimeError):
         written = ""
-    config, stage = session.run.config, session.run.engine.zero_stage
+    config, stage = context.config, context.run.engine.zero_stage
     reason = str(error).strip().splitlines()[0]
     return (
-        f"rank {session.world.rank} ran out of device memory ({reason}): "
+        f"rank {context.world.rank} ran out of device memory ({reason}): "
         f"{held.describe()}{written} -> {', or '.join(remedies(config, stage, held))}"
     )

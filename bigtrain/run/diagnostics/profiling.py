@@ -1,8 +1,5 @@
-"""Torch profiler trace of some optimizer steps, written by chosen ranks.
-
-``RUN/profile/rank_R_steps_A-B.json`` is in Chrome's format (open it in https://ui.perfetto.dev).
-The ten operations with the largest self time are logged. Profiled steps are slower than others.
-"""
+"""Torch profiler trace of some optimizer steps, written by chosen ranks, in Chrome's format:
+``RUN/profile/rank_R_steps_A-B.json`` (open it in https://ui.perfetto.dev)."""
 
 from __future__ import annotations
 
@@ -11,7 +8,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bigtrain.run.session import Session
+from bigtrain.run.context import RunContext
+from bigtrain.run.run_log import RunLog
 
 DIRECTORY = "profile"
 NUM_TOP_OPS = 10
@@ -20,10 +18,10 @@ NUM_TOP_OPS = 10
 class Profiler:
     """Recorder of the steps that ``profile`` selects. No collective."""
 
-    def __init__(self, session: Session) -> None:
-        section = session.run.config.profile
-        mine = session.world.rank in section.ranks
-        self._session = session
+    def __init__(self, context: RunContext, log: RunLog) -> None:
+        section = context.config.profile
+        mine = context.world.rank in section.ranks
+        self._context, self._log = context, log
         self._steps = section.steps if mine else None
         self._running: profile | None = None
         self._begun_at = 0
@@ -33,7 +31,7 @@ class Profiler:
         # Not only at the first: a run may resume in the middle.
         if self._running is None and self._steps and self._steps[0] <= step <= self._steps[1]:
             activities = [ProfilerActivity.CPU]
-            if self._session.device.type == "cuda":
+            if self._context.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
             # One cycle, so nothing accumulates; torch 2.11 would warn that it does not.
             self._running = profile(activities=activities, record_shapes=True, acc_events=True)
@@ -47,24 +45,22 @@ class Profiler:
         if step < self._steps[1] and not last:
             return
         running, self._running = self._running, None
-        if self._session.device.type == "cuda":
-            torch.cuda.synchronize(self._session.device)
+        if self._context.device.type == "cuda":
+            torch.cuda.synchronize(self._context.device)
         running.stop()
-        directory = self._session.directory / DIRECTORY
+        directory = self._context.directory / DIRECTORY
         directory.mkdir(parents=True, exist_ok=True)
-        rank = self._session.world.rank
+        rank = self._context.world.rank
         path = directory / f"rank_{rank}_steps_{self._begun_at}-{step}.json"
         running.export_chrome_trace(str(path))
-        self._session.log(f"profile of steps {self._begun_at} to {step}: {path}")
-        for line in top_ops(running, self._session.device.type):
-            self._session.log(line)
+        self._log.info(f"profile of steps {self._begun_at} to {step}: {path}")
+        for line in top_ops(running, self._context.device.type):
+            self._log.info(line)
 
 
 def top_ops(recorded: profile, device_type: str) -> list[str]:
     """Return the operations with the largest self time, as lines of a table, the largest first.
-
-    Device time on CUDA, CPU time otherwise; shares are of all operations.
-    """
+    Device time on CUDA, CPU time otherwise; shares are of all operations."""
     key = "self_device_time_total" if device_type == "cuda" else "self_cpu_time_total"
     rows: list[Any] = sorted(
         recorded.key_averages(), key=lambda row: float(getattr(row, key)), reverse=True

@@ -1,16 +1,12 @@
-"""Wall time of an optimizer step, by part of the step.
+"""Wall time of an optimizer step, by part of the step. The parts add up to the step.
 
-On a CPU the training thread's time is split at the boundaries of the parts; time in DeepSpeed's
-hooks during the passes counts as the engine's (`HostTime`). On CUDA, where the host runs ahead,
-events on the compute stream are recorded at the same points and read when a step is logged, so that
-no step waits for the device; there the device's time is split, and time that is neither in a pass
-nor in the update counts as waiting for the batch, up to the host's wait for it, and the rest as the
-engine's. In both cases the parts add up to the step.
+On a CPU the training thread's time is split; time in DeepSpeed's hooks during the passes counts as
+the engine's (`HostTime`). On CUDA, events on the compute stream are read when a step is logged, so
+that no step waits for the device; time neither in a pass nor in the update counts as waiting for
+the batch, up to the host's wait for it, and the rest as the engine's.
 
-Waiting for other ranks is contained in these parts: on a CPU the thread's own waits, on CUDA the
-time between an event before and one after everything for which the compute stream waits for a
-collective (`observed_device_waits`), in logged steps only, since a ZeRO-3 step has thousands of
-them.
+Waiting for other ranks is part of these: on a CPU the thread's own waits, on CUDA the time between
+events around everything for which the compute stream waits for a collective, in logged steps only.
 """
 
 from __future__ import annotations
@@ -61,11 +57,9 @@ class StepTimes:
 
 
 class StepClock:
-    """Wall time per optimizer step since the last reading, without pauses. No collective.
-
-    host_time: the engine's. memory: receives the same phase boundaries. now, make_event: clocks of
-    the host (seconds) and of the device, for tests.
-    """
+    """Wall time per optimizer step since the last reading, without pauses. No collective. memory:
+    gets the same phase boundaries. now, make_event: clocks of the host and of the device, for
+    tests."""
 
     def __init__(
         self,
@@ -75,7 +69,7 @@ class StepClock:
         now: Callable[[], float] = time.perf_counter,
         make_event: Callable[[], Any] | None = None,
     ) -> None:
-        self._host_time, self._memory, self._now = host_time, memory, now
+        self._host_time, self.memory, self._now = host_time, memory, now
         is_cuda = device_type == "cuda"
         self._device = _DeviceParts(make_event) if is_cuda else None
         self.device_waits = DeviceWaits(make_event) if is_cuda else None
@@ -95,8 +89,8 @@ class StepClock:
                 yield
 
     def marking(self, other: Callable[[str], object]) -> Callable[[str], None]:
-        """Return a callback for `TrainEngine.mark`: it begins the part of the step named by the
-        mark and calls `other`."""
+        """Return a callback for `TrainEngine.on_phase`: it begins the part of the mark and calls
+        `other`."""
 
         def mark(phase: str) -> None:
             other(phase)
@@ -106,8 +100,7 @@ class StepClock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count time inside the block for the part `name` ("data"), time before and after as
-        engine."""
+        """Count time inside the block for the part `name`, and time after it as the engine's."""
         self.begin(name)
         yield
         self.begin(ENGINE)
@@ -116,13 +109,13 @@ class StepClock:
         """Begin a part of the step: "data", "engine" or the part of a mark."""
         self._end_part()
         self._part = part
-        self._memory.begin(part)
+        self.memory.begin(part)
         if self._device is not None:
             self._device.begin(part)
 
     def begin_step(self, *, is_logged: bool) -> None:
         """Begin a step; `is_logged`: whether it will be logged."""
-        self._memory.measure(is_logged or self._num_begun < _FIRST_STEPS)
+        self.memory.measure(is_logged or self._num_begun < _FIRST_STEPS)
         self._num_begun += 1
         if self.device_waits is not None and is_logged:
             self.device_waits.begin()
@@ -143,12 +136,12 @@ class StepClock:
         self.begin(ENGINE)
         if self._device is not None:
             self._device.begin("pause")
-        self._memory.measure(True)
-        self._memory.begin(phase)
+        self.memory.measure(True)
+        self.memory.begin(phase)
         try:
             yield
         finally:
-            self._memory.begin(None)
+            self.memory.begin(None)
             self._waited += self._host_time.waited - waited
             self._since, self._own = self._now(), self._host_time.seconds
             self._part = part
@@ -257,8 +250,7 @@ class DeviceWaits:
             self._pairs.append((begun, ended))
 
     def read(self) -> float | None:
-        """Return the seconds of the measured step, which the device must have finished; None if
-        none."""
+        """Return the seconds of the measured step, which must have finished; None if none."""
         pairs, known = self._pairs[:], self._is_known
         self._pairs.clear()
         self._is_known = False

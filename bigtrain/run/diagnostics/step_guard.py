@@ -1,14 +1,13 @@
 """Bad steps: their updates are skipped, and after several in a row the run rolls back.
 
-A step is bad when its loss or gradient norm is not finite, or, with ``guard.spike_sigma``, when
-either is far above its values in the last steps. Its update is skipped; its samples count as
-read and the learning-rate schedule advances. After ``guard.max_consecutive`` bad steps in a row the
-run rolls back to the newest checkpoint without a bad step before it and continues with the next
-samples: those in between are skipped, as in the training of PaLM (Chowdhery et al. 2022, arXiv
-2204.02311, section 5.1). Replaying them would reach the same bad steps with the same weights.
+A step is bad when its loss or gradient norm is not finite, or, with ``guard.spike_sigma``, far
+above its last values. Its samples count as read and the learning-rate schedule advances. After
+``guard.max_consecutive`` bad steps the run rolls back to the newest checkpoint without one before
+it and continues with the next samples (PaLM, Chowdhery et al. 2022, arXiv 2204.02311, section 5.1):
+replaying the same would reach the same bad steps.
 
 Decisions depend only on stats that are the same on every rank and on `GuardState`, which every
-checkpoint contains: a resumed run makes the same decisions as the original.
+checkpoint contains: a resumed run makes the same ones.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import replace
 from statistics import median
 
 from bigtrain.engine.optimizers.skip_step import SkipPolicy, StepStats
-from bigtrain.run.session import Session
+from bigtrain.run.run_log import RunLog
 from bigtrain.run.state import GuardState, TrainState
 from bigtrain.settings.sections.running import GuardSection
 
@@ -34,9 +33,8 @@ class Guard:
     """Policy that skips bad updates of a run. `skip_policy` (None if the guard is off) is for
     `TrainEngine.train_step`, which calls it on every rank with the same stats."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._section: GuardSection = session.run.config.guard
+    def __init__(self, section: GuardSection, log: RunLog) -> None:
+        self._section, self._log = section, log
         self._stats: StepStats | None = None
         self._reason: str | None = None
         self._state = GuardState()
@@ -60,21 +58,19 @@ class Guard:
         guard = replace(
             before.guard, num_skipped=before.guard.num_skipped + 1, streak=before.guard.streak + 1
         )
-        if self._session.metrics is not None:
-            self._session.metrics.log_event(
-                "skipped",
-                step=after.step,
-                first_sample=before.samples,
-                num_samples=after.samples - before.samples,
-                reason=self._reason,
-                loss=self._stats.loss,
-                grad_norm=self._stats.grad_norm,
-                consecutive=guard.streak,
-            )
-            self._session.log(
-                f"step {after.step}: update skipped, {self._reason} (samples {before.samples} to "
-                f"{after.samples - 1}; {guard.streak} in a row, {guard.num_skipped} in total)"
-            )
+        self._log.event(
+            "skipped",
+            after,
+            first_sample=before.samples,
+            reason=self._reason,
+            loss=self._stats.loss,
+            grad_norm=self._stats.grad_norm,
+            consecutive=guard.streak,
+        )
+        self._log.info(
+            f"step {after.step}: update skipped, {self._reason} (samples {before.samples} to "
+            f"{after.samples - 1}; {guard.streak} in a row, {guard.num_skipped} in total)"
+        )
         return replace(after, guard=guard)
 
     def rolls_back(self, state: TrainState) -> bool:
@@ -103,7 +99,7 @@ def skip_reason(stats: StepStats, state: GuardState, section: GuardSection) -> s
 
 
 def center_and_spread(recent: Sequence[float]) -> tuple[float, float]:
-    """Return the median of `recent`, and a standard deviation estimated from their median absolute
+    """Return the median of `recent`, and a standard deviation from their median absolute
     deviation."""
     centre = median(recent)
     deviation = median(abs(value - centre) for value in recent)

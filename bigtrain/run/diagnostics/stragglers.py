@@ -1,15 +1,11 @@
 """Stragglers: ranks that are slower than their peers.
 
-In synchronous training every rank takes as long for a step as the slowest, so step times show
-nothing. The measured work is that which no other rank can delay: waiting for the batch, and the
-matrix products of one layer (forward, between hooks on its innermost modules, which excludes the
-gathers and reductions of ZeRO-3 and tensor parallelism; a compiled layer, which has none, is timed
-as a unit, since a hook inside would be compiled with it). They are extrapolated to the full model
-by its number of parameters, times three for the backward pass. On GPUs they are timed by events,
-which are read when a step is logged, so that no step waits for them.
-
-This detects a slow or throttled device, a host whose cores are busy, a slow disk; not a slow link,
-nor slowness outside of both measurements.
+In synchronous training step times are those of the slowest rank. So the measured work is that which
+no other rank can delay: waiting for the batch, and the matrix products of one layer (forward,
+between hooks on its innermost modules, which excludes gathers and reductions; a compiled layer is
+timed as a unit), extrapolated to the model by its parameters, times three for the backward pass. On
+GPUs events time them, read when a step is logged. This detects a slow device, busy cores or a slow
+disk; not a slow link, nor slowness outside of both measurements.
 """
 
 from __future__ import annotations
@@ -26,11 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bigtrain.engine.startup.process_group import gather_on_main
+from bigtrain.engine.startup.cpu_collectives import gather_on_main
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.layers.parameters import decoder_layers, local_shape
 from bigtrain.models.parallel.experts import exchange_of
-from bigtrain.run.session import Session
+from bigtrain.run.context import RunContext
+from bigtrain.run.diagnostics.step_clock import StepTimes
+from bigtrain.run.run_log import RunLog
 from bigtrain.run.state import TrainState
 
 # GPU events between two readings; beyond that, products are not timed.
@@ -64,8 +62,7 @@ class WorkMeter:
         self._waited += time.perf_counter() - begun
 
     def read(self) -> float:
-        """Return estimated seconds of work since the last call. The device must have finished the
-        step."""
+        """Return estimated seconds of work since the last call; the step must have finished."""
         if self._events:
             pairs = [begun.elapsed_time(ended) for begun, ended in self._events if ended.query()]
             self._multiplied += sum(pairs) / 1000
@@ -103,12 +100,9 @@ def _products(module: nn.Module) -> Iterator[nn.Module]:
             continue
         if exchange_of(child) is not None:
             continue
-        if any(_dimensions(p) > 1 for p in child.parameters(recurse=False)):
+        # ZeRO-3 leaves empty tensors, which have another shape.
+        if any(len(local_shape(p)) > 1 for p in child.parameters(recurse=False)):
             yield child
-
-
-def _dimensions(parameter: Any) -> int:
-    return len(local_shape(parameter))  # ZeRO-3 leaves an empty tensor
 
 
 def _num_elements(module: nn.Module) -> int:
@@ -128,11 +122,7 @@ def find_stragglers(
     work_seconds: Sequence[float], peers: Sequence[int], step_seconds: float, factor: float
 ) -> list[Straggler]:
     """Return ranks slower than `factor` times the median of their peers and by more than a tenth of
-    a step, so that it matters.
-
-    Parameters: `work_seconds` of a step by rank; `peers`, by rank: ranks with equal numbers are
-    compared (the stages of a pipeline have different work).
-    """
+    a step. `work_seconds`: of a step by rank; `peers`: by rank, equal numbers are compared."""
     kinds: dict[int, list[float]] = {}
     for seconds, kind in zip(work_seconds, peers, strict=True):
         kinds.setdefault(kind, []).append(seconds)
@@ -162,56 +152,55 @@ class StragglerWatch:
 
     def __init__(
         self,
-        session: Session,
+        context: RunContext,
+        log: RunLog,
         engine: TrainEngine,
         group: dist.ProcessGroup | None,
         state: TrainState,
     ) -> None:
         """Initialize. `group`: all ranks, on the CPU; None for one rank."""
-        self._session = session
+        self._context, self._log = context, log
         self.meter = WorkMeter(engine.module, engine.device, is_compiled=engine.is_compiled)
         self._group = group
-        self._section = session.run.config.watchdog
-        size = session.world.size
-        topology = session.run.topology
+        self._section = context.config.watchdog
+        size = context.world.size
+        topology = context.topology
         self._peers = [topology.coordinates(rank).pipeline_rank for rank in range(size)]
         self._work = torch.zeros(size, dtype=torch.float64)
         self._seconds, self._num_steps, self._first_sample = 0.0, 0, state.samples
 
-    def gather(self, state: TrainState, num_steps: int, step_seconds: float) -> None:
-        """Gather the times of the last `num_steps` after a logged step. Collective."""
+    def gather(self, state: TrainState, times: StepTimes) -> None:
+        """Gather the work since the last logged step. Collective."""
         own = self.meter.read()
         if self._group is None:
             return
-        times = gather_on_main(own, self._group)
-        if self._session.metrics is None:
+        work = gather_on_main(own, self._group)
+        if self._log.metrics is None:
             return
-        self._work += torch.tensor(times, dtype=torch.float64)
-        self._num_steps += num_steps
-        self._seconds += num_steps * step_seconds
+        self._work += torch.tensor(work, dtype=torch.float64)
+        self._num_steps += times.num_steps
+        self._seconds += times.num_steps * times.step_seconds
         if self._seconds >= self._section.straggler_seconds:
             self._report(state)
             self._work.zero_()
             self._seconds, self._num_steps, self._first_sample = 0.0, 0, state.samples
 
     def _report(self, state: TrainState) -> None:
-        assert self._session.metrics is not None
         step_seconds = self._seconds / self._num_steps
         work = (self._work / self._num_steps).tolist()
         factor = self._section.straggler_factor
         for one in find_stragglers(work, self._peers, step_seconds, factor):
-            host = self._session.hosts[one.rank]
-            self._session.metrics.log_event(
+            host = self._context.hosts[one.rank]
+            self._log.event(
                 "straggler",
-                step=state.step,
+                state,
                 first_sample=self._first_sample,
-                num_samples=state.samples - self._first_sample,
                 rank=one.rank,
                 host=host,
                 work_seconds=one.work_seconds,
                 median_seconds=one.median_seconds,
             )
-            self._session.log(
+            self._log.info(
                 f"rank {one.rank} on {host} is slow: {one.work_seconds:.3g} s of its own work a "
                 f"step, {one.work_seconds / one.median_seconds:.1f} times the median of its peers"
             )

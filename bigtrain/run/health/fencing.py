@@ -8,7 +8,7 @@
 After a network partition a scheduler may start a run again while processes of the earlier launch
 still run. So every launch acquires a run token, a fencing token that never expires: the next
 generation number, claimed by a hard link, which only one process can create (open with O_EXCL if
-there are no links); it then renames the files of earlier launches. Before every change of the
+links are not supported); it then renames the files of earlier launches. Before every change of the
 directory the main rank checks that its own file still has its name: opening a file queries an NFS
 server, while listings may be cached for up to half a minute. One operation that was permitted an
 instant before may still be executed; checkpoints are complete regardless of who commits them.
@@ -40,11 +40,9 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 
 @dataclass(frozen=True)
 class TokenHolder:
-    """Launch of a run that holds the run token.
-
-    attempt: random. launch: the elastic launcher's id of the launch (it survives the
-    launcher's restarts), or else empty. since: UTC, human-readable.
-    """
+    """Launch of a run that holds the run token. attempt: random. launch: the elastic launcher's id
+    of the launch (it survives the launcher's restarts), or else empty. since: UTC,
+    human-readable."""
 
     generation: int
     attempt: str
@@ -76,7 +74,7 @@ class RunToken:
         return self.holder.attempt
 
     def check(self) -> None:
-        """Raise StaleLaunchError if a later launch holds the directory, RunRemovedError if it was
+        """Raise StaleLaunchError if a later launch holds the directory, RunRemovedError if
         deleted."""
         if self._is_removed():
             raise RunRemovedError(
@@ -99,8 +97,7 @@ class RunToken:
         return self._was_lost
 
     def _is_removed(self) -> bool:
-        """Return whether the records and the first files of every launch are both missing (a save
-        may create the rest again)."""
+        """Return whether records and first files are missing (a save may create the rest again)."""
         return not any(_may_exist(self.run_directory / name) for name in (DIRECTORY, "config.json"))
 
     def newer_launch(self) -> str | None:
@@ -121,12 +118,37 @@ class RunToken:
         return "a later launch of the run"
 
 
+@dataclass
+class RunClaim:
+    """Claim of a launch on its run directory. token: the main rank's, once acquired; generation:
+    its number, on every rank."""
+
+    run_directory: Path
+    token: RunToken | None = None
+    generation: int | None = None
+
+    def check(self) -> None:
+        """Raise as `RunToken.check`, on the main rank; the others have no run token. Not
+        collective."""
+        if self.token is not None:
+            self.token.check()
+
+    def is_lost(self) -> bool:
+        """Return whether `check` would raise; reads the directory at most twice a second."""
+        return self.token is not None and self.token.lost()
+
+    def is_stale(self) -> bool:
+        """Return whether a later launch holds the run directory, if this rank can see it."""
+        if self.token is not None:
+            return self.token.newer_launch() is not None
+        newest = newest_holder(self.run_directory)
+        return newest is not None and newest.generation > (self.generation or 0)
+
+
 def acquire(run_directory: Path, environment: Mapping[str, str]) -> RunToken:
     """Acquire the run token of `run_directory` (created if missing) and fence off its holder.
-
     Raises StaleLaunchError if an elastic launcher restarts a run that another launch has acquired
-    in the meantime: the two would fence each other off forever.
-    """
+    in the meantime: the two would fence each other off forever."""
     directory = run_directory / DIRECTORY
     directory.mkdir(parents=True, exist_ok=True)
     attempt, launch = secrets.token_hex(4), _launch(environment)

@@ -21,11 +21,8 @@ _LEAST_TRANSFER_BYTES = 1 << 20
 
 class Heartbeat:
     """Position of the training thread. A mark costs a fraction of a microsecond; nothing is
-    written.
-
-    phase: human-readable. module: the layer, None outside of layers. slow: whether one operation of
-    this phase may take long. count: marks so far; progress means that it grows.
-    """
+    written. phase: human-readable. module: the layer, None outside of layers. slow: whether one
+    operation of this phase may take long. count: marks so far; progress means that it grows."""
 
     def __init__(self) -> None:
         self._announced = ""
@@ -55,11 +52,8 @@ class Heartbeat:
         self.count += 1
 
     def watch_layers(self, model: nn.Module) -> None:
-        """Mark every layer of `model` at the start of its forward and backward pass, from now on.
-
-        Layers are the members of the outermost module lists. It adds a hook before each, and one on
-        the gradient of its output: neither adds to the graph.
-        """
+        """Mark every layer of `model` (the members of its outermost module lists) at the start of
+        its forward and backward pass, by hooks that add nothing to the graph."""
         for name, layer in decoder_layers(model):
             enter = partial(self._enter, "forward pass", name)
             leave = partial(self._enter, "backward pass", name)
@@ -69,11 +63,8 @@ class Heartbeat:
 
 
 class Transfers:
-    """File transfers of this rank, as a sign of progress.
-
-    They count as progress in phases without marks: hours of verifying or loading, exports,
-    checkpoints. A rank that waits for others transfers only its watchdog's messages.
-    """
+    """File transfers of this rank, as a sign of progress in phases without marks: verifying,
+    loading, exports, checkpoints. A rank that waits transfers only its watchdog's messages."""
 
     def __init__(self) -> None:
         self._seen = self._num_bytes()
@@ -88,7 +79,7 @@ class Transfers:
 
     @staticmethod
     def _num_bytes() -> int:
-        """Return bytes read or written by all threads so far, mapped pages included (proc(5)); 0 if
+        """Return bytes read or written by all threads, mapped pages included (proc(5)); 0 if
         unknown."""
         try:
             fields = dict(line.split(": ") for line in _COUNTERS.read_text().splitlines())
@@ -108,12 +99,9 @@ def _mark_gradient(mark: Callable[[], None], _layer: nn.Module, _args: Any, outp
 
 
 def current_collective() -> str | None:
-    """Return the name of the collective that this rank's training waits in; None outside.
-
-    Read from the stacks of the main thread and of threads that Python did not start (autograd's),
-    so that it costs nothing until it is called. An operation that only a GPU waits for is not
-    detected.
-    """
+    """Return the collective that this rank's training waits in; None outside, or if only a GPU
+    waits. Read from the stacks of the main thread and of those that Python did not start
+    (autograd's)."""
     frames = sys._current_frames()
     own = {thread.ident for thread in threading.enumerate()} - {threading.main_thread().ident}
     for ident, frame in frames.items():

@@ -1,12 +1,10 @@
-"""Status store, in the launcher's TCPStore, to which all ranks report their positions.
+"""Status store to which all ranks report their positions, and the diagnosis of a hung run from
+them.
 
-It is the TCPStore at MASTER_ADDR:MASTER_PORT of the process group: its server
-is a C++ thread in the main rank, or in torchrun's agent, and responds while Python hangs. Each rank
-has a separate connection for it, independent of the groups' timeouts. An operation may block
-forever if a host is lost, so one thread executes all of them and callers wait only a few seconds;
-after the first that takes too long the status store counts as lost, until it is reconnected.
-
-Diagnosis of a hung run from the positions of all ranks: the rank it waits for. Pure.
+It is the process group's TCPStore, whose server is a C++ thread of the main rank or of torchrun's
+agent and responds while Python hangs. Each rank has its own connection. An operation may block
+forever if a host is lost, so one thread executes all of them and callers wait a few seconds; after
+the first that takes too long the status store counts as lost, until it is reconnected.
 """
 
 from __future__ import annotations
@@ -47,24 +45,26 @@ def open_status_store(world: World) -> StatusStore | None:
 
     def create_entries() -> str:
         with suppress(RuntimeError):  # raised again below, where it is reported
-            place.create_entries(world.size)
-        return place.token
+            location.create_entries(world.size)
+        return location.token
 
-    place = Place(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), secrets.token_hex(8))
-    place = replace(place, token=on_main_rank(create_entries))
+    location = StoreLocation(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), secrets.token_hex(8)
+    )
+    location = replace(location, token=on_main_rank(create_entries))
     try:
-        return StatusStore(place, world)
+        return StatusStore(location, world)
     except RuntimeError as error:
         print(
-            f"watchdog: rank {world.rank} cannot reach the store at {place.address}:{place.port}, "
-            f"and through it the other ranks: {error}",
+            f"watchdog: rank {world.rank} cannot reach the store at "
+            f"{location.address}:{location.port}, and through it the other ranks: {error}",
             file=sys.stderr,
         )
         return None
 
 
 @dataclass(frozen=True)
-class Place:
+class StoreLocation:
     """Location of a status store: the store's address, and a token that is new at every launch."""
 
     address: str
@@ -72,7 +72,7 @@ class Place:
     token: str
 
     def connect(self) -> Any:
-        """Connect to the store. Raise RuntimeError if the store cannot be reached within half a
+        """Connect to the store. Raises RuntimeError if it cannot be reached within half a
         minute."""
         store = dist.TCPStore(
             self.address, self.port, is_master=False, timeout=_CONNECT, wait_for_workers=False
@@ -80,8 +80,8 @@ class Place:
         return dist.PrefixStore(f"watchdog/{self.token}", store)
 
     def create_entries(self, num_ranks: int) -> None:
-        """Create empty entries for all ranks, so that they can be read in one call without waiting
-        for any. Call before any rank reads. Raises as `connect`."""
+        """Create empty entries of all ranks, before any rank reads: one call then reads all without
+        waiting. Raises as `connect`."""
         keys = [*_keys("place", num_ranks), *_keys("answer", num_ranks)]
         self.connect().multi_set(keys, [""] * len(keys))
 
@@ -89,13 +89,12 @@ class Place:
 class StatusStore:
     """Access of this rank to the status store. No method raises; None means that it is lost."""
 
-    def __init__(self, place: Place, world: World) -> None:
-        """Connect to `place`, whose entries the main rank has created. Raises as
-        `Place.connect`."""
-        self._store = place.connect()
+    def __init__(self, location: StoreLocation, world: World) -> None:
+        """Connect; the main rank has created the entries. Raises as `StoreLocation.connect`."""
+        self._store = location.connect()
         for key in (f"place/{world.rank}", f"answer/{world.rank}"):
             self._store.compare_set(key, "", "")  # in a store that was restarted
-        self._place, self._world = place, world
+        self._location, self._world = location, world
         self._rank, self._size = world.rank, world.size
         self.is_lost = False
         self._requests: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Any]] | None] = (
@@ -129,10 +128,8 @@ class StatusStore:
 
     def leads(self, is_main: bool, answer_seconds: float, report_seconds: float) -> bool:
         """Return whether this rank writes the report: the main rank, or the first other rank if
-        that does not start in time.
-
-        On the other ranks it returns when the report is written, or its timeout is over.
-        """
+        that does not start in time. On the others it returns when the report is written, or on
+        timeout."""
         if not is_main and self._wait(_LEADER, answer_seconds):
             self._wait(_FINISHED, answer_seconds + 2 * report_seconds)
             return False
@@ -163,10 +160,9 @@ class StatusStore:
             time.sleep(0.5)  # the store may end with this process
 
     def reopened(self) -> StatusStore | None:
-        """Return the same status store over a new connection; None if that fails for half a
-        minute."""
+        """Return the same status store over a new connection; None if that fails."""
         try:
-            return StatusStore(self._place, self._world)
+            return StatusStore(self._location, self._world)
         except RuntimeError:
             return None
 
@@ -219,10 +215,7 @@ class StatusStore:
 
 @dataclass(frozen=True)
 class Position:
-    """Position of one rank.
-
-    step: from 1; 0 before the first. collective: the collective it waits in, or None.
-    """
+    """Position of one rank. step: from 1; 0 before. collective: that it waits in, or None."""
 
     rank: int
     host: str
@@ -240,20 +233,19 @@ class Position:
         return cls(**json.loads(text))
 
     @property
-    def place(self) -> str:
+    def description(self) -> str:
         """Step, phase and layer, as text."""
         layer = f", {self.module}" if self.module else ""
         return f"step {self.step}, {self.phase}{layer}"
 
     def __str__(self) -> str:
         waits = f"in {self.collective}" if self.collective else "outside of collectives"
-        return f"rank {self.rank} on {self.host} (process {self.pid}): {self.place}, {waits}"
+        return f"rank {self.rank} on {self.host} (process {self.pid}): {self.description}, {waits}"
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Result of a diagnosis. ranks: lagging ranks, lowest first; empty if none differs. text:
-    readable, the lagging ranks first."""
+    """Result of a diagnosis. ranks: lagging ones, lowest first; empty if none differs."""
 
     ranks: tuple[int, ...]
     text: str
@@ -262,20 +254,21 @@ class Diagnosis:
 def diagnose(
     answers: Mapping[int, Position], last_known: Mapping[int, Position], hosts: Sequence[str]
 ) -> Diagnosis:
-    """Return the lagging ranks of a world whose rank `r` runs on ``hosts[r]``.
+    """Return the lagging ranks of a world whose rank `r` runs on ``hosts[r]``. `answers`: positions
+    of the ranks that still respond; `last_known`: the last position reported before, by rank.
 
-    Parameters: `answers`, positions of the ranks that still respond; `last_known`, the last
-    position that each rank reported before, by rank.
-
-    In order: unresponsive ranks (dead, stopped, disconnected, or stuck in C code); ranks outside of
-    collectives while others wait in one; those in an earlier step; those in another collective than
-    most.
+    In order: unresponsive ranks; ranks outside of collectives while others wait in one; those in an
+    earlier step; those in another collective than most.
     """
     silent = [rank for rank in range(len(hosts)) if rank not in answers]
     if silent:
         lines = [
             f"rank {rank} on {hosts[rank]} does not respond: "
-            + (f"it was last in {last_known[rank].place}" if rank in last_known else "never did")
+            + (
+                f"it was last in {last_known[rank].description}"
+                if rank in last_known
+                else "never did"
+            )
             for rank in silent
         ]
         return _diagnosis(silent, lines, answers)

@@ -1,5 +1,4 @@
-"""Agreement of all ranks to stop after the same step (`bigtrain.system.stop_signals`: the
-signals)."""
+"""Agreement of all ranks to stop after the same step, for a signal or a write failure."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from bigtrain.engine.startup.cpu_collectives import maximum_of_all
 from bigtrain.engine.startup.long_work import on_main_rank
-from bigtrain.engine.startup.process_group import maximum_of_all
 from bigtrain.errors import BigtrainError
 from bigtrain.run.state import TrainState
 from bigtrain.system.stop_signals import StopSignals, ask_for_restart
@@ -26,11 +25,8 @@ _TROUBLE = 1 << 16  # above all signals
 
 class StopAgreement:
     """Agreement that stops all ranks after the same step when one received a signal, or the main
-    rank can no longer write.
-
-    Parameters: `group`, all ranks on the CPU (in the training group this would wait for a GPU at
-    every step); None for one rank. `trouble`: why the main rank must end, or None.
-    """
+    rank can no longer write. `group`: all ranks on the CPU (the training group would wait for a
+    GPU); None for one rank. `trouble`: why the main rank must end, or None."""
 
     def __init__(
         self,
@@ -47,9 +43,7 @@ class StopAgreement:
 
     def agreed(self) -> signal.Signals | None:
         """Return the signal to stop for, the same on all ranks; call between two steps. Collective.
-
-        Raises the main rank's trouble on all of them.
-        """
+        Raises the main rank's trouble on all of them."""
         if self._group is None:
             return self._decision(self._own())
         self._steps_left -= 1

@@ -1,16 +1,14 @@
 """Watchdog that ends a hung run and reports the rank it waits for.
 
-Every rank has a thread that checks whether its training thread makes marks
-(`bigtrain.run.health.heartbeat`), and reports the rank's position to a status store
-(`bigtrain.run.health.status_store`). When no rank has made progress for
-``watchdog.timeout_seconds``, one raises the alarm. All then dump their stacks to
-``RUN/hangs/step-.../`` and answer with their positions, one writes the report, and all end with
-exit code 76, so that the launcher restarts the run.
+A thread of every rank checks whether the training thread makes marks (`heartbeat`), and reports the
+rank's position (`status_store`). When no rank has made progress for ``watchdog.timeout_seconds``,
+one raises the alarm: all dump their stacks to ``RUN/hangs/step-.../`` and answer with their
+positions, one writes the report, and all end with exit code 76, so that the launcher restarts the
+run.
 
-The thread needs the interpreter, which a hang inside C code may hold, and a stopped process does
-not run. The others then report that this rank does not respond; and a timer in C
-(``faulthandler``), which every check resets, ends a process that is blocked by the interpreter
-(exit code 1). If the status store is lost, each rank reports for itself.
+If a hang inside C code holds the interpreter, or the process is stopped, the others report that
+this rank does not respond; and a timer in C (``faulthandler``), which every check resets, ends the
+process (exit code 1). If the status store is lost, each rank reports for itself.
 """
 
 from __future__ import annotations
@@ -52,11 +50,8 @@ _SECONDS_BETWEEN_CONNECTIONS = 60.0
 
 
 class Watchdog:
-    """Watchdog of this rank's training thread, together with all other ranks. A context manager.
-
-    `is_stale`: whether a later launch holds the run directory: then its log and restart marker are
-    not changed. `hosts`: host of every rank.
-    """
+    """Watchdog of this rank's training thread, together with all other ranks. `is_stale`: whether a
+    later launch holds the run directory, whose log and restart marker then stay."""
 
     def __init__(
         self,
@@ -137,8 +132,7 @@ class Watchdog:
                 self._end()
 
     def _connect_again(self, lost: StatusStore) -> None:
-        """Start a new connection, once a minute: one late answer must not disconnect this rank
-        permanently."""
+        """Connect again, once a minute: one late answer must not disconnect a rank permanently."""
 
         def connect() -> None:
             status_store = lost.reopened()

@@ -1,5 +1,2 @@
-"""Output of a run for users and tools: metrics.jsonl, starts.jsonl, the log, trackers.
-
-Imports `system` and accelerate's trackers, not the session, which imports it; so do the loop,
-`diagnostics` and `evaluation`. Start with `metrics`, whose docstring lists every field.
-"""
+"""Output of a run for users and tools: metrics.jsonl, starts.jsonl, the log, trackers. Start with
+`metrics`, whose docstring lists every field."""

@@ -1,10 +1,6 @@
-"""Replaced part of accelerate's trackers. Based on the source of accelerate 1.15.
-
-accelerate's `PartialState` sets devices, thread counts and environment variables when it is
-created, and may wait for other processes; only the main rank has trackers here. accelerate is
-imported when this is called. `tests/unit/run/reporting/test_accelerate_patches.py` has its contract
-test.
-"""
+"""Replaced part of accelerate's trackers (1.15): its `PartialState` sets devices, thread counts and
+environment variables when it is created, and may wait for other processes. accelerate is imported
+when this is called. `tests/unit/run/reporting/test_accelerate_patches.py` has its contract test."""
 
 from __future__ import annotations
 

@@ -80,18 +80,11 @@ __all__ = ["HeldOutLoss", "MetricsWriter", "StepMetrics", "check_trackers", "mem
 class MetricsWriter:
     """Writer of the metrics of a run. For its main rank only; calls no collective.
 
-    Parameters
-    ----------
-    directory: of the run; must exist. ``metrics.jsonl`` and ``log.txt`` are in it.
-    total_steps: optimizer steps of the full run.
-    trackers, project: as in the section ``logging`` of the run.
-    run_config: the resolved run, nested, for the trackers.
-    resume_step, resume_samples: where the run resumes. Lines of ``metrics.jsonl`` about later
-        steps, and a line truncated by a kill, are dropped first; 0 starts with an empty file.
-    is_stale: whether a later launch holds the run, so that this one stops writing.
-    terminal: a progress bar (True) or plain lines (False); None: whether standard error is a tty.
-
-    Raises LaunchError if a tracker does not start.
+    directory: of the run; must exist. run_config: resolved and nested, for the trackers.
+    resume_step, resume_samples: lines of ``metrics.jsonl`` about later steps, and one truncated by
+    a kill, are dropped first; 0 starts with an empty file. is_stale: whether a later launch holds
+    the run, so that this one stops writing. terminal: a progress bar (True) or plain lines (False);
+    None: whether standard error is a tty. Raises LaunchError if a tracker does not start.
     """
 
     def __init__(
@@ -172,8 +165,8 @@ class MetricsWriter:
         sources: Mapping[str, HeldOutLoss] = MappingProxyType({}),
         tasks: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Write an evaluation: the held-out loss over all sets, that of each if there are
-        several, and metrics of lm-eval's tasks by ``tasks/TASK/METRIC``."""
+        """Write an evaluation: the held-out loss over all sets and of each, and metrics of
+        tasks."""
         line: dict[str, Any] = {"step": step}
         shown: dict[str, float] = {}
         begin = f"step {step}/{self._total_steps}"
@@ -213,19 +206,18 @@ class MetricsWriter:
             self.info(f"step {step}/{self._total_steps} {prompt!r} -> {text!r}")
         self._trackers.log_samples(samples, step)
 
-    def log_outer_step(self, step: int, **figures: Any) -> None:
-        """Write an outer step after optimizer step `step`, in the format at the top of this
-        file."""
-        self._write({"step": step, **figures})
-        distance = figures["distance"]
+    def log_outer_step(self, step: int, **values: Any) -> None:
+        """Write an outer step after optimizer step `step`, in this module's format."""
+        self._write({"step": step, **values})
+        distance = values["distance"]
         self.info(
-            f"step {step}/{self._total_steps} outer step {figures['outer_step']} with "
-            f"{len(figures['sites'])} sites in {figures['seconds']:.2f} s, "
-            f"{figures['sent_bytes']:,} bytes sent"
+            f"step {step}/{self._total_steps} outer step {values['outer_step']} with "
+            f"{len(values['sites'])} sites in {values['seconds']:.2f} s, "
+            f"{values['sent_bytes']:,} bytes sent"
             + ("" if distance is None else f", distance {distance:.3g}")
         )
         names = ("sent_bytes", "link_bytes", "seconds", "waited_seconds", "change", "distance")
-        shown = {name: figures[name] for name in names if figures[name] is not None}
+        shown = {name: values[name] for name in names if values[name] is not None}
         self._trackers.log({f"outer_step/{name}": value for name, value in shown.items()}, step)
 
     def log_event(self, event: str, *, step: int, **details: object) -> None:
@@ -297,7 +289,7 @@ def _finite(value: object) -> object:
 
 def memory_gib(device_type: str) -> float:
     """Return the peak memory of this rank so far in GiB: allocated on its device (`device_type`
-    cuda), or else resident in main memory. A host read; waits for no device."""
+    cuda), or resident in main memory. Does not wait for the device."""
     if device_type == "cuda":
         import torch
 
@@ -314,8 +306,7 @@ def memory_gib(device_type: str) -> float:
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """Mean `loss` in nats over `tokens` held-out target tokens; `bits_per_byte` of their text,
-    if known."""
+    """Mean `loss` in nats over `tokens` held-out targets; `bits_per_byte` if known."""
 
     loss: float
     tokens: int

@@ -1,9 +1,5 @@
-"""Lines of metrics.jsonl: reading them, and dropping the last ones when a run resumes.
-
-The latter does not read the entire file. Except for events, steps in the file only grow, and so do
-the samples that step lines name. So everything before the last step line that is kept, and whose
-samples the run has read, is kept too.
-"""
+"""Lines of metrics.jsonl: reading them, and dropping the last ones when a run resumes, without
+reading the entire file: except for events, the steps and samples in it only grow."""
 
 from __future__ import annotations
 
@@ -22,11 +18,9 @@ _BLOCK_BYTES = 1 << 16
 
 def cut_lines(path: Path, last_step: int, samples: int) -> tuple[float | None, int]:
     """Keep the lines of `path` up to `last_step` and events that begin before sample `samples`;
-    keep nothing if `last_step` is 0.
-
-    Returns the loss of the first step in the file, and how many complete lines were dropped. Parses
-    those and the line before them, and copies the rest. A kill here loses nothing.
-    """
+    nothing if `last_step` is 0. Returns the loss of the first step in the file, and how many
+    complete lines were dropped. Parses those and the line before them, and copies the rest. A kill
+    here loses nothing."""
     if not path.exists():
         return None, 0
     with path.open("rb") as file:
@@ -80,8 +74,8 @@ def kind_of(line: dict[str, Any]) -> Literal["step", "evaluation", "event", "out
 
 
 def last_lines(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the last logged step and the last evaluation; empty if there is none. Reads from the
-    end of the file as far as needed."""
+    """Return the last logged step and the last evaluation, empty if there is none; read from the
+    end."""
     last_by_kind: dict[str, dict[str, Any]] = {}
     with suppress(FileNotFoundError), path.open("rb") as file:
         for _, text in _backwards(file):

@@ -1,8 +1,4 @@
-"""Peak device memory of the run and of each phase.
-
-A CPU has no peak by phase: a process's main memory includes what its allocator has kept from all
-earlier phases.
-"""
+"""Peak device memory of the run and of each phase; a CPU has none by phase."""
 
 from __future__ import annotations
 
@@ -17,10 +13,7 @@ PHASES = ("forward", "backward", "compute", "optimizer", "save", "evaluation")
 
 class PhaseMemory:
     """Peak memory of this rank so far. On CUDA it resets torch's own peak; use `peak_gib` instead.
-
-    Each `begin` reads and resets the allocator's peak, some 50 microseconds of the host; it does
-    not wait for the device, since memory is allocated when the host asks for it.
-    """
+    Each `begin` takes some 50 microseconds of the host, and does not wait for the device."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type

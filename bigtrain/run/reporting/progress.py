@@ -1,5 +1,4 @@
-"""Console output of a run: a progress bar on a terminal, plain lines elsewhere, and always
-log.txt."""
+"""Console output of a run: a progress bar or plain lines, and always log.txt."""
 
 from __future__ import annotations
 
@@ -23,15 +22,9 @@ OUTPUT_REMEDY = (
 
 
 class Progress:
-    """Text of one run on standard error and, with the time of each line, in ``log.txt``. The log is
-    copied to a new file first: a stale launch that still runs has the old one open.
-
-    Parameters: `log_path`; `total_steps` of the run; `first_step`, where it resumes;
-    `terminal`: a bar (True) or plain lines (False); None: whether standard error is a tty.
-
-    A failure to write the log does not raise: `failure` holds it, and `StopAgreement` ends the run
-    on all ranks.
-    """
+    """Text of one run on standard error and, with the time of each line, in ``log.txt``, which is
+    copied to a new file first: a stale launch that still runs has the old one open. `terminal`: as
+    in `MetricsWriter`. A failure to write is held in `failure`; `StopAgreement` ends the run."""
 
     def __init__(
         self, log_path: Path, *, total_steps: int, first_step: int = 0, terminal: bool | None = None
@@ -56,13 +49,13 @@ class Progress:
                 bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}",
             )
 
-    def step(self, step: int, line: str, figures: str) -> None:
-        """Show progress at `step`: `figures` next to the bar, or else the full `line`."""
+    def step(self, step: int, line: str, metrics: str) -> None:
+        """Show progress at `step`: `metrics` next to the bar, or else the full `line`."""
         self._write(line)
         if self._bar is None:
             print(line, file=self._stream, flush=True)
         else:
-            self.advance(step, figures)
+            self.advance(step, metrics)
             self._bar.refresh()
 
     @property
@@ -70,10 +63,10 @@ class Progress:
         """True if there is a bar, which `advance` moves."""
         return self._bar is not None
 
-    def advance(self, step: int, figures: str) -> None:
-        """Move the bar to `step`, with `figures` next to it; drawn at most ten times a second."""
+    def advance(self, step: int, metrics: str) -> None:
+        """Move the bar to `step`, with `metrics` next to it; drawn at most ten times a second."""
         if self._bar is not None:
-            self._bar.set_postfix_str(figures, refresh=False)
+            self._bar.set_postfix_str(metrics, refresh=False)
             self._bar.update(step - self._bar.n)
 
     def note(self, text: str) -> None:

@@ -1,9 +1,8 @@
 """Copies of checkpoints and of the export at an address: `output.copy_to`.
 
-A thread of the main rank copies committed checkpoints while the run continues. It keeps only
-the newest checkpoint waiting: if copying takes longer than the time between saves, some are
-skipped, and training never waits. A failed copy is logged; the next
-checkpoint is copied again. At the end the run waits ``output.copy_wait_seconds`` for the rest.
+A thread of the main rank copies while the run continues. Only the newest checkpoint waits: if
+copying takes longer than the time between saves, some are skipped, and training never waits. A
+failed copy is logged. At the end the run waits ``output.copy_wait_seconds`` for the rest.
 """
 
 from __future__ import annotations

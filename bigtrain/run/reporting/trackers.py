@@ -22,10 +22,7 @@ _PACKAGES = {
 
 
 def check_trackers(names: Sequence[str]) -> list[Problem]:
-    """Return a problem for every tracker of ``logging.trackers`` whose package is not installed.
-
-    Looks for the packages without importing them.
-    """
+    """Return a problem for every tracker whose package is not installed, without importing it."""
     problems = []
     for name in names:
         module, distribution = _PACKAGES[name]
@@ -45,15 +42,10 @@ def check_trackers(names: Sequence[str]) -> list[Problem]:
 
 
 class Trackers:
-    """Trackers of one run. Created by its main rank only; calls no collective.
-
-    Parameters: `names` as in ``logging.trackers``; `directory` of the run, below which TensorBoard
-    writes ``tensorboard/``; `project` and the directory's name as project and run name;
-    `run_config`, nested, shown flat; `resume_step`, after which TensorBoard discards the data of an
-    earlier part of the run; `report` is called for a tracker that fails later.
-
-    Raises LaunchError if a tracker does not start (no login, for example).
-    """
+    """Trackers of one run. For its main rank only; calls no collective. TensorBoard writes
+    ``tensorboard/`` below `directory`, whose name is the run's, and discards its data after
+    `resume_step`. `report`: called for a tracker that fails later. Raises LaunchError if one does
+    not start."""
 
     def __init__(
         self,
@@ -119,9 +111,7 @@ def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, str | int
 
 
 def _show_samples(tracker: Any, samples: Sequence[tuple[str, str]], step: int) -> None:
-    """Log samples. TensorBoard: one text for each prompt, over the steps. W&B: a table for each
-    step. MLflow: a file for each step, which is JSON lines. Comet: texts with the prompt as
-    metadata."""
+    """Log samples as text (TensorBoard, Comet), a table (W&B) or a file of JSON lines (MLflow)."""
     if tracker.name == "tensorboard":
         for number, (prompt, text) in enumerate(samples):
             shown = f"prompt:\n\n{_literal(prompt)}\n\ncontinuation:\n\n{_literal(text)}"

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from bigtrain.engine.checkpoint import tensor_files
 from bigtrain.engine.checkpoint.fragments import MASTER, Fragment
-from bigtrain.engine.checkpoint.layout import Cut, Layout, Row, merge, parse_layout
+from bigtrain.engine.checkpoint.layout import Layout, Row, merge, parse_layout
 from bigtrain.engine.checkpoint.lazy import memory_of, open_boxes
 from bigtrain.engine.checkpoint.tensor_file import Identity, NewPart, file_name, write_parts
 from bigtrain.engine.checkpoint.tensor_files import Listing, Wanted, files_there
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.models.parallel.sharding import Shard, even_ranges, padded_range
+from bigtrain.system.boxes import Box, ShardRanges
 from tests.support.tiers import examples
 
 KEY = f"{MASTER}/a"
@@ -73,21 +74,19 @@ def write(
     for tensor_rank, shard in enumerate(held):
         if not shard.primary:
             continue
-        cut = Cut(shard.shape, shard.dim, shard.ranges, shard.local_size)
+        ranges = ShardRanges(shard.shape, shard.dim, shard.ranges, shard.local_size)
         group = tuple(range(tensor_rank, replicas * size, size))
         for number, fragment, capacity in fragments_of(shard, full, replicas, even=even):
             rank = group[number]
             count = fragment.tensors[MASTER].numel()
             if not even:
-                rows.append(Row(KEY, cut, (rank,), fragment.start, count))
+                rows.append(Row(KEY, ranges, (rank,), fragment.start, count))
             elif number == 0:
-                rows.append(Row(KEY, cut, group, 0, capacity))
-            for offsets, view in fragment.parts(MASTER):
+                rows.append(Row(KEY, ranges, group, 0, capacity))
+            for box, view in fragment.parts(MASTER):
                 memory = memory_of(view.contiguous())
-                sizes = tuple(view.shape)
-                files[rank].append(
-                    NewPart(KEY, tuple(full.shape), offsets, sizes, "F32", lambda m=memory: m)
-                )
+                shape = tuple(full.shape)
+                files[rank].append(NewPart(KEY, shape, box, "F32", lambda m=memory: m))
     for rank, parts in files.items():
         write_parts(directory / file_name(rank), Identity("0" * 16, 1), rank, parts)
     return merge(rows)
@@ -110,7 +109,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "tensor_size": draw(st.integers(1, 3)),
         "replicas": draw(st.integers(1, 5)),
         "even": draw(st.booleans()),
-        "box": (low, sizes),
+        "box": Box(low, sizes),
     }
 
 
@@ -124,15 +123,14 @@ def test_the_layout_names_every_file_that_holds_some_of_a_box(
     held = shards(case["shape"], case["tensor_size"], case["dim"], case["kind"])
     layout = write(directory, full, held, case["replicas"], even=case["even"])
     layout = parse_layout(json.dumps(layout.to_json()).encode())
-    offsets, sizes = case["box"]
-    wanted = {KEY: Wanted(case["shape"], [case["box"]])}
-    named = layout.writers(KEY, offsets, sizes)
+    box = case["box"]
+    wanted = {KEY: Wanted(case["shape"], [box])}
+    named = layout.writers(KEY, box)
     parts = tensor_files.find_boxes(directory, wanted, ranks=named)  # raises if one was missing
     assert {part.path.name for part in parts[KEY]} <= {file_name(rank) for rank in named}
-    out = torch.full(sizes, -1.0)
-    open_boxes(directory, wanted, listed(directory, layout))[KEY].fill(offsets, out)
-    where = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
-    assert torch.equal(out, full[where])
+    out = torch.full(box.sizes, -1.0)
+    open_boxes(directory, wanted, listed(directory, layout))[KEY].fill(box.offsets, out)
+    assert torch.equal(out, full[box.slices])
 
 
 def test_a_rank_that_reads_what_it_wrote_opens_its_own_file(tmp_path: Path) -> None:
@@ -140,8 +138,8 @@ def test_a_rank_that_reads_what_it_wrote_opens_its_own_file(tmp_path: Path) -> N
     layout = write(tmp_path, full, shards((64, 6), 2, 0, "even"), 8, even=True)
     assert sum(len(rows) for rows in layout.rows.values()) == 2  # one for each tensor-parallel rank
     # Rank 5 = replica 2, tensor rank 1: elements 48 to 71 of rows 32 to 63.
-    assert layout.writers(KEY, (40, 0), (4, 6)) == {5}
-    assert layout.writers(KEY, (31, 0), (2, 1)) == {14, 1}
+    assert layout.writers(KEY, Box((40, 0), (4, 6))) == {5}
+    assert layout.writers(KEY, Box((31, 0), (2, 1))) == {14, 1}
 
 
 def test_headers_of_other_files_are_not_read(
@@ -157,7 +155,7 @@ def test_headers_of_other_files_are_not_read(
         return read_header(path, digest)
 
     monkeypatch.setattr(tensor_files, "read_header", watched)
-    wanted = {KEY: Wanted((40, 5), [((6, 0), (4, 5))])}
+    wanted = {KEY: Wanted((40, 5), [Box((6, 0), (4, 5))])}
     out = torch.empty(4, 5)
     open_boxes(tmp_path, wanted, listed(tmp_path, layout))[KEY].fill((6, 0), out)
     assert torch.equal(out, full[6:10])
@@ -176,8 +174,8 @@ def test_headers_of_other_files_are_not_read(
 def test_a_wrong_layout_is_not_trusted(tmp_path: Path, rows: list[Any]) -> None:
     full = torch.randn(40, 5)
     write(tmp_path, full, shards((40, 5), 1, None, "even"), 8, even=True)
-    wrong = merge(Row(KEY, Cut((40, 5)), *row) for row in rows)
-    wanted = {KEY: Wanted((40, 5), [((3, 0), (30, 5))])}
+    wrong = merge(Row(KEY, ShardRanges((40, 5)), *row) for row in rows)
+    wanted = {KEY: Wanted((40, 5), [Box((3, 0), (30, 5))])}
     out = torch.empty(30, 5)
     open_boxes(tmp_path, wanted, listed(tmp_path, wrong))[KEY].fill((3, 0), out)
     assert torch.equal(out, full[3:33])
@@ -186,10 +184,10 @@ def test_a_wrong_layout_is_not_trusted(tmp_path: Path, rows: list[Any]) -> None:
 def test_a_file_that_is_gone_is_damage(tmp_path: Path) -> None:
     layout = write(tmp_path, torch.randn(40, 5), shards((40, 5), 1, None, "even"), 8, even=True)
     (tmp_path / file_name(4)).unlink()
-    wanted = {KEY: Wanted((40, 5), [((0, 0), (40, 5))])}
+    wanted = {KEY: Wanted((40, 5), [Box((0, 0), (40, 5))])}
     with pytest.raises(CorruptCheckpointError, match="parts are missing"):
         open_boxes(tmp_path, wanted, listed(tmp_path, layout))
-    untouched = {KEY: Wanted((40, 5), [((0, 0), (20, 5))])}
+    untouched = {KEY: Wanted((40, 5), [Box((0, 0), (20, 5))])}
     assert open_boxes(tmp_path, untouched, listed(tmp_path, layout))
 
 
@@ -200,7 +198,7 @@ def test_another_models_checkpoint_is_no_damage(tmp_path: Path) -> None:
         ((5,), KEY, "has shape"),
         ((4, 5), "master/b", "holds no tensor master/b"),
     ):
-        wanted = {key: Wanted(shape, [((0,) * len(shape), shape)])}
+        wanted = {key: Wanted(shape, [Box.full(shape)])}
         for where in (layout, None):
             with pytest.raises(CheckpointError, match=text) as raised:
                 open_boxes(tmp_path, wanted, listed(tmp_path, where))

@@ -31,24 +31,22 @@ from bigtrain.engine.checkpoint.tensor_file import (
 )
 from bigtrain.engine.checkpoint.tensor_files import Listing, find_parts
 from bigtrain.errors import CorruptCheckpointError
+from bigtrain.system.boxes import Box
 from tests.support.tiers import examples
 from tests.support.worlds import ROOT
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 IDENTITY = Identity("0123456789abcdef", 7, "89abcdef")
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 
 def part_of(key: str, tensor: torch.Tensor, box: Box) -> NewPart:
-    offsets, sizes = box
-    where = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
-    held = tensor[where].contiguous()
+    held = tensor[box.slices].contiguous()
     shape = tuple(tensor.shape)
-    return NewPart(key, shape, offsets, sizes, NAMES[tensor.dtype], lambda: memory_of(held))
+    return NewPart(key, shape, box, NAMES[tensor.dtype], lambda: memory_of(held))
 
 
 def whole(tensor: torch.Tensor) -> Box:
-    return (0,) * tensor.ndim, tuple(tensor.shape)
+    return Box.full(tensor.shape)
 
 
 def write(directory: Path, *ranks: Sequence[NewPart], identity: Identity = IDENTITY) -> None:
@@ -71,7 +69,7 @@ def test_safetensors_opens_them(tmp_path: Path) -> None:
         for name, dtype in DTYPES.items()
     }
     path = tmp_path / "file.safetensors"
-    parts = [part_of(key, tensor, ((1, 0), (2, 4))) for key, tensor in made.items()]
+    parts = [part_of(key, tensor, Box((1, 0), (2, 4))) for key, tensor in made.items()]
     num_bytes, checksum = write_parts(path, IDENTITY, 3, [*parts, *empty()])
     assert num_bytes == path.stat().st_size
     contents = path.read_bytes()
@@ -93,21 +91,20 @@ def test_safetensors_opens_them(tmp_path: Path) -> None:
 
 
 def empty() -> list[NewPart]:
-    return [part_of("buffer/none", torch.zeros(0), ((0,), (0,)))]
+    return [part_of("buffer/none", torch.zeros(0), Box((0,), (0,)))]
 
 
 @st.composite
-def cuts(draw: st.DrawFn, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Box]:
+def cuts(draw: st.DrawFn, box: Box) -> list[Box]:
     """A box cut in two, again and again, anywhere."""
-    cuttable = [dim for dim, size in enumerate(sizes) if size > 1]
+    cuttable = [dim for dim, size in enumerate(box.sizes) if size > 1]
     if not cuttable or draw(st.integers(0, 3)) == 0:
-        return [(offsets, sizes)]
+        return [box]
     dim = draw(st.sampled_from(cuttable))
-    at = draw(st.integers(1, sizes[dim] - 1))
-    low = (*sizes[:dim], at, *sizes[dim + 1 :])
-    high = (*sizes[:dim], sizes[dim] - at, *sizes[dim + 1 :])
-    moved = (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :])
-    return [*draw(cuts(offsets, low)), *draw(cuts(moved, high))]
+    size, begin = draw(st.integers(1, box.sizes[dim] - 1)), box.offsets[dim]
+    low = box.replace(dim, begin, size)
+    high = box.replace(dim, begin + size, box.sizes[dim] - size)
+    return [*draw(cuts(low)), *draw(cuts(high))]
 
 
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
@@ -120,7 +117,7 @@ def test_every_rectangle_of_every_cut_is_read(data: st.DataObject, tmp_path_fact
     shape = data.draw(SHAPES)
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
     tensor = torch.arange(math.prod(shape)).view(shape).to(dtype)
-    boxes = data.draw(cuts((0,) * len(shape), shape))
+    boxes = data.draw(cuts(Box.full(shape)))
     ranks: list[list[NewPart]] = [[], [], []]
     for box in boxes:
         ranks[data.draw(st.integers(0, 2))].append(part_of("m/a", tensor, box))
@@ -150,14 +147,14 @@ def test_boxes_that_do_not_tile_are_refused(data: st.DataObject, tmp_path_factor
     """Any boxes of the right volume: taken just where they cover each element once."""
     shape = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple))
     tensor = torch.zeros(shape, dtype=torch.int8)
-    counts, boxes = torch.zeros(shape, dtype=torch.int64), []
-    while sum(math.prod(sizes) for _, sizes in boxes) < math.prod(shape):
+    counts, boxes = torch.zeros(shape, dtype=torch.int64), list[Box]()
+    while sum(box.num_elements for box in boxes) < math.prod(shape):
         offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
         sizes = tuple(
             data.draw(st.integers(1, size - o)) for o, size in zip(offsets, shape, strict=True)
         )
-        boxes.append((offsets, sizes))
-        counts[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
+        boxes.append(Box(offsets, sizes))
+        counts[boxes[-1].slices] += 1
     directory = tmp_path_factory.mktemp("tensors")
     write(directory, *([part_of("m/a", tensor, box)] for box in boxes))
     if (counts == 1).all():
@@ -198,10 +195,10 @@ def small_checkpoint(directory: Path) -> tuple[dict[str, str], dict[str, torch.T
     tensors["buffer/b"] = torch.arange(5, dtype=torch.int16)
     headers = {}
     for rank, columns in ((0, 2), (1, 4)):
-        box = ((0, 2 * rank), (4, columns))
+        box = Box((0, 2 * rank), (4, columns))
         parts = [part_of(key, tensors[key], box) for key in ("master/a", "exp_avg/a")]
         if rank == 0:
-            parts.append(part_of("buffer/b", tensors["buffer/b"], ((0,), (5,))))
+            parts.append(part_of("buffer/b", tensors["buffer/b"], Box((0,), (5,))))
         name = file_name(rank)
         headers[name] = write_parts(directory / name, IDENTITY, rank, parts)[1]
     return headers, tensors
@@ -360,7 +357,7 @@ def test_a_length_that_cannot_be(length: int, tmp_path: Path) -> None:
 
 def test_files_of_two_saves_do_not_mix(tmp_path: Path) -> None:
     tensor = torch.zeros(2, 2)
-    halves = [[part_of("m/a", tensor, ((row, 0), (1, 2)))] for row in (0, 1)]
+    halves = [[part_of("m/a", tensor, Box((row, 0), (1, 2)))] for row in (0, 1)]
     for other in (Identity("f" * 16, 7), Identity(IDENTITY.run, 8), Identity(IDENTITY.run, 7, "x")):
         write(tmp_path, *halves)
         write_parts(tmp_path / file_name(1), other, 1, halves[1])

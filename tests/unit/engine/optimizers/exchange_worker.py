@@ -60,7 +60,8 @@ def main(directory: Path, round_elements: int) -> None:
         first, last = max(low, begin), min(high, begin + tensor.numel())
         if first < last:
             shard = Shard(tuple(tensor.shape), primary=True)
-            part = MasterPart(name, shard, first - begin, master, first - low, last - first)
+            place = first - low, last - first, first - begin
+            part = MasterPart(master, *place, name=name, shard=shard)
             holdings += [
                 HeldShard(piece, lambda _owner: True) for piece in pieces_of(part, 0, numbered)
             ]

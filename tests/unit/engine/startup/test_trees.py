@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bigtrain.engine.startup.process_group import maximum_of_all
+from bigtrain.engine.startup.cpu_collectives import maximum_of_all
 from tests.support.lives import run_script
 
 

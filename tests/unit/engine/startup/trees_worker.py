@@ -12,12 +12,8 @@ import torch
 import torch.distributed as dist
 
 from bigtrain.engine.startup import process_group as module
-from bigtrain.engine.startup.process_group import (
-    cpu_group,
-    gather_on_main,
-    maximum_of_all,
-    process_group,
-)
+from bigtrain.engine.startup.cpu_collectives import cpu_group, gather_on_main, maximum_of_all
+from bigtrain.engine.startup.process_group import process_group
 from bigtrain.system.world import read_world
 
 if __name__ == "__main__":

@@ -76,10 +76,9 @@ def test_fragments_of_shards_tile_the_parameter(case: tuple[list[Shard], int]) -
         for rank in range(num_partitions):
             start = min(rank * capacity, local.numel())
             flat = local.view(-1)[start : start + capacity]
-            for offsets, view in Fragment("x", shard, start, {MASTER: flat}).parts(MASTER):
-                where = tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))
-                assert not rebuilt[where].any()  # nothing twice
-                rebuilt[where] = view
+            for box, view in Fragment("x", shard, start, {MASTER: flat}).parts(MASTER):
+                assert not rebuilt[box.slices].any()  # nothing twice
+                rebuilt[box.slices] = view
     assert torch.equal(rebuilt, full)
 
 

@@ -17,6 +17,7 @@ from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.retention import reasons_to_keep, retain
 from bigtrain.settings.run_config import BestSection, CheckpointSection
+from bigtrain.system.boxes import Box
 
 PAYLOAD = bytes(range(256)) * 40
 SHAPE = (len(PAYLOAD),)
@@ -41,7 +42,7 @@ def write_state(directory: Path, step: int, **more: object) -> None:
 def commit(partial: Path, step: int) -> Path:
     """With one file of one tensor, of `PAYLOAD`."""
     identity = Identity(RUN, step, "0123abcd")
-    part = NewPart("m/a", SHAPE, (0,), SHAPE, "U8", lambda: memoryview(PAYLOAD))
+    part = NewPart("m/a", SHAPE, Box.full(SHAPE), "U8", lambda: memoryview(PAYLOAD))
     written = {FILE: write_parts(partial / checkpoints.TENSORS / FILE, identity, 0, [part])}
     return checkpoints.commit(partial, written, identity)
 

@@ -17,9 +17,9 @@ def test_a_site_does_not_go_back_alone() -> None:
     meet = {"server": "http://10.0.0.1:29700", "token_file": "token"}
     sites = SitesSection.model_validate({"count": 2, "inner_steps": 5} | meet)
     config = SimpleNamespace(guard=GuardSection(), sites=sites)
-    session: Any = SimpleNamespace(run=SimpleNamespace(config=config))
+    context: Any = SimpleNamespace(config=config)
     state = TrainState(step=7, guard=GuardState(streak=10))
     with pytest.raises(
         TrainingError, match=r"10 bad steps in a row .* cannot roll back one site only"
     ):
-        roll_back(session, None, state)  # type: ignore[arg-type]
+        roll_back(context, None, None, state)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from bigtrain.planner.run_prediction import RunPrediction, refuse_too_large
 from bigtrain.planner.search import Cluster
 from bigtrain.planner.tables.engines import cpu_engine, keep_calibration
 from bigtrain.planner.tables.hardware import find_device
-from bigtrain.run.training import predict
+from bigtrain.run.prediction import predict
 from bigtrain.settings.resolve import resolve_run_files
 from bigtrain.system import user_cache
 

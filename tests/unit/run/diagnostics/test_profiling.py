@@ -33,12 +33,14 @@ def config_of(**sections: Any) -> RunConfig:
     )
 
 
-def session_of(directory: Path, rank: int, **section: Any) -> tuple[Any, list[str]]:
+def profiler_of(directory: Path, rank: int, **section: Any) -> tuple[Profiler, list[str]]:
     said: list[str] = []
-    run = SimpleNamespace(config=config_of(profile=section))
+    config = config_of(profile=section)
     world = SimpleNamespace(rank=rank)
-    place = {"directory": directory, "device": torch.device("cpu"), "say": said.append}
-    return SimpleNamespace(run=run, world=world, **place), said
+    place = {"directory": directory, "device": torch.device("cpu")}
+    context: Any = SimpleNamespace(config=config, world=world, **place)
+    log: Any = SimpleNamespace(info=said.append)
+    return Profiler(context, log), said
 
 
 def train(profiler: Profiler, steps: range, last: int = 0) -> None:
@@ -49,20 +51,20 @@ def train(profiler: Profiler, steps: range, last: int = 0) -> None:
 
 
 def test_chosen_steps_of_chosen_ranks_are_recorded(tmp_path: Path) -> None:
-    session, said = session_of(tmp_path, 1, steps=[3, 4], ranks=[1, 2])
-    train(Profiler(session), range(1, 7))
+    profiler, said = profiler_of(tmp_path, 1, steps=[3, 4], ranks=[1, 2])
+    train(profiler, range(1, 7))
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank_1_steps_3-4.json"]
     assert said[0].startswith("profile of steps 3 to 4: ")
     assert any(line.endswith("aten::mm") for line in said)
-    session, said = session_of(tmp_path / "other", 0, steps=[3, 4], ranks=[1, 2])
-    train(Profiler(session), range(1, 7))
+    profiler, said = profiler_of(tmp_path / "other", 0, steps=[3, 4], ranks=[1, 2])
+    train(profiler, range(1, 7))
     assert not said
     assert not (tmp_path / "other").exists()
 
 
 def test_what_a_run_has_of_the_steps_is_recorded(tmp_path: Path) -> None:
-    session, _ = session_of(tmp_path, 0, steps=[3, 8])
-    train(Profiler(session), range(5, 7), last=6)  # resumed after 4, over after 6
+    profiler, _ = profiler_of(tmp_path, 0, steps=[3, 8])
+    train(profiler, range(5, 7), last=6)  # resumed after 4, over after 6
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank_0_steps_5-6.json"]
 
 

@@ -17,9 +17,9 @@ from bigtrain.run.diagnostics.stragglers import find_stragglers
 from bigtrain.run.health.heartbeat import Heartbeat, Transfers, current_collective
 from bigtrain.run.health.status_store import (
     Diagnosis,
-    Place,
     Position,
     StatusStore,
+    StoreLocation,
     diagnose,
     diagnose_alone,
 )
@@ -159,7 +159,7 @@ def test_large_files_are_progress(tmp_path: Path) -> None:
 def test_thousands_of_ranks_are_read_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    place, size = Place("127.0.0.1", port, "token"), 4096
+    place, size = StoreLocation("127.0.0.1", port, "token"), 4096
     place.create_entries(size)
     ranks = [StatusStore(place, World(rank, size, 0)) for rank in (0, 4095)]
     calls = []
@@ -184,7 +184,7 @@ def test_a_board_is_found_again_after_its_store_was_away() -> None:
     port = free_port()
     serve = partial(dist.TCPStore, "127.0.0.1", port, is_master=True, wait_for_workers=False)
     store = serve()
-    status_store = StatusStore(Place("127.0.0.1", port, "token"), World(0, 1, 0))
+    status_store = StatusStore(StoreLocation("127.0.0.1", port, "token"), World(0, 1, 0))
     status_store.report(position(0), moved=True)
     assert status_store.moves() == 1
     assert status_store.last_known() == {0: position(0)}

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from bigtrain.run.evaluation.evaluator import after_evaluation, has_stopped, is_over
-from bigtrain.run.state import BestSoFar, TrainState
+from bigtrain.run.state import BestSoFar, TrainState, after_evaluation, has_stopped, is_over
 from bigtrain.settings.run_config import RunConfig
 
 

@@ -1,0 +1,452 @@
+"""Evaluations of a run while it trains: held-out loss, samples from prompts, tasks of lm-eval.
+
+The main rank runs the tasks; all ranks compute its requests, divided over the data ranks, by the
+forward passes of training, which work at every topology. No KV cache is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bigtrain.data.loading.loader import HeldOutSource
+from bigtrain.data.loading.micro_batch import IGNORED_LABEL
+from bigtrain.data.tokenizers.tokenizer import load_tokenizer
+from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.errors import ConfigError, Problem, one_line
+from bigtrain.models.configuration import text_config
+from bigtrain.models.generation import prompt_ids
+from bigtrain.models.lm_eval_tasks import Drawing, IsFinished, Tasks, Tokens
+from bigtrain.run.context import RunContext
+from bigtrain.run.preflight import Inputs
+from bigtrain.run.reporting.metrics import HeldOutLoss
+from bigtrain.run.run_directory import text_record
+from bigtrain.run.run_log import RunLog
+from bigtrain.run.state import TrainState, after_evaluation, has_stopped
+from bigtrain.settings.sections.evaluation import TASKS
+from bigtrain.system.text_record import TextRecord
+
+
+class Evaluator:
+    """Evaluator of the model of `engine`. All methods except `is_due` are collective over all
+    ranks, and leave the state of training as it is: every step reseeds the random generators."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        log: RunLog,
+        engine: TrainEngine,
+        inputs: Inputs,
+        held_out: Sequence[HeldOutSource],
+    ) -> None:
+        """Tokenize prompts and load tasks. Raises ConfigError on every rank if that fails."""
+        self._context, self._log = context, log
+        self._engine = engine
+        self._held_out = held_out
+        self._section = context.config.evaluation
+        model = LiveModel(engine)
+        self._prompts = Prompts(context, log, inputs, model) if self._section.prompts else None
+        self._tasks = TaskRunner(context, log, inputs, model) if self._section.tasks else None
+
+    def is_due(self, state: TrainState) -> bool:
+        """Return whether anything is evaluated after this step."""
+        return state.is_multiple_of(self._section.every_steps) or self._tasks_are_due(state)
+
+    def _tasks_are_due(self, state: TrainState) -> bool:
+        return self._tasks is not None and state.is_multiple_of(self._section.tasks_every_steps)
+
+    def run(self, state: TrainState, *, last: bool) -> tuple[TrainState, dict[str, float]]:
+        """Run and log the evaluations due at `state`, all of them at the end of the run (`last`, or
+        early stopping). Returns the state with the best evaluation so far, and the metrics by
+        name."""
+        config = self._context.config
+        held_out: HeldOutResult | None = None
+        figures: dict[str, float] = {}
+        if last or state.is_multiple_of(self._section.every_steps):
+            held_out = measure(self._engine, self._held_out)
+            figures |= {} if held_out is None else held_out.figures()
+            if self._prompts is not None:
+                self._prompts.log(state.step)
+        tasks: dict[str, float] = {}
+        by_tasks = self._section.best.is_of_tasks
+        if last or self._tasks_are_due(state):
+            tasks = self._run_tasks()
+        evaluated = after_evaluation(config, state, figures | tasks)
+        if self._tasks is not None and not (tasks or last or by_tasks):
+            if has_stopped(config, evaluated):
+                tasks = self._run_tasks()
+        if self._log.metrics is not None and (held_out is not None or tasks):
+            self._log.metrics.log_evaluation(
+                state.step,
+                None if held_out is None else held_out.whole,
+                {} if held_out is None else held_out.sources,
+                tasks,
+            )
+        stopping = self._section.early_stopping
+        if stopping is not None and has_stopped(config, evaluated) and not last:
+            best = evaluated.best
+            self._log.info(
+                f"step {state.step}: early stopping: {best.metric} has not improved by more than "
+                f"{stopping.min_delta:g} for {best.num_since} evaluations; its best value is "
+                f"{best.value:.6g}, at step {best.step}"
+            )
+        return evaluated, figures | tasks
+
+    def _run_tasks(self) -> dict[str, float]:
+        """Return the finite metrics of lm-eval's tasks, as ``tasks/TASK/METRIC``."""
+        if self._tasks is None:
+            return {}
+        self._context.heartbeat.set_phase("evaluating tasks", slow=True)
+        metrics = self._tasks.figures()
+        return {f"{TASKS}/{name}": value for name, value in metrics.items() if math.isfinite(value)}
+
+
+@dataclass(frozen=True)
+class HeldOutResult:
+    """Evaluation: the loss over all sets, and that of each by its name."""
+
+    whole: HeldOutLoss
+    sources: dict[str, HeldOutLoss]
+
+    def figures(self) -> dict[str, float]:
+        """Return metrics by the names of ``evaluation.best.metric``, of single sets if several."""
+        metrics = _figures(self.whole, "")
+        if len(self.sources) > 1:
+            for name, one in self.sources.items():
+                metrics |= _figures(one, f"/{name}")
+        return metrics
+
+
+def _figures(one: HeldOutLoss, suffix: str) -> dict[str, float]:
+    metrics = {f"held_out_loss{suffix}": one.loss, f"held_out_perplexity{suffix}": one.perplexity}
+    if one.bits_per_byte is not None:
+        metrics[f"held_out_bits_per_byte{suffix}"] = one.bits_per_byte
+    return metrics
+
+
+def measure(engine: TrainEngine, held_out: Sequence[HeldOutSource]) -> HeldOutResult | None:
+    """Return the loss on the same held-out samples every time, in nats per token. Collective. That
+    of a mixture is the mean of its sources' losses by their training weights; a set of weight 0
+    does not count. None if there are none, or if the loss is not finite."""
+    if not held_out:
+        return None
+    sources = {}
+    for source in held_out:
+        loss, tokens = engine.evaluate(source.batches)
+        sources[source.name] = HeldOutLoss(loss, tokens, bits_per_byte(loss, source))
+    total = sum(source.weight for source in held_out)
+    shares = {source.name: source.weight / total for source in held_out if source.weight}
+    loss = sum(sources[name].loss * share for name, share in shares.items())
+    if not math.isfinite(loss):
+        return None
+    bits = [(sources[name].bits_per_byte, share) for name, share in shares.items()]
+    known = [bit * share for bit, share in bits if bit is not None]
+    whole = HeldOutLoss(
+        loss,
+        sum(sources[name].tokens for name in shares),
+        sum(known) if len(known) == len(shares) else None,
+    )
+    return HeldOutResult(whole, sources)
+
+
+def bits_per_byte(loss: float, source: HeldOutSource) -> float | None:
+    """Convert `loss` from nats per token to bits per byte of text."""
+    if source.tokens_per_byte is None:
+        return None
+    return loss / math.log(2) * source.tokens_per_byte
+
+
+class Prompts:
+    """Prompts of a run, as tokens on every rank and the tokenizer on the main rank."""
+
+    def __init__(self, context: RunContext, log: RunLog, inputs: Inputs, model: LiveModel) -> None:
+        """Tokenize the prompts. Collective; raises ConfigError on every rank for one that is empty
+        or too long, DataError without a tokenizer."""
+        section = context.config.evaluation
+        self._log, self._model, self._texts = log, model, section.prompts
+        self._drawing = Drawing(section.max_new_tokens, section.temperature)
+        limit = getattr(text_config(inputs.hf_config), "max_position_embeddings", None)
+
+        def tokenize() -> list[list[int]]:
+            datasets = inputs.datasets
+            tokenizer = load_tokenizer(str(datasets[0].tokenizer_path))
+            self._tokenizer = tokenizer
+            record = text_record([dataset.table.tokenizer for dataset in datasets])
+            self._ends = {
+                tokenizer.end_of_document_id,
+                record.end_of_document_id,
+                *record.answer_end_ids,
+            }
+            ids_of_prompts: list[list[int]] = []
+            for number, text in enumerate(self._texts):
+                ids = prompt_ids(tokenizer.huggingface, text, record)
+                key = f"evaluation.prompts.{number}"
+                if not ids:
+                    raise ConfigError(Problem(key, text, "is empty", "write at least one token"))
+                total = len(ids) + section.max_new_tokens
+                if isinstance(limit, int) and total > limit:
+                    rule = f"its {len(ids)} tokens and evaluation.max_new_tokens are {total}, the "
+                    rule += f"model has {limit} positions"
+                    remedy = f"evaluation.max_new_tokens={max(1, limit - len(ids))} or less"
+                    raise ConfigError(Problem(key, text, rule, remedy))
+                ids_of_prompts.append(ids)
+            return ids_of_prompts
+
+        self._ids = context.long_work.on_main_rank(tokenize)
+
+    def log(self, step: int) -> None:
+        """Continue all prompts and write them to samples.jsonl. Collective."""
+        writer = self._log.metrics
+        ends = frozenset() if writer is None else self._ends
+
+        def is_finished(_number: int, new: object) -> bool:
+            return isinstance(new, list) and not ends.isdisjoint(new[-1:])
+
+        continuations = self._model.continue_texts(self._ids, self._drawing, is_finished)
+        if writer is not None:
+            texts = [self._tokenizer.decode(ids) for ids in continuations]
+            writer.log_samples(step, list(zip(self._texts, texts, strict=True)))
+
+
+class TaskRunner:
+    """Tasks of a run. All methods are collective over all ranks."""
+
+    def __init__(self, context: RunContext, log: RunLog, inputs: Inputs, model: LiveModel) -> None:
+        """Load the tasks on the main rank. Raises ConfigError on every rank if that fails."""
+        self._context, self._log = context, log
+        self._model = model
+        self._tasks: Tasks | None = None
+
+        def load() -> None:
+            dataset = inputs.datasets[0]
+            tokenizer = load_tokenizer(str(dataset.tokenizer_path)).huggingface
+            section, hf_config = context.config.evaluation, inputs.hf_config
+            listed = dataset.table.tokenizer
+            texts = None  # from a version without text beginnings: use lm-eval's default
+            if listed.beginning_ids is not None:
+                texts = TextRecord(listed.beginning_ids, listed.end_of_document_id)
+            self._tasks = Tasks(section, tokenizer, hf_config, texts)
+
+        context.long_work.on_main_rank(load)
+
+    def figures(self) -> dict[str, float]:
+        """Return the metrics by ``TASK/METRIC``; empty, with a line in the log, if lm-eval
+        failed."""
+        if self._tasks is None:
+            return self._follow()
+        lead = _Lead(self._context, self._model)
+        try:
+            metrics = self._tasks.figures(lead)
+        except Exception as error:
+            if lead.is_computing:
+                raise  # the other ranks are in the model, not waiting
+            reason = one_line(error)
+            self._log.info(f"the tasks of lm-eval failed, training continues: {reason}")
+            metrics = {}
+        lead.send("done", metrics)
+        return metrics
+
+    def _follow(self) -> dict[str, float]:
+        while True:
+            kind, *arguments = self._received()
+            if kind == "done":
+                figures: dict[str, float] = arguments[0]
+                return figures
+            if kind == "score":
+                self._model.score(*arguments)
+            else:
+                prompts, drawing = arguments
+                self._model.continue_texts(prompts, drawing, lambda *_: False)
+
+    def _received(self) -> Any:
+        box: list[Any] = [None]
+        dist.broadcast_object_list(box, src=0, device=self._context.device)
+        return box[0]
+
+
+class _Lead:
+    """Interface of lm-eval on the main rank, which sends each request to the other ranks first."""
+
+    def __init__(self, context: RunContext, model: LiveModel) -> None:
+        self._context, self._model = context, model
+        self.is_computing = False
+
+    def send(self, *request: Any) -> None:
+        """Send all other ranks a request."""
+        dist.broadcast_object_list([request], src=0, device=self._context.device)
+
+    def score(self, requests: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
+        """Call `LiveModel.score` on all ranks."""
+        self.is_computing = True
+        self.send("score", requests)
+        scores = self._model.score(requests)
+        self.is_computing = False
+        return scores
+
+    def continue_texts(
+        self, prompts: Sequence[Tokens], drawing: Drawing, is_finished: IsFinished
+    ) -> list[list[int]]:
+        """Call `LiveModel.continue_texts` on all ranks."""
+        self.is_computing = True
+        self.send("continue", prompts, drawing)
+        continuations = self._model.continue_texts(prompts, drawing, is_finished)
+        self.is_computing = False
+        return continuations
+
+
+_LOGITS_BYTES = 1 << 30
+"""Limit of the float32 logits of one forward pass of a rank, unless one text exceeds it."""
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Forward pass of every data rank, of `size` samples each. rows: indices of the requests of all
+    of them; mine: of this rank's."""
+
+    rows: list[int]
+    mine: list[int]
+    size: int
+
+
+@dataclass(frozen=True)
+class _Text:
+    """Prompt, the tokens added to it, and its sampling seed."""
+
+    prompt: Tokens
+    new: list[int]
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.new)
+
+
+class LiveModel:
+    """Model of `engine`, evaluated one micro-batch at a time."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self._engine = engine
+        self._most_rows = engine.plan.micro_batch_size
+        config: Any = engine.module.config
+        self._row_bytes = 4 * int(config.get_text_config().vocab_size)  # bytes of a token's logits
+        place = engine.mesh.coordinates
+        self._data_rank, self._data_size = place.data_rank, engine.mesh.topology.data_size
+        # One rank per data rank provides the result.
+        self._reports = not (place.tensor_rank or place.pipeline_rank or place.sequence_rank)
+
+    def score(self, requests: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
+        """Return, for each (context, continuation), the log-probability of the continuation in
+        nats, and whether every token of it is the most probable one. A context is not empty, and
+        both together have at most one token more than the model's positions."""
+        totals = torch.zeros((len(requests), 2), dtype=torch.float64)
+        lengths = [len(context) + len(continuation) - 1 for context, continuation in requests]
+        for part in self._rounds(lengths):
+            width = max(lengths[row] for row in part.rows)
+            ids = torch.zeros((part.size, width), dtype=torch.int64)
+            labels = torch.full((part.size, width), IGNORED_LABEL)
+            for number, row in enumerate(part.mine):
+                context, continuation = requests[row]
+                tokens = torch.tensor([*context, *continuation])
+                ids[number, : lengths[row]] = tokens[:-1]
+                labels[number, len(context) - 1 : lengths[row]] = tokens[len(context) :]
+            scores = self._engine.read_logits(ids, partial(_scores, labels=labels))
+            if self._reports:
+                totals[part.mine] = scores[: len(part.mine)]
+        totals = self._summed(totals)
+        return [(float(total), bool(wrong == 0)) for total, wrong in totals.tolist()]
+
+    def continue_texts(
+        self, prompts: Sequence[Tokens], drawing: Drawing, is_finished: IsFinished
+    ) -> list[list[int]]:
+        """Return the new tokens after each prompt. `is_finished`: called on the main rank only."""
+        texts = [_Text(prompt, [], drawing.seed + n) for n, prompt in enumerate(prompts)]
+        longest = [len(prompt) + drawing.max_new_tokens for prompt in prompts]
+        for part in self._rounds(longest):
+            self._continue(part, texts, drawing, is_finished)
+        return [text.new for text in texts]
+
+    def _continue(
+        self,
+        part: _Round,
+        texts: Sequence[_Text],
+        drawing: Drawing,
+        is_finished: IsFinished,
+    ) -> None:
+        """Continue the texts of one round, all of them a token at a time."""
+        generators = {row: torch.Generator().manual_seed(texts[row].seed) for row in part.mine}
+
+        def unfinished() -> list[bool]:
+            return [not is_finished(row, texts[row].new) for row in part.rows]
+
+        for _ in range(drawing.max_new_tokens):
+            active = self._from_main(unfinished, len(part.rows))
+            if not any(active):
+                return
+            width = max(len(texts[row]) for row in part.rows)
+            ids = torch.zeros((part.size, width), dtype=torch.int64)
+            last = torch.zeros(part.size, dtype=torch.int64)
+            for number, row in enumerate(part.mine):
+                last[number] = len(texts[row]) - 1
+                ids[number, : len(texts[row])] = torch.tensor([*texts[row].prompt, *texts[row].new])
+            logits = self._engine.read_logits(ids, partial(_rows_at, last=last))
+            chosen = torch.zeros(len(texts), dtype=torch.float64)
+            for number, row in enumerate(part.mine if self._reports else ()):
+                chosen[row] = _choose(logits[number], drawing.temperature, generators[row])
+            chosen = self._summed(chosen)
+            for row, goes_on in zip(part.rows, active, strict=True):
+                if goes_on:
+                    texts[row].new.append(int(chosen[row]))
+
+    def _rounds(self, lengths: Sequence[int]) -> Iterator[_Round]:
+        """Yield all requests, longest first, in micro-batches of every data rank, less if logits
+        are large."""
+        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+        while order:
+            fitting = _LOGITS_BYTES // (self._row_bytes * lengths[order[0]])
+            size = max(1, min(self._most_rows, fitting))
+            rows, order = order[: size * self._data_size], order[size * self._data_size :]
+            low = self._data_rank * size
+            yield _Round(rows, rows[low : low + size], size)
+
+    def _summed(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all ranks; for each value, all ranks but one have zero."""
+        total = values.to(self._engine.device)
+        dist.all_reduce(total)
+        return total.cpu()
+
+    def _from_main(self, decide: Callable[[], list[bool]], count: int) -> list[bool]:
+        flags = decide() if dist.get_rank() == 0 else [False] * count
+        held = torch.tensor(flags, dtype=torch.int64, device=self._engine.device)
+        dist.broadcast(held, src=0)
+        return [bool(flag) for flag in held.tolist()]
+
+
+def _scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the log-probability of each sample's targets, and how many of them are not the most
+    probable token: float64 [samples, 2]."""
+    scores = torch.zeros((len(logits), 2), dtype=torch.float64, device=logits.device)
+    for number, (row, targets) in enumerate(zip(logits, labels.to(logits.device), strict=True)):
+        kept = targets != IGNORED_LABEL
+        row, targets = row[kept].float(), targets[kept]
+        picked = row.gather(1, targets[:, None])[:, 0]
+        scores[number, 0] = (picked - row.logsumexp(1)).double().sum()
+        scores[number, 1] = (row.argmax(1) != targets).sum()
+    return scores
+
+
+def _rows_at(logits: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Return the logits at one position of each sample: float32 [samples, vocabulary]."""
+    places = torch.arange(len(logits), device=logits.device)
+    return logits[places, last.to(logits.device)].float()
+
+
+def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    probabilities = torch.softmax(logits.double() / temperature, 0)
+    return int(torch.multinomial(probabilities, 1, generator=generator))

@@ -1,0 +1,107 @@
+"""Prediction of a run's time and memory, from its model and device, and its FLOPs utilization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from bigtrain.errors import ConfigError, ModelError
+from bigtrain.models.build import empty_model
+from bigtrain.models.layers.chunked_loss import LossPlan
+from bigtrain.models.tracing.traced_costs import model_costs
+from bigtrain.planner.flops import (
+    ModelShape,
+    flops_per_token,
+    model_flops_utilization,
+    model_shape,
+    peak_flops_per_second,
+)
+from bigtrain.planner.run_prediction import RunPrediction, predict_run, refuse_too_large
+from bigtrain.planner.tables.engines import MeasuredEngine, kept_calibration
+from bigtrain.planner.tables.hardware import Device, find_device
+from bigtrain.run.context import RunContext
+from bigtrain.run.preflight import Inputs
+from bigtrain.run.run_log import RunLog
+from bigtrain.settings.resolve import ResolvedRun
+
+
+def log_prediction(context: RunContext, log: RunLog, inputs: Inputs) -> RunPrediction | None:
+    """Log the predicted time and memory; refuse a run that cannot fit its device. Collective."""
+
+    def find() -> RunPrediction | None:
+        prediction, reason = predict(
+            context.run, inputs.hf_config, inputs.model_plan.loss, context.device
+        )
+        log.info(f"no prediction: {reason}" if prediction is None else prediction.line())
+        if prediction is not None and context.device.type == "cuda":
+            memory = torch.cuda.get_device_properties(context.device).total_memory
+            refuses = context.config.engine.refuse_too_large
+            if warning := refuse_too_large(prediction, float(memory), refuses=refuses):
+                log.info(warning)
+        return prediction
+
+    return context.long_work.on_main_rank(find)
+
+
+def predict(
+    run: ResolvedRun, hf_config: Any, loss: LossPlan, device: torch.device
+) -> tuple[RunPrediction | None, str]:
+    """Predict the time and memory of `run`, in a second or two; if impossible, return None and
+    why."""
+    try:
+        model, _ = model_costs(run.config, hf_config)
+    except (ConfigError, ModelError) as error:
+        return None, " ".join(str(error).split())
+    chunk = loss.chunk_tokens if loss.kind == "chunked" else None
+    is_cpu = device.type == "cpu"
+    return predict_run(run, model, chunk, *_device(device), is_cpu=is_cpu), ""
+
+
+def _device(device: torch.device) -> tuple[Device | None, MeasuredEngine | None]:
+    """Return a GPU of the tables, or this machine's CPUs if calibrated."""
+    if device.type == "cpu":
+        return kept_calibration() or (None, None)
+    try:
+        return find_device(torch.cuda.get_device_name(device)), None
+    except ConfigError:
+        return None, None
+
+
+def utilization_of(context: RunContext, hf_config: Any) -> Callable[[float], float | None]:
+    """Return a function from tokens per second to model FLOPs utilization: None if the device's
+    peak or the formula is unknown."""
+
+    @cache
+    def token_flops() -> int | None:
+        shape = _shape_of(empty_model(hf_config))
+        if shape is None:
+            return None
+        frozen = context.config.adapters is not None
+        return flops_per_token(shape, context.plan.sequence_length, frozen=frozen)
+
+    def utilization(tokens_per_second: float) -> float | None:
+        if context.device.type != "cuda" or (flops := token_flops()) is None:
+            return None
+        name = torch.cuda.get_device_name(context.device)
+        peak = peak_flops_per_second(name, context.config.precision.dtype)
+        return model_flops_utilization(
+            tokens_per_second, flops, peak, num_devices=context.world.size
+        )
+
+    return utilization
+
+
+def _shape_of(model: Any) -> ModelShape | None:
+    # Not the engine's model, which may have only some parameters, or a shard of each.
+    parameters = dict(model.named_parameters())
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    return model_shape(
+        model.config.get_text_config(),
+        [(name, p.numel()) for name, p in parameters.items()],
+        next(name for name, p in parameters.items() if p is embedding),
+        tied=head is not None and head.weight is embedding,
+    )
