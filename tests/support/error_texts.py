@@ -7,11 +7,17 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from bigtrain import errors
 from tools.markdown import markdown_cell
 
 ROOT = Path(__file__).resolve().parents[2]
+
+TABLES = "settings/compatibility/rules.yaml", "settings/deepspeed/accepted.json"
+"""Files that hold reasons of refusals as data."""
 
 
 def error_texts() -> str:
@@ -24,7 +30,17 @@ def error_texts() -> str:
     returned = _returned(trees)
     makers = _makers(trees)
     texts = {text for tree in trees for _, text in _texts_of(tree, returned, makers)}
+    for table in TABLES:
+        texts |= _strings(yaml.safe_load((ROOT / "bigtrain" / table).read_text(encoding="utf-8")))
     return "\n".join(sorted(map(markdown_cell, texts)))
+
+
+def _strings(tree: Any) -> set[str]:
+    """Return all strings of a tree of YAML or JSON."""
+    if isinstance(tree, str):
+        return {tree}
+    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return {text for child in children for text in _strings(child)}
 
 
 Strings = dict[str, list[ast.expr]]
