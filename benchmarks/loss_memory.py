@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.support.passes import each_alone, measure_passes, print_table, ratio
 from bigtrain.models.equivalence.loss import CHUNK_BYTES
 from bigtrain.models.layers.chunked_loss import ChunkedLoss
-from bigtrain.run.reporting.metrics import GIB
+from bigtrain.system.units import GIB
 
 CONTENDERS = ("plain", "chunked")
 

@@ -33,8 +33,8 @@ from bigtrain.engine.startup.process_group import process_group
 from bigtrain.engine.startup.runtime import runtime_settings
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.transformers_patches import without_progress
 from bigtrain.models.weights.import_hf import find_weights
-from bigtrain.parity.reference import without_progress
 from bigtrain.run.reporting.metrics import memory_gib
 from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config
 from bigtrain.settings.resolve import ResolvedRun, resolve_run

@@ -80,7 +80,7 @@ class Zero1Cut:
         place = topology.coordinates(rank)
         rows = SIDE // topology.tensor_size
         first = rows * place.tensor_rank
-        shard = Shard((SIDE, SIDE), True, 0, ((first, first + rows),), rows)
+        shard = Shard((SIDE, SIDE), 0, ((first, first + rows),), rows, primary=True)
         numbers = self._numbers(place.pipeline_rank)
         count = rows * SIDE
         capacity = -(-count * len(numbers) // topology.data_size)
@@ -120,8 +120,8 @@ class Zero1Cut:
                 kind, number = keys[row.key]
                 if number < len(numbers):
                     key = f"{kind}/{_name(numbers[number])}"
-                    cut = replace(row.cut, ranges=((first, first + rows),))
-                    moved.append(replace(row, key=key, cut=cut, ranks=(rank,)))
+                    shard = replace(row.shard, ranges=((first, first + rows),))
+                    moved.append(replace(row, key=key, shard=shard, ranks=(rank,)))
             rows_by_rank[rank] = tuple(moved)
         return rows_by_rank
 

@@ -233,10 +233,10 @@ def keep_weights(engine: TrainEngine, case: dict[str, Any], step: int, world: Wo
     is_new = not optimizer.state
     ensure_optimizer_states(engine.engine)
     own = [
-        (fragment.name, fragment.shard.shape, offsets, view.detach().clone())
+        (fragment.name, fragment.shard.shape, box, view.detach().clone())
         for fragment in owned_fragments(engine.engine, engine.module)
         if fragment.shard.primary or not has_adapters(engine.module)
-        for offsets, view in fragment.parts(MASTER)
+        for box, view in fragment.parts(MASTER)
     ]
     if is_new:
         optimizer.state.clear()
@@ -244,13 +244,12 @@ def keep_weights(engine: TrainEngine, case: dict[str, Any], step: int, world: Wo
     dist.gather_object(own, gathered)
     if world.is_main:
         full: dict[str, torch.Tensor] = {}
-        for name, shape, offsets, part in (item for parts in gathered for item in parts):
+        for name, shape, box, part in (item for parts in gathered for item in parts):
             whole = full.setdefault(name, torch.full(shape, torch.nan))
-            where = tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))
-            held = whole[where]
+            held = whole[box.slices]
             known = ~held.isnan()
             assert torch.equal(held[known], part[known]), f"{name} differs by rank"
-            whole[where] = part
+            whole[box.slices] = part
         torch.save(full, file)
 
 

@@ -42,7 +42,9 @@ def site_of(
     masters = torch.zeros(size)
     engine: Any = SimpleNamespace(
         module=module,
-        parts=[MasterPart("weight", Shard((size,), primary=True), 0, masters, 0, size)],
+        parts=[
+            MasterPart(masters, 0, size, 0, name="weight", shard=Shard((size,), primary=True)),
+        ],
         added_states={"weight": {}},
         mesh=SimpleNamespace(replicas=None),
         device=torch.device("cpu"),

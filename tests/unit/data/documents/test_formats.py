@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bigtrain.commands.arguments import add_input_arguments
+from bigtrain.commands.arguments import add_arguments, table
 from bigtrain.data.documents import formats
 from bigtrain.data.documents.discovery import find_sources
 from bigtrain.data.documents.files import COMPRESSION_SUFFIXES, Selection, Source
@@ -59,7 +59,7 @@ def test_kinds_and_suffixes_are_declared_once() -> None:
 
 def test_help_and_docs_list_every_suffix() -> None:
     parser = argparse.ArgumentParser()
-    add_input_arguments(parser)
+    add_arguments(parser, table()["reading text"])
     page = (ROOT / "docs/howto/your_data.md").read_text(encoding="utf-8")
     for suffix in (*formats.ROW_SUFFIXES, *COMPRESSION_SUFFIXES):
         assert suffix in parser.format_help(), suffix
