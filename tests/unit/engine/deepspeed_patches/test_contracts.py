@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from deepspeed import comm
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime import constants
 from deepspeed.runtime import utils as runtime_utils
@@ -35,6 +36,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 from deepspeed.runtime.zero.utils import apply_to_tensors_only
 from deepspeed.utils import groups, mixed_precision_linkage, nvtx
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
+from torch.distributed import distributed_c10d
 
 from bigtrain.engine.deepspeed_patches import (
     host_time,
@@ -625,6 +627,12 @@ CONTRACTS = [
     # startup
     reads(startup.set_mpu, lambda: DeepSpeedEngine, "groups.mpu = self.mpu"),
     has(startup.set_mpu, lambda: groups, "mpu"),
+    has(startup.destroyed_groups, lambda: distributed_c10d._world, "pg_map"),
+    reads(
+        startup.destroyed_groups,
+        lambda: comm.destroy_process_group,
+        "groups._release_process_group_references(group=None if destroy_world else group)",
+    ),
     has(startup.restore_process_state, lambda: groups, "_release_process_group_references"),
     reads(
         startup.restore_process_state,
