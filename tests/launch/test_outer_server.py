@@ -6,9 +6,9 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,40 +179,40 @@ def test_a_site_that_is_killed_is_left_out_and_takes_the_weights_when_it_is_back
 def test_a_server_that_is_killed_and_started_again_loses_nothing(
     inputs: Inputs, tmp_path: Path
 ) -> None:
-    """The same weights as with a server that ran through."""
+    """The same weights as with a server that ran through. It is killed after every fourth round."""
     found = []
     for name, dies in (("through", False), ("restarted", True)):
-        directory = tmp_path / name
+        directory, port = tmp_path / name, free_port()
         directory.mkdir()
-        port = free_port()
         with outer_server(directory / "server", port=port) as settings:
             settings += ["engine.deepspeed_config=zero1", "sites.codec=int8", "train.steps=80"]
-            if not dies:
-                codes, output = train_sites(inputs, directory, settings, [(), ()])
-        if dies:
+            settings += ["sites.timeout_seconds=280"]  # no site is to go on without the server
             done: list[tuple[list[int], str]] = []
-
-            def train(
-                directory: Path = directory,
-                settings: list[str] = settings,
-                done: list[tuple[list[int], str]] = done,
-            ) -> None:
-                done.append(train_sites(inputs, directory, settings, [(), ()]))
-
-            thread = threading.Thread(target=train)
+            run = partial(train_sites, inputs, directory, settings, [(), ()])
+            thread = threading.Thread(target=lambda run=run, done=done: done.append(run()))
             thread.start()
-            while thread.is_alive():
-                with outer_server(directory / "server", port=port):
-                    end = time.monotonic() + 6
-                    while thread.is_alive() and time.monotonic() < end:
-                        time.sleep(0.05)
-            codes, output = done[0]
+            if not dies:
+                thread.join()
+        while thread.is_alive():
+            rounds = _num_rounds(directory)
+            process = start_server(directory / "server", port)
+            while thread.is_alive() and _num_rounds(directory) < rounds + 4:
+                thread.join(0.05)
+            process.kill()
+            process.wait(20)
+        codes, output = done[0]
         assert codes == [0, 0], output
         assert_same_weights(directory)
         assert [line["sites"] for line in outer_lines(directory / "0")] == [[0, 1]] * 20
         found.append(load_file(directory / "0" / "hf" / "model.safetensors"))
     for key, weight in found[0].items():
         assert torch.equal(weight, found[1][key]), key
+
+
+def _num_rounds(directory: Path) -> int:
+    """Count the rounds that site 0 has logged."""
+    metrics = directory / "0" / "metrics.jsonl"
+    return metrics.read_text().count('"outer_step"') if metrics.exists() else 0
 
 
 DIES = """

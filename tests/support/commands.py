@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from tests.support.parent_death import die_with_parent
+from tests.support.parent_death import die_with_parent, lasting_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = ("link", "mkdir", "rename", "rmdir", "unlink", "fsync")
@@ -48,7 +48,7 @@ class Commands:
 
     def __enter__(self) -> Self:
         self._server = subprocess.Popen(
-            [sys.executable, __file__, str(os.getpid())],
+            [sys.executable, __file__, str(lasting_parent())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

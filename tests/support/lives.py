@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import psutil
 
 from bigtrain.errors import LaunchError
+from tests.support.parent_death import lasting_parent
 from tests.support.worlds import ROOT, free_port
 
 SHOWN_CHARACTERS = 6000
@@ -42,7 +43,7 @@ class Server:
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/support/fork_server.py"), str(os.getpid())],
+            [sys.executable, str(ROOT / "tests/support/fork_server.py"), str(lasting_parent())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,  # `select` does not see what a buffer holds
