@@ -6,11 +6,13 @@ import json
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigtrain.errors import ConfigError, OutputError, Problem
 from bigtrain.python_api.configuring import check, load_config
+from bigtrain.run.output_directory import check_output
 from bigtrain.settings.commented_yaml import commented_yaml
 from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config, read_deepspeed_config
 from bigtrain.settings.hf_config_keys import inspect_configuration
@@ -40,7 +42,8 @@ class NewRun:
     whose shards will be written to `shards`. chat: the data are conversations. adapters: train LoRA
     adapters for the model's weights. devices: such as 8xH100-80GB or 2xCPU; None: not planned, one
     rank. sequence_length: default: 1024, or the model's number of positions if smaller.
-    run_directory: default: below runs/.
+    run_directory: default: runs/NAME of the model, or runs/NAME-2 and so on if that holds other
+    files.
     """
 
     data: str
@@ -154,7 +157,7 @@ def _sections(wanted: NewRun) -> dict[str, Any]:
         "checkpoint": {"every_steps": every},
         "evaluation": {"every_steps": every},
         "logging": {"every_steps": min(10, every)},
-        "output": {"directory": wanted.run_directory or f"runs/{_name(wanted)}"},
+        "output": {"directory": wanted.run_directory or _run_directory(_name(wanted))},
     }
     if wanted.chat:
         tree["data"]["packing"] = "best_fit"
@@ -188,6 +191,12 @@ def _sequence_length(model: dict[str, Any]) -> int:
 def _in_order(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the sections of `tree` in the order of the reference, without empty ones."""
     return {name: tree[name] for name in RunConfig.model_fields if tree.get(name) not in (None, {})}
+
+
+def _run_directory(name: str) -> str:
+    """Return the first of runs/NAME, runs/NAME-2, ... that holds nothing but perhaps a run."""
+    names = (f"runs/{name}" if number == 1 else f"runs/{name}-{number}" for number in count(1))
+    return next(path for path in names if not check_output(Path(path), is_here=False))
 
 
 def _name(wanted: NewRun) -> str:

@@ -49,6 +49,20 @@ def test_what_is_written_is_planned_commented_and_accepted(
         assert field.description in words
 
 
+def test_the_default_directory_can_be_that_of_a_run(folder: Path) -> None:
+    """runs/quickstart is what `make quickstart` leaves: shards, a tokenizer and a run below it."""
+    given = ["init", "--new-model", "quickstart", "--data", "shards", "--force"]
+    (folder / "shards").mkdir()
+    (folder / "shards/manifest.json").write_text("{}")
+    expected = ["runs/quickstart", "runs/quickstart-2", "runs/quickstart-3", "runs/quickstart-3"]
+    for number, directory in enumerate(expected):
+        assert main([*given, *SMALL]) == 0
+        assert load_run_config("run.yaml").output.directory == directory
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        # A run that was begun there may go on.
+        Path(directory, "other" if number < 2 else "metrics.jsonl").touch()
+
+
 def test_text_is_tokenized_first(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--model", "some/model", "--data", "chats.jsonl", "--chat", "--adapters"]
     assert main(["init", *given, "--lr", "1e-4", "--output", "new/tuned.yaml"]) == 0
