@@ -76,7 +76,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    _slow_seconds[report.nodeid] = _slow_seconds.get(report.nodeid, 0.0) + report.duration
+    if "slow" in report.keywords:
+        _slow_seconds[report.nodeid] = _slow_seconds.get(report.nodeid, 0.0) + report.duration
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
