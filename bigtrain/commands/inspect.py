@@ -15,7 +15,6 @@ from bigtrain.errors import DataError
 if TYPE_CHECKING:
     from bigtrain.data.shards.inspection import Inspected
 
-DEFAULT_MAX_TOKENS = 512
 SHOWN = 20
 """Number of shards and inputs in human-readable output; --json has all of them."""
 

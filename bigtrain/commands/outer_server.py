@@ -7,7 +7,6 @@ import time
 from importlib.util import find_spec
 
 DEFAULT_PORT = 29700
-WINDOW_SECONDS = 300.0
 
 
 def run(args: argparse.Namespace) -> int:
