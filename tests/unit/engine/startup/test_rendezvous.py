@@ -59,15 +59,21 @@ def test_all_join() -> None:
 
 def test_one_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock stands still until rank 2 has joined, and then after the timeout."""
-    has_joined = threading.Event()
-    wait_for_main = rendezvous._wait_for_main
+    is_waited_for, has_joined = threading.Event(), threading.Event()
+    wait_for_main, wait_for_all = rendezvous._wait_for_main, rendezvous._wait_for_all
 
     def wait(store: dist.TCPStore, timeout_seconds: float) -> str:
+        assert is_waited_for.wait(30)
         has_joined.set()
         return wait_for_main(store, timeout_seconds)
 
+    def wait_for_ranks(store: dist.TCPStore, world: World, end: float) -> str:
+        is_waited_for.set()
+        return wait_for_all(store, world, end)
+
     clock = SimpleNamespace(monotonic=lambda: 61.0 * has_joined.is_set(), sleep=time.sleep)
     monkeypatch.setattr(rendezvous, "_wait_for_main", wait)
+    monkeypatch.setattr(rendezvous, "_wait_for_all", wait_for_ranks)
     monkeypatch.setattr(rendezvous, "time", clock)
     said = meet((0, 2), 4, timeout_seconds=60)
     joined = f"joined: {HOST} (rank 0, 2)"
