@@ -34,7 +34,7 @@ def srun_ranks(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def srun_tasks_here(environment: Mapping[str, str]) -> int | None:
-    """Return the number of this step's tasks on this node; None if Slurm does not say."""
+    """Return the number of this step's tasks on this node; None if it is unknown."""
     node = environment.get("SLURM_NODEID", "")
     number = environment.get("SLURM_STEP_NUM_NODES", "")
     if not (node.isdecimal() and number.isdecimal() and int(node) < int(number)):

@@ -78,9 +78,7 @@ def test_two_nodes_compute_what_one_process_does(
     assert completions(lab, job) == ["COMPLETED 0:0"]
 
 
-def test_srun_starts_every_rank_itself(
-    lab: Lab, submit: Submit, alone: dict[int, float]
-) -> None:
+def test_srun_starts_every_rank_itself(lab: Lab, submit: Submit, alone: dict[int, float]) -> None:
     """Two tasks on each of two nodes, and two steps at once in one job: no launcher, no address."""
     script = lab.folder / "ranks.sbatch"
     srun = f"srun --overlap --ntasks=4 --kill-on-bad-exit=1 {sys.executable}"
