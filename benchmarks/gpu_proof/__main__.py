@@ -1,4 +1,5 @@
-"""Trace the cases of `make gpu-proof`, each in a process of its own, and print what they did."""
+"""Trace the cases of `make gpu-proof`, each in a process of its own, and compare them with the
+planner and with docs/gpu_proof.md."""
 
 from __future__ import annotations
 
@@ -17,25 +18,33 @@ from typing import Any
 from benchmarks.gpu_proof.cases import CASES, Case
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "gpu_proof.md"
+MARKER = "<!-- written by make gpu-proof -->"
 
 
-def trace_apart(cases: Sequence[Case]) -> Iterator[tuple[Case, dict[str, Any] | str, float]]:
-    """Yield every case with what it did, or its error's last lines, and its seconds: traced in
-    processes that one process, which has imported everything, forks."""
+def trace_apart(
+    cases: Sequence[Case], fault: str = ""
+) -> Iterator[tuple[Case, dict[str, Any] | str]]:
+    """Yield every case with what it did, or its error's last lines: traced in processes that one
+    process, which has imported everything, forks. fault: one of `step.FAULTS`, planted in each."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "benchmarks.gpu_proof", "--serve"]
-    server = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert server.stdin is not None
-    assert server.stdout is not None
-    with server:
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
         for case in cases:
-            begun = time.monotonic()
-            server.stdin.write(f"{case.name}\n")
+            server.stdin.write(f"{case.name}\t{fault}\n")
             server.stdin.flush()
-            answer: dict[str, Any] | str = json.loads(server.stdout.readline())
-            yield case, answer, time.monotonic() - begun
+            answer = server.stdout.readline()
+            yield case, json.loads(answer) if answer else "the process that traces has ended"
         server.stdin.close()
 
 
@@ -51,13 +60,15 @@ def _serve() -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     cases = {case.name: case for case in CASES}
     for line in sys.stdin:
+        name, _, fault = line.rstrip("\n").partition("\t")
         with tempfile.TemporaryFile("w+") as result:
             child = os.fork()
             if child == 0:
                 try:
-                    result.write(as_json(trace_case(cases[line.strip()])))
+                    text = as_json(cases[name], trace_case(cases[name], fault))
                 except BaseException:
-                    result.write(json.dumps("\n".join(traceback.format_exc().splitlines()[-12:])))
+                    text = json.dumps("\n".join(traceback.format_exc().splitlines()[-12:]))
+                result.write(text)
                 result.flush()
                 os._exit(0)  # threads of the fake process group do not end
             os.waitpid(child, 0)
@@ -66,29 +77,48 @@ def _serve() -> None:
             answers.flush()
 
 
+def section(case: Case, traced: dict[str, Any]) -> str:
+    """Return the lines of the page about one case."""
+    step = traced["step"]
+    memory = f"{step['peak'] / 2**20:.1f} MiB of tensors at the peak"
+    if case.follows_memory:
+        memory += f", planner {traced['predicted'] / 2**20:.1f} MiB"
+    lines = [f"### {case.name[0].upper()}{case.name[1:]}", "", f"{memory}.", ""]
+    ranks = "1 rank" if case.world_size == 1 else f"{case.world_size} ranks"
+    lines += [f"| Per step of one of {ranks} | |", "|---|---|"]
+    for operation, size, dtype, count in step["exchanged"]:
+        lines.append(f"| {operation}, groups of {size} | {count:,} {dtype} |")
+    for name, label in (("step", "waits"), ("logged", "waits if logged")):
+        for place, count in traced[name]["waits"].items():
+            lines.append(f"| {label} | {count} x {place} |")
+    return "\n".join(lines) + "\n"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trace all cases, or those whose name contains a word. Returns the exit code."""
+    """Trace all cases, or those whose name contains a text. Returns the exit code: 1 if a case
+    fails or contradicts the planner, or is not as on the page."""
     parser = argparse.ArgumentParser(prog="gpu_proof", description=__doc__)
     parser.add_argument("--only", default="", help="cases whose name contains this text")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} anew")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.serve:
         _serve()
         return 0
-    failed = 0
-    for case, traced, seconds in trace_apart([case for case in CASES if args.only in case.name]):
-        if isinstance(traced, str):
-            failed += 1
-            print(f"{case.name}: FAILED\n{traced}", flush=True)
-            continue
-        step = traced["step"]
-        print(f"{case.name}: {seconds:.1f} s")
-        print(f"  peak {step['peak'] / 2**20:.1f} MiB, planner {traced['predicted'] / 2**20:.1f}")
-        for name in ("step", "logged", "evaluation"):
-            for place, count in traced[name]["waits"].items():
-                print(f"  {name} waits {count} x: {place}")
-        for operation, size, dtype, count in step["exchanged"]:
-            print(f"  {operation} of {size} ranks: {count:,} {dtype}")
+    failed, sections, begun = 0, [], time.monotonic()
+    page = PAGE.read_text() if PAGE.exists() else ""
+    for case, traced in trace_apart([case for case in CASES if args.only in case.name]):
+        problems = [traced] if isinstance(traced, str) else traced["problems"]
+        if not isinstance(traced, str):
+            sections.append(section(case, traced))
+            if not args.write and sections[-1] not in page:
+                problems.append(f"is not as in docs/{PAGE.name}:\n{sections[-1]}")
+        failed += bool(problems)
+        print(f"{time.monotonic() - begun:.0f} s, {case.name}: {'FAILED' if problems else 'ok'}")
+        print("".join(f"  {problem}\n" for problem in problems), end="", flush=True)
+    if args.write and not failed:
+        head, marker, _ = page.partition(MARKER)
+        PAGE.write_text(f"{head}{marker}\n" + "\n".join(sections))
     return 1 if failed else 0
 
 

@@ -30,7 +30,8 @@ _RUN: dict[str, Any] = {
 class Case:
     """Run of `world_size` ranks, of which rank `rank` is traced. engine: a name in ds_configs/.
     changes: to the run's settings, by section. isolated: the samples hold several documents. base:
-    the model is one with weights, in a folder made for the case."""
+    the model is one with weights, in a folder made for the case. follows_memory: fake tensors free
+    what real ones free."""
 
     name: str
     engine: str = "zero1"
@@ -39,6 +40,7 @@ class Case:
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     isolated: bool = False
     base: bool = False
+    follows_memory: bool = True
 
     def run(self) -> dict[str, Any]:
         """Return the settings of the run, as a YAML file has them."""
@@ -56,6 +58,7 @@ def _with(**sections: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 NOT_FOLLOWED = {
     "pipeline stages": "they send each other pickled outputs before the first step",
     "Muon": "it finds its partitions by addresses, which fake tensors do not have",
+    "memory under tensor parallelism": "fake tensors keep what is set to another's storage",
     "flex attention, torch.compile": "they compile kernels",
     "asynchronous save, generation": "they read values that do not exist",
 }
@@ -64,7 +67,8 @@ NOT_FOLLOWED = {
 CASES = (
     *(Case(f"zero {stage}", f"zero{stage}") for stage in range(4)),
     *(Case(f"zero {stage}, one GPU", f"zero{stage}", world_size=1) for stage in (0, 1)),
-    Case("zero 2, optimizer in host memory", "zero2_offload"),
+    # The planner counts a reduce bucket that so small a model does not fill.
+    Case("zero 2, optimizer in host memory", "zero2_offload", follows_memory=False),
     Case("zero 3, optimizer and parameters in host memory", "zero3_offload"),
     Case("zero 1, float16", changes=_with(precision={"dtype": "float16"})),
     Case("zero 3, float32", "zero3", changes=_with(precision={"dtype": "float32"})),
@@ -72,8 +76,8 @@ CASES = (
     Case("zero 3, recomputed layers", "zero3",
          changes=_with(model={"gradient_checkpointing": "full"})),
     Case("zero 1, plain loss", changes=_with(model={"loss": "plain"})),
-    Case("zero 1, tensor 2", changes=_with(parallel={"tensor": 2})),
-    Case("zero 3, tensor 2", "zero3", changes=_with(parallel={"tensor": 2})),
+    Case("zero 1, tensor 2", changes=_with(parallel={"tensor": 2}), follows_memory=False),
+    Case("zero 3, tensor 2", "zero3", changes=_with(parallel={"tensor": 2}), follows_memory=False),
     Case("zero 1, sequence 2", changes=_with(parallel={"sequence": 2})),
     Case("zero 3, sequence 2", "zero3", changes=_with(parallel={"sequence": 2})),
     Case("zero 1, experts 2", changes=_with(model={"config": MIXTRAL}, parallel={"expert": 2})),

@@ -71,8 +71,8 @@ def _place() -> str:
 
 
 class Tracer(TorchDispatchMode):
-    """Records while it is entered. Device values that the host reads are 1 in number tensors and
-    False in flags, unless a constant is known."""
+    """Records while it is entered. Values that the host reads are 1, and 0 in flags (bool, uint8),
+    unless they are constants."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,11 +102,6 @@ class Tracer(TorchDispatchMode):
                 self.waited("size of a result")
             shape = (args[0].numel(), args[0].dim())
             return torch.zeros(shape, dtype=torch.int64, device=args[0].device)
-        if func is aten.bincount.default:
-            if _is_on_device(args[0]):
-                self.waited("size of a result")
-            minlength = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
-            return torch.zeros(minlength, dtype=torch.int64, device=args[0].device)
         if func.namespace == "c10d":
             self._exchange(func, args)
         result = func(*args, **kwargs)
@@ -120,8 +115,8 @@ class Tracer(TorchDispatchMode):
             self.waited("item")
         if constant is not None:
             return constant.item()
-        if tensor.dtype == torch.bool:
-            return False
+        if tensor.dtype in (torch.bool, torch.uint8):
+            return 0
         return 1.0 if tensor.dtype.is_floating_point else 1
 
     def read_list(self, tensor: torch.Tensor, total: int) -> Any:
