@@ -22,11 +22,10 @@ PAGE = ROOT / "docs" / "gpu_proof.md"
 MARKER = "<!-- written by make gpu-proof -->"
 
 
-def trace_apart(
-    cases: Sequence[Case], fault: str = ""
-) -> Iterator[tuple[Case, dict[str, Any] | str]]:
+def trace_apart(cases: Sequence[tuple[Case, str]]) -> Iterator[tuple[Case, dict[str, Any] | str]]:
     """Yield every case with what it did, or its error's last lines: traced in processes that one
-    process, which has imported everything, forks. fault: one of `step.FAULTS`, planted in each."""
+    process, which has imported everything, forks. cases: each with one of `step.FAULTS` to plant,
+    or an empty text."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "benchmarks.gpu_proof", "--serve"]
     with subprocess.Popen(
@@ -40,7 +39,7 @@ def trace_apart(
     ) as server:
         assert server.stdin is not None
         assert server.stdout is not None
-        for case in cases:
+        for case, fault in cases:
             server.stdin.write(f"{case.name}\t{fault}\n")
             server.stdin.flush()
             answer = server.stdout.readline()
@@ -107,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     failed, sections, begun = 0, [], time.monotonic()
     page = PAGE.read_text() if PAGE.exists() else ""
-    for case, traced in trace_apart([case for case in CASES if args.only in case.name]):
+    for case, traced in trace_apart([(case, "") for case in CASES if args.only in case.name]):
         problems = [traced] if isinstance(traced, str) else traced["problems"]
         if not isinstance(traced, str):
             sections.append(section(case, traced))
