@@ -27,7 +27,7 @@ from bigtrain.parity.topologies import Point, points
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import ModelSection, MoeSection, RunConfig
 from tests.parity.conftest import ARCHITECTURES, llama, run_config
-from tests.parity.test_expert_parallel import MODELS as EXPERT_MODELS
+from tests.parity.expert_models import MODELS as EXPERT_MODELS
 from tests.support.lives import run_forked_world
 from tests.support.longrope import longrope
 from tests.support.worlds import ROOT
