@@ -8,6 +8,16 @@ from pydantic import Field, field_validator, model_validator
 
 from bigtrain.settings.sections.base import NonNegativeFloat, PositiveInt, Section, refuse_secrets
 
+_CHUNK_BYTES = 256 * 2**20
+"""Float32 logits of a chunk. Smaller chunks save little memory, and each costs an addition of the
+head's full gradient."""
+
+
+def chunk_tokens(vocabulary_size: int, loss_chunk_tokens: int | None) -> int:
+    """Return the tokens of a chunk of the loss: `ModelSection.loss_chunk_tokens`, or its
+    default."""
+    return loss_chunk_tokens or max(1, _CHUNK_BYTES // (4 * vocabulary_size))
+
 
 class VocabularySection(Section):
     """Growth of the vocabulary of trained weights to that of the data's tokenizer. It never
