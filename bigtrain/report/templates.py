@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup, escape
 
 STATIC = Path(__file__).with_name("static")
 
@@ -33,10 +32,5 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters |= {"commas": "{:,}".format, "breakable": _breakable}
+    environment.filters["commas"] = "{:,}".format
     return environment
-
-
-def _breakable(key: str) -> Markup:
-    """Return `key` with line-break opportunities between its words."""
-    return Markup(str(escape(key)).replace(".", ".<wbr>").replace("_", "_<wbr>"))
