@@ -56,7 +56,7 @@ def _own_costs(config: RunConfig, hf_config: Any, traces: bool) -> tuple[ModelCo
     if key is not None:
         found = cache_get(KIND, key)
         if found is not None:
-            with suppress(KeyError, TypeError):
+            with suppress(ValueError):
                 return ModelCosts.from_json(found), ""
     try:
         if not traces:
@@ -90,7 +90,7 @@ def _adapter_costs(
     key = _key(config, values, None, section) if values else None
     found = cache_get(KIND, key) if key is not None else None
     if found is not None:
-        with suppress(KeyError, TypeError):
+        with suppress(ValueError):
             return AdapterCosts.from_json(found)
     if not traces:
         raise ModelError("which layers get adapters was not looked up yet")
