@@ -218,7 +218,8 @@ class ModelCosts:
     @staticmethod
     def from_json(tree: Mapping[str, Any]) -> ModelCosts:
         """Read the output of `to_json`. Raise ValueError if it is invalid."""
-        return _reader(ModelCosts).validate_python(tree)
+        costs: ModelCosts = _reader(ModelCosts).validate_python(tree)
+        return costs
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,8 @@ class AdapterCosts:
     @staticmethod
     def from_json(tree: dict[str, Any]) -> AdapterCosts:
         """Read the output of `to_json`. Raise ValueError if it is invalid."""
-        return _reader(AdapterCosts).validate_python(tree)
+        costs: AdapterCosts = _reader(AdapterCosts).validate_python(tree)
+        return costs
 
 
 _Costs = TypeVar("_Costs", ModelCosts, AdapterCosts)

@@ -36,14 +36,12 @@ class Section(BaseModel):
         is asked for, since most programs that read settings show none of it."""
         (section,) = ast.parse(inspect.getsource(cls)).body
         assert isinstance(section, ast.ClassDef)
-        return {
-            field.target.id: " ".join(below.value.value.split())
-            for field, below in pairwise(section.body)
-            if isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-        }
+        texts = {}
+        for pair in pairwise(section.body):
+            match pair:
+                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    texts[name] = " ".join(text.split())
+        return texts
 
     @classmethod
     def __get_pydantic_json_schema__(
