@@ -119,7 +119,7 @@ def _train(
     with torch.no_grad():
         model.eval()
         (batch,) = micro_batches(config, plan, 0, 0)
-        figures.layers = layer_outputs(model, lambda: _logits(model, batch))
+        figures.layers = layer_outputs(model, lambda: _outputs(model, batch)[1])
     model.train()
     for step in range(STEPS):
         (batch,) = micro_batches(config, plan, step, 0)
@@ -194,10 +194,6 @@ def _backward(
     for name, master in masters.items():
         master.grad = sums[name].float() if name in sums else None
     return total / num_targets
-
-
-def _logits(model: Any, batch: MicroBatch) -> torch.Tensor:
-    return _outputs(model, batch)[1]
 
 
 def _outputs(model: Any, batch: MicroBatch) -> tuple[list[Any], torch.Tensor]:

@@ -275,7 +275,10 @@ class WeightExchange:
         """
         means: dict[int, torch.Tensor] = {}
         for batch in self._batches[fragment]:
-            given = {n: _or_gathered(local[n], windows[n]) for n in batch.windows}
+            given = {
+                n: windows[n].gathered() if (own := local[n]) is None else own
+                for n in batch.windows
+            }
             mean = {n: one.clone() for n, one in given.items()}  # padding is in no rectangle
             for transfer in batch.transfers:
                 codec, group = transfer.codec, self.groups[transfer.ranks]
@@ -332,10 +335,6 @@ def _packed(
                 count += box.num_elements
         if regions:
             yield _Transfer(ranks, codec, regions)
-
-
-def _or_gathered(given: torch.Tensor | None, window: Window) -> torch.Tensor:
-    return window.gathered() if given is None else given
 
 
 def _assert_complete(owned: Sequence[_Owned], groups: Mapping[Ranks, Sequence[Patch]]) -> None:

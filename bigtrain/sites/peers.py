@@ -35,7 +35,10 @@ def overlapping_peers(layouts: Sequence[Layout], site: int, rank: int) -> dict[R
     owned = [_by_name(layout) for layout in layouts]
     found: dict[Ranks, list[tuple[tuple[str, Ranks], Patch]]] = defaultdict(list)
     for index, own in enumerate(layouts[site][rank]):
-        near = [_overlapping(own, of_site[own.name]) for of_site in owned]
+        near = [
+            [one for one in of_site[own.name] if own.intersect(one[2]) is not None]
+            for of_site in owned
+        ]
         near_here = near[site]
         near[site] = [(rank, index, own)]
         common: list[tuple[ParameterBox, tuple[tuple[int, int], ...]]] = [(own, ())]
@@ -67,10 +70,6 @@ def _by_name(layout: Layout) -> Mapping[str, list[_Owned]]:
         for index, box in enumerate(boxes):
             found[box.name].append((rank, index, box))
     return found
-
-
-def _overlapping(own: ParameterBox, others: Sequence[_Owned]) -> list[_Owned]:
-    return [other for other in others if own.intersect(other[2]) is not None]
 
 
 def _held_alike(
