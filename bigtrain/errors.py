@@ -127,6 +127,7 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-def one_line(error: BaseException) -> str:
-    """Return the text of `error` in one line of at most 300 characters; its type if it has none."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+def one_line(error: BaseException, limit: int | None = 300) -> str:
+    """Return the text of `error` in one line of at most `limit` characters; its type if it has
+    none."""
+    return " ".join(str(error).split())[:limit] or type(error).__name__

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
-from bigtrain.errors import ModelError, first_line
+from bigtrain.errors import ModelError, first_line, one_line
 from bigtrain.settings.hf_config_keys import not_causal
 from bigtrain.system.storage.copies import local_path
 
@@ -56,7 +56,7 @@ def load_hf_config(section: ConfigurationSource) -> PreTrainedConfig:
     except Exception as error:  # validators raise classes that huggingface_hub does not export
         raise ModelError(
             f"{key} = {source!r}: transformers refuses its config.json: "
-            f"{' '.join(str(error).split())} -> correct the file"
+            f"{one_line(error, None)} -> correct the file"
         ) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         if hasattr(config, "auto_map"):
@@ -129,7 +129,7 @@ def _build(
     # transformers wraps its validators' errors in classes of huggingface_hub that it does not
     # export; they all come from the values given here.
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error, None)
         raise ModelError(
             f"{key}: {config_class.__name__} refuses these values: {reason}"
         ) from error

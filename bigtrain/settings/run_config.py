@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from bigtrain.settings.sections.adapters import AdaptersSection
 from bigtrain.settings.sections.base import NonNegativeInt, Section
@@ -82,18 +82,13 @@ class RunConfig(Section):
     train: TrainSection
     optimizer: OptimizerSection
     output: OutputSection
-    tokenizer: TokenizerSection | None = Field(
-        default=None,
-        description="tokens added to a tokenizer, for which model.path's weights get rows; absent: "
-        "the tokenizer of the data as it is",
-    )
-    adapters: AdaptersSection | None = Field(
-        default=None,
-        description="train adapters, not the model's own weights; absent: train all weights",
-    )
-    sites: SitesSection | None = Field(
-        default=None, description="train with other sites; absent: a single site"
-    )
+    tokenizer: TokenizerSection | None = None
+    """tokens added to a tokenizer, for which model.path's weights get rows; absent: the tokenizer
+    of the data as it is"""
+    adapters: AdaptersSection | None = None
+    """train adapters, not the model's own weights; absent: train all weights"""
+    sites: SitesSection | None = None
+    """train with other sites; absent: a single site"""
     parallel: ParallelSection = ParallelSection()
     moe: MoeSection = MoeSection()
     schedule: ScheduleSection = ScheduleSection()
@@ -105,7 +100,8 @@ class RunConfig(Section):
     watchdog: WatchdogSection = WatchdogSection()
     guard: GuardSection = GuardSection()
     engine: EngineSection = EngineSection()
-    seed: NonNegativeInt = Field(default=0, description="of weights, dropout and sample order")
+    seed: NonNegativeInt = 0
+    """of weights, dropout and sample order"""
 
     @model_validator(mode="before")
     @classmethod

@@ -28,7 +28,7 @@ from bigtrain.settings.sections.running import (
     COLLECTIVE_TIMEOUT_SECONDS,
     RENDEZVOUS_TIMEOUT_SECONDS,
 )
-from bigtrain.system.listening import is_loopback
+from bigtrain.system.listening import is_loopback, try_port
 from bigtrain.system.machine import library_versions
 from bigtrain.system.slurm import srun_rendezvous
 from bigtrain.system.world import World, is_of_mpirun, is_of_srun, without_foreign
@@ -129,7 +129,7 @@ def _complete_environment(world: World) -> list[str]:
         values |= srun_rendezvous(os.environ)
     elif "MASTER_ADDR" not in os.environ:
         assert world.size == 1
-        values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port(0))}
+        values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(try_port())}
     address = os.environ.get("MASTER_ADDR", values.get("MASTER_ADDR", ""))
     if is_loopback(address) and "lo" in (name for _, name in socket.if_nameindex()):
         values["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo listens where this host's name points
@@ -144,7 +144,7 @@ def _complete_environment(world: World) -> list[str]:
     if world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         port = os.environ.get("MASTER_PORT", values["MASTER_PORT"])
         try:
-            _free_port(int(port))
+            try_port(int(port), held=True)
         except (OSError, ValueError, OverflowError) as error:
             raise LaunchError(
                 f"port {port} of {socket.gethostname()} (MASTER_PORT), at which the ranks "
@@ -191,11 +191,3 @@ def _check_device(world: World) -> None:
         "every process of a host must see all its GPUs -> with srun --gpus-per-node=N instead of "
         "--gpus-per-task and --gpu-bind; else start no more processes than GPUs"
     )
-
-
-def _free_port(port: int) -> int:
-    """Return `port` of this machine, or any for 0. Raises OSError where it is taken."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's server does
-        probe.bind(("", port))
-        return int(probe.getsockname()[1])
