@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from bigtrain.data.tokenize_job.job import BuildResult
 
 Inputs = str | Path | Sequence[str | Path]
-Format = Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt-completion"]
+Format = Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt-completion", "tokens"]
 OTHER_FIRST_ROWS = 64
 """Files, in addition to the first one, whose first row is read: local ones, evenly spaced."""
 Encoder = Literal["auto", "gigatoken", "fastokens", "reference"]
@@ -145,6 +145,8 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
     rows = row_format(name, options.get("keys") or {}, roles)
     if rows is None:
         refuse_for_text(reading, options.get("chat_template"), learn, roles)
+    elif rows.name == "tokens":
+        refuse_for_tokens(options)
     return OptionsRecord(
         text_keys=reading.text_keys if rows is None else rows.keys,
         held_out=options.get("held_out", 0.0),
@@ -303,8 +305,8 @@ def row_format(name: str, names: Mapping[str, str], roles: Mapping[str, str]) ->
         keys = keys[: len(own)]
     if name == "messages" and keys[1:] == own[1:]:
         keys = keys[:1]
-    if roles and name == "alpaca":
-        raise DataError("--role: rows of --format alpaca have no roles -> remove it")
+    if roles and name in ("alpaca", "tokens"):
+        raise DataError(f"--role: rows of --format {name} have no roles -> remove it")
     return RowFormat(name, keys, tuple(f"{name}={role}" for name, role in sorted(roles.items())))
 
 
@@ -326,3 +328,20 @@ def refuse_for_text(
     raise DataError(
         f"{given} is for conversations, and {shown if keys else 'no row with keys is read'}{fix}"
     )
+
+
+def refuse_for_tokens(options: TokenizeOptions) -> None:
+    """Raise DataError for options on texts, if the rows are already tokenized."""
+    given = {
+        "--learn last": options.get("learn") == "last",
+        "--chat-template": options.get("chat_template"),
+        "--max-unrendered": options.get("max_unrendered"),
+        "--parse-special-tokens": options.get("parse_special_tokens"),
+        "--beginning-of-text": options.get("beginning_of_text", "auto") != "auto",
+        "--end-of-document": options.get("end_of_document"),
+    }
+    name = next((option for option, value in given.items() if value), None)
+    if name is not None:
+        raise DataError(
+            f"{name} is for text, and rows of --format tokens are taken as they are -> remove it"
+        )

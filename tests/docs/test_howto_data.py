@@ -54,6 +54,8 @@ def test_your_own_data(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parquet.write_table(pa.table({"prompt": texts, "completion": texts}), "pairs.parquet")
     pages = [{"meta": {"text": text, "page": 1}} for text in texts]
     parquet.write_table(pa.Table.from_pylist(pages), "pages.parquet")
+    ids = [{"input_ids": [7, number + 8, 9], "labels": [-100, -100, 9]} for number in range(30)]
+    parquet.write_table(pa.Table.from_pylist(ids), "rows.parquet")
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     (work / "more.jsonl.gz").write_bytes(gzip.compress(lines))
     before = os.dup(0)
@@ -68,12 +70,12 @@ def test_your_own_data(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     finally:
         os.dup2(before, 0)
         os.close(before)
-    for name in ("chats", "support", "questions", "pairs", "pages", "more"):
+    for name in ("chats", "support", "questions", "pairs", "pages", "rows", "more"):
         manifest = read_manifest(work / name)
         assert manifest.num_documents("train") == len(texts), name
         assert manifest.is_masked == (name not in ("pages", "more"))
     said = capsys.readouterr()
-    for name in ("messages", "sharegpt", "prompt-completion"):
+    for name in ("messages", "sharegpt", "prompt-completion", "tokens"):
         assert f"match --format {name}" in said.err
 
 

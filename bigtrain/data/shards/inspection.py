@@ -27,6 +27,7 @@ KINDS = {
     "tools": "tool definitions that the chat template does not write",
     "reasoning": "reasoning that the chat template does not write",
     "stripped_reasoning": "reasoning of earlier turns, which the chat template drops by design",
+    "padding": "tokens of padding, attention_mask 0",
     "message_keys": "keys of messages, such as name, that the chat template does not read",
 }
 LONE = "all"
@@ -166,6 +167,8 @@ def decoder_of(inspected: Inspected, tokenizer: Path | None) -> Decoder | None:
 
 def _ends(manifest: Manifest) -> str:
     """Describe how plain-text documents begin and end."""
+    if manifest.options.chat and manifest.options.chat_format == "tokens":
+        return "rows of tokens as they were, with nothing added"
     tokenizer = manifest.tokenizer
     begin = ", ".join(map(str, tokenizer.beginning_ids or ()))
     return (

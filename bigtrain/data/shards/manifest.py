@@ -39,6 +39,7 @@ DEFAULT_MAX_DOCUMENT_BYTES = 1 << 26
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = get_args(Split)
+RowFormat = Literal["messages", "sharegpt", "alpaca", "prompt-completion", "tokens"]
 BeginningOfText = Literal["auto", "always", "never"]
 Count = Annotated[int, Field(ge=0)]
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -182,9 +183,12 @@ class OptionsRecord(Record):
     max_document_bytes: Annotated[int, Field(ge=1)] = DEFAULT_MAX_DOCUMENT_BYTES
     max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     parse_special_tokens: bool = False
-    chat: bool = Field(default=False, description="documents are conversations, under text_keys")
-    chat_format: Literal["messages", "sharegpt", "alpaca", "prompt-completion"] = Field(
-        default="messages", description="format of conversations under text_keys"
+    chat: bool = Field(
+        default=False,
+        description="documents are conversations or other rows of chat_format",
+    )
+    chat_format: RowFormat = Field(
+        default="messages", description="format of the rows under text_keys"
     )
     learned: Literal["all", "last"] = Field(
         default="all", description="answers of a conversation that have loss"

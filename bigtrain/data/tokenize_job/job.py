@@ -230,6 +230,7 @@ class _Build:
                 plain_ends=TextEnds(
                     self.beginning_ids, self.tokenizer.end_of_document_id, end_text
                 ),
+                vocab_size=self.tokenizer.vocab_size,
                 rules=ChatRules(
                     tuple(self.tokenizer.generation_ends().values()),
                     self.request.options.max_unrendered > 0,

@@ -158,7 +158,7 @@ class BuildRequest:
     @property
     def needs_template(self) -> bool:
         """True if every document is rendered by a chat template; completions may be plain text."""
-        return self.options.chat and self.options.chat_format != "prompt-completion"
+        return self.options.chat and self.options.chat_format in ("messages", "sharegpt", "alpaca")
 
     def beginning_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """Return the tokens that begin plain-text documents. Raises as `Tokenizer.beginning`."""
@@ -170,7 +170,7 @@ class BuildRequest:
     def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
         """Return the chat template for its conversations; None if there are none, or if none is
         needed and the tokenizer has none. Raises DataError as `Tokenizer.chat_template`."""
-        if not self.options.chat:
+        if not self.options.chat or self.options.chat_format == "tokens":
             return None
         try:
             return tokenizer.chat_template(self.chat_template)
