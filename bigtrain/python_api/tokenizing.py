@@ -19,7 +19,17 @@ if TYPE_CHECKING:
     from bigtrain.data.tokenize_job.job import BuildResult
 
 Inputs = str | Path | Sequence[str | Path]
-Format = Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt-completion", "tokens"]
+Format = Literal[
+    "auto",
+    "text",
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "prompt-completion",
+    "tokens",
+    "preference",
+    "kto",
+]
 OTHER_FIRST_ROWS = 64
 """Files, in addition to the first one, whose first row is read: local ones, evenly spaced."""
 Encoder = Literal["auto", "gigatoken", "fastokens", "reference"]
@@ -147,6 +157,10 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
         refuse_for_text(reading, options.get("chat_template"), learn, roles)
     elif rows.name == "tokens":
         refuse_for_tokens(options)
+    elif rows.name in ("preference", "kto") and learn == "last":
+        raise DataError(
+            f"--learn last: the answers of --format {rows.name} are learned completely -> remove it"
+        )
     return OptionsRecord(
         text_keys=reading.text_keys if rows is None else rows.keys,
         held_out=options.get("held_out", 0.0),

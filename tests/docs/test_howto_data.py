@@ -56,6 +56,15 @@ def test_your_own_data(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parquet.write_table(pa.Table.from_pylist(pages), "pages.parquet")
     ids = [{"input_ids": [7, number + 8, 9], "labels": [-100, -100, 9]} for number in range(30)]
     parquet.write_table(pa.Table.from_pylist(ids), "rows.parquet")
+    asked = turns("a?")
+    with (work / "preferences.jsonl").open("w") as file:
+        for text in texts:
+            answers = {"chosen": turns("a?", f"{text}.")[1:], "rejected": turns("a?", "no")[1:]}
+            file.write(json.dumps({"prompt": asked, **answers}) + "\n")
+    with (work / "rated.jsonl").open("w") as file:
+        for text in texts:
+            row = {"prompt": asked, "completion": turns("a?", text)[1:], "thumbs_up": "3" in text}
+            file.write(json.dumps(row) + "\n")
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     (work / "more.jsonl.gz").write_bytes(gzip.compress(lines))
     before = os.dup(0)
@@ -70,12 +79,22 @@ def test_your_own_data(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     finally:
         os.dup2(before, 0)
         os.close(before)
-    for name in ("chats", "support", "questions", "pairs", "pages", "rows", "more"):
+    for name in (
+        "chats",
+        "support",
+        "questions",
+        "pairs",
+        "pages",
+        "rows",
+        "preferences",
+        "rated",
+        "more",
+    ):
         manifest = read_manifest(work / name)
-        assert manifest.num_documents("train") == len(texts), name
+        assert manifest.num_documents("train") == len(texts) * (1 + (name == "preferences")), name
         assert manifest.is_masked == (name not in ("pages", "more"))
     said = capsys.readouterr()
-    for name in ("messages", "sharegpt", "prompt-completion", "tokens"):
+    for name in ("messages", "sharegpt", "prompt-completion", "tokens", "preference"):
         assert f"match --format {name}" in said.err
 
 

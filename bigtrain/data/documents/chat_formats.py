@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from bigtrain.data.documents.conversations import ConversationError, from_text
+from bigtrain.data.documents.preferences import LABELED_KEYS, PAIR_KEYS, labeled, pair
 from bigtrain.data.documents.row_format import (
     FUNCTION_CALL,
     ROLES,
@@ -124,12 +125,12 @@ def _alpaca(values: Values, roles: Roles) -> Chat:
     pairs = history or ()
     if not isinstance(pairs, (list, tuple)):
         raise ConversationError(f"its history is not a list but {type(history).__name__}")
-    for number, pair in enumerate(pairs, 1):
-        if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and all(map(_is_text, pair))):
+    for number, turn in enumerate(pairs, 1):
+        if not (isinstance(turn, (list, tuple)) and len(turn) == 2 and all(map(_is_text, turn))):
             raise ConversationError(f"history {number} is not a pair of instruction and output")
         messages += [
-            {"role": "user", "content": pair[0]},
-            {"role": "assistant", "content": pair[1]},
+            {"role": "user", "content": turn[0]},
+            {"role": "assistant", "content": turn[1]},
         ]
     if not _is_text(instruction) or not _is_text(output):
         wrong = "instruction" if not _is_text(instruction) else "output"
@@ -198,6 +199,20 @@ FORMATS: Mapping[str, ChatFormat] = {
             frozenset({"instruction", "output"}),
             _alpaca,
             (),
+        ),
+        ChatFormat(
+            "preference",
+            PAIR_KEYS,
+            frozenset({"chosen", "rejected"}),
+            pair,
+            noun="a preference pair",
+        ),
+        ChatFormat(
+            "kto",
+            LABELED_KEYS,
+            frozenset({"prompt", "completion", "label"}),
+            labeled,
+            noun="an answer with a label",
         ),
         ChatFormat(
             "prompt-completion",

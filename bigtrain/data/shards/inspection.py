@@ -178,6 +178,27 @@ def _ends(manifest: Manifest) -> str:
     )
 
 
+def _rows(manifest: Manifest) -> str:
+    """Describe rows of preferences."""
+    documents = sum(map(manifest.num_documents, manifest.splits))
+    if manifest.rows == "preference":
+        return f"preference: {documents // 2:,} pairs, of each two documents: chosen, rejected"
+    every = [shard for shards in manifest.splits.values() for shard in shards]
+    desirable = sum(shard.desirable or 0 for shard in every)
+    return f"kto: {desirable:,} desirable and {documents - desirable:,} undesirable answers"
+
+
+def row_of(inspected: Inspected, index: int, shard: Shard, within: int) -> str | None:
+    """Describe document `index` of a split as part of a row, which is document `within` of
+    `shard`; None if it is a document by itself."""
+    rows = None if inspected.manifest is None else inspected.manifest.rows
+    if rows == "preference":
+        return f"pair {index // 2}, {'rejected' if index % 2 else 'chosen'}"
+    if rows == "kto":
+        return "desirable" if shard.labels[within] else "undesirable"
+    return None
+
+
 def summary(output: Path, manifest: Manifest) -> str:
     """Return a few human-readable lines on the dataset."""
     lines = [
@@ -195,6 +216,8 @@ def summary(output: Path, manifest: Manifest) -> str:
             f"{len(shards)} shard{'s' if len(shards) != 1 else ''}"
             + (f", {targets / max(1, tokens):.1%} of the tokens to learn" if masked else "")
         )
+    if manifest.rows is not None:
+        lines.append(f"  rows:     {_rows(manifest)}")
     engine, reason = manifest.tokenizer.engine, manifest.tokenizer.engine_reason
     lines.append(f"  texts:    {_ends(manifest)}")
     lines.append(f"  encoder:  {engine}" + (f" ({reason})" if reason else ""))

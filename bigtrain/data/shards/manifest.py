@@ -6,6 +6,7 @@
       manifest.json                     the dataset exists once this does
       train-00000.bin  train-00000.idx  Megatron shards, `bigtrain.data.shards.format`
       train-00000.mask                  which tokens are targets, for chat data only
+      train-00000.labels                label of each document, a byte of 0 or 1, for KTO only
       train-00000.blocks                checksums of blocks, `bigtrain.data.shards.block_checksums`
       held_out-00000.bin  ...
       tokenizer/                        the tokenizer of the data, loadable by AutoTokenizer
@@ -39,13 +40,23 @@ DEFAULT_MAX_DOCUMENT_BYTES = 1 << 26
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-RowFormat = Literal["messages", "sharegpt", "alpaca", "prompt-completion", "tokens"]
+RowFormat = Literal[
+    "messages", "sharegpt", "alpaca", "prompt-completion", "tokens", "preference", "kto"
+]
+Rows = Literal["preference", "kto"]
+"""Rows that an objective other than next_token reads: pairs, and answers with a label."""
 BeginningOfText = Literal["auto", "always", "never"]
 Count = Annotated[int, Field(ge=0)]
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
-CHECKSUM_FIELDS = {"bin": "xxh3", "idx": "index_xxh3", "mask": "mask_xxh3", "blocks": "blocks_xxh3"}
+CHECKSUM_FIELDS = {
+    "bin": "xxh3",
+    "idx": "index_xxh3",
+    "mask": "mask_xxh3",
+    "blocks": "blocks_xxh3",
+    "labels": "labels_xxh3",
+}
 """Files of a shard by suffix, and the field of `ShardRecord` with the XXH3-64 of each."""
 REBUILD = "remove the dataset and tokenize again"
 RESTORE = f"restore the file, or {REBUILD}"
@@ -228,6 +239,10 @@ class ShardRecord(Record):
     blocks_xxh3: Checksum | None = Field(
         default=None, description="XXH3-64 of the .blocks, absent in older datasets"
     )
+    labels_xxh3: Checksum | None = Field(default=None, description="XXH3-64 of the .labels")
+    desirable: Count | None = Field(
+        default=None, description="documents with label 1, if there is a .labels"
+    )
 
     @property
     def checksums(self) -> dict[str, str]:
@@ -241,6 +256,8 @@ class ShardRecord(Record):
             raise ValueError("mask_xxh3 and target_tokens must be given together")
         if self.target_tokens is not None and self.target_tokens > self.tokens:
             raise ValueError(f"{self.target_tokens} of {self.tokens} tokens are targets")
+        if (self.labels_xxh3 is None) != (self.desirable is None):
+            raise ValueError("labels_xxh3 and desirable must be given together")
         return self
 
 
@@ -251,6 +268,11 @@ class Manifest(Record):
     version: Literal[2] = VERSION
     tokenizer: TokenizerRecord
     token_dtype: Literal["uint16", "int32"]
+    rows: Rows | None = Field(
+        default=None,
+        description="preference: two consecutive documents for each row, chosen then rejected; "
+        "kto: a label for each document; absent: documents",
+    )
     sources: tuple[SourceRecord, ...] = Field(strict=False)
     options: OptionsRecord
     skipped_documents: Count = 0
@@ -271,6 +293,10 @@ class Manifest(Record):
             raise ValueError("some shards have a mask and others do not")
         if len({shard.blocks_xxh3 is None for shard in every}) > 1:
             raise ValueError("some shards have block checksums and others do not")
+        if any((shard.labels_xxh3 is None) == (self.rows == "kto") for shard in every):
+            raise ValueError("shards have labels if and only if the rows are of kto")
+        if self.rows == "preference" and any(shard.documents % 2 for shard in every):
+            raise ValueError("a shard of preference pairs has an odd number of documents")
         size = 2 if self.token_dtype == "uint16" else 4
         for shard in every:
             if shard.bytes != shard.tokens * size:

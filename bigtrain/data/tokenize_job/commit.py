@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bigtrain.data.chat.preferences import DOCUMENTS_PER_ROW
 from bigtrain.data.chat.rendered_parts import COUNTED_ONLY
 from bigtrain.data.documents.files import Source
 from bigtrain.data.documents.reader import BadDocument, require_few
@@ -28,6 +29,7 @@ from bigtrain.data.shards.manifest import (
     Manifest,
     OptionsRecord,
     PartRecord,
+    Rows,
     ShardRecord,
     SourceRecord,
     Split,
@@ -55,6 +57,7 @@ class Commit:
     options: OptionsRecord
     chat_template: ChatTemplate | None = None
     beginning_ids: tuple[int, ...] = ()
+    rows: Rows | None = None
 
     def run(self, records: dict[str, UnitRecord]) -> Manifest:
         """Create the dataset from the units' `records`. Raise DataError if they have too little
@@ -106,6 +109,7 @@ class Commit:
                 answer_end_ids=self._answer_end_ids(done),
             ),
             token_dtype=token_dtype(tokenizer.vocab_size),
+            rows=self.rows,
             sources=_sources_with_parts(self.sources, self.units, done),
             options=self.options,
             skipped_documents=sum(record.bad_documents for record in done),
@@ -140,7 +144,7 @@ class Commit:
                 }
                 known = {key: value for key, value in entry.items() if value is not None}
                 file.write(json.dumps(known, ensure_ascii=False).encode("utf-8") + b"\n")
-        good = sum(record.documents for record in done)
+        good = sum(record.documents for record in done) // DOCUMENTS_PER_ROW[self.rows]
         require_few(bad, good, self.options.max_bad_fraction, f"{first}; all are in {target}")
 
     def _require_rendered(self, done: Sequence[UnitRecord]) -> None:

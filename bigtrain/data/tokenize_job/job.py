@@ -192,6 +192,7 @@ class _Build:
                         self.request.options,
                         self.template,
                         self.beginning_ids,
+                        self.request.rows,
                     ).run(records)
             time.sleep(POLL_S)
         return self._finished_by_other()
@@ -251,6 +252,7 @@ class _Build:
             self.reading,
             allow_bad=self.request.options.max_bad_fraction > 0,
             chat=chat,
+            rows=self.request.rows,
         )
         work = Round(left, self.request.share, job, self.workspace)
         try:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from bigtrain.data.documents.files import Selection
 from bigtrain.data.documents.reader import ReadOptions
-from bigtrain.data.shards.manifest import WORK_DIRECTORY, OptionsRecord
+from bigtrain.data.shards.manifest import WORK_DIRECTORY, OptionsRecord, Rows
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.equivalence import Choice
 from bigtrain.data.tokenizers.tokenizer import NoChatTemplate, Tokenizer
@@ -154,6 +154,12 @@ class BuildRequest:
             scratch=self.output / WORK_DIRECTORY,
             roles=self.options.roles,
         )
+
+    @property
+    def rows(self) -> Rows | None:
+        """Kind of rows that the dataset holds, if these are more than documents."""
+        known: dict[str, Rows] = {"preference": "preference", "kto": "kto"}
+        return known.get(self.options.chat_format) if self.options.chat else None
 
     @property
     def needs_template(self) -> bool:
