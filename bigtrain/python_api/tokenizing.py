@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bigtrain.data.documents.formats import DocumentReader
     from bigtrain.data.documents.reader import BadDocument, ReadOptions
     from bigtrain.data.shards.dataset import TokenDataset
-    from bigtrain.data.shards.manifest import OptionsRecord
+    from bigtrain.data.shards.manifest import FillInMiddleRecord, OptionsRecord
     from bigtrain.data.tokenize_job.job import BuildResult
 
 Inputs = str | Path | Sequence[str | Path]
@@ -65,6 +65,10 @@ class TokenizeOptions(ReadingOptions, total=False):
     world_size: int | None
     encoder: Encoder
     parse_special_tokens: bool
+    fim_rate: float
+    fim_spm_rate: float | None
+    fim_seed: int | None
+    fim_tokens: Sequence[str] | None
     beginning_of_text: Literal["auto", "always", "never"]
     end_of_document: str | None
     say: Callable[[str], None] | None
@@ -115,6 +119,10 @@ def build_tokens(
     encoder, parse_special_tokens: as in the command's options.
     beginning_of_text: start of plain-text documents; ``auto`` (default): tokens that the
         tokenizer itself adds, ``always`` its beginning-of-text token, ``never`` nothing.
+    fim_rate: share of the training documents of plain text that are rearranged for
+        fill-in-the-middle, 0 (default) to 1; fim_spm_rate: share of those with the suffix first
+        (default: 0.5); fim_seed: of the draws (default: 0); fim_tokens: names of the three tokens
+        before prefix, suffix and middle (default: those that the tokenizer has by known names).
     end_of_document: token that ends documents (default: the tokenizer's end-of-sequence token).
     say: gets a line on the detected format (default: print to standard error).
     """
@@ -177,6 +185,32 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
         max_unrendered=options.get("max_unrendered", 0),
         beginning_of_text=options.get("beginning_of_text", "auto"),
         end_of_document=options.get("end_of_document"),
+        fill_in_middle=_fill_in_middle(options, is_text=rows is None),
+    )
+
+
+def _fill_in_middle(options: TokenizeOptions, *, is_text: bool) -> FillInMiddleRecord | None:
+    """Return the record of fill-in-the-middle; None without it. Raise DataError for options that
+    have no effect."""
+    from bigtrain.data.shards.manifest import FillInMiddleRecord
+
+    rate, tokens = options.get("fim_rate", 0.0), options.get("fim_tokens")
+    spm_rate, seed = options.get("fim_spm_rate"), options.get("fim_seed")
+    given = {"--fim-spm-rate": spm_rate, "--fim-seed": seed, "--fim-tokens": tokens}
+    name = next((option for option, value in given.items() if value is not None), None)
+    if not rate:
+        if name is not None:
+            raise DataError(f"{name} is for fill-in-the-middle -> --fim-rate F, or remove it")
+        return None
+    if not is_text:
+        raise DataError("--fim-rate is for documents of plain text -> remove it")
+    if tokens is not None and len(tokens) != 3:
+        raise DataError(f"--fim-tokens has {len(tokens)} names -> PREFIX SUFFIX MIDDLE")
+    return FillInMiddleRecord(
+        rate=rate,
+        spm_rate=0.5 if spm_rate is None else spm_rate,
+        seed=seed or 0,
+        tokens=None if tokens is None else (tokens[0], tokens[1], tokens[2]),
     )
 
 

@@ -56,6 +56,8 @@ def test_your_own_data(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parquet.write_table(pa.Table.from_pylist(pages), "pages.parquet")
     ids = [{"input_ids": [7, number + 8, 9], "labels": [-100, -100, 9]} for number in range(30)]
     parquet.write_table(pa.Table.from_pylist(ids), "rows.parquet")
+    code = [f"def f():\n    return {number}\n" for number in range(30)]
+    (work / "code.jsonl").write_text("".join(json.dumps({"text": c}) + "\n" for c in code))
     asked = turns("a?")
     with (work / "preferences.jsonl").open("w") as file:
         for text in texts:
@@ -88,11 +90,12 @@ def test_your_own_data(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "rows",
         "preferences",
         "rated",
+        "code",
         "more",
     ):
         manifest = read_manifest(work / name)
         assert manifest.num_documents("train") == len(texts) * (1 + (name == "preferences")), name
-        assert manifest.is_masked == (name not in ("pages", "more"))
+        assert manifest.is_masked == (name not in ("pages", "code", "more"))
     said = capsys.readouterr()
     for name in ("messages", "sharegpt", "prompt-completion", "tokens", "preference"):
         assert f"match --format {name}" in said.err

@@ -221,6 +221,10 @@ def summary(output: Path, manifest: Manifest) -> str:
     engine, reason = manifest.tokenizer.engine, manifest.tokenizer.engine_reason
     lines.append(f"  texts:    {_ends(manifest)}")
     lines.append(f"  encoder:  {engine}" + (f" ({reason})" if reason else ""))
+    if manifest.options.fill_in_middle is not None:
+        modes = ", ".join(f"{n:,} {m}" for m, n in (manifest.fill_in_middle or {}).items())
+        ids = ", ".join(map(str, manifest.tokenizer.fill_in_middle_ids or ()))
+        lines.append(f"  middle:   fill-in-the-middle of {modes or 'no'} documents, tokens {ids}")
     if manifest.options.held_out and not manifest.num_documents("held_out"):
         lines.append("  held_out: no document was selected; this may happen with few documents")
     if manifest.skipped_documents:

@@ -133,6 +133,12 @@ class TokenizerRecord(Record):
         description="for conversations: tokens that end learned answers, and thus generation",
     )
 
+    fill_in_middle_ids: tuple[Count, Count, Count] | None = Field(
+        default=None,
+        strict=False,
+        description="with fill-in-the-middle: tokens before prefix, suffix and middle",
+    )
+
     @model_validator(mode="after")
     def _id_in_vocabulary(self) -> Self:
         if self.end_of_document_id >= self.vocab_size:
@@ -185,6 +191,23 @@ class SourceRecord:
         return self.modified_ns, self.changed_ns
 
 
+class FillInMiddleRecord(Record):
+    """Fill-in-the-middle of the training documents
+    (`bigtrain.data.tokenize_job.fill_in_middle`)."""
+
+    rate: Annotated[float, Field(gt=0, le=1)] = Field(description="share of the documents")
+    spm_rate: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.5, description="share of those with the suffix first"
+    )
+    seed: Count = 0
+    tokens: tuple[str, str, str] | None = Field(
+        default=None,
+        strict=False,
+        description="names of the tokens before prefix, suffix and middle; absent: the first known "
+        "ones that the tokenizer has",
+    )
+
+
 class OptionsRecord(Record):
     """Other options that determine the contents of the shards."""
 
@@ -220,6 +243,7 @@ class OptionsRecord(Record):
     max_unrendered: Count = Field(
         default=0, description="parts of conversations that the chat template may drop"
     )
+    fill_in_middle: FillInMiddleRecord | None = None
 
 
 class ShardRecord(Record):
@@ -278,6 +302,9 @@ class Manifest(Record):
     skipped_documents: Count = 0
     unrendered: dict[str, Count] | None = Field(
         default=None, description="parts of conversations that the chat template dropped, by kind"
+    )
+    fill_in_middle: dict[str, Count] | None = Field(
+        default=None, description="documents rearranged by fill-in-the-middle, by mode"
     )
     splits: dict[Split, tuple[ShardRecord, ...]]
 

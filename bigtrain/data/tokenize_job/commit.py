@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ class Commit:
     chat_template: ChatTemplate | None = None
     beginning_ids: tuple[int, ...] = ()
     rows: Rows | None = None
+    fill_in_middle_ids: tuple[int, int, int] | None = None
 
     def run(self, records: dict[str, UnitRecord]) -> Manifest:
         """Create the dataset from the units' `records`. Raise DataError if they have too little
@@ -107,13 +108,15 @@ class Commit:
                 chat_template=None if self.chat_template is None else self.chat_template.hash,
                 beginning_ids=self.beginning_ids,
                 answer_end_ids=self._answer_end_ids(done),
+                fill_in_middle_ids=self.fill_in_middle_ids,
             ),
             token_dtype=token_dtype(tokenizer.vocab_size),
             rows=self.rows,
             sources=_sources_with_parts(self.sources, self.units, done),
             options=self.options,
             skipped_documents=sum(record.bad_documents for record in done),
-            unrendered=_unrendered(done) or None,
+            unrendered=_total(record.unrendered for record in done) or None,
+            fill_in_middle=_total(record.fill_in_middle for record in done) or None,
             splits=splits,
         )
         if not manifest.num_tokens("train"):
@@ -149,7 +152,11 @@ class Commit:
 
     def _require_rendered(self, done: Sequence[UnitRecord]) -> None:
         """Raise DataError if the chat template drops more parts than allowed."""
-        dropped = {kind: n for kind, n in _unrendered(done).items() if kind not in COUNTED_ONLY}
+        dropped = {
+            kind: n
+            for kind, n in _total(r.unrendered for r in done).items()
+            if kind not in COUNTED_ONLY
+        }
         if sum(dropped.values()) > self.options.max_unrendered:
             shown = ", ".join(f"{n:,} of {kind}" for kind, n in dropped.items())
             raise DataError(
@@ -204,11 +211,11 @@ class Commit:
         draft.rename(target)
 
 
-def _unrendered(done: Sequence[UnitRecord]) -> dict[str, int]:
-    """Return the parts of all units that the chat template drops, by kind."""
+def _total(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Return the sum of the counts of all units, by kind."""
     total: Counter[str] = Counter()
-    for record in done:
-        total.update(record.unrendered)
+    for own in counts:
+        total.update(own)
     return dict(sorted(total.items()))
 
 

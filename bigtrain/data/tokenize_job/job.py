@@ -33,6 +33,7 @@ from bigtrain.data.tokenize_job.commit import (
     roll_back,
 )
 from bigtrain.data.tokenize_job.existing_output import finished_manifest, inputs_outside, is_own
+from bigtrain.data.tokenize_job.fill_in_middle import fill_in_middle
 from bigtrain.data.tokenize_job.request import BuildRequest, Workers, divide
 from bigtrain.data.tokenize_job.worker_pool import Counts, Job, Round, new_token, run_round
 from bigtrain.data.tokenize_job.workspace import Unit, UnitRecord, Workspace, plan_key, plan_units
@@ -138,6 +139,10 @@ class _Build:
             identity.append({"beginning": self.beginning_ids})
         if tokenizer.eos_id is not None:
             identity.append({"end": tokenizer.end_of_document_id})
+        self.fim = fill_in_middle(options.fill_in_middle, tokenizer)
+        if self.fim is not None:
+            drawn = self.fim.rule.model_dump(exclude={"tokens"})
+            identity.append({"fill_in_middle": [drawn, self.fim.ids]})
         self.units = plan_units(self.sources, self.reading, options.shard_bytes, identity)
         self.plan = plan_key(self.units)
         self.encoders: EncoderQueue | None = None
@@ -193,6 +198,7 @@ class _Build:
                         self.template,
                         self.beginning_ids,
                         self.request.rows,
+                        None if self.fim is None else self.fim.ids,
                     ).run(records)
             time.sleep(POLL_S)
         return self._finished_by_other()
@@ -253,6 +259,7 @@ class _Build:
             allow_bad=self.request.options.max_bad_fraction > 0,
             chat=chat,
             rows=self.request.rows,
+            fim=self.fim,
         )
         work = Round(left, self.request.share, job, self.workspace)
         try:

@@ -20,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -39,6 +39,7 @@ from bigtrain.data.shards.format import Mask, Tokens
 from bigtrain.data.shards.manifest import SPLITS, Rows, ShardRecord, Split
 from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.data.tokenize_job.existing_output import confirm_unit
+from bigtrain.data.tokenize_job.fill_in_middle import FillInMiddle, Transformed
 from bigtrain.data.tokenize_job.request import WorkerRank, Workers
 from bigtrain.data.tokenize_job.workspace import (
     PartDone,
@@ -64,7 +65,8 @@ class Job:
     """Inputs of building in addition to the unit; sent to each worker once. `encoder_reason`: why
     it is not a faster one. `allow_bad`: list bad documents instead of stopping. `num_threads`:
     threads that encode during reading and writing; 1 thread does everything. `chat`: encoder of
-    documents that are conversations; `rows`: of more than those."""
+    documents that are conversations; `rows`: of more than those;
+    `fim`: transformation of documents of plain text."""
 
     encoder: Encoder
     reference: Encoder
@@ -76,18 +78,25 @@ class Job:
     num_threads: int = 2
     chat: ChatEncoder | None = None
     rows: Rows | None = None
+    fim: FillInMiddle | None = None
 
     def run(self, contents: list[bytes], checks: Checks) -> Batch:
         """Encode `contents`. Raise EncoderError if the encoder is wrong or fails."""
         if self.chat is not None:
             return self._run_chat(self.chat, contents, checks)
-        encoded = self.encoder.encode_utf8(contents)
-        checks.run(self.encoder, self.reference, contents, encoded)
+        held_out = self._held_out(contents)
+        if self.fim is None:
+            encoded = self.encoder.encode_utf8(contents)
+            checks.run(self.encoder, self.reference, contents, encoded)
+            done = Transformed(encoded)
+        else:
+            done = self.fim.encode(contents, held_out, self.encoder, self.reference, checks)
         return Batch(
-            encoded.tokens.astype(self.dtype),
-            encoded.lengths,
-            self._held_out(contents),
+            done.encoded.tokens.astype(self.dtype),
+            done.encoded.lengths,
+            held_out,
             np.fromiter(map(len, contents), np.int64, len(contents)),
+            modes=done.modes,
         )
 
     def _run_chat(self, chat: ChatEncoder, contents: list[bytes], checks: Checks) -> Batch:
@@ -119,7 +128,8 @@ class Batch:
     """Encoded documents: tokens, lengths, which are held out, UTF-8 bytes of each. For
     conversations also: which tokens are targets, the number of conversations, and number and reason
     of those that are not among the documents, `chats`, which counts what the chat template drops,
-    and the `labels` of the documents if they have some."""
+    the `labels` of the documents if they have some, and `modes`: documents rearranged by
+    fill-in-the-middle."""
 
     tokens: Tokens
     lengths: npt.NDArray[np.int64]
@@ -130,6 +140,7 @@ class Batch:
     problems: Sequence[tuple[int, str]] = ()
     chats: EncodedChats | None = None
     labels: npt.NDArray[np.uint8] | None = None
+    modes: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
@@ -202,6 +213,7 @@ def _commit(
         unrendered=dict(reader.unrendered),
         answer_ends=tuple(sorted(reader.answer_ends)),
         inside_answers=tuple(sorted(reader.inside_answers)),
+        fill_in_middle=dict(reader.modes),
     )
     for name in record.files:
         sync_to_disk(workspace.directory / name)
@@ -226,9 +238,11 @@ class _UnitReader:
         self.unrendered: Counter[str] = Counter()
         self.answer_ends: set[str] = set()
         self.inside_answers: set[str] = set()
+        self.modes: Counter[str] = Counter()
 
     def note(self, batch: Batch) -> None:
-        """Count what the chat template drops, and note how it ends answers."""
+        """Count rearranged documents and what the chat template drops; note how it ends answers."""
+        self.modes.update(batch.modes)
         if batch.chats is not None:
             self.unrendered.update(batch.chats.unrendered)
             self.answer_ends |= batch.chats.ends

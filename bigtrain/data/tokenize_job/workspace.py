@@ -65,7 +65,8 @@ class PartDone:
 class UnitRecord(Record):
     """`KEY.json`. Record of a unit. `documents` are the good ones, `token` names the process that
     wrote the files. For conversations: `unrendered` parts by kind, and the texts of the control
-    tokens that end answers and of others inside of them."""
+    tokens that end answers and of others inside of them. `fill_in_middle`: documents rearranged, by
+    mode."""
 
     key: str
     token: str
@@ -78,6 +79,7 @@ class UnitRecord(Record):
     unrendered: dict[str, Count] = Field(default_factory=dict)
     answer_ends: tuple[str, ...] = Field(default=(), strict=False)
     inside_answers: tuple[str, ...] = Field(default=(), strict=False)
+    fill_in_middle: dict[str, Count] = Field(default_factory=dict)
 
     def is_current(self, unit: Unit) -> bool:
         """Return whether the inputs of `unit` are unchanged by their times."""
