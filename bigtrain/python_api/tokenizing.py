@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bigtrain.data.documents.formats import DocumentReader
     from bigtrain.data.documents.reader import BadDocument, ReadOptions
     from bigtrain.data.shards.dataset import TokenDataset
-    from bigtrain.data.shards.manifest import FillInMiddleRecord, OptionsRecord
+    from bigtrain.data.shards.manifest import FillInMiddleRecord, OptionsRecord, TextFilterRecord
     from bigtrain.data.tokenize_job.job import BuildResult
 
 Inputs = str | Path | Sequence[str | Path]
@@ -65,6 +65,7 @@ class TokenizeOptions(ReadingOptions, total=False):
     world_size: int | None
     encoder: Encoder
     parse_special_tokens: bool
+    text_filter: str | None
     fim_rate: float
     fim_spm_rate: float | None
     fim_seed: int | None
@@ -119,6 +120,8 @@ def build_tokens(
     encoder, parse_special_tokens: as in the command's options.
     beginning_of_text: start of plain-text documents; ``auto`` (default): tokens that the
         tokenizer itself adds, ``always`` its beginning-of-text token, ``never`` nothing.
+    text_filter: ``package.module:function``, called with the text and the row of each document:
+        True keeps it, False or a reason drops and counts it.
     fim_rate: share of the training documents of plain text that are rearranged for
         fill-in-the-middle, 0 (default) to 1; fim_spm_rate: share of those with the suffix first
         (default: 0.5); fim_seed: of the draws (default: 0); fim_tokens: names of the three tokens
@@ -186,7 +189,19 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
         beginning_of_text=options.get("beginning_of_text", "auto"),
         end_of_document=options.get("end_of_document"),
         fill_in_middle=_fill_in_middle(options, is_text=rows is None),
+        text_filter=_text_filter(options.get("text_filter")),
     )
+
+
+def _text_filter(name: str | None) -> TextFilterRecord | None:
+    """Return the record of a filter. Raise DataError if it cannot be called."""
+    from bigtrain.data.documents.text_filter import load_filter
+    from bigtrain.data.shards.manifest import TextFilterRecord
+
+    if name is None:
+        return None
+    loaded = load_filter(name)
+    return TextFilterRecord(name=loaded.name, source_xxh3=loaded.source_xxh3)
 
 
 def _fill_in_middle(options: TokenizeOptions, *, is_text: bool) -> FillInMiddleRecord | None:
@@ -387,6 +402,7 @@ def refuse_for_tokens(options: TokenizeOptions) -> None:
         "--parse-special-tokens": options.get("parse_special_tokens"),
         "--beginning-of-text": options.get("beginning_of_text", "auto") != "auto",
         "--end-of-document": options.get("end_of_document"),
+        "--filter": options.get("text_filter"),
     }
     name = next((option for option, value in given.items() if value), None)
     if name is not None:

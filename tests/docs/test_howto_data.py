@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -39,7 +40,9 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_your_own_data(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_your_own_data(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_chat_tokenizer(work / "chat-tokenizer")
     texts = [f"{'word ' * (number % 7)}{number}" for number in range(30)]
     chats = [{"messages": turns("a?", text, "and?", "no.")} for text in texts]
@@ -58,6 +61,11 @@ def test_your_own_data(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parquet.write_table(pa.Table.from_pylist(ids), "rows.parquet")
     code = [f"def f():\n    return {number}\n" for number in range(30)]
     (work / "code.jsonl").write_text("".join(json.dumps({"text": c}) + "\n" for c in code))
+    (filter_source,) = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs/howto/your_data.md").read_text(), flags=re.M | re.S
+    )
+    (work / "my_filters.py").write_text(filter_source)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     asked = turns("a?")
     with (work / "preferences.jsonl").open("w") as file:
         for text in texts:
@@ -96,6 +104,10 @@ def test_your_own_data(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
         manifest = read_manifest(work / name)
         assert manifest.num_documents("train") == len(texts) * (1 + (name == "preferences")), name
         assert manifest.is_masked == (name not in ("pages", "code", "more"))
+    short = sum(len(text) < 3 for text in texts)
+    filtered = read_manifest(work / "filtered")
+    assert filtered.filtered == {"too short": short}
+    assert filtered.num_documents("train") == len(texts) - short > 0
     said = capsys.readouterr()
     for name in ("messages", "sharegpt", "prompt-completion", "tokens", "preference"):
         assert f"match --format {name}" in said.err

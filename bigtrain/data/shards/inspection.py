@@ -225,6 +225,13 @@ def summary(output: Path, manifest: Manifest) -> str:
         modes = ", ".join(f"{n:,} {m}" for m, n in (manifest.fill_in_middle or {}).items())
         ids = ", ".join(map(str, manifest.tokenizer.fill_in_middle_ids or ()))
         lines.append(f"  middle:   fill-in-the-middle of {modes or 'no'} documents, tokens {ids}")
+    if manifest.options.text_filter is not None:
+        reasons = manifest.filtered or {}
+        shown = "; ".join(f"{count:,} {reason}" for reason, count in reasons.items())
+        lines.append(
+            f"  filter:   {manifest.options.text_filter.name} dropped {sum(reasons.values()):,} "
+            f"documents" + (f": {shown}" if shown else "")
+        )
     if manifest.options.held_out and not manifest.num_documents("held_out"):
         lines.append("  held_out: no document was selected; this may happen with few documents")
     if manifest.skipped_documents:

@@ -208,6 +208,13 @@ class FillInMiddleRecord(Record):
     )
 
 
+class TextFilterRecord(Record):
+    """Filter of documents (`bigtrain.data.documents.text_filter`)."""
+
+    name: str = Field(description="package.module:function")
+    source_xxh3: Checksum = Field(description="XXH3-64 of the file that defines it")
+
+
 class OptionsRecord(Record):
     """Other options that determine the contents of the shards."""
 
@@ -244,6 +251,7 @@ class OptionsRecord(Record):
         default=0, description="parts of conversations that the chat template may drop"
     )
     fill_in_middle: FillInMiddleRecord | None = None
+    text_filter: TextFilterRecord | None = None
 
 
 class ShardRecord(Record):
@@ -300,6 +308,9 @@ class Manifest(Record):
     sources: tuple[SourceRecord, ...] = Field(strict=False)
     options: OptionsRecord
     skipped_documents: Count = 0
+    filtered: dict[str, Count] | None = Field(
+        default=None, description="documents that the text filter dropped, by reason"
+    )
     unrendered: dict[str, Count] | None = Field(
         default=None, description="parts of conversations that the chat template dropped, by kind"
     )

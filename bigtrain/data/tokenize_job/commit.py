@@ -116,6 +116,7 @@ class Commit:
             options=self.options,
             skipped_documents=sum(record.bad_documents for record in done),
             unrendered=_total(record.unrendered for record in done) or None,
+            filtered=_total(record.filtered for record in done) or None,
             fill_in_middle=_total(record.fill_in_middle for record in done) or None,
             splits=splits,
         )
@@ -124,7 +125,8 @@ class Commit:
             raise (DataError if manifest.skipped_documents else EmptyDataset)(
                 f"the input has no training tokens: {manifest.num_documents('train')} "
                 f"training documents, {manifest.num_documents('held_out')} held-out documents with "
-                f"{manifest.num_tokens('held_out')} tokens, {manifest.skipped_documents} skipped"
+                f"{manifest.num_tokens('held_out')} tokens, {manifest.skipped_documents} skipped, "
+                f"{sum((manifest.filtered or {}).values())} dropped by the filter"
             )
         return manifest
 

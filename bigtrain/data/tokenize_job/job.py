@@ -143,6 +143,8 @@ class _Build:
         if self.fim is not None:
             drawn = self.fim.rule.model_dump(exclude={"tokens"})
             identity.append({"fill_in_middle": [drawn, self.fim.ids]})
+        if options.text_filter is not None:
+            identity.append({"filter": options.text_filter.model_dump()})
         self.units = plan_units(self.sources, self.reading, options.shard_bytes, identity)
         self.plan = plan_key(self.units)
         self.encoders: EncoderQueue | None = None
@@ -167,6 +169,7 @@ class _Build:
             raise DataError(f"{self.workspace.output} cannot be written: {error}") from error
 
     def _run(self) -> Manifest:
+        self.workspace.require_same_filter(self.request.options.text_filter)
         self._roll_back_other_commit()
         records = self._records()
         others = [unit for unit in self.units if unit.key not in records]

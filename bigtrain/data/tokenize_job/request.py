@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from bigtrain.data.documents.files import Selection
 from bigtrain.data.documents.reader import ReadOptions
+from bigtrain.data.documents.text_filter import TextFilter
 from bigtrain.data.shards.manifest import WORK_DIRECTORY, OptionsRecord, Rows
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.equivalence import Choice
@@ -153,7 +154,12 @@ class BuildRequest:
             self.options.learned == "last",
             scratch=self.output / WORK_DIRECTORY,
             roles=self.options.roles,
+            text_filter=self._text_filter(),
         )
+
+    def _text_filter(self) -> TextFilter | None:
+        rule = self.options.text_filter
+        return None if rule is None else TextFilter(rule.name, rule.source_xxh3)
 
     @property
     def rows(self) -> Rows | None:

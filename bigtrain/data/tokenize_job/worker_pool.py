@@ -214,6 +214,7 @@ def _commit(
         answer_ends=tuple(sorted(reader.answer_ends)),
         inside_answers=tuple(sorted(reader.inside_answers)),
         fill_in_middle=dict(reader.modes),
+        filtered=dict(reader.rejects.filtered),
     )
     for name in record.files:
         sync_to_disk(workspace.directory / name)
