@@ -38,6 +38,8 @@ TOOLS_KEY = "tools"
 """Key of a conversation's tools, next to its messages."""
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 """Keys of a row that mark a conversation as not text-only."""
+WEIGHT_KEYS = ("weight", "token_weights")
+"""Keys of a row for weights of its loss."""
 
 
 def _messages(values: Values, roles: Roles) -> Chat:
@@ -305,8 +307,8 @@ class Conversations:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Keys to read from a row: the format's, and those that mark it as not text-only."""
-        others = (*self.format.extra_keys, *MEDIA_KEYS)
+        """Keys to read from a row: the format's, and those for which it may be refused."""
+        others = (*self.format.extra_keys, *MEDIA_KEYS, *WEIGHT_KEYS)
         return (*self.keys, *(key for key in others if key not in self.keys))
 
     def with_known_turns(self, value: object) -> object:
@@ -325,12 +327,28 @@ class Conversations:
         ]
 
 
+def _why_weighted(key: str, value: object) -> str:
+    """Return why a row with this weight is refused; empty if it is learned as any other."""
+    if key == "token_weights" and value is not None:
+        return "it has token_weights, which only rows with input_ids may have: --format tokens"
+    if isinstance(value, bool) or not isinstance(value, int | float) or value == 1:
+        return ""
+    if value == 0:
+        return "its weight is 0, so nothing of it would be learned -> remove the row"
+    return (
+        f"its weight is {value}: a token is learned or not, by one bit -> 1; to read it more "
+        "often, write its rows into a dataset of their own, with a larger weight in data.sources"
+    )
+
+
 def conversation_of(values: Sequence[Any], rules: Conversations) -> tuple[bytes | None, str]:
     """Return the document in the `values` of `rules.columns`, or None and the reason."""
     extra = dict(zip(rules.columns[len(rules.keys) :], values[len(rules.keys) :], strict=False))
     for key, value in extra.items():
         if key in MEDIA_KEYS and value is not None and value not in ("", [], {}):
             return None, (f"it has a value under {key!r}: only text is supported")
+        if key in WEIGHT_KEYS and (why := _why_weighted(key, value)):
+            return None, why
     try:
         given = [rules.with_known_turns(value) for value in values[: len(rules.keys)]]
         given += [extra.get(key) for key in rules.format.extra_keys]
