@@ -168,7 +168,7 @@ class PartReader(ABC):
         text = text_of_document(content, has_rows=self.options.chat)
         why = self.options.text_filter.why_dropped(text, row, where)
         if why is not None:
-            self.rejects.filtered[why] += 1
+            self.options.text_filter.count(self.rejects.filtered, why)
         return why is None
 
     @abstractmethod

@@ -14,6 +14,7 @@ import re
 import sys
 import sysconfig
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +30,9 @@ Function = Callable[[str, Mapping[str, Any]], bool | str]
 DROPPED = "no reason given"
 """Reason counted for False."""
 MAX_REASON = 200
-"""Characters of a reason: a manifest counts kinds of reasons, not documents."""
+"""Characters of a reason."""
+MAX_REASONS = 1000
+"""Different reasons in a unit of work: a manifest counts kinds of reasons, not documents."""
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -65,7 +68,7 @@ class TextFilter:
             answer: Any = self.function(text, row)
         except DataError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             message = " ".join(str(error).split())[:300]
             kind = type(error).__name__ + (f": {message}" if message else "")
             raise DataError(
@@ -80,6 +83,16 @@ class TextFilter:
             f"--filter {self.name} returns {answer!r} for {where} -> True to keep it, False or a "
             f"reason to drop it ({_place(self.function)})"
         )
+
+    def count(self, reasons: Counter[str], why: str) -> None:
+        """Count a reason. Raise DataError if there are too many different ones."""
+        if why not in reasons and len(reasons) >= MAX_REASONS:
+            raise DataError(
+                f"--filter {self.name} gives more than {MAX_REASONS:,} different reasons, such as "
+                f"{why!r}, and each is counted in the manifest -> return kinds of reasons "
+                f"({_place(self.function)})"
+            )
+        reasons[why] += 1
 
 
 def load_filter(name: str) -> TextFilter:
@@ -162,7 +175,7 @@ def _imported(name: str) -> Any:
             f"--filter {name}: there is no module {error.name} in {here}, PYTHONPATH or what is "
             "installed -> start the command in the directory that has it"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _not_imported(name, error) from error
     for part in path.split("."):
         if not hasattr(found, part):

@@ -127,6 +127,7 @@ BAD = {
         r"fails for rows\.jsonl:1: KeyError: 'x' \(.*bad_filter\.py:4\)",
     ),
     "bad_filter:none": ("def none(text, row): ...\n", r"returns None for .*bad_filter\.py:1"),
+    "bad_filter:leaves": ("def leaves(text, row):\n    exit(3)\n", r"SystemExit: 3 \(.*:2\)"),
     "bad_filter:empty": ("def empty(text, row):\n    return ''\n", "returns ''"),
 }
 
@@ -142,6 +143,13 @@ def test_a_faulty_filter_is_one_error_with_its_place(
     assert re.search(why, said), said
     assert len(said.strip().splitlines()) == 1
     assert not (work / "out/manifest.json").exists()
+
+
+def test_reasons_are_kinds(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (work / "my_filter.py").write_text("def keep(text, row):\n    return text\n")
+    (work / "many.jsonl").write_text("".join(f'{{"text": "t{n}"}}\n' for n in range(1001)))
+    assert tokenize("many.jsonl", "out", "--filter", "my_filter:keep") == 2
+    assert "more than 1,000 different reasons, such as 't1000'" in capsys.readouterr().err
 
 
 def test_a_job_continues_only_with_the_filter_it_was_started_with(
