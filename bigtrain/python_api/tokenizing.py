@@ -321,7 +321,7 @@ class RowFormat:
 def detected_format(reading: ReadOptions, say: Callable[[str], None]) -> str:
     """Return the format of the first row's keys; `say` gets a line on it. Text if
     they match none. Raises DataError if the first rows of the files have several formats."""
-    from bigtrain.data.documents.chat_formats import ONE_FORMAT, nearest
+    from bigtrain.data.documents.chat_formats import ONE_FORMAT, also_preferences, nearest
     from bigtrain.data.documents.discovery import find_sources
     from bigtrain.data.documents.formats import keys_in
 
@@ -332,6 +332,12 @@ def detected_format(reading: ReadOptions, say: Callable[[str], None]) -> str:
         keys = keys_in(source, reading)
         if keys or not source.format.has_rows or not formats:
             match = nearest(keys)
+            if ambiguous := also_preferences(keys):
+                shown = " and of ".join(ambiguous)
+                raise DataError(
+                    f"{source.path}: the first row has the keys of --format {shown} -> name the "
+                    "one that is meant: --format"
+                )
             formats.setdefault("text" if match is None else match.name, source.path)
     if len(formats) > 1:
         shown = "; ".join(f"{name}: {path}" for name, path in formats.items())

@@ -256,6 +256,14 @@ def nearest(keys: Collection[str]) -> ChatFormat | None:
     return None if near is not None and near.name == "tokens" and "text" in keys else near
 
 
+def also_preferences(keys: Collection[str]) -> list[str]:
+    """Return the formats of a row with these keys if it is a preference pair and a conversation at
+    once: which one is meant is the user's choice. Empty otherwise."""
+    names = [entry.name for entry in FORMATS.values() if entry.identifying <= set(keys)]
+    names = [name for name in names if name != "tokens"]
+    return names if "preference" in names and len(names) > 1 else []
+
+
 def remedy_for(keys: Collection[str]) -> str:
     """Return the options that read rows with these keys, to end an error; empty if unknown."""
     match = nearest(keys)

@@ -279,3 +279,17 @@ def test_a_shard_of_text_has_no_labels_file(tmp_path: Path) -> None:
         record = writer.close()
     assert record.labels_xxh3 is None
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".bin", ".blocks", ".idx"]
+
+
+def test_a_pair_that_is_also_a_conversation_is_not_guessed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = save_chat_tokenizer(tmp_path / "tokenizer", CHATML)
+    row = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "messages": [USER, GOOD]}
+    source = write_rows(tmp_path / "rows.jsonl", [row])
+    words = ["tokenize", "--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "out"]
+    assert run(*words) == 2
+    said = capsys.readouterr().err
+    assert "the keys of --format messages and of preference -> name the one" in said
+    assert run(*words, "--format", "preference") == 0
+    assert read_manifest(tmp_path / "out").num_documents("train") == 2
