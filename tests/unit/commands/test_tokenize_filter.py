@@ -55,6 +55,9 @@ def tokenize(source: str, output: str, *more: str) -> int:
 
 def write_rows(kind: str) -> str:
     table = pyarrow.Table.from_pylist(ROWS)
+    if kind == "text only":
+        parquet.write_table(table.select(["text"]), "rows.parquet")
+        return "rows.parquet"
     if kind == "parquet":
         parquet.write_table(table, "rows.parquet")
     elif kind == "csv":
@@ -90,6 +93,11 @@ def test_documents_are_kept_or_counted(
     path.touch()
     assert tokenize(source, "out", "--filter", "my_filter:keep") == 0
     assert "already the finished dataset" in capsys.readouterr().out
+
+
+def test_a_single_column_of_text_is_filtered(work: Path) -> None:
+    assert tokenize(write_rows("text only"), "out", "--filter", "my_filter:keep") == 0
+    assert read_manifest(work / "out").filtered == {"no reason given": 6, "too short": 1}
 
 
 def test_conversations_and_files_of_text_and_workers(work: Path) -> None:
@@ -169,7 +177,8 @@ def test_a_job_continues_only_with_the_filter_it_was_started_with(
     ):
         assert tokenize(source, "out", *more, *small) == 2
         assert shown in capsys.readouterr().err
-    (work / "my_filter.py").write_text(stopping.replace("1 / 0", "False"))
+    # Of another size: Python keeps the compiled file of the same size and second.
+    (work / "my_filter.py").write_text(stopping.replace("1 / 0", "not True"))
     assert tokenize(source, "out", "--filter", "my_filter:stop", *small) == 2
     assert "my_filter:stop as it was before its file changed" in capsys.readouterr().err
     # A finished one is compared by its options.
