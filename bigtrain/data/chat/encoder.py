@@ -132,8 +132,12 @@ class ChatEncoder:
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_token_bytes"}
 
-    def encode(self, contents: Sequence[bytes], checks: Checks | None = None) -> EncodedChats:
+    def encode(
+        self, contents: Sequence[bytes], checks: Checks | None = None, group: int = 1
+    ) -> EncodedChats:
         """Encode conversations given as `bigtrain.data.documents.conversations.conversation_bytes`.
+        group: so many consecutive ones are used together, and `unrendered`, `ends` and `inside` are
+        of groups without a problem.
         Raises EncoderError if `checks` (of their texts) find the encoder wrong."""
         rendered: list[_Rendered] = []
         problems: dict[int, str] = {}
@@ -169,7 +173,8 @@ class ChatEncoder:
             if number in problems:
                 tokens, own_mask = tokens[:0], own_mask[:0]
             parts.append((tokens, own_mask))
-        good = [chat for number, chat in enumerate(rendered) if number not in problems]
+        bad = {number // group for number in problems}
+        good = [chat for number, chat in enumerate(rendered) if number // group not in bad]
         return EncodedChats(
             np.concatenate([encoded.tokens[:0], *(tokens for tokens, _ in parts)]),
             np.concatenate([mask[:0], *(own_mask for _, own_mask in parts)]),

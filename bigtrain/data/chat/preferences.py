@@ -44,7 +44,7 @@ def encode_rows(
         return EncodedRows(chat.encode(answers, checks), labels)
     halves = [orjson.dumps(tree[side]) for tree in trees for side in SIDES]
     are_text = ["prompt" in tree[SIDES[0]] for tree in trees]
-    return EncodedRows(_whole_pairs(chat.encode(halves, checks), are_text))
+    return EncodedRows(_whole_pairs(chat.encode(halves, checks, group=2), are_text))
 
 
 def _whole_pairs(encoded: EncodedChats, are_text: Sequence[bool]) -> EncodedChats:

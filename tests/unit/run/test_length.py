@@ -97,6 +97,8 @@ def test_check_shows_the_steps_that_the_run_takes(
         said = capsys.readouterr().out
         assert f"# train.epochs = 1.5 of {samples} samples (the training split) is" in said
         assert f"  steps: {steps}\n" in said
+    assert main(["check", "--config", str(path), "--show", "train.steps"]) == 0
+    assert capsys.readouterr().out == f"{steps}\n"
     late = f"schedule.warmup_steps={steps + 1}"
     for more in ([], ["--inputs"]):
         assert main(["check", "--config", str(path), *more, late]) == 2

@@ -271,6 +271,19 @@ def test_labels_are_beside_the_shards(tmp_path: Path, capsys: pytest.CaptureFixt
     assert any("labels" in problem for problem in corrupt_files(out))
 
 
+def test_what_a_template_drops_is_counted_of_pairs_that_are_used() -> None:
+    named = {**USER, "name": "Ada"}  # a key that the template does not read
+    rows = [
+        {"prompt": [named], "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": [named], "chosen": [GOOD], "rejected": [USER]},  # no answer that is learned
+    ]
+    contents = [content for row in rows if (content := document("preference", row)[0])]
+    assert len(contents) == 2
+    found = encode_rows(encoder_of(LLAMA3), contents, None, "preference").chats
+    assert [number for number, _ in found.problems] == [1]
+    assert found.unrendered == {"message_keys": 2}
+
+
 def test_a_shard_of_text_has_no_labels_file(tmp_path: Path) -> None:
     import numpy as np
 
