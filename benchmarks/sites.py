@@ -87,7 +87,7 @@ def read(config: RunConfig) -> tuple[list[Batch], list[Batch]]:
     assert plan is not None, problems
     batches = open_training_data(config, plan, 0)
     steps = []
-    for step in range(config.train.steps):
+    for step in range(config.train.total_steps):
         (batch,) = batches.step(step * plan.global_batch_size)
         steps.append((batch.input_ids.clone(), batch.labels.clone()))
     batches.close()
@@ -141,7 +141,9 @@ class Copies:
     def step(self, number: int, batch: Batch) -> None:
         """Do an inner step of every site, on its block of the samples."""
         config = self.config
-        lr = learning_rate_at(number, config.optimizer.lr, config.schedule, config.train.steps)
+        lr = learning_rate_at(
+            number, config.optimizer.lr, config.schedule, config.train.total_steps
+        )
         count = self.sites.count
         for site, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
             own = slice(site * len(batch[0]) // count, (site + 1) * len(batch[0]) // count)
@@ -150,7 +152,7 @@ class Copies:
             loss_of(model, (batch[0][own], batch[1][own])).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-        if count > 1 and self.sites.sent_after(number + 1, config.train.steps):
+        if count > 1 and self.sites.sent_after(number + 1, config.train.total_steps):
             self.outer_step()
 
     def outer_step(self) -> None:

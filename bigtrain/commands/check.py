@@ -23,7 +23,12 @@ def run(args: argparse.Namespace) -> int:
         kind = "cuda"
     size, engine = args.world_size, args.deepspeed_config
     if args.show is not None:
-        print(setting(resolve(args.config, args.overrides, size, engine, kind), args.show))
+        resolved = resolve(args.config, args.overrides, size, engine, kind)
+        if resolved.config.train.epochs is not None:
+            from bigtrain.run.length import with_steps_if_known
+
+            resolved, _ = with_steps_if_known(resolved)
+        print(setting(resolved, args.show))
         return 0
     try:
         resolved, chosen = checked(

@@ -41,12 +41,17 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(_lines(inspected, tree)))
     for document in documents:
         print(
-            f"\n--- document {document['index']} of {document['split']} ({document['shard']} "
+            f"\n--- document {document['index']}{_row(document)} of {document['split']} "
+            f"({document['shard']} "
             f"{document['index_in_shard']}), {document['num_tokens']:,} tokens"
             + (f", the first {args.max_tokens:,}:" if document["cut"] else ":")
         )
         print(_text_of(document))
     return 0
+
+
+def _row(document: dict[str, Any]) -> str:
+    return f" ({document['row']})" if "row" in document else ""
 
 
 def _text_of(document: dict[str, Any]) -> object:

@@ -32,6 +32,11 @@ def run(args: argparse.Namespace) -> int:
         parse_special_tokens=args.parse_special_tokens,
         beginning_of_text=args.beginning_of_text,
         end_of_document=args.end_of_document,
+        text_filter=args.filter,
+        fim_rate=args.fim_rate,
+        fim_spm_rate=args.fim_spm_rate,
+        fim_seed=args.fim_seed,
+        fim_tokens=args.fim_tokens,
     )
     if result.already_finished:
         print(f"{args.output} is already the finished dataset of this input; nothing to do")

@@ -45,7 +45,7 @@ def train_case(case: dict[str, Any], world: World, device: torch.device) -> None
     outputs = layer_outputs(engine.module, lambda: engine.evaluate(first))
     layers = _sum_over_ranks(outputs if place.tensor_rank == 0 else {})
     losses, norms = [], []
-    for step in range(config.train.steps):
+    for step in range(config.train.total_steps):
         batches = micro_batches(config, run.plan, step, place.data_rank)
         result = engine.train_step(batches, RATES[step])
         losses.append(engine.step_loss(result))

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,37 +76,46 @@ def checked(
     resolved = resolve(config, overrides, world_size, deepspeed_config, device)
     if missing := missing_model(resolved.config.model):
         raise ConfigError(missing, str(config) if isinstance(config, str | Path) else "the run")
-    return resolved, _try_inputs(resolved) if inputs else _try_settings(resolved)
+    return _try_inputs(resolved) if inputs else _try_settings(resolved)
 
 
-def _try_inputs(resolved: ResolvedRun) -> list[str]:
-    """Return lines on the run's automatic choices for its model. Raise the errors that the run
-    itself would raise about its data, its model and a checkpoint that it would resume from."""
+def _try_inputs(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
+    """Return the run with its epochs counted as steps, and lines on its automatic choices for its
+    model. Raise the errors that the run itself would raise about its data, its model and a
+    checkpoint that it would resume from."""
     from bigtrain.run.checkpointing.changed_settings import refuse_other_run
+    from bigtrain.run.length import with_steps
     from bigtrain.run.preflight import check_base_weights, inspect_inputs
 
     inputs = inspect_inputs(resolved)
+    resolved, counted = with_steps(resolved, inputs.datasets)
     check_base_weights(resolved.config, inputs)
     checkpoint = refuse_other_run(
         resolved.config, inputs.sources, inputs.data_hash, inputs.model_plan.parameters
     )
     lines = [f"data: {len(inputs.datasets)} opened, model: {inputs.hf_config.model_type}"]
     lines += inputs.model_plan.lines(resolved.plan.accumulation)
-    return [*lines, *inputs.notes, *_resumes_from(checkpoint)]
+    return resolved, [*lines, *counted, *inputs.notes, *_resumes_from(checkpoint)]
 
 
-def _try_settings(resolved: ResolvedRun) -> list[str]:
-    """Return a line on the checkpoint that the run would resume from. Raise ConfigError for a
-    directory that cannot be a run's, CheckpointError for a checkpoint of other settings; the data
-    is not compared."""
+def _try_settings(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
+    """Return the run, its epochs counted as steps if the data is here, and a line on the checkpoint
+    that it would resume from. Raise ConfigError for a directory that cannot be a run's,
+    CheckpointError for a checkpoint of other settings; the data is not compared."""
     directory = Path(resolved.config.output.directory)
     if problems := check_output(directory, is_here=False):
         raise ConfigError(problems, "the run's settings")
-    if not (directory / "checkpoints").exists():
-        return []  # without the import of numpy
+    counted: tuple[str, ...] = ()
+    if resolved.config.train.epochs is not None:
+        from bigtrain.run.length import with_steps_if_known
+
+        resolved, counted = with_steps_if_known(resolved)
+    is_counted = resolved.config.train.epochs is None
+    if not is_counted or not (directory / "checkpoints").exists():
+        return resolved, [*counted]  # without the import of numpy
     from bigtrain.run.checkpointing.changed_settings import refuse_other_run
 
-    return _resumes_from(refuse_other_run(resolved.config))
+    return resolved, [*counted, *_resumes_from(refuse_other_run(resolved.config))]
 
 
 def _resumes_from(checkpoint: Path | None) -> list[str]:
@@ -172,12 +182,15 @@ def train_resolved(
     with importing():
         from bigtrain.engine.startup.device import refuse_for_device
         from bigtrain.run.checkpointing.changed_settings import refuse_other_run
+        from bigtrain.run.length import with_steps
         from bigtrain.run.preflight import inspect_inputs
 
     refuse_for_device(run.config, world.size)
     with importing():  # the model's libraries
         # One rank of each host compares the sizes of the shards' files; the others read the list.
         inputs = inspect_inputs(run, "sizes" if world.local_rank == 0 else "listed")
+        run, counted = with_steps(run, inputs.datasets)
+        inputs = replace(inputs, notes=(*counted, *inputs.notes))
         if world.local_rank == 0:
             parameters = inputs.model_plan.parameters
             refuse_other_run(run.config, inputs.sources, inputs.data_hash, parameters)

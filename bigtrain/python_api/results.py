@@ -409,7 +409,7 @@ def documents_of(
 ) -> list[dict[str, Any]]:
     """Return `read_documents` of open shards; with `mask` also `runs` of learned and other
     tokens."""
-    from bigtrain.data.shards.inspection import LONE, decoder_of, runs_of
+    from bigtrain.data.shards.inspection import LONE, decoder_of, row_of, runs_of
 
     if inspected.manifest is None and split:
         raise DataError(f"--split {split}: a single shard has no splits -> remove it")
@@ -433,6 +433,8 @@ def documents_of(
                 "text": None if decoder is None else decoder.decode(shown),
             }
         )
+        if (row := row_of(inspected, index, shard, within)) is not None:
+            documents[-1]["row"] = row
         if mask:
             if decoder is None:
                 raise DataError("--mask shows text -> --tokenizer DIRECTORY to decode with")

@@ -15,11 +15,21 @@ if TYPE_CHECKING:
     from bigtrain.data.documents.formats import DocumentReader
     from bigtrain.data.documents.reader import BadDocument, ReadOptions
     from bigtrain.data.shards.dataset import TokenDataset
-    from bigtrain.data.shards.manifest import OptionsRecord
+    from bigtrain.data.shards.manifest import FillInMiddleRecord, OptionsRecord, TextFilterRecord
     from bigtrain.data.tokenize_job.job import BuildResult
 
 Inputs = str | Path | Sequence[str | Path]
-Format = Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt-completion"]
+Format = Literal[
+    "auto",
+    "text",
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "prompt-completion",
+    "tokens",
+    "preference",
+    "kto",
+]
 OTHER_FIRST_ROWS = 64
 """Files, in addition to the first one, whose first row is read: local ones, evenly spaced."""
 Encoder = Literal["auto", "gigatoken", "fastokens", "reference"]
@@ -55,6 +65,11 @@ class TokenizeOptions(ReadingOptions, total=False):
     world_size: int | None
     encoder: Encoder
     parse_special_tokens: bool
+    text_filter: str | None
+    fim_rate: float
+    fim_spm_rate: float | None
+    fim_seed: int | None
+    fim_tokens: Sequence[str] | None
     beginning_of_text: Literal["auto", "always", "never"]
     end_of_document: str | None
     say: Callable[[str], None] | None
@@ -105,6 +120,12 @@ def build_tokens(
     encoder, parse_special_tokens: as in the command's options.
     beginning_of_text: start of plain-text documents; ``auto`` (default): tokens that the
         tokenizer itself adds, ``always`` its beginning-of-text token, ``never`` nothing.
+    text_filter: ``package.module:function``, called with the text and the row of each document:
+        True keeps it, False or a reason drops and counts it.
+    fim_rate: share of the training documents of plain text that are rearranged for
+        fill-in-the-middle, 0 (default) to 1; fim_spm_rate: share of those with the suffix first
+        (default: 0.5); fim_seed: of the draws (default: 0); fim_tokens: names of the three tokens
+        before prefix, suffix and middle (default: those that the tokenizer has by known names).
     end_of_document: token that ends documents (default: the tokenizer's end-of-sequence token).
     say: gets a line on the detected format (default: print to standard error).
     """
@@ -145,6 +166,12 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
     rows = row_format(name, options.get("keys") or {}, roles)
     if rows is None:
         refuse_for_text(reading, options.get("chat_template"), learn, roles)
+    elif rows.name == "tokens":
+        refuse_for_tokens(options)
+    elif rows.name in ("preference", "kto") and learn == "last":
+        raise DataError(
+            f"--learn last: the answers of --format {rows.name} are learned completely -> remove it"
+        )
     return OptionsRecord(
         text_keys=reading.text_keys if rows is None else rows.keys,
         held_out=options.get("held_out", 0.0),
@@ -161,6 +188,44 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
         max_unrendered=options.get("max_unrendered", 0),
         beginning_of_text=options.get("beginning_of_text", "auto"),
         end_of_document=options.get("end_of_document"),
+        fill_in_middle=_fill_in_middle(options, is_text=rows is None),
+        text_filter=_text_filter(options.get("text_filter")),
+    )
+
+
+def _text_filter(name: str | None) -> TextFilterRecord | None:
+    """Return the record of a filter. Raise DataError if it cannot be called."""
+    from bigtrain.data.documents.text_filter import load_filter
+    from bigtrain.data.shards.manifest import TextFilterRecord
+
+    if name is None:
+        return None
+    loaded = load_filter(name)
+    return TextFilterRecord(name=loaded.name, source_xxh3=loaded.source_xxh3)
+
+
+def _fill_in_middle(options: TokenizeOptions, *, is_text: bool) -> FillInMiddleRecord | None:
+    """Return the record of fill-in-the-middle; None without it. Raise DataError for options that
+    have no effect."""
+    from bigtrain.data.shards.manifest import FillInMiddleRecord
+
+    rate, tokens = options.get("fim_rate", 0.0), options.get("fim_tokens")
+    spm_rate, seed = options.get("fim_spm_rate"), options.get("fim_seed")
+    given = {"--fim-spm-rate": spm_rate, "--fim-seed": seed, "--fim-tokens": tokens}
+    name = next((option for option, value in given.items() if value is not None), None)
+    if not rate:
+        if name is not None:
+            raise DataError(f"{name} is for fill-in-the-middle -> --fim-rate F, or remove it")
+        return None
+    if not is_text:
+        raise DataError("--fim-rate is for documents of plain text -> remove it")
+    if tokens is not None and len(tokens) != 3:
+        raise DataError(f"--fim-tokens has {len(tokens)} names -> PREFIX SUFFIX MIDDLE")
+    return FillInMiddleRecord(
+        rate=rate,
+        spm_rate=0.5 if spm_rate is None else spm_rate,
+        seed=seed or 0,
+        tokens=None if tokens is None else (tokens[0], tokens[1], tokens[2]),
     )
 
 
@@ -256,7 +321,7 @@ class RowFormat:
 def detected_format(reading: ReadOptions, say: Callable[[str], None]) -> str:
     """Return the format of the first row's keys; `say` gets a line on it. Text if
     they match none. Raises DataError if the first rows of the files have several formats."""
-    from bigtrain.data.documents.chat_formats import ONE_FORMAT, nearest
+    from bigtrain.data.documents.chat_formats import ONE_FORMAT, also_preferences, nearest
     from bigtrain.data.documents.discovery import find_sources
     from bigtrain.data.documents.formats import keys_in
 
@@ -267,6 +332,12 @@ def detected_format(reading: ReadOptions, say: Callable[[str], None]) -> str:
         keys = keys_in(source, reading)
         if keys or not source.format.has_rows or not formats:
             match = nearest(keys)
+            if ambiguous := also_preferences(keys):
+                shown = " and of ".join(ambiguous)
+                raise DataError(
+                    f"{source.path}: the first row has the keys of --format {shown} -> name the "
+                    "one that is meant: --format"
+                )
             formats.setdefault("text" if match is None else match.name, source.path)
     if len(formats) > 1:
         shown = "; ".join(f"{name}: {path}" for name, path in formats.items())
@@ -303,8 +374,8 @@ def row_format(name: str, names: Mapping[str, str], roles: Mapping[str, str]) ->
         keys = keys[: len(own)]
     if name == "messages" and keys[1:] == own[1:]:
         keys = keys[:1]
-    if roles and name == "alpaca":
-        raise DataError("--role: rows of --format alpaca have no roles -> remove it")
+    if roles and name in ("alpaca", "tokens"):
+        raise DataError(f"--role: rows of --format {name} have no roles -> remove it")
     return RowFormat(name, keys, tuple(f"{name}={role}" for name, role in sorted(roles.items())))
 
 
@@ -326,3 +397,21 @@ def refuse_for_text(
     raise DataError(
         f"{given} is for conversations, and {shown if keys else 'no row with keys is read'}{fix}"
     )
+
+
+def refuse_for_tokens(options: TokenizeOptions) -> None:
+    """Raise DataError for options on texts, if the rows are already tokenized."""
+    given = {
+        "--learn last": options.get("learn") == "last",
+        "--chat-template": options.get("chat_template"),
+        "--max-unrendered": options.get("max_unrendered"),
+        "--parse-special-tokens": options.get("parse_special_tokens"),
+        "--beginning-of-text": options.get("beginning_of_text", "auto") != "auto",
+        "--end-of-document": options.get("end_of_document"),
+        "--filter": options.get("text_filter"),
+    }
+    name = next((option for option, value in given.items() if value), None)
+    if name is not None:
+        raise DataError(
+            f"{name} is for text, and rows of --format tokens are taken as they are -> remove it"
+        )

@@ -34,7 +34,7 @@ def closing_result(
     def read() -> TrainingResult:
         export = context.directory / EXPORT
         logged, evaluation = last_lines(context.directory / "metrics.jsonl")
-        steps = context.config.train.steps
+        steps = context.config.train.total_steps
         return TrainingResult(
             context.directory,
             logged.get("step", steps) if step is None else step,
@@ -65,8 +65,8 @@ def stop_early(
         with writing(context.directory, OUTPUT_REMEDY):
             leave_marker(context.directory, received, state)
     log.info(
-        f"stopped by {received.name} after step {state.step} of {context.config.train.steps}; "
-        "the same command resumes from there"
+        f"stopped by {received.name} after step {state.step} of "
+        f"{context.config.train.total_steps}; the same command resumes from there"
     )
 
 
@@ -89,8 +89,8 @@ def is_complete(context: RunContext, log: RunLog, state: TrainState) -> bool:
     if complete:
         early = " and has stopped early" if has_stopped(config, state) else ""
         log.info(
-            f"complete: the run is at step {state.step} of {config.train.steps}{early}; nothing to "
-            "do"
+            f"complete: the run is at step {state.step} of {config.train.total_steps}{early}; "
+            "nothing to do"
         )
     return complete
 

@@ -86,7 +86,7 @@ def train(
     with clock.running():
         while not is_over(config, state) and received is None:
             lr = learning_rate_at(
-                state.step, config.optimizer.lr, config.schedule, config.train.steps
+                state.step, config.optimizer.lr, config.schedule, config.train.total_steps
             )
             context.seed_step(state.step)
             beat.begin_step(state.step + 1)
@@ -111,7 +111,7 @@ def train(
                 beat.set_phase("outer step with the other sites", slow=True)
                 with clock.paused("outer_step"):
                     state = outer.make(state)
-            last = state.step == config.train.steps
+            last = state.step == config.train.total_steps
             profiler.after(state.step, last=last)
             # Before anything is written: it also detects a later launch that holds the directory.
             beat.set_phase("agreeing whether to stop")
@@ -140,7 +140,7 @@ def train(
 
 
 def _is_logged(config: RunConfig, step: int) -> bool:
-    return step == config.train.steps or step % config.logging.every_steps == 0
+    return step == config.train.total_steps or step % config.logging.every_steps == 0
 
 
 def _save(

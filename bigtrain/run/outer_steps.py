@@ -94,14 +94,14 @@ class OuterSteps:
 
     def is_due(self, state: TrainState) -> bool:
         """Return whether outer steps are due before the next step of the run."""
-        steps = self._context.config.train.steps
+        steps = self._context.config.train.total_steps
         return self._step is not None and self._step.is_due(state.step, steps)
 
     def make(self, state: TrainState) -> TrainState:
         """Make the due outer steps; return the state after them. Raises LaunchError on every rank
         if this site can make none."""
         assert self._step is not None
-        steps = self._context.config.train.steps
+        steps = self._context.config.train.total_steps
         self._log_steps(state, self._step.after_step(state.step, steps))
         return self._moved(state)
 
@@ -127,7 +127,7 @@ class OuterSteps:
         if self._step.step is None or self._step.step <= state.step:
             return state
         plan, missed = self._context.plan, self._step.step - state.step
-        steps = min(self._step.step, self._context.config.train.steps)
+        steps = min(self._step.step, self._context.config.train.total_steps)
         return replace(
             state,
             step=steps,

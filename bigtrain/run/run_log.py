@@ -27,7 +27,7 @@ class RunLog:
         start."""
         self.metrics = MetricsWriter(
             self._claim.run_directory,
-            total_steps=config.train.steps,
+            total_steps=config.train.total_steps,
             trackers=config.logging.trackers,
             project=config.logging.project,
             run_config=config.model_dump(mode="json"),

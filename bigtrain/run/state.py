@@ -109,7 +109,7 @@ def after_evaluation(
 
 def is_over(config: RunConfig, state: TrainState) -> bool:
     """Return whether a run at `state` has ended: at its last step, or stopped early."""
-    return state.step >= config.train.steps or has_stopped(config, state)
+    return state.step >= config.train.total_steps or has_stopped(config, state)
 
 
 def has_stopped(config: RunConfig, state: TrainState) -> bool:

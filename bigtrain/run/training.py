@@ -79,7 +79,7 @@ def train_inputs(
         state = outer.begin(resumed)
         copies = begin_writing(context, log, inputs, state, base, prediction)
         with Saver(context, log, engine, inputs, base, copies) as saver:
-            if resumed.step < state.step >= run.config.train.steps:
+            if resumed.step < state.step >= run.config.train.total_steps:
                 saver.save(state, {})  # other sites have trained to the end without this one
             elif is_over(run.config, state):
                 saver.finish_retention(state.step)

@@ -252,9 +252,24 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> Self:
-        if self.schedule.warmup_steps > self.train.steps:
+        if self.train.steps is not None and self.schedule.warmup_steps > self.train.steps:
             raise ValueError(
                 f"schedule.warmup_steps = {self.schedule.warmup_steps} is more than train.steps = "
                 f"{self.train.steps} -> schedule.warmup_steps={self.train.steps} or less"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _epochs_are_of_datasets(self) -> Self:
+        by_weight = [
+            f"data.sources.{number}"
+            for number, source in enumerate(self.data.sources)
+            if source.weight is not None
+        ]
+        if self.train.epochs is not None and by_weight:
+            raise ValueError(
+                f"train.epochs = {self.train.epochs:g}: sources with weights end their epochs at "
+                "different steps, so the run's epoch is undefined -> train.steps=N; or "
+                f"{by_weight[0]}.epochs instead of weight, for every source"
             )
         return self

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -39,7 +40,9 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_your_own_data(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_your_own_data(
+    work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_chat_tokenizer(work / "chat-tokenizer")
     texts = [f"{'word ' * (number % 7)}{number}" for number in range(30)]
     chats = [{"messages": turns("a?", text, "and?", "no.")} for text in texts]
@@ -54,6 +57,24 @@ def test_your_own_data(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parquet.write_table(pa.table({"prompt": texts, "completion": texts}), "pairs.parquet")
     pages = [{"meta": {"text": text, "page": 1}} for text in texts]
     parquet.write_table(pa.Table.from_pylist(pages), "pages.parquet")
+    ids = [{"input_ids": [7, number + 8, 9], "labels": [-100, -100, 9]} for number in range(30)]
+    parquet.write_table(pa.Table.from_pylist(ids), "rows.parquet")
+    code = [f"def f():\n    return {number}\n" for number in range(30)]
+    (work / "code.jsonl").write_text("".join(json.dumps({"text": c}) + "\n" for c in code))
+    (filter_source,) = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs/howto/your_data.md").read_text(), flags=re.M | re.S
+    )
+    (work / "my_filters.py").write_text(filter_source)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    asked = turns("a?")
+    with (work / "preferences.jsonl").open("w") as file:
+        for text in texts:
+            answers = {"chosen": turns("a?", f"{text}.")[1:], "rejected": turns("a?", "no")[1:]}
+            file.write(json.dumps({"prompt": asked, **answers}) + "\n")
+    with (work / "rated.jsonl").open("w") as file:
+        for text in texts:
+            row = {"prompt": asked, "completion": turns("a?", text)[1:], "thumbs_up": "3" in text}
+            file.write(json.dumps(row) + "\n")
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     (work / "more.jsonl.gz").write_bytes(gzip.compress(lines))
     before = os.dup(0)
@@ -68,12 +89,27 @@ def test_your_own_data(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     finally:
         os.dup2(before, 0)
         os.close(before)
-    for name in ("chats", "support", "questions", "pairs", "pages", "more"):
+    for name in (
+        "chats",
+        "support",
+        "questions",
+        "pairs",
+        "pages",
+        "rows",
+        "preferences",
+        "rated",
+        "code",
+        "more",
+    ):
         manifest = read_manifest(work / name)
-        assert manifest.num_documents("train") == len(texts), name
-        assert manifest.is_masked == (name not in ("pages", "more"))
+        assert manifest.num_documents("train") == len(texts) * (1 + (name == "preferences")), name
+        assert manifest.is_masked == (name not in ("pages", "code", "more"))
+    short = sum(len(text) < 3 for text in texts)
+    filtered = read_manifest(work / "filtered")
+    assert filtered.filtered == {"too short": short}
+    assert filtered.num_documents("train") == len(texts) - short > 0
     said = capsys.readouterr()
-    for name in ("messages", "sharegpt", "prompt-completion"):
+    for name in ("messages", "sharegpt", "prompt-completion", "tokens", "preference"):
         assert f"match --format {name}" in said.err
 
 

@@ -106,11 +106,11 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
             save(engine, Path(case["save_again_to"]), world, outer)
     if case.get("save_at") == 0:
         save(engine, Path(case["save_to"]), world)
-    last = case.get("last_step", config.train.steps) - 1
+    last = case.get("last_step", config.train.total_steps) - 1
     for step in range(first, last + 1):
         seat = replace(place, data_rank=run.plan.reader(place.data_rank))
         torch.manual_seed(step_seed(config.seed, step, seat))
-        lr = learning_rate_at(step, config.optimizer.lr, config.schedule, config.train.steps)
+        lr = learning_rate_at(step, config.optimizer.lr, config.schedule, config.train.total_steps)
         micro_batches = batches.step(step * run.plan.global_batch_size)
         samples.append([checksum(row) for batch in micro_batches for row in batch.input_ids])
         is_watched = case.get("watch_calls") and step == last
@@ -127,8 +127,8 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         assert result.figures is not None
         assert math.isclose(result.figures.grad_norm, norms[-1], rel_tol=1e-6)
         graphs.append(counters["stats"]["unique_graphs"])
-        if outer is not None and outer.is_due(step + 1, config.train.steps):
-            outer_steps += map(asdict, outer.after_step(step + 1, config.train.steps))
+        if outer is not None and outer.is_due(step + 1, config.train.total_steps):
+            outer_steps += map(asdict, outer.after_step(step + 1, config.train.total_steps))
         if step + 1 == case.get("save_at"):
             if outer is not None:
                 outer_steps += map(asdict, outer.settle())

@@ -36,6 +36,7 @@ from bigtrain.data.chat.answer_ends import Answer, AnswerEnds, assistant_spans, 
 from bigtrain.data.chat.control_tokens import ControlTokens
 from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, COUNTED_ONLY, Lost, refuse, unrendered
 from bigtrain.data.documents.conversations import ConversationError
+from bigtrain.data.documents.token_rows import PADDING, TokenRow
 from bigtrain.data.shards.format import Mask
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.encoders import Encoder
@@ -78,7 +79,8 @@ class ChatRules:
 @dataclass(frozen=True)
 class _Rendered:
     """Conversation as text, its assistant's character ranges, and the template's control tokens if
-    not every control token's text is one. `prompt`: start of `text` if it is plain text."""
+    not every control token's text is one. `prompt`: start of `text` if it is plain text. `row`: one
+    that is already tokenized, without text."""
 
     text: str
     spans: Spans = ()
@@ -87,6 +89,7 @@ class _Rendered:
     lost: tuple[Lost, ...] = ()
     ends: frozenset[str] = frozenset()
     inside: frozenset[str] = frozenset()
+    row: TokenRow | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class ChatEncoder:
     `encoder` and `reference` add no ends and parse special tokens. With `trusted` the text of
     control tokens in a conversation becomes control tokens. `template`: None: only plain text can
     be encoded. `plain_ends`: start and end of plain text. `rules`: None: accept the template's
-    rendering unchecked.
+    rendering unchecked. `vocab_size`: of the tokenizer, for rows that are already tokenized.
     """
 
     encoder: Encoder
@@ -115,6 +118,7 @@ class ChatEncoder:
     trusted: bool
     plain_ends: TextEnds | None = None
     rules: ChatRules | None = None
+    vocab_size: int = 0
 
     def __post_init__(self) -> None:
         assert self.encoder.parse_special_tokens
@@ -128,8 +132,12 @@ class ChatEncoder:
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_token_bytes"}
 
-    def encode(self, contents: Sequence[bytes], checks: Checks | None = None) -> EncodedChats:
+    def encode(
+        self, contents: Sequence[bytes], checks: Checks | None = None, group: int = 1
+    ) -> EncodedChats:
         """Encode conversations given as `bigtrain.data.documents.conversations.conversation_bytes`.
+        group: so many consecutive ones are used together, and `unrendered`, `ends` and `inside` are
+        of groups without a problem.
         Raises EncoderError if `checks` (of their texts) find the encoder wrong."""
         rendered: list[_Rendered] = []
         problems: dict[int, str] = {}
@@ -151,25 +159,29 @@ class ChatEncoder:
             low, high = int(ends[number] - encoded.lengths[number]), int(ends[number])
             tokens, own_mask = encoded.tokens[low:high], mask[low:high]
             try:
-                if number in prompts:
+                if chat.row is not None:
+                    tokens, own_mask = chat.row.tokens, chat.row.learned
+                elif number in prompts:
                     tokens, own_mask = self._completion(chat, tokens, prompts[number])
                 elif slow[number]:
                     tokens, own_mask = self._encode_slowly(chat)
                 if number not in problems and not own_mask[1:].any():
-                    raise ConversationError("no assistant tokens to train on")
+                    what = "assistant tokens" if chat.row is None else "token after the first"
+                    raise ConversationError(f"no {what} to train on")
             except ConversationError as error:
                 problems[number] = str(error)
             if number in problems:
                 tokens, own_mask = tokens[:0], own_mask[:0]
             parts.append((tokens, own_mask))
-        good = [chat for number, chat in enumerate(rendered) if number not in problems]
+        bad = {number // group for number in problems}
+        good = [chat for number, chat in enumerate(rendered) if number // group not in bad]
         return EncodedChats(
             np.concatenate([encoded.tokens[:0], *(tokens for tokens, _ in parts)]),
             np.concatenate([mask[:0], *(own_mask for _, own_mask in parts)]),
             np.fromiter((len(tokens) for tokens, _ in parts), np.int64, len(parts)),
             np.fromiter(map(len, texts), np.int64, len(texts)),
             tuple(sorted(problems.items())),
-            Counter(part.kind for chat in good for part in chat.lost),
+            _count_lost(good),
             frozenset[str]().union(*(chat.ends for chat in good)),
             frozenset[str]().union(*(chat.inside for chat in good)),
         )
@@ -210,6 +222,10 @@ class ChatEncoder:
         return _Rendered(text, (), () if doubtful and not self.trusted else None, prompt)
 
     def _render(self, conversation: dict[str, Any]) -> _Rendered:
+        if "input_ids" in conversation:
+            row = TokenRow.of_document(conversation)
+            row.require_in_vocabulary(self.vocab_size)
+            return _Rendered("", row=row)
         if "prompt" in conversation:
             return self._render_plain(conversation["prompt"], conversation["completion"])
         if self.template is None:
@@ -326,6 +342,12 @@ class ChatEncoder:
     @cached_property
     def _token_bytes(self) -> TokenBytes | None:
         return token_bytes(json.loads(self.encoder.tokenizer_json))
+
+
+def _count_lost(chats: Sequence[_Rendered]) -> Counter[str]:
+    lost = Counter(part.kind for chat in chats for part in chat.lost)
+    padding = sum(chat.row.padding for chat in chats if chat.row is not None)
+    return lost + Counter({PADDING: padding})
 
 
 def _first_at(ranges: Integers, place: int) -> int | None:

@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bigtrain.data.documents.conversations import RESULTS, WORDLESS, ConversationError
+from bigtrain.data.documents.token_rows import PADDING
 from bigtrain.data.tokenizers.chat_template import ChatTemplate, Messages, Tools
 
 CONTENT, CALLS, TOOLS, REASONING = "content", "tool_calls", "tools", "reasoning"
 STRIPPED, IGNORED = "stripped_reasoning", "message_keys"
-COUNTED_ONLY = (STRIPPED, IGNORED)
+COUNTED_ONLY = (STRIPPED, IGNORED, PADDING)
 """Kinds of parts that are counted and reported, and cause no refusal."""
 REASONING_KEYS = tuple(key for key in WORDLESS if key != "tool_calls")
 

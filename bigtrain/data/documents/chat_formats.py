@@ -6,17 +6,27 @@ values to messages for transformers' ``apply_chat_template``. `nearest` detects 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
-from bigtrain.data.documents.conversations import (
-    ConversationError,
-    completion_bytes,
-    conversation_bytes,
-    from_text,
+from bigtrain.data.documents.conversations import ConversationError, from_text
+from bigtrain.data.documents.preferences import LABELED_KEYS, PAIR_KEYS, labeled, pair
+from bigtrain.data.documents.row_format import (
+    FUNCTION_CALL,
+    ROLES,
+    TOKEN_KEYS,
+    Chat,
+    ChatFormat,
+    Completion,
+    Messages,
+    Roles,
+    RowDocument,
+    Values,
+    with_role,
+    with_roles,
 )
 
 ONE_FORMAT = (
@@ -24,76 +34,17 @@ ONE_FORMAT = (
     "and mixed in the run: data.sources"
 )
 
-Messages = list[dict[str, Any]]
-Values = Sequence[Any]
-"""Values of a row under the keys of its format, None for missing ones."""
-Roles = Mapping[str, str]
-"""User-defined meanings of role names in the data (``--role``)."""
-
-
-@dataclass(frozen=True)
-class Chat:
-    """Messages and their tools; not checked yet."""
-
-    messages: object
-    tools: object = None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """Prompt and completion as plain text, without a chat template."""
-
-    prompt: str
-    completion: str
-
-
 TOOLS_KEY = "tools"
 """Key of a conversation's tools, next to its messages."""
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 """Keys of a row that mark a conversation as not text-only."""
-FUNCTION_CALL = "function_call"
-"""LLaMA-Factory's ShareGPT role of a turn whose value is the JSON of one or more calls."""
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    FUNCTION_CALL: "assistant",
-    "system": "system",
-    "developer": "developer",
-    "tool": "tool",
-    "observation": "tool",
-    "function": "tool",
-    "function_response": "tool",
-}
-"""Names of ShareGPT, LLaMA-Factory and Axolotl, mapped to the names that templates use."""
-PEOPLE = {name: ROLES[name] for name in ("human", "gpt", "chatgpt", "bard", "bing")}
-"""Names that no template uses, so that their meaning does not depend on the format."""
-
-
-@dataclass(frozen=True)
-class ChatFormat:
-    """Chat format. name: of ``--format``. keys: the first is required in every row; identifying:
-    keys that identify the format; make: converts their values, and those of `extra_keys`, to a
-    conversation; turn_keys: keys of speaker and text in each turn. extra_keys: keys that always
-    have these names."""
-
-    name: str
-    keys: tuple[str, ...]
-    identifying: frozenset[str]
-    make: Callable[[Values, Roles], Chat | Completion]
-    turn_keys: tuple[str, ...] = ("role", "content")
-    extra_keys: tuple[str, ...] = ()
+WEIGHT_KEYS = ("weight", "token_weights")
+"""Keys of a row for weights of its loss."""
 
 
 def _messages(values: Values, roles: Roles) -> Chat:
     given, tools, system, functions = values
-    messages = _with_roles(given, roles)
+    messages = with_roles(given, roles)
     if functions and not tools:  # OpenAI's former tools
         listed = from_text(functions)
         if not isinstance(listed, list):
@@ -108,19 +59,6 @@ def _messages(values: Values, roles: Roles) -> Chat:
     return Chat(messages, tools)
 
 
-def _with_roles(given: object, roles: Roles) -> object:
-    """Return messages with role names mapped by `roles` and `PEOPLE`."""
-    messages = from_text(given)
-    if not isinstance(messages, list):
-        return messages
-    return [_with_role(m, roles) if isinstance(m, dict) and "role" in m else m for m in messages]
-
-
-def _with_role(message: Mapping[str, Any], roles: Roles) -> dict[str, Any]:
-    name = message["role"]
-    return {**message, "role": {**PEOPLE, **roles}.get(str(name), name)}
-
-
 def _sharegpt(values: Values, roles: Roles) -> Chat:
     turns, system, tools = values
     turns = from_text(turns)
@@ -131,7 +69,7 @@ def _sharegpt(values: Values, roles: Roles) -> Chat:
         messages.append({"role": "system", "content": system})
     for number, turn in enumerate(turns, 1):
         if isinstance(turn, dict) and "role" in turn and "from" not in turn:
-            messages.append(_with_role(turn, roles))  # in OpenAI's format, under ShareGPT's key
+            messages.append(with_role(turn, roles))  # in OpenAI's format, under ShareGPT's key
             continue
         if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
             shown, fix = type(turn).__name__, ""
@@ -189,12 +127,12 @@ def _alpaca(values: Values, roles: Roles) -> Chat:
     pairs = history or ()
     if not isinstance(pairs, (list, tuple)):
         raise ConversationError(f"its history is not a list but {type(history).__name__}")
-    for number, pair in enumerate(pairs, 1):
-        if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and all(map(_is_text, pair))):
+    for number, turn in enumerate(pairs, 1):
+        if not (isinstance(turn, (list, tuple)) and len(turn) == 2 and all(map(_is_text, turn))):
             raise ConversationError(f"history {number} is not a pair of instruction and output")
         messages += [
-            {"role": "user", "content": pair[0]},
-            {"role": "assistant", "content": pair[1]},
+            {"role": "user", "content": turn[0]},
+            {"role": "assistant", "content": turn[1]},
         ]
     if not _is_text(instruction) or not _is_text(output):
         wrong = "instruction" if not _is_text(instruction) else "output"
@@ -208,7 +146,7 @@ def _alpaca(values: Values, roles: Roles) -> Chat:
 def _prompt_completion(values: Values, roles: Roles) -> Chat | Completion:
     prompt, completion, tools = values
     if isinstance(prompt, list) and isinstance(completion, list):
-        before, after = (_with_roles(part, roles) for part in (prompt, completion))
+        before, after = (with_roles(part, roles) for part in (prompt, completion))
         assert isinstance(before, list)
         assert isinstance(after, list)
         # The prompt has no loss, as in TRL.
@@ -221,6 +159,12 @@ def _prompt_completion(values: Values, roles: Roles) -> Chat | Completion:
         kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
         raise ConversationError(f"its prompt and completion are not both text or messages: {kinds}")
     return Completion(prompt, completion)
+
+
+def _tokens(values: Values, roles: Roles) -> RowDocument:
+    from bigtrain.data.documents.token_rows import token_row  # numpy
+
+    return token_row(values)
 
 
 def _is_text(value: object) -> bool:
@@ -259,10 +203,32 @@ FORMATS: Mapping[str, ChatFormat] = {
             (),
         ),
         ChatFormat(
+            "preference",
+            PAIR_KEYS,
+            frozenset({"chosen", "rejected"}),
+            pair,
+            noun="a preference pair",
+        ),
+        ChatFormat(
+            "kto",
+            LABELED_KEYS,
+            frozenset({"prompt", "completion", "label"}),
+            labeled,
+            noun="an answer with a label",
+        ),
+        ChatFormat(
             "prompt-completion",
             ("prompt", "completion", TOOLS_KEY),
             frozenset({"prompt", "completion"}),
             _prompt_completion,
+        ),
+        ChatFormat(
+            "tokens",
+            TOKEN_KEYS,
+            frozenset({"input_ids"}),
+            _tokens,
+            (),
+            noun="a row of tokens",
         ),
     )
 }
@@ -284,8 +250,18 @@ distinguish messages from ShareGPT, and both are accepted under the key of eithe
 
 
 def nearest(keys: Collection[str]) -> ChatFormat | None:
-    """Return the format of a row with these keys; None if unknown."""
-    return next((entry for entry in FORMATS.values() if entry.identifying <= set(keys)), None)
+    """Return the format of a row with these keys; None if unknown, and for tokens
+    with their text: which one is meant is ambiguous."""
+    near = next((entry for entry in FORMATS.values() if entry.identifying <= set(keys)), None)
+    return None if near is not None and near.name == "tokens" and "text" in keys else near
+
+
+def also_preferences(keys: Collection[str]) -> list[str]:
+    """Return the formats of a row with these keys if it is a preference pair and a conversation at
+    once: which one is meant is the user's choice. Empty otherwise."""
+    names = [entry.name for entry in FORMATS.values() if entry.identifying <= set(keys)]
+    names = [name for name in names if name != "tokens"]
+    return names if "preference" in names and len(names) > 1 else []
 
 
 def remedy_for(keys: Collection[str]) -> str:
@@ -339,8 +315,8 @@ class Conversations:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Keys to read from a row: the format's, and those that mark it as not text-only."""
-        others = (*self.format.extra_keys, *MEDIA_KEYS)
+        """Keys to read from a row: the format's, and those for which it may be refused."""
+        others = (*self.format.extra_keys, *MEDIA_KEYS, *WEIGHT_KEYS)
         return (*self.keys, *(key for key in others if key not in self.keys))
 
     def with_known_turns(self, value: object) -> object:
@@ -359,22 +335,35 @@ class Conversations:
         ]
 
 
+def _why_weighted(key: str, value: object) -> str:
+    """Return why a row with this weight is refused; empty if it is learned as any other."""
+    if key == "token_weights" and value is not None:
+        return "it has token_weights, which only rows with input_ids may have: --format tokens"
+    if isinstance(value, bool) or not isinstance(value, int | float) or value == 1:
+        return ""
+    if value == 0:
+        return "its weight is 0, so nothing of it would be learned -> remove the row"
+    return (
+        f"its weight is {value}: a token is learned or not, by one bit -> 1; to read it more "
+        "often, write its rows into a dataset of their own, with a larger weight in data.sources"
+    )
+
+
 def conversation_of(values: Sequence[Any], rules: Conversations) -> tuple[bytes | None, str]:
     """Return the document in the `values` of `rules.columns`, or None and the reason."""
     extra = dict(zip(rules.columns[len(rules.keys) :], values[len(rules.keys) :], strict=False))
     for key, value in extra.items():
         if key in MEDIA_KEYS and value is not None and value not in ("", [], {}):
             return None, (f"it has a value under {key!r}: only text is supported")
+        if key in WEIGHT_KEYS and (why := _why_weighted(key, value)):
+            return None, why
     try:
         given = [rules.with_known_turns(value) for value in values[: len(rules.keys)]]
         given += [extra.get(key) for key in rules.format.extra_keys]
-        conversation = rules.format.make(given, rules.roles)
-        if isinstance(conversation, Completion):
-            return completion_bytes(conversation.prompt, conversation.completion), ""
-        messages, tools = conversation.messages, conversation.tools
-        return conversation_bytes(messages, tools, last_only=rules.last_only), ""
+        row = rules.format.make(given, rules.roles)
+        return row.document(last_only=rules.last_only), ""
     except ConversationError as error:
-        return None, f"{rules.keys[0]!r} is not a conversation: {error}"
+        return None, f"{rules.keys[0]!r} is not {rules.format.noun}: {error}"
     except TypeError as error:  # halves of surrogate pairs, in a prompt
         return None, f"{rules.keys[0]!r} cannot be written as JSON: {error}"
 

@@ -65,7 +65,8 @@ class TextReader(PartReader):
             line = content.count(b"\n", 0, error.start) + 1
             self.rejects.add(BadDocument(source.path, f"not UTF-8 ({error.reason})", line=line))
         else:
-            yield [content]
+            if self.is_kept(content, {}, source.path):
+                yield [content]
 
 
 class JsonLinesReader(PartReader):
@@ -129,7 +130,7 @@ class JsonLinesReader(PartReader):
     def _parse(self, lines: Sequence[bytes | None]) -> list[bytes]:
         """Return the documents of `lines`, which follow `num_lines` others."""
         keys = self.options.text_keys
-        if self.options.chat:
+        if self.options.chat or self.options.text_filter is not None:
             numbered = enumerate(lines, self.num_lines + 1)
             chats = [(number, self._parse_line(number, line)) for number, line in numbered]
             self.places = [number for number, content in chats if content is not None]
@@ -165,7 +166,13 @@ class JsonLinesReader(PartReader):
             content, why = document_in(tree, options.text_keys, options.conversations)
         if content is None:
             self.reject_at(number, why)
+        elif not self.is_kept(content, tree, self._where(number)):
+            return None
         return content
+
+    def _where(self, number: int) -> str:
+        after = f" after byte {self.part.begin}" if self.part.begin else ""
+        return f"{self.part.source.path}:{number}{after}"
 
 
 class JsonReader(JsonLinesReader):
@@ -239,6 +246,8 @@ class JsonReader(JsonLinesReader):
             content, why = None, f"the document {options.too_large}"
         if content is None:
             self.reject_at(number, why)
+        elif not self.is_kept(content, row, f"{self.part.source.path} row {number}"):
+            return None
         else:
             self.places.append(number)
         return content

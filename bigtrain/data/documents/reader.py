@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import IO, ClassVar
+from typing import IO, Any, ClassVar
 
 import xxhash
 
 from bigtrain.data.documents.chat_formats import FORMATS, ONE_FORMAT, Conversations
 from bigtrain.data.documents.files import READ_ERRORS, HashingReader, Selection, Source, open_file
 from bigtrain.data.documents.table_rows import Keys
+from bigtrain.data.documents.text_filter import TextFilter, text_of_document
 from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES
 from bigtrain.errors import DataError
 
@@ -47,11 +49,12 @@ class BadDocument:
 @dataclass
 class RejectedDocuments:
     """Collector of unreadable documents. Unless `allowed`, the first is an error. Otherwise each is
-    counted and passed to `keep`."""
+    counted and passed to `keep`. `filtered`: documents that the user's filter drops, by reason."""
 
     allowed: bool
     keep: Callable[[BadDocument], None] | None = None
     count: int = 0
+    filtered: Counter[str] = field(default_factory=Counter)
 
     def add(self, bad: BadDocument) -> None:
         """Record `bad`. Raise DataError with location and reason unless these are allowed."""
@@ -157,6 +160,17 @@ class PartReader(ABC):
         """Reject a document of `places` for a problem that was detected later."""
         self.rejects.add(BadDocument(self.part.source.path, why, row=place))
 
+    def is_kept(self, content: bytes, row: Mapping[str, Any], where: str) -> bool:
+        """Return whether the user's filter keeps a document of `row`; count it if not. `where`: for
+        errors of the filter, which raise DataError."""
+        if self.options.text_filter is None:
+            return True
+        text = text_of_document(content, has_rows=self.options.chat)
+        why = self.options.text_filter.why_dropped(text, row, where)
+        if why is not None:
+            self.options.text_filter.count(self.rejects.filtered, why)
+        return why is None
+
     @abstractmethod
     def _blocks(self) -> Iterator[list[bytes]]:
         """Yield the blocks; `blocks` adds the file to `READ_ERRORS`."""
@@ -178,7 +192,7 @@ class ReadOptions:
     have the first (keys of a turn may follow), `last_only` whether only the last answer has loss,
     and `roles` the meaning of role names in the data, as ``NAME=ROLE``. `max_document_bytes`: of a
     document's UTF-8, or of its line in a file of lines. `scratch`: existing folder for sources with
-    `Source.needs_decompression`.
+    `Source.needs_decompression`. `text_filter`: drops documents.
     """
 
     selection: Selection
@@ -189,14 +203,15 @@ class ReadOptions:
     last_only: bool = False
     scratch: Path | None = None
     roles: tuple[str, ...] = ()
+    text_filter: TextFilter | None = None
 
     @property
     def keys(self) -> Keys:
-        chat = self.conversations
+        chat, others = self.conversations, self.text_filter is not None
         if chat is not None:
             argument = "--chat-key" if self.chat_format == "messages" else "--format"
-            return Keys(chat.columns[:1], chat.columns[1:], argument)
-        return Keys(self.text_keys)
+            return Keys(chat.columns[:1], chat.columns[1:], argument, others)
+        return Keys(self.text_keys, others=others)
 
     @cached_property
     def conversations(self) -> Conversations | None:

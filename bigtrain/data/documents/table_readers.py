@@ -34,6 +34,7 @@ from bigtrain.data.documents.reader import (
     Part,
     PartReader,
     ReadOptions,
+    RejectedDocuments,
     even_parts,
     unsplit,
 )
@@ -44,6 +45,7 @@ from bigtrain.data.documents.table_rows import (
     bytes_of_columns,
     columns_of,
     joined_rows,
+    other_columns,
     require_sound,
     rows_of_batch,
     rows_per_read,
@@ -56,7 +58,20 @@ STREAMED_ROWS_PER_READ = 32
 """Rows read at a time from a dataset of unknown size."""
 
 
-class CsvReader(PartReader):
+class RowReader(PartReader):
+    """Base of the readers of tables. columns: those that are read of the current file."""
+
+    def __init__(self, part: Part, options: ReadOptions, rejects: RejectedDocuments) -> None:
+        super().__init__(part, options, rejects)
+        self.columns: list[str] = []
+
+    def _row(self, values: Sequence[Any]) -> dict[str, Any]:
+        """Return a row of `columns` as a dictionary, for the filter."""
+        names = aligned(self.columns, self.options.keys)
+        return {name: v for name, v in zip(names, values, strict=False) if name is not None}
+
+
+class CsvReader(RowReader):
     """Reader of comma-separated rows with a header by RFC 4180; of a ``.tsv`` with tabs instead. A
     row whose length differs from the header's is rejected. Errors that make the rest of the file
     ambiguous (a wrong quote, a field of more than `max_document_bytes` characters) raise DataError
@@ -79,10 +94,10 @@ class CsvReader(PartReader):
     def _blocks(self) -> Iterator[list[bytes]]:
         with open_stream(self.part.source, self) as stream:
             for line, values in self._rows(stream_chunks(stream)):
-                content, why = _document(values, self.options)
+                content, why = _document(values, self.options, self.columns)
                 if content is None:
                     self.reject_at(line, why)
-                else:
+                elif self.is_kept(content, self._row(values), f"{self.part.source.path}:{line}"):
                     self.places = [line]
                     yield [content]
 
@@ -94,8 +109,8 @@ class CsvReader(PartReader):
         line = 1
         try:
             names = [name.removeprefix("\ufeff") for name in next(reader, [])]
-            wanted = [c for c in columns_of(source.path, keys, names) if c in names]
-            columns = [None if c is None else names.index(c) for c in aligned(wanted, keys)]
+            self.columns = [c for c in columns_of(source.path, keys, names) if c in names]
+            columns = [None if c is None else names.index(c) for c in aligned(self.columns, keys)]
             line = reader.line_num + 1
             for fields in reader:
                 if len(fields) == len(names):
@@ -125,7 +140,7 @@ def _delimiter(source: Source) -> str:
     return "\t" if without_compression(source.file_name).lower().endswith(".tsv") else ","
 
 
-class TableReader(PartReader):
+class TableReader(RowReader):
     """Base of the readers of rows of parquet, arrow and datasets."""
 
     hashes_documents = True
@@ -160,6 +175,7 @@ class TableReader(PartReader):
             if (
                 isinstance(block.values, TextColumn)
                 and not self.options.chat
+                and self.options.text_filter is None
                 and max(map(len, block.values.contents), default=0)
                 <= self.options.max_document_bytes
             ):
@@ -183,10 +199,14 @@ class TableReader(PartReader):
         values = block.values
         rows = values.rows() if isinstance(values, TextColumn) else values
         for row, columns in enumerate(rows, block.row):
-            content, why = _document(columns, self.options)
+            content, why = _document(columns, self.options, self.columns)
+            where = f"{self.part.source.path} row {row}"
             if content is None:
                 sizes.append(-1 - xxhash.xxh32_intdigest(why.encode()))
                 self.reject_at(row, why)
+                continue
+            if not self.is_kept(content, self._row(columns), where):
+                sizes.append(-1)
                 continue
             sizes.append(len(content))
             self.places.append(row)
@@ -235,7 +255,7 @@ class ParquetReader(TableReader):
         opened = path if file is None else file
         with _reading(path), parquet.ParquetFile(opened, pre_buffer=False) as table:
             names = table.schema_arrow.names
-            columns = columns_of(path, keys, names)
+            self.columns = columns = columns_of(path, keys, names)
             stored = stored_columns(columns, names)
             rows = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
             row = first = sum(rows[:begin])
@@ -281,7 +301,7 @@ class ArrowReader(TableReader):
             row = 0
             for batch, done in _record_batches(mapped, self.part.begin, self.part.end):
                 if done is not None:
-                    columns = columns_of(path, keys, batch.schema.names)
+                    self.columns = columns = columns_of(path, keys, batch.schema.names)
                     stored = stored_columns(columns, batch.schema.names)
                     for column in stored:
                         require_sound(batch.column(column))
@@ -325,7 +345,7 @@ class DatasetReader(TableReader):
         try:
             for batch in dataset.iter(at_once):
                 names = list(batch)
-                columns = columns_of(path, keys, names)
+                self.columns = columns = columns_of(path, keys, names)
                 rows = joined_rows(len(batch[names[0]]), columns, keys, names, batch.__getitem__)
                 yield Block(row, rows, (row - first) / count if count else 0.0)
                 row += len(rows)
@@ -455,8 +475,11 @@ def without_missing(value: Any) -> Any:
     return [without_missing(item) for item in value] if isinstance(value, list) else value
 
 
-def _document(values: Sequence[Any], options: ReadOptions) -> tuple[bytes | None, str]:
-    """Return the document of a row, or None and the reason."""
+def _document(
+    values: Sequence[Any], options: ReadOptions, columns: Sequence[str]
+) -> tuple[bytes | None, str]:
+    """Return the document of a row of `columns`, or None and the reason."""
+    values = values[: len(values) - len(other_columns(columns, options.keys))]
     if options.conversations is not None:
         # A single text column is read without the others.
         given = [*values, *(None for _ in options.conversations.columns[len(values) :])]

@@ -80,11 +80,13 @@ Rows = list[list[Any]]
 @dataclass(frozen=True)
 class Keys:
     """Columns to read. One of `wanted`, which a command's `argument` names, must exist. A row has
-    the values of the existing `wanted` ones, then of all `optional` ones, None for missing ones."""
+    the values of the existing `wanted` ones, then of all `optional` ones, None for missing ones.
+    `others`: then the values of all other columns, for a filter."""
 
     wanted: Sequence[str]
     optional: Sequence[str] = ()
     argument: str = "--text-key"
+    others: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,15 @@ def bytes_of_columns(row_group: Any, columns: Sequence[str]) -> int:
 
 
 def aligned(columns: Sequence[str], keys: Keys) -> list[str | None]:
-    """Return `columns`, with None for missing optional ones."""
+    """Return `columns`, with None for missing optional ones; other columns at the end."""
     wanted = [column for column in columns if column in keys.wanted]
-    return [*wanted, *(key if key in columns else None for key in keys.optional)]
+    optional = [key if key in columns else None for key in keys.optional]
+    return [*wanted, *optional, *other_columns(columns, keys)]
+
+
+def other_columns(columns: Sequence[str], keys: Keys) -> list[str]:
+    """Return those of `columns` that only a filter reads."""
+    return [column for column in columns if column not in (*keys.wanted, *keys.optional)]
 
 
 def rows_of_batch(batch: Any, columns: Sequence[str], keys: Keys) -> Rows | TextColumn:
@@ -172,6 +180,8 @@ def columns_of(path: str, keys: Keys, names: Sequence[str]) -> list[str]:
         fix = remedy_for_row(names) or f" -> {keys.argument}: {there}"
         raise DataError(f"{path}: no column {wanted}{fix}")
     columns = [*stored, *(key for key in keys.optional if _is_stored(key, names))]
+    if keys.others:
+        columns += [name for name in names if name not in columns]
     for name in stored_columns(columns, names):
         if list(names).count(name) > 1:
             raise DataError(

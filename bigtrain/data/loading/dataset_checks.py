@@ -62,7 +62,11 @@ def check_datasets(
         return [Problem("data.packing", config.data.packing, str(error))]
     problems += check_same_directory(config)
     problems += check_tokenizer_files(config)
-    problems += check_masks(config, tables) + check_same_tokenizer(config, tables)
+    problems += (
+        check_rows(config, tables)
+        + check_masks(config, tables)
+        + check_same_tokenizer(config, tables)
+    )
     problems += check_same_beginnings(config, tables) + check_same_templates(config, tables)
     if model_vocab_size is None:
         model_vocab_size = known_vocab_size(config.model)
@@ -224,6 +228,25 @@ def count_samples(config: RunConfig, dataset: TokenDataset, split: Split) -> int
     return count_windows(num_tokens, chunk_length) * (chunk_length // length)
 
 
+NOT_FOR_NEXT_TOKEN = {
+    "preference": "has preference pairs, and next_token would learn the rejected answers, too",
+    "kto": "has answers with labels (kto), and next_token would learn the undesirable ones, too",
+}
+"""Why the objective next_token refuses a dataset, by its rows."""
+TOKENIZE_ANSWERS = (
+    "tokenize the answers to learn as conversations: prompt and completion, or messages"
+)
+
+
+def check_rows(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
+    """Check that the objective reads the rows of every source."""
+    return [
+        _problem(config, number, NOT_FOR_NEXT_TOKEN[table.rows], TOKENIZE_ANSWERS)
+        for number, table in enumerate(tables)
+        if table.rows is not None
+    ]
+
+
 def check_masks(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
     """Check that conversations are isolated: attention must not see another conversation."""
     if config.data.isolates:
@@ -344,6 +367,8 @@ def _unfit(
             f"training data ({other.name}, {other.vocab_size} tokens)",
             "tokenize it with the tokenizer of the training data",
         )
+    if dataset.table.rows is not None:
+        return NOT_FOR_NEXT_TOKEN[dataset.table.rows], TOKENIZE_ANSWERS
     if dataset.table.is_masked and not config.data.isolates:
         return "has conversations, which would see each other", "data.packing=best_fit"
     split = measured_split(dataset)

@@ -365,3 +365,6 @@ def _add_tokens(digest: xxhash.xxh3_64, table: ShardTable) -> None:
     tokens, sums = shards.rows["tokens"].tolist(), shards.hexadecimal("xxh3")
     for row in zip(tokens, sums, masks, strict=True):
         digest.update("{}:{}{}".format(*row).encode())
+    if table.rows is not None:
+        sums = shards.hexadecimal("labels_xxh3") if table.rows == "kto" else []
+        digest.update(":".join([table.rows, *sums]).encode())

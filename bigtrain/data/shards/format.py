@@ -120,6 +120,13 @@ class Shard:
             if size != mask_bytes:
                 what = f"{size} bytes, {self.num_tokens} tokens have {mask_bytes}"
                 raise corrupt(self.mask_path, what)
+        self.labels_path: Path | None = None
+        if "labels" in self._checksums:
+            self.labels_path = prefix.with_name(f"{prefix.name}.labels")
+            size = _file_size(self.labels_path)
+            if size != self.num_documents:
+                what = f"{size} bytes, there are {self.num_documents} documents"
+                raise corrupt(self.labels_path, what)
 
     # Mapped on first access: a training run reads tokens by positioned reads, and
     # most of these do not need the index.
@@ -191,6 +198,13 @@ class Shard:
         num_bytes = -(-self.num_tokens // 8)
         self._compare(self.mask_path, num_bytes)
         return _map(self.mask_path, "u1", 0, num_bytes)
+
+    @cached_property
+    def labels(self) -> npt.NDArray[np.uint8]:
+        """Label of each document, 0 or 1, uint8 [num_documents]; only if the rows are of kto."""
+        assert self.labels_path is not None
+        self._compare(self.labels_path, self.num_documents)
+        return _map(self.labels_path, "u1", 0, self.num_documents)
 
     @property
     def num_tokens(self) -> int:

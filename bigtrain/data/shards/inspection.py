@@ -27,6 +27,7 @@ KINDS = {
     "tools": "tool definitions that the chat template does not write",
     "reasoning": "reasoning that the chat template does not write",
     "stripped_reasoning": "reasoning of earlier turns, which the chat template drops by design",
+    "padding": "tokens of padding, attention_mask 0",
     "message_keys": "keys of messages, such as name, that the chat template does not read",
 }
 LONE = "all"
@@ -166,6 +167,8 @@ def decoder_of(inspected: Inspected, tokenizer: Path | None) -> Decoder | None:
 
 def _ends(manifest: Manifest) -> str:
     """Describe how plain-text documents begin and end."""
+    if manifest.options.chat and manifest.options.chat_format == "tokens":
+        return "rows of tokens as they were, with nothing added"
     tokenizer = manifest.tokenizer
     begin = ", ".join(map(str, tokenizer.beginning_ids or ()))
     return (
@@ -173,6 +176,27 @@ def _ends(manifest: Manifest) -> str:
         + f" (--beginning-of-text {manifest.options.beginning_of_text or 'not set'}), "
         f"end with token {tokenizer.end_of_document_id}"
     )
+
+
+def _rows(manifest: Manifest) -> str:
+    """Describe rows of preferences."""
+    documents = sum(map(manifest.num_documents, manifest.splits))
+    if manifest.rows == "preference":
+        return f"preference: {documents // 2:,} pairs, of each two documents: chosen, rejected"
+    every = [shard for shards in manifest.splits.values() for shard in shards]
+    desirable = sum(shard.desirable or 0 for shard in every)
+    return f"kto: {desirable:,} desirable and {documents - desirable:,} undesirable answers"
+
+
+def row_of(inspected: Inspected, index: int, shard: Shard, within: int) -> str | None:
+    """Describe document `index` of a split as part of a row, which is document `within` of
+    `shard`; None if it is a document by itself."""
+    rows = None if inspected.manifest is None else inspected.manifest.rows
+    if rows == "preference":
+        return f"pair {index // 2}, {'rejected' if index % 2 else 'chosen'}"
+    if rows == "kto":
+        return "desirable" if shard.labels[within] else "undesirable"
+    return None
 
 
 def summary(output: Path, manifest: Manifest) -> str:
@@ -192,9 +216,22 @@ def summary(output: Path, manifest: Manifest) -> str:
             f"{len(shards)} shard{'s' if len(shards) != 1 else ''}"
             + (f", {targets / max(1, tokens):.1%} of the tokens to learn" if masked else "")
         )
+    if manifest.rows is not None:
+        lines.append(f"  rows:     {_rows(manifest)}")
     engine, reason = manifest.tokenizer.engine, manifest.tokenizer.engine_reason
     lines.append(f"  texts:    {_ends(manifest)}")
     lines.append(f"  encoder:  {engine}" + (f" ({reason})" if reason else ""))
+    if manifest.options.fill_in_middle is not None:
+        modes = ", ".join(f"{n:,} {m}" for m, n in (manifest.fill_in_middle or {}).items())
+        ids = ", ".join(map(str, manifest.tokenizer.fill_in_middle_ids or ()))
+        lines.append(f"  middle:   fill-in-the-middle of {modes or 'no'} documents, tokens {ids}")
+    if manifest.options.text_filter is not None:
+        reasons = manifest.filtered or {}
+        shown = "; ".join(f"{count:,} {reason}" for reason, count in reasons.items())
+        lines.append(
+            f"  filter:   {manifest.options.text_filter.name} dropped {sum(reasons.values()):,} "
+            f"documents" + (f": {shown}" if shown else "")
+        )
     if manifest.options.held_out and not manifest.num_documents("held_out"):
         lines.append("  held_out: no document was selected; this may happen with few documents")
     if manifest.skipped_documents:

@@ -6,6 +6,7 @@
       manifest.json                     the dataset exists once this does
       train-00000.bin  train-00000.idx  Megatron shards, `bigtrain.data.shards.format`
       train-00000.mask                  which tokens are targets, for chat data only
+      train-00000.labels                label of each document, a byte of 0 or 1, for KTO only
       train-00000.blocks                checksums of blocks, `bigtrain.data.shards.block_checksums`
       held_out-00000.bin  ...
       tokenizer/                        the tokenizer of the data, loadable by AutoTokenizer
@@ -39,12 +40,23 @@ DEFAULT_MAX_DOCUMENT_BYTES = 1 << 26
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = get_args(Split)
+RowFormat = Literal[
+    "messages", "sharegpt", "alpaca", "prompt-completion", "tokens", "preference", "kto"
+]
+Rows = Literal["preference", "kto"]
+"""Rows that an objective other than next_token reads: pairs, and answers with a label."""
 BeginningOfText = Literal["auto", "always", "never"]
 Count = Annotated[int, Field(ge=0)]
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
-CHECKSUM_FIELDS = {"bin": "xxh3", "idx": "index_xxh3", "mask": "mask_xxh3", "blocks": "blocks_xxh3"}
+CHECKSUM_FIELDS = {
+    "bin": "xxh3",
+    "idx": "index_xxh3",
+    "mask": "mask_xxh3",
+    "blocks": "blocks_xxh3",
+    "labels": "labels_xxh3",
+}
 """Files of a shard by suffix, and the field of `ShardRecord` with the XXH3-64 of each."""
 REBUILD = "remove the dataset and tokenize again"
 RESTORE = f"restore the file, or {REBUILD}"
@@ -113,6 +125,9 @@ class TokenizerRecord(Record):
     answer_end_ids: tuple[Count, ...] | None = Field(default=None, strict=False)
     """for conversations: tokens that end learned answers, and thus generation"""
 
+    fill_in_middle_ids: tuple[Count, Count, Count] | None = Field(default=None, strict=False)
+    """with fill-in-the-middle: tokens before prefix, suffix and middle"""
+
     @model_validator(mode="after")
     def _id_in_vocabulary(self) -> Self:
         if self.end_of_document_id >= self.vocab_size:
@@ -160,6 +175,29 @@ class SourceRecord:
         return self.modified_ns, self.changed_ns
 
 
+class FillInMiddleRecord(Record):
+    """Fill-in-the-middle of the training documents
+    (`bigtrain.data.tokenize_job.fill_in_middle`)."""
+
+    rate: Annotated[float, Field(gt=0, le=1)]
+    """share of the documents"""
+    spm_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """share of those with the suffix first"""
+    seed: Count = 0
+    tokens: tuple[str, str, str] | None = Field(default=None, strict=False)
+    """names of the tokens before prefix, suffix and middle; absent: the first known ones that the
+    tokenizer has"""
+
+
+class TextFilterRecord(Record):
+    """Filter of documents (`bigtrain.data.documents.text_filter`)."""
+
+    name: str
+    """package.module:function"""
+    source_xxh3: Checksum
+    """XXH3-64 of the file that defines it"""
+
+
 class OptionsRecord(Record):
     """Other options that determine the contents of the shards."""
 
@@ -170,9 +208,9 @@ class OptionsRecord(Record):
     max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     parse_special_tokens: bool = False
     chat: bool = False
-    """documents are conversations, under text_keys"""
-    chat_format: Literal["messages", "sharegpt", "alpaca", "prompt-completion"] = "messages"
-    """format of conversations under text_keys"""
+    """documents are conversations or other rows of chat_format"""
+    chat_format: RowFormat = "messages"
+    """format of the rows under text_keys"""
     learned: Literal["all", "last"] = "all"
     """answers of a conversation that have loss"""
     roles: tuple[Annotated[str, Field(pattern="^[^=]+=.+$")], ...] = Field(default=(), strict=False)
@@ -186,6 +224,8 @@ class OptionsRecord(Record):
     """token that ends documents; absent: the end-of-sequence token"""
     max_unrendered: Count = 0
     """parts of conversations that the chat template may drop"""
+    fill_in_middle: FillInMiddleRecord | None = None
+    text_filter: TextFilterRecord | None = None
 
 
 class ShardRecord(Record):
@@ -209,6 +249,10 @@ class ShardRecord(Record):
     """tokens with a loss, if there is a .mask"""
     blocks_xxh3: Checksum | None = None
     """XXH3-64 of the .blocks, absent in older datasets"""
+    labels_xxh3: Checksum | None = None
+    """XXH3-64 of the .labels"""
+    desirable: Count | None = None
+    """documents with label 1, if there is a .labels"""
 
     @property
     def checksums(self) -> dict[str, str]:
@@ -222,6 +266,8 @@ class ShardRecord(Record):
             raise ValueError("mask_xxh3 and target_tokens must be given together")
         if self.target_tokens is not None and self.target_tokens > self.tokens:
             raise ValueError(f"{self.target_tokens} of {self.tokens} tokens are targets")
+        if (self.labels_xxh3 is None) != (self.desirable is None):
+            raise ValueError("labels_xxh3 and desirable must be given together")
         return self
 
 
@@ -232,11 +278,18 @@ class Manifest(Record):
     version: Literal[2] = VERSION
     tokenizer: TokenizerRecord
     token_dtype: Literal["uint16", "int32"]
+    rows: Rows | None = None
+    """preference: two consecutive documents for each row, chosen then rejected; kto: a label for
+    each document; absent: documents"""
     sources: tuple[SourceRecord, ...] = Field(strict=False)
     options: OptionsRecord
     skipped_documents: Count = 0
+    filtered: dict[str, Count] | None = None
+    """documents that the text filter dropped, by reason"""
     unrendered: dict[str, Count] | None = None
     """parts of conversations that the chat template dropped, by kind"""
+    fill_in_middle: dict[str, Count] | None = None
+    """documents rearranged by fill-in-the-middle, by mode"""
     splits: dict[Split, tuple[ShardRecord, ...]]
 
     @model_validator(mode="after")
@@ -251,6 +304,10 @@ class Manifest(Record):
             raise ValueError("some shards have a mask and others do not")
         if len({shard.blocks_xxh3 is None for shard in every}) > 1:
             raise ValueError("some shards have block checksums and others do not")
+        if any((shard.labels_xxh3 is None) == (self.rows == "kto") for shard in every):
+            raise ValueError("shards have labels if and only if the rows are of kto")
+        if self.rows == "preference" and any(shard.documents % 2 for shard in every):
+            raise ValueError("a shard of preference pairs has an odd number of documents")
         size = 2 if self.token_dtype == "uint16" else 4
         for shard in every:
             if shard.bytes != shard.tokens * size:

@@ -5,11 +5,11 @@ manifest, no parsing: all ranks of a host memory-map one file. It is a cache of 
 by its checksum, and made once (`bigtrain.system.user_cache`) in ``DATASET/tables/`` or, if that
 cannot be written, in ``tables/`` of the user's cache. A file is::
 
-    8 bytes  b"BTSHARD2"
+    8 bytes  b"BTSHARD3"
     uint64   bytes of the head, little-endian
     uint64   XXH3-64 of all that follows
-    head     JSON: tokenizer, token_dtype, is_masked, has_blocks, by split the number of shards and
-             the bytes of text
+    head     JSON: tokenizer, token_dtype, rows, is_masked, has_blocks, by split the number of
+             shards and the bytes of text
     ROW      [shards], of one split after the other
     UTF-8    names of all shards, one after the other
 """
@@ -33,6 +33,7 @@ from bigtrain.data.shards.manifest import (
     CHECKSUM_FIELDS,
     MANIFEST_NAME,
     Manifest,
+    Rows,
     Split,
     TokenizerRecord,
     read_manifest,
@@ -40,7 +41,7 @@ from bigtrain.data.shards.manifest import (
 from bigtrain.system.files import file_checksum
 from bigtrain.system.user_cache import cache_locations, made_once
 
-MAGIC = b"BTSHARD2"
+MAGIC = b"BTSHARD3"
 DIRECTORY = "tables"
 MIN_MANIFEST_BYTES = 1 << 20
 """Below this size a manifest is read in some milliseconds, and no table is written."""
@@ -60,6 +61,7 @@ class ShardColumns:
     is_masked: bool
     has_blocks: bool
     names_begin: int = 0
+    has_labels: bool = False
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -71,7 +73,11 @@ class ShardColumns:
     def checksums(self, number: int) -> dict[str, str]:
         """Return the XXH3-64 of each file of a shard, by suffix."""
         row = self.rows[number]
-        absent = {"mask": not self.is_masked, BLOCKS: not self.has_blocks}
+        absent = {
+            "mask": not self.is_masked,
+            BLOCKS: not self.has_blocks,
+            "labels": not self.has_labels,
+        }
         return {
             suffix: f"{int(row[column]):016x}"
             for suffix, column in CHECKSUM_FIELDS.items()
@@ -98,6 +104,7 @@ class ShardTable:
 
     tokenizer: TokenizerRecord
     token_dtype: str
+    rows: Rows | None
     is_masked: bool
     has_blocks: bool
     splits: Mapping[Split, ShardColumns]
@@ -150,6 +157,7 @@ def _pack(manifest: Manifest) -> bytes:
         {
             "tokenizer": manifest.tokenizer.model_dump(),
             "token_dtype": manifest.token_dtype,
+            "rows": manifest.rows,
             "is_masked": manifest.is_masked,
             "has_blocks": manifest.has_blocks,
             "splits": {split: len(shards) for split, shards in manifest.splits.items()},
@@ -187,9 +195,10 @@ def _parse(content: npt.NDArray[np.uint8]) -> ShardTable | None:
     splits: dict[Split, ShardColumns] = {}
     begin = names_begin = 0
     masked, blocks = head["is_masked"], head["has_blocks"]
+    labels = head["rows"] == "kto"
     for split, count in counts.items():
         own = rows[begin : begin + count]
-        splits[split] = ShardColumns(own, names, masked, blocks, names_begin)
+        splits[split] = ShardColumns(own, names, masked, blocks, names_begin, labels)
         begin += count
         names_begin = int(own["name_end"][-1]) if count else names_begin
     tokenizer = TokenizerRecord.model_validate(head.pop("tokenizer"))

@@ -54,7 +54,9 @@ class ListedShards:
         sizes = [columns.rows["bytes"].astype(np.int64) for _, columns in self._parts]
         self.num_bytes: npt.NDArray[np.int64] = np.concatenate(sizes)
         self._ends = np.cumsum([len(columns) for _, columns in self._parts])
-        self.num_files = sum(len(c) * (2 + c.is_masked + c.has_blocks) for _, c in self._parts)
+        self.num_files = sum(
+            len(c) * (2 + c.is_masked + c.has_blocks + c.has_labels) for _, c in self._parts
+        )
 
     def __getitem__(self, number: int) -> ListedShard:
         if not 0 <= number < len(self.num_bytes):

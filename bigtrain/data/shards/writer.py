@@ -84,11 +84,17 @@ class _MaskFile:
 
 class ShardWriter:
     """Writer of one shard, in memory bounded by the number of its documents (12 bytes each).
-    `masked`: with a `.mask`. The files have temporary names until `close`; leaving the ``with``
-    block by an exception removes them."""
+    `masked`: with a `.mask`, `labeled`: with a `.labels`. The files have temporary names
+    until `close`; leaving the ``with`` block by an exception removes them."""
 
     def __init__(
-        self, directory: Path, name: str, dtype: Literal["uint16", "int32"], *, masked: bool = False
+        self,
+        directory: Path,
+        name: str,
+        dtype: Literal["uint16", "int32"],
+        *,
+        masked: bool = False,
+        labeled: bool = False,
     ) -> None:
         self.directory = directory
         self.name = name
@@ -100,6 +106,8 @@ class ShardWriter:
         self._document_starts = array("q", [0])
         self._bin = _HashingFile(self._partial("bin"))
         self._mask = _MaskFile(self._partial("mask")) if masked else None
+        self._labels = _HashingFile(self._partial("labels")) if labeled else None
+        self._desirable = 0
 
     def add(
         self,
@@ -107,12 +115,15 @@ class ShardWriter:
         lengths: npt.NDArray[np.int64],
         text_bytes: int,
         mask: Mask | None = None,
+        labels: npt.NDArray[np.uint8] | None = None,
     ) -> None:
         """Append documents: `tokens` of all of them, their `lengths`, and their UTF-8 bytes. A
         length of zero is a document without a sequence. `tokens` must fit the shard's type. `mask`,
-        bool [tokens]: which of them have a loss; given if and only if the shard is masked."""
+        bool [tokens]: which of them have a loss; given if and only if the shard is masked.
+        `labels`: 0 or 1, uint8 [documents], if and only if it is labeled."""
         assert int(lengths.sum()) == len(tokens)
         assert (mask is None) == (self._mask is None)
+        assert (labels is None) == (self._labels is None)
         if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:
             raise DataError(
                 f"a document of {int(lengths.max())} tokens: the format holds at most 2^31 - 1 -> "
@@ -122,6 +133,10 @@ class ShardWriter:
         if self._mask is not None and mask is not None:
             assert len(mask) == len(tokens)
             self._mask.add(mask)
+        if self._labels is not None and labels is not None:
+            assert len(labels) == len(lengths)
+            self._labels.write(np.ascontiguousarray(labels).data)
+            self._desirable += int(labels.sum())
         full = lengths > 0
         starts = len(self._lengths) + np.cumsum(full)
         self._lengths.frombytes(lengths[full].astype(np.int32).tobytes())
@@ -152,6 +167,8 @@ class ShardWriter:
         blocks = _HashingFile(self._partial(SUFFIX))
         blocks.write(blocks_content(self._bin.blocks.finish(), of_mask))
         parts.append((blocks, SUFFIX))
+        if self._labels is not None:
+            parts.append((self._labels, "labels"))
         for part, suffix in parts:
             part.close()
             self._partial(suffix).rename(self.directory / f"{self.name}.{suffix}")
@@ -166,6 +183,8 @@ class ShardWriter:
             mask_xxh3=self._mask.part.hash.hexdigest() if self._mask else None,
             target_tokens=self._mask.num_targets if self._mask else None,
             blocks_xxh3=blocks.hash.hexdigest(),
+            labels_xxh3=self._labels.hash.hexdigest() if self._labels else None,
+            desirable=self._desirable if self._labels else None,
         )
 
     def __enter__(self) -> Self:
@@ -178,6 +197,9 @@ class ShardWriter:
         if self._mask is not None:
             with suppress(OSError):
                 self._mask.part.close()
+        if self._labels is not None:
+            with suppress(OSError):
+                self._labels.close()
         for suffix in CHECKSUM_FIELDS:
             self._partial(suffix).unlink(missing_ok=True)
 

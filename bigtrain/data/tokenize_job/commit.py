@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bigtrain.data.chat.preferences import DOCUMENTS_PER_ROW
 from bigtrain.data.chat.rendered_parts import COUNTED_ONLY
 from bigtrain.data.documents.files import Source
 from bigtrain.data.documents.reader import BadDocument, require_few
@@ -28,6 +29,7 @@ from bigtrain.data.shards.manifest import (
     Manifest,
     OptionsRecord,
     PartRecord,
+    Rows,
     ShardRecord,
     SourceRecord,
     Split,
@@ -55,6 +57,8 @@ class Commit:
     options: OptionsRecord
     chat_template: ChatTemplate | None = None
     beginning_ids: tuple[int, ...] = ()
+    rows: Rows | None = None
+    fill_in_middle_ids: tuple[int, int, int] | None = None
 
     def run(self, records: dict[str, UnitRecord]) -> Manifest:
         """Create the dataset from the units' `records`. Raise DataError if they have too little
@@ -104,12 +108,16 @@ class Commit:
                 chat_template=None if self.chat_template is None else self.chat_template.hash,
                 beginning_ids=self.beginning_ids,
                 answer_end_ids=self._answer_end_ids(done),
+                fill_in_middle_ids=self.fill_in_middle_ids,
             ),
             token_dtype=token_dtype(tokenizer.vocab_size),
+            rows=self.rows,
             sources=_sources_with_parts(self.sources, self.units, done),
             options=self.options,
             skipped_documents=sum(record.bad_documents for record in done),
-            unrendered=_unrendered(done) or None,
+            unrendered=_total(record.unrendered for record in done) or None,
+            filtered=_total(record.filtered for record in done) or None,
+            fill_in_middle=_total(record.fill_in_middle for record in done) or None,
             splits=splits,
         )
         if not manifest.num_tokens("train"):
@@ -117,7 +125,8 @@ class Commit:
             raise (DataError if manifest.skipped_documents else EmptyDataset)(
                 f"the input has no training tokens: {manifest.num_documents('train')} "
                 f"training documents, {manifest.num_documents('held_out')} held-out documents with "
-                f"{manifest.num_tokens('held_out')} tokens, {manifest.skipped_documents} skipped"
+                f"{manifest.num_tokens('held_out')} tokens, {manifest.skipped_documents} skipped, "
+                f"{sum((manifest.filtered or {}).values())} dropped by the filter"
             )
         return manifest
 
@@ -140,12 +149,16 @@ class Commit:
                 }
                 known = {key: value for key, value in entry.items() if value is not None}
                 file.write(json.dumps(known, ensure_ascii=False).encode("utf-8") + b"\n")
-        good = sum(record.documents for record in done)
+        good = sum(record.documents for record in done) // DOCUMENTS_PER_ROW[self.rows]
         require_few(bad, good, self.options.max_bad_fraction, f"{first}; all are in {target}")
 
     def _require_rendered(self, done: Sequence[UnitRecord]) -> None:
         """Raise DataError if the chat template drops more parts than allowed."""
-        dropped = {kind: n for kind, n in _unrendered(done).items() if kind not in COUNTED_ONLY}
+        dropped = {
+            kind: n
+            for kind, n in _total(r.unrendered for r in done).items()
+            if kind not in COUNTED_ONLY
+        }
         if sum(dropped.values()) > self.options.max_unrendered:
             shown = ", ".join(f"{n:,} of {kind}" for kind, n in dropped.items())
             raise DataError(
@@ -200,11 +213,11 @@ class Commit:
         draft.rename(target)
 
 
-def _unrendered(done: Sequence[UnitRecord]) -> dict[str, int]:
-    """Return the parts of all units that the chat template drops, by kind."""
+def _total(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Return the sum of the counts of all units, by kind."""
     total: Counter[str] = Counter()
-    for record in done:
-        total.update(record.unrendered)
+    for own in counts:
+        total.update(own)
     return dict(sorted(total.items()))
 
 

@@ -33,6 +33,7 @@ from bigtrain.data.tokenize_job.commit import (
     roll_back,
 )
 from bigtrain.data.tokenize_job.existing_output import finished_manifest, inputs_outside, is_own
+from bigtrain.data.tokenize_job.fill_in_middle import fill_in_middle
 from bigtrain.data.tokenize_job.request import BuildRequest, Workers, divide
 from bigtrain.data.tokenize_job.worker_pool import Counts, Job, Round, new_token, run_round
 from bigtrain.data.tokenize_job.workspace import Unit, UnitRecord, Workspace, plan_key, plan_units
@@ -138,6 +139,12 @@ class _Build:
             identity.append({"beginning": self.beginning_ids})
         if tokenizer.eos_id is not None:
             identity.append({"end": tokenizer.end_of_document_id})
+        self.fim = fill_in_middle(options.fill_in_middle, tokenizer)
+        if self.fim is not None:
+            drawn = self.fim.rule.model_dump(exclude={"tokens"})
+            identity.append({"fill_in_middle": [drawn, self.fim.ids]})
+        if options.text_filter is not None:
+            identity.append({"filter": options.text_filter.model_dump()})
         self.units = plan_units(self.sources, self.reading, options.shard_bytes, identity)
         self.plan = plan_key(self.units)
         self.encoders: EncoderQueue | None = None
@@ -162,6 +169,7 @@ class _Build:
             raise DataError(f"{self.workspace.output} cannot be written: {error}") from error
 
     def _run(self) -> Manifest:
+        self.workspace.require_same_filter(self.request.options.text_filter)
         self._roll_back_other_commit()
         records = self._records()
         others = [unit for unit in self.units if unit.key not in records]
@@ -192,6 +200,8 @@ class _Build:
                         self.request.options,
                         self.template,
                         self.beginning_ids,
+                        self.request.rows,
+                        None if self.fim is None else self.fim.ids,
                     ).run(records)
             time.sleep(POLL_S)
         return self._finished_by_other()
@@ -230,6 +240,7 @@ class _Build:
                 plain_ends=TextEnds(
                     self.beginning_ids, self.tokenizer.end_of_document_id, end_text
                 ),
+                vocab_size=self.tokenizer.vocab_size,
                 rules=ChatRules(
                     tuple(self.tokenizer.generation_ends().values()),
                     self.request.options.max_unrendered > 0,
@@ -250,6 +261,8 @@ class _Build:
             self.reading,
             allow_bad=self.request.options.max_bad_fraction > 0,
             chat=chat,
+            rows=self.request.rows,
+            fim=self.fim,
         )
         work = Round(left, self.request.share, job, self.workspace)
         try:

@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from bigtrain.data.documents.files import Selection
 from bigtrain.data.documents.reader import ReadOptions
-from bigtrain.data.shards.manifest import WORK_DIRECTORY, OptionsRecord
+from bigtrain.data.documents.text_filter import TextFilter
+from bigtrain.data.shards.manifest import WORK_DIRECTORY, OptionsRecord, Rows
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.equivalence import Choice
 from bigtrain.data.tokenizers.tokenizer import NoChatTemplate, Tokenizer
@@ -153,12 +154,23 @@ class BuildRequest:
             self.options.learned == "last",
             scratch=self.output / WORK_DIRECTORY,
             roles=self.options.roles,
+            text_filter=self._text_filter(),
         )
+
+    def _text_filter(self) -> TextFilter | None:
+        rule = self.options.text_filter
+        return None if rule is None else TextFilter(rule.name, rule.source_xxh3)
+
+    @property
+    def rows(self) -> Rows | None:
+        """Kind of rows that the dataset holds, if these are more than documents."""
+        known: dict[str, Rows] = {"preference": "preference", "kto": "kto"}
+        return known.get(self.options.chat_format) if self.options.chat else None
 
     @property
     def needs_template(self) -> bool:
         """True if every document is rendered by a chat template; completions may be plain text."""
-        return self.options.chat and self.options.chat_format != "prompt-completion"
+        return self.options.chat and self.options.chat_format in ("messages", "sharegpt", "alpaca")
 
     def beginning_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """Return the tokens that begin plain-text documents. Raises as `Tokenizer.beginning`."""
@@ -170,7 +182,7 @@ class BuildRequest:
     def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
         """Return the chat template for its conversations; None if there are none, or if none is
         needed and the tokenizer has none. Raises DataError as `Tokenizer.chat_template`."""
-        if not self.options.chat:
+        if not self.options.chat or self.options.chat_format == "tokens":
             return None
         try:
             return tokenizer.chat_template(self.chat_template)

@@ -20,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -32,12 +32,14 @@ import numpy.typing as npt
 import xxhash
 
 from bigtrain.data.chat.encoder import ChatEncoder, EncodedChats
+from bigtrain.data.chat.preferences import DOCUMENTS_PER_ROW, encode_rows
 from bigtrain.data.documents.formats import batched, part_reader
 from bigtrain.data.documents.reader import BadDocument, ReadOptions, RejectedDocuments
 from bigtrain.data.shards.format import Mask, Tokens
-from bigtrain.data.shards.manifest import SPLITS, ShardRecord, Split
+from bigtrain.data.shards.manifest import SPLITS, Rows, ShardRecord, Split
 from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.data.tokenize_job.existing_output import confirm_unit
+from bigtrain.data.tokenize_job.fill_in_middle import FillInMiddle, Transformed
 from bigtrain.data.tokenize_job.request import WorkerRank, Workers
 from bigtrain.data.tokenize_job.workspace import (
     PartDone,
@@ -63,7 +65,8 @@ class Job:
     """Inputs of building in addition to the unit; sent to each worker once. `encoder_reason`: why
     it is not a faster one. `allow_bad`: list bad documents instead of stopping. `num_threads`:
     threads that encode during reading and writing; 1 thread does everything. `chat`: encoder of
-    documents that are conversations."""
+    documents that are conversations; `rows`: of more than those;
+    `fim`: transformation of documents of plain text."""
 
     encoder: Encoder
     reference: Encoder
@@ -74,33 +77,44 @@ class Job:
     allow_bad: bool
     num_threads: int = 2
     chat: ChatEncoder | None = None
+    rows: Rows | None = None
+    fim: FillInMiddle | None = None
 
     def run(self, contents: list[bytes], checks: Checks) -> Batch:
         """Encode `contents`. Raise EncoderError if the encoder is wrong or fails."""
         if self.chat is not None:
             return self._run_chat(self.chat, contents, checks)
-        encoded = self.encoder.encode_utf8(contents)
-        checks.run(self.encoder, self.reference, contents, encoded)
+        held_out = self._held_out(contents)
+        if self.fim is None:
+            encoded = self.encoder.encode_utf8(contents)
+            checks.run(self.encoder, self.reference, contents, encoded)
+            done = Transformed(encoded)
+        else:
+            done = self.fim.encode(contents, held_out, self.encoder, self.reference, checks)
         return Batch(
-            encoded.tokens.astype(self.dtype),
-            encoded.lengths,
-            self._held_out(contents),
+            done.encoded.tokens.astype(self.dtype),
+            done.encoded.lengths,
+            held_out,
             np.fromiter(map(len, contents), np.int64, len(contents)),
+            modes=done.modes,
         )
 
     def _run_chat(self, chat: ChatEncoder, contents: list[bytes], checks: Checks) -> Batch:
-        encoded = chat.encode(contents, checks)
-        good = np.ones(len(contents), bool)
-        good[[number for number, _ in encoded.problems]] = False
+        read = encode_rows(chat, contents, checks, self.rows)
+        encoded = read.chats
+        good_rows = np.ones(len(contents), bool)
+        good_rows[[number for number, _ in encoded.problems]] = False
+        good = np.repeat(good_rows, DOCUMENTS_PER_ROW[self.rows])
         return Batch(
             encoded.tokens.astype(self.dtype),
             encoded.lengths[good],
-            self._held_out(contents)[good],
+            np.repeat(self._held_out(contents), DOCUMENTS_PER_ROW[self.rows])[good],
             encoded.text_bytes[good],
             encoded.mask,
             len(contents),
             encoded.problems,
             encoded,
+            None if read.labels is None else read.labels[good],
         )
 
     def _held_out(self, contents: Sequence[bytes]) -> npt.NDArray[np.bool_]:
@@ -113,8 +127,9 @@ class Job:
 class Batch:
     """Encoded documents: tokens, lengths, which are held out, UTF-8 bytes of each. For
     conversations also: which tokens are targets, the number of conversations, and number and reason
-    of those that are not among the documents, and `chats`, which counts what the chat template
-    drops."""
+    of those that are not among the documents, `chats`, which counts what the chat template drops,
+    the `labels` of the documents if they have some, and `modes`: documents rearranged by
+    fill-in-the-middle."""
 
     tokens: Tokens
     lengths: npt.NDArray[np.int64]
@@ -124,6 +139,8 @@ class Batch:
     num_read: int = 0
     problems: Sequence[tuple[int, str]] = ()
     chats: EncodedChats | None = None
+    labels: npt.NDArray[np.uint8] | None = None
+    modes: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
@@ -160,6 +177,7 @@ def build_unit(
                     shard_name(unit.key, workspace.token, split),
                     job.dtype,
                     masked=job.chat is not None,
+                    labeled=job.rows == "kto",
                 )
             )
             for split in (SPLITS if job.held_out else SPLITS[:1])
@@ -195,6 +213,8 @@ def _commit(
         unrendered=dict(reader.unrendered),
         answer_ends=tuple(sorted(reader.answer_ends)),
         inside_answers=tuple(sorted(reader.inside_answers)),
+        fill_in_middle=dict(reader.modes),
+        filtered=dict(reader.rejects.filtered),
     )
     for name in record.files:
         sync_to_disk(workspace.directory / name)
@@ -219,9 +239,11 @@ class _UnitReader:
         self.unrendered: Counter[str] = Counter()
         self.answer_ends: set[str] = set()
         self.inside_answers: set[str] = set()
+        self.modes: Counter[str] = Counter()
 
     def note(self, batch: Batch) -> None:
-        """Count what the chat template drops, and note how it ends answers."""
+        """Count rearranged documents and what the chat template drops; note how it ends answers."""
+        self.modes.update(batch.modes)
         if batch.chats is not None:
             self.unrendered.update(batch.chats.unrendered)
             self.answer_ends |= batch.chats.ends
@@ -316,7 +338,8 @@ def _encoded(batches: Iterator[tuple[list[bytes], Checks]], job: Job) -> Iterato
 
 def _write(batch: Batch, writers: dict[Split, ShardWriter]) -> None:
     if not batch.held_out.any():
-        writers["train"].add(batch.tokens, batch.lengths, int(batch.text_bytes.sum()), batch.mask)
+        text_bytes = int(batch.text_bytes.sum())
+        writers["train"].add(batch.tokens, batch.lengths, text_bytes, batch.mask, batch.labels)
         return
     of_document = np.repeat(batch.held_out, batch.lengths)
     for split, writer in writers.items():
@@ -327,6 +350,7 @@ def _write(batch: Batch, writers: dict[Split, ShardWriter]) -> None:
             batch.lengths[documents],
             int(batch.text_bytes[documents].sum()),
             None if batch.mask is None else batch.mask[of_document == wanted],
+            None if batch.labels is None else batch.labels[documents],
         )
 
 

@@ -12,6 +12,7 @@ units of an earlier plan are reused if key and content are the same. The folder:
       KEY.json                       its record: the unit is done once this names those files
       KEY.claim                      the lease on it, `bigtrain.system.leases`
       rejected-ENGINE                a wrong encoder; its units are rebuilt
+      filter.json                    the text filter of the job, if it has one
       assembly.json                  `bigtrain.data.tokenize_job.commit` is in progress
       (a file without a name)        decompressed input of a unit
 """
@@ -41,13 +42,16 @@ from bigtrain.data.shards.manifest import (
     Record,
     ShardRecord,
     Split,
+    TextFilterRecord,
     Times,
     same_times,
 )
+from bigtrain.errors import DataError
 from bigtrain.system.files import write_whole
 from bigtrain.system.leases import Leases
 
 JOURNAL_NAME = "assembly.json"
+FILTER_NAME = "filter.json"
 RECORD_OR_LEASE = re.compile(r"[0-9a-f]{32}\.(json|claim)|assembly\.(json|claim)")
 
 
@@ -65,7 +69,8 @@ class PartDone:
 class UnitRecord(Record):
     """`KEY.json`. Record of a unit. `documents` are the good ones, `token` names the process that
     wrote the files. For conversations: `unrendered` parts by kind, and the texts of the control
-    tokens that end answers and of others inside of them."""
+    tokens that end answers and of others inside of them. `fill_in_middle`: documents rearranged, by
+    mode; `filtered`: dropped by the text filter, by reason."""
 
     key: str
     token: str
@@ -78,6 +83,8 @@ class UnitRecord(Record):
     unrendered: dict[str, Count] = Field(default_factory=dict)
     answer_ends: tuple[str, ...] = Field(default=(), strict=False)
     inside_answers: tuple[str, ...] = Field(default=(), strict=False)
+    fill_in_middle: dict[str, Count] = Field(default_factory=dict)
+    filtered: dict[str, Count] = Field(default_factory=dict)
 
     def is_current(self, unit: Unit) -> bool:
         """Return whether the inputs of `unit` are unchanged by their times."""
@@ -174,6 +181,27 @@ class Workspace:
             name = f"rejected-{engine.replace(' ', '-').replace('/', '-')}.json"
             note = json.dumps({"engine": engine, "reason": reason})
             write_whole(self.directory / name, note.encode("utf-8"), self.draft(name))
+
+    def require_same_filter(self, current: TextFilterRecord | None) -> None:
+        """Raise DataError if finished units were filtered otherwise; record the `current` filter.
+        Call it before the first unit."""
+        path = self.directory / FILTER_NAME
+        try:
+            known = TextFilterRecord.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            known = None
+        if known == current:
+            return
+        if known is not None or self.has_work():
+            shown = "no filter" if known is None else f"--filter {known.name}"
+            if known is not None and current is not None and known.name == current.name:
+                shown += " as it was before its file changed"
+            raise DataError(
+                f"{self.output} is unfinished, and was started with {shown} -> start it with that, "
+                "or remove the directory to start over"
+            )
+        assert current is not None
+        write_whole(path, current.model_dump_json().encode("utf-8"), self.draft(FILTER_NAME))
 
     def remove(self) -> None:
         """Remove the folder atomically, and leftovers of earlier removals."""

@@ -138,6 +138,12 @@ class Tokenizer:
         ids = map(self._backend.token_to_id, names)
         return [number for number in ids if number is not None]
 
+    def joins(self, first: str, second: str) -> bool:
+        """Return whether the tokens of two texts, one after the other, are those of both."""
+        parts = [self._backend.encode(part, add_special_tokens=False) for part in (first, second)]
+        ids = [number for part in parts for number in part.ids]
+        return bool(self._backend.decode(ids, skip_special_tokens=False) == first + second)
+
     def generation_ends(self) -> dict[int, str]:
         """Return the tokens that end generation, with their texts: the end-of-sequence token, and
         those of ``generation_config.json`` in its directory, if it exists."""

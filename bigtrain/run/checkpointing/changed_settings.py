@@ -102,10 +102,10 @@ def changed_rate(document: dict[str, Any], config: RunConfig) -> str | None:
         return None
     step = int(document["step"])
     before, now = (
-        learning_rate_at(step, run.optimizer.lr, run.schedule, run.train.steps)
+        learning_rate_at(step, run.optimizer.lr, run.schedule, run.train.total_steps)
         for run in (there, config)
     )
-    if math.isclose(before, now, rel_tol=1e-9) or step >= config.train.steps:
+    if math.isclose(before, now, rel_tol=1e-9) or step >= config.train.total_steps:
         return None
     keys = [
         key
@@ -179,7 +179,7 @@ def _differences(before: Any, now: Any) -> Iterator[str]:
 def _refuse_changes(
     changes: Sequence[tuple[str, str]], document: dict[str, Any], config: RunConfig, directory: Path
 ) -> None:
-    is_over = config.train.steps <= document["step"]
+    is_over = config.train.total_steps <= document["step"]
     _refuse(changes, config.checkpoint.allow_changes, directory, is_over=is_over)
 
 

@@ -169,7 +169,7 @@ def model_card(
     tokens = step * samples * config.batch.sequence_length
     sources = [config.data.path, *(source.path for source in config.data.sources)]
     figures = {
-        "step": f"{step:,} of {config.train.steps:,}",
+        "step": f"{step:,} of {config.train.total_steps:,}",
         "tokens seen": f"{tokens:,}",
         "data": ", ".join(filter(None, sources)),
         **_last_figures(metrics, step),

@@ -7,7 +7,7 @@ import os
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from bigtrain.settings.degrees import MODEL_AXES, ModelDegrees
 from bigtrain.settings.sections.base import (
@@ -201,10 +201,35 @@ class GuardSection(Section):
 
 
 class TrainSection(Section):
-    """Length of the training."""
+    """Length of the training, in steps or in epochs. A run and its checkpoints have it in steps."""
 
-    steps: PositiveInt
-    """optimizer steps of the run"""
+    epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """instead of train.steps: times that all training samples are read, rounded up to full steps
+    (multiplies the epochs of data.sources); counted as train.steps before the run starts"""
+    steps: PositiveInt | None = Field(default=None, validate_default=True)
+    """optimizer steps of the run; required without train.epochs"""
+
+    @field_validator("steps")
+    @classmethod
+    def _gives_one_length(cls, steps: int | None, info: ValidationInfo) -> int | None:
+        epochs = info.data.get("epochs")
+        if steps is None and "epochs" in info.data and epochs is None:
+            raise ValueError(
+                "is required -> add train.steps to the file or as train.steps=VALUE, or "
+                "train.epochs"
+            )
+        if steps is not None and epochs is not None:
+            raise ValueError(
+                f"train.epochs = {epochs:g} gives the length of the run, too -> keep one of them, "
+                "and set the other to null"
+            )
+        return steps
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of a run whose epochs are counted (`bigtrain.run.length`)."""
+        assert self.steps is not None, "train.epochs is not counted yet"
+        return self.steps
 
 
 class ScheduleSection(Section):

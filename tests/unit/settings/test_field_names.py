@@ -12,7 +12,7 @@ ANSWERS = {
     "--learning_rate=1e-3": "written optimizer.lr=VALUE",
     "--per-device-train-batch-size=4": "written batch.micro_batch_size=VALUE",
     "--optimizer.lr=1e-3": "written optimizer.lr=VALUE",
-    "--num_train_epochs=3": "a run has train.steps",
+    "--num_train_epochs=3": "written train.epochs=VALUE",
     "--unheard_of=1": "written section.key=VALUE",
 }
 

@@ -139,7 +139,7 @@ def test_all_problems_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
     assert "train.steps: is required -> add train.steps to the file or as train.steps=VALUE" in (
         joined
     )
-    assert "train.stps = 3: unknown key -> did you mean train.steps? known here: steps" in joined
+    assert "train.stps = 3: unknown key -> did you mean train.steps? known here: epochs" in joined
     assert "optimizer.lr = -1.0: input should be greater than 0" in joined
     assert "precision.dtype = 'fp8': input should be 'float32', 'bfloat16' or 'float16'" in joined
 

@@ -301,3 +301,26 @@ def test_lists_as_text_of_csv() -> None:
     row = {"conversations": json.dumps(TURNS), "system": "Be short."}
     assert document("sharegpt", row) == {"messages": MESSAGES}
     assert document("messages", {"messages": MESSAGES, "images": [], "audio": None})
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"weight": 0.5}, "its weight is 0.5: a token is learned or not"),
+        ({"weight": 0}, "its weight is 0, so nothing of it would be learned"),
+        ({"token_weights": [1, 1]}, "only rows with input_ids may have"),
+        ({"weight": 1}, None),
+        ({"weight": 1.0}, None),
+        ({"weight": "light"}, None),
+    ],
+)
+@pytest.mark.parametrize("name", ROWS)
+def test_the_weight_of_a_row_is_not_dropped(
+    name: str, more: dict[str, Any], why: str | None
+) -> None:
+    if why is None:
+        assert document(name, {**ROWS[name], **more}) == {"messages": MESSAGES}
+        return
+    with pytest.raises(ConversationError) as caught:
+        document(name, {**ROWS[name], **more})
+    assert why in str(caught.value)

@@ -1,0 +1,83 @@
+"""Encodes rows of preferences: of a pair two documents, chosen then rejected; of an answer one and
+its label. A row is used as a whole, or rejected as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from bigtrain.data.chat.encoder import ChatEncoder, EncodedChats
+from bigtrain.data.documents.preferences import SIDES
+from bigtrain.data.documents.reader import TEMPLATE_FAULT
+from bigtrain.data.shards.manifest import Rows
+from bigtrain.data.tokenizers.equivalence import Checks
+
+DOCUMENTS_PER_ROW: dict[Rows | None, int] = {None: 1, "preference": 2, "kto": 1}
+SAME = "chosen and rejected become the same tokens"
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """Rows as documents. `chats`: documents of all rows, `problems` and lengths of 0 of the bad
+    ones; `labels`: uint8 [rows], 1 for a desirable answer, None without labels."""
+
+    chats: EncodedChats
+    labels: npt.NDArray[np.uint8] | None = None
+
+
+def encode_rows(
+    chat: ChatEncoder, contents: Sequence[bytes], checks: Checks | None, rows: Rows | None
+) -> EncodedRows:
+    """Encode rows given as `RowDocument.document`; the numbers in `problems` are of rows. Raises as
+    `ChatEncoder.encode`."""
+    if rows is None:
+        return EncodedRows(chat.encode(contents, checks))
+    trees = [orjson.loads(content) for content in contents]
+    if rows == "kto":
+        answers = [orjson.dumps(tree["answer"]) for tree in trees]
+        labels = np.fromiter((tree["label"] for tree in trees), np.uint8, len(trees))
+        return EncodedRows(chat.encode(answers, checks), labels)
+    halves = [orjson.dumps(tree[side]) for tree in trees for side in SIDES]
+    are_text = ["prompt" in tree[SIDES[0]] for tree in trees]
+    return EncodedRows(_whole_pairs(chat.encode(halves, checks, group=2), are_text))
+
+
+def _whole_pairs(encoded: EncodedChats, are_text: Sequence[bool]) -> EncodedChats:
+    """Return `encoded` with the problems of pairs, and without the other half of a bad one. Plain
+    text is learned from the same token on in both halves, as in TRL: of a prompt whose last letters
+    are in a token with the first ones of one answer, that token is learned in the other, too."""
+    problems: dict[int, str] = {}
+    for number, why in encoded.problems:
+        # A fault of the template is recognized by the start of its text.
+        text = why if why.startswith(TEMPLATE_FAULT) else f"{SIDES[number % 2]}: {why}"
+        problems.setdefault(number // 2, text)
+    ends = np.cumsum(encoded.lengths)
+    begins = ends - encoded.lengths
+    mask = encoded.mask.copy()
+    for row, is_text in enumerate(are_text):
+        if row in problems:
+            continue
+        halves = [slice(int(begins[n]), int(ends[n])) for n in (2 * row, 2 * row + 1)]
+        one, other = (encoded.tokens[half] for half in halves)
+        if np.array_equal(one, other):
+            problems[row] = SAME
+        elif is_text:
+            first = min(int(mask[half].argmax()) for half in halves)
+            for half in halves:
+                mask[half][first:] = True
+    kept = np.ones(len(encoded.lengths), np.bool_)
+    for row in problems:
+        kept[2 * row : 2 * row + 2] = False
+    of_kept = np.repeat(kept, encoded.lengths)
+    return replace(
+        encoded,
+        tokens=encoded.tokens[of_kept],
+        mask=mask[of_kept],
+        lengths=encoded.lengths * kept,
+        problems=tuple(sorted(problems.items())),
+    )

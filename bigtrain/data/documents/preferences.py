@@ -1,0 +1,199 @@
+"""Rows of preferences: pairs of a chosen and a rejected answer; answers with a label (KTO). Pure.
+
+Prompt and answers are all text, or all messages. A pair without a prompt has it as the common
+beginning of both answers, as in TRL's ``extract_prompt``. No message of a prompt is learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bigtrain.data.documents.conversations import FLAGS, WORDLESS, ConversationError
+from bigtrain.data.documents.row_format import (
+    Chat,
+    Completion,
+    Messages,
+    Roles,
+    RowDocument,
+    Values,
+    with_roles,
+)
+
+PAIR_KEYS = ("chosen", "rejected", "prompt", "tools")
+LABELED_KEYS = ("prompt", "completion", "label", "tools")
+SIDES = ("chosen", "rejected")
+"""Order of the two documents of a pair."""
+LABELS = {"true": True, "false": False, "True": True, "False": False}
+"""Text of labels, as csv files hold them."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Chosen and rejected answer to one prompt, each with the prompt."""
+
+    chosen: RowDocument
+    rejected: RowDocument
+
+    def document(self, *, last_only: bool) -> bytes:
+        """Return the pair as JSON of both documents."""
+        both = [side.document(last_only=last_only) for side in (self.chosen, self.rejected)]
+        return b'{"chosen":%b,"rejected":%b}' % tuple(both)
+
+
+@dataclass(frozen=True)
+class Labeled:
+    """Answer to a prompt; `is_desirable` is its label."""
+
+    answer: RowDocument
+    is_desirable: bool
+
+    def document(self, *, last_only: bool) -> bytes:
+        """Return the answer and its label as JSON."""
+        label = b"true" if self.is_desirable else b"false"
+        return b'{"answer":%b,"label":%b}' % (self.answer.document(last_only=last_only), label)
+
+
+def pair(values: Values, roles: Roles) -> Pair:
+    """Return the pair in the values of `PAIR_KEYS`. Raise ConversationError for one without two
+    different answers to one prompt."""
+    chosen, rejected, prompt, tools = values
+    for name, side in zip(SIDES, (chosen, rejected), strict=True):
+        if side is None:
+            raise ConversationError(f"it has no {name}")
+    if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
+        given, (one, other) = _text_prompt(chosen, rejected, prompt)
+        _refuse_same(one, other)
+        for name, side in zip(SIDES, (one, other), strict=True):
+            _require_text(name, side)
+        return Pair(Completion(given, one), Completion(given, other))
+    both = [_messages(name, s, roles) for name, s in zip(SIDES, (chosen, rejected), strict=True)]
+    before = _messages_prompt(both[0], both[1], prompt, roles)
+    if prompt is None or isinstance(prompt, str):
+        both = [side[len(before) :] for side in both]
+    _refuse_same(*both)
+    for name, messages in zip(SIDES, both, strict=True):
+        _require_answer(name, messages)
+    begin = [_unlearned(message) for message in before]
+    return Pair(Chat([*begin, *both[0]], tools), Chat([*begin, *both[1]], tools))
+
+
+def labeled(values: Values, roles: Roles) -> Labeled:
+    """Return the answer in the values of `LABELED_KEYS`. Raise ConversationError for one without an
+    answer or a label."""
+    prompt, completion, label, tools = values
+    known = LABELS.get(label) if isinstance(label, str) else label
+    if not isinstance(known, bool):
+        raise ConversationError(
+            f"its label is {label!r}, which is neither true nor false -> a boolean; or "
+            "--format prompt-completion, which reads no label"
+        )
+    if completion is None:
+        raise ConversationError("it has no completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        _require_text("completion", completion)
+        return Labeled(Completion(prompt, completion), known)
+    before = _messages("prompt", prompt, roles)
+    after = _messages("completion", completion, roles)
+    _require_answer("completion", after)
+    return Labeled(Chat([*map(_unlearned, before), *after], tools), known)
+
+
+def _text_prompt(chosen: str, rejected: str, prompt: str | None) -> tuple[str, tuple[str, str]]:
+    """Return the prompt and both answers without it."""
+    if prompt is not None:
+        return prompt, (chosen, rejected)
+    _refuse_same(chosen, rejected)
+    begin = _common(chosen, rejected)
+    if chosen[begin] != rejected[begin] and chosen[max(0, begin - 1)] == " ":
+        begin = max(0, begin - 1)  # the space belongs to the answers
+    if not begin:
+        raise _without_prompt()
+    return chosen[:begin], (chosen[begin:], rejected[begin:])
+
+
+def _messages_prompt(
+    chosen: Messages, rejected: Messages, prompt: object, roles: Roles
+) -> Messages:
+    """Return the messages of the prompt: those given, or else the common beginning."""
+    if isinstance(prompt, list | dict):
+        given = _messages("prompt", prompt, roles)
+        if given and chosen[: len(given)] == given == rejected[: len(given)]:
+            raise ConversationError(
+                "chosen and rejected begin with the messages of prompt, which would be there twice "
+                "-> remove them, or omit the prompt: --key prompt=none"
+            )
+        return given
+    if prompt is not None and not isinstance(prompt, str):
+        raise _of_two_kinds("prompt", prompt)
+    _refuse_same(chosen, rejected)
+    before = chosen[: _common(chosen, rejected)]
+    if not before:
+        raise _without_prompt()
+    if isinstance(prompt, str) and before[-1].get("content") != prompt:
+        raise ConversationError(
+            "its prompt is text, and not the last message with which chosen and rejected both "
+            "begin -> messages, or omit the prompt: --key prompt=none"
+        )
+    return before
+
+
+def _common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+    """Return the length of the common beginning; one less if that is all of one of them."""
+    shorter = min(len(chosen), len(rejected))
+    return next((n for n in range(shorter) if chosen[n] != rejected[n]), max(0, shorter - 1))
+
+
+def _messages(name: str, value: object, roles: Roles) -> Messages:
+    messages = with_roles([value] if isinstance(value, dict) else value, roles)
+    if not isinstance(messages, list) or isinstance(value, str):
+        raise _of_two_kinds(name, value)
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            kind = type(message).__name__
+            raise ConversationError(f"message {number} of its {name} is not an object but {kind}")
+    return messages
+
+
+def _of_two_kinds(name: str, value: object) -> ConversationError:
+    return ConversationError(
+        f"its {name} is {type(value).__name__}: prompt and answers must be all text or all messages"
+    )
+
+
+def _without_prompt() -> ConversationError:
+    return ConversationError(
+        "chosen and rejected have no common beginning, and there is no prompt -> a key prompt, "
+        "which may be an empty text"
+    )
+
+
+def _refuse_same(chosen: object, rejected: object) -> None:
+    if chosen == rejected:
+        raise ConversationError("chosen and rejected are equal")
+
+
+def _require_text(name: str, text: str) -> None:
+    if not text:
+        raise ConversationError(f"its {name} is empty")
+
+
+def _require_answer(name: str, messages: Messages) -> None:
+    """Raise ConversationError unless each answer in `messages` has content, a call or reasoning."""
+    if not messages:
+        raise ConversationError(f"its {name} is empty")
+    for number, message in enumerate(messages, 1):
+        is_empty = message.get("content") in (None, "", [])
+        if message.get("role") == "assistant" and is_empty:
+            if any(message.get(key) for key in (*WORDLESS, "function_call")):
+                continue
+            raise ConversationError(f"message {number} of its {name} is empty")
+
+
+def _unlearned(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message of a prompt, which has no loss."""
+    if message.get("role") != "assistant":
+        return message
+    rest = {key: value for key, value in message.items() if key not in ("weight", *FLAGS)}
+    return {**rest, "train": False}

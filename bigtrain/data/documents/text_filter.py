@@ -1,0 +1,215 @@
+"""Filter of documents: a function of the user, ``package.module:function``. Pure.
+
+It gets the text of a document and its row, and returns True to keep it, or False or a reason, which
+the manifest counts. It is imported in every worker process, as Python does and then from the
+directory in which the command was started.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import sys
+import sysconfig
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import orjson
+import xxhash
+
+from bigtrain.errors import DataError
+
+Function = Callable[[str, Mapping[str, Any]], bool | str]
+
+DROPPED = "no reason given"
+"""Reason counted for False."""
+MAX_REASON = 200
+"""Characters of a reason."""
+MAX_REASONS = 1000
+"""Different reasons in a unit of work: a manifest counts kinds of reasons, not documents."""
+_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+@dataclass(frozen=True)
+class TextFilter:
+    """Filter `name`, ``package.module:function``, with the XXH3-64 of its file. Can be pickled."""
+
+    name: str
+    source_xxh3: str
+
+    def __getstate__(self) -> dict[str, str]:
+        return {"name": self.name, "source_xxh3": self.source_xxh3}
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        self.__dict__.update(state)
+
+    @cached_property
+    def function(self) -> Function:
+        """Raises DataError if it cannot be imported, or its source is another one here."""
+        function: Function = _imported(self.name)
+        if source_hash(function) != self.source_xxh3:
+            raise DataError(
+                f"--filter {self.name}: {_place(function)} has changed since the start -> "
+                "start again"
+            )
+        return function
+
+    def why_dropped(self, text: str, row: Mapping[str, Any], where: str) -> str | None:
+        """Return the reason for which a document is dropped; None if it is kept. `where`: of the
+        document, for errors. Raises DataError if the function raises an error, or returns anything
+        but a boolean or a reason."""
+        try:
+            answer: Any = self.function(text, row)
+        except DataError:
+            raise
+        except (Exception, SystemExit) as error:
+            message = " ".join(str(error).split())[:300]
+            kind = type(error).__name__ + (f": {message}" if message else "")
+            raise DataError(
+                f"--filter {self.name} fails for {where}: {kind} ({_raised_at(error)}) -> "
+                "correct it"
+            ) from error
+        if type(answer).__name__ in ("bool", "bool_"):  # also numpy's
+            return None if answer else DROPPED
+        if isinstance(answer, str) and answer.strip():
+            return " ".join(answer.split())[:MAX_REASON]
+        raise DataError(
+            f"--filter {self.name} returns {answer!r} for {where} -> True to keep it, False or a "
+            f"reason to drop it ({_place(self.function)})"
+        )
+
+    def count(self, reasons: Counter[str], why: str) -> None:
+        """Count a reason. Raise DataError if there are too many different ones."""
+        if why not in reasons and len(reasons) >= MAX_REASONS:
+            raise DataError(
+                f"--filter {self.name} gives more than {MAX_REASONS:,} different reasons, such as "
+                f"{why!r}, and each is counted in the manifest -> return kinds of reasons "
+                f"({_place(self.function)})"
+            )
+        reasons[why] += 1
+
+
+def load_filter(name: str) -> TextFilter:
+    """Return the filter `name` after checking that it can be imported and called. Raises DataError
+    with the file and line of what is wrong."""
+    if not _NAME.fullmatch(name):
+        raise DataError(f"--filter {name}: not package.module:function")
+    function = _imported(name)
+    if not callable(function):
+        kind = type(function).__name__
+        raise DataError(f"--filter {name} is not a function but {kind}")
+    if inspect.iscoroutinefunction(function):
+        raise DataError(
+            f"--filter {name} is a coroutine, which would never run ({_place(function)}) -> write "
+            "def instead of async def"
+        )
+    try:
+        inspect.signature(function).bind("", {})
+    except ValueError:  # of a builtin
+        pass
+    except TypeError as error:
+        raise DataError(
+            f"--filter {name} is called as {name.rpartition(':')[2]}(text, row), and takes "
+            f"{inspect.signature(function)} ({_place(function)}) -> correct it: {error}"
+        ) from error
+    return TextFilter(name, source_hash(function))
+
+
+def source_hash(function: object) -> str:
+    """Return the XXH3-64 of the file that defines `function`, whose other functions it may call;
+    of the function's own source if that is all there is."""
+    try:
+        file = inspect.getsourcefile(function)  # type: ignore[arg-type]
+        if file is not None:
+            with open(file, "rb") as opened:
+                return xxhash.xxh3_64_hexdigest(opened.read())
+        return xxhash.xxh3_64_hexdigest(inspect.getsource(function).encode())  # type: ignore[arg-type]
+    except (OSError, TypeError) as error:
+        raise DataError(
+            f"--filter: the source of {function!r} is not known, so that a change would not be "
+            "noticed -> a function in a file"
+        ) from error
+
+
+def text_of_document(content: bytes, *, has_rows: bool) -> str:
+    """Return the text of a document for a filter. has_rows: of the JSON of a row in another format:
+    its texts, one per line."""
+    if not has_rows:
+        return content.decode("utf-8")
+    return "\n".join(_texts(orjson.loads(content)))
+
+
+def _texts(tree: Any) -> list[str]:
+    """Return prompt, completion and contents of messages, in order."""
+    if isinstance(tree, list):
+        return [text for item in tree for text in _texts(item)]
+    if not isinstance(tree, dict):
+        return []
+    found = []
+    for key in ("prompt", "completion", "content"):
+        if isinstance(tree.get(key), str):
+            found.append(tree[key])
+    for key in ("messages", "answer", "chosen", "rejected"):
+        found += _texts(tree.get(key))
+    return found
+
+
+def _imported(name: str) -> Any:
+    module_name, _, path = name.partition(":")
+    here = os.getcwd()
+    # Last, so that no file there hides a module of Python or of a package.
+    if not {"", here} & {*sys.path}:
+        sys.path.append(here)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise _not_imported(name, error) from error
+        raise DataError(
+            f"--filter {name}: there is no module {error.name} in {here}, PYTHONPATH or what is "
+            "installed -> start the command in the directory that has it"
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise _not_imported(name, error) from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            file = getattr(sys.modules[module_name], "__file__", None) or module_name
+            raise DataError(f"--filter {name}: {file} has no {part}")
+        found = getattr(found, part)
+    return found
+
+
+def _not_imported(name: str, error: BaseException) -> DataError:
+    message = " ".join(str(error).split())[:300]
+    return DataError(
+        f"--filter {name}: its module fails: {type(error).__name__}: {message} "
+        f"({_raised_at(error)}) -> correct it"
+    )
+
+
+def _raised_at(error: BaseException) -> str:
+    """Return file and line of the innermost code in the traceback of `error`, outside of Python's
+    import; of the code that does not parse, for a SyntaxError."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = [
+        (frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    users = [(f, n) for f, n in frames if f != __file__ and not f.startswith("<frozen")]
+    roots = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "purelib"))
+    own = [(file, line) for file, line in users if not file.startswith(roots)]
+    return "".join(f"{file}:{line}" for file, line in (own or users)[-1:])
+
+
+def _place(function: object) -> str:
+    try:
+        file = inspect.getsourcefile(function)  # type: ignore[arg-type]
+        return f"{file}:{inspect.getsourcelines(function)[1]}"  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        return repr(function)

@@ -1,0 +1,170 @@
+"""Rows that are already tokenized: token ids, and which of them are learned. numpy only.
+
+A row becomes a document as it is: no token is added, so it must hold its own end. Keys as in
+Hugging Face datasets: `input_ids`; `labels`, -100 where a token is not learned and otherwise equal
+to `input_ids` (not shifted); `attention_mask`, 0 for padding, which is removed; `loss_mask` and
+`token_weights`, one number for each token; `weight`, one for the row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from bigtrain.data.documents.conversations import ConversationError, from_text
+from bigtrain.data.documents.row_format import TOKEN_KEYS, Values
+
+NOT_LEARNED = -100
+"""Label of a token without loss, as in torch and transformers."""
+PADDING = "padding"
+"""Kind of what is removed and counted: tokens with attention_mask 0."""
+ONE_BIT = "a token is learned or not, by one bit -> 0 or 1"
+
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """Tokens of a row, int64 [tokens]; `learned` bool of the same length; `padding`: number of
+    padding tokens that were removed from it."""
+
+    tokens: Numbers
+    learned: npt.NDArray[np.bool_]
+    padding: int = 0
+
+    def document(self, *, last_only: bool) -> bytes:
+        """Return the row as the document that is tokenized: deterministic JSON."""
+        tree: dict[str, Any] = {"input_ids": self.tokens}
+        if not self.learned.all():
+            tree["learned"] = self.learned.astype(np.int8)
+        if self.padding:
+            tree[PADDING] = self.padding
+        return orjson.dumps(tree, option=orjson.OPT_SERIALIZE_NUMPY)
+
+    @classmethod
+    def of_document(cls, tree: dict[str, Any]) -> TokenRow:
+        """Return the row of a `document`, parsed."""
+        tokens = np.array(tree["input_ids"], np.int64)
+        learned = np.array(tree.get("learned", np.ones(len(tokens))), np.bool_)
+        return cls(tokens, learned, tree.get(PADDING, 0))
+
+    def require_in_vocabulary(self, vocab_size: int) -> None:
+        """Raise ConversationError for a token that the tokenizer does not have."""
+        wrong = np.flatnonzero((self.tokens < 0) | (self.tokens >= vocab_size))
+        if len(wrong):
+            place = int(wrong[0])
+            raise ConversationError(
+                f"token {place} of the row is {int(self.tokens[place])}, the tokenizer has ids 0 "
+                f"to {vocab_size - 1} -> --tokenizer with the tokenizer that made the rows"
+            )
+
+
+def token_row(values: Values) -> TokenRow:
+    """Return the row with the `values` of `TOKEN_KEYS`. Raise ConversationError if they
+    contradict each other."""
+    tokens = _integers(values[0], "input_ids")
+    length = len(tokens)
+    if not length:
+        raise ConversationError("it has no tokens")
+    masks: dict[str, npt.NDArray[np.bool_]] = {}
+    if values[1] is not None:
+        labels = _integers(values[1], "labels")
+        _require_length(labels, "labels", length)
+        masks["labels"] = _learned_by(labels, tokens)
+    attention = None
+    if values[2] is not None:
+        attention = _bits(values[2], "attention_mask", length)
+    for name, value in zip(TOKEN_KEYS[3:5], values[3:5], strict=True):
+        if value is not None:
+            masks[name] = _bits(value, name, length)
+    if values[5] is not None:
+        masks["weight"] = np.full(length, _bits([values[5]], "weight", 1)[0])
+    learned = _agreed(masks, length)
+    if attention is None or attention.all():
+        return TokenRow(tokens, learned)
+    kept = np.flatnonzero(attention)
+    if not len(kept):
+        raise ConversationError("its attention_mask is 0 for every token")
+    low, high = int(kept[0]), int(kept[-1]) + 1
+    if not attention[low:high].all():
+        raise ConversationError(
+            "its attention_mask has 0 between tokens with 1: only padding at the beginning and the "
+            "end can be removed -> remove those tokens"
+        )
+    outside = ~attention
+    if masks and learned[outside].any():
+        place = int(np.flatnonzero(learned & outside)[0])
+        raise ConversationError(
+            f"token {place} is to be learned ({' and '.join(masks)}), and its attention_mask is 0"
+        )
+    return TokenRow(tokens[low:high], learned[low:high], length - (high - low))
+
+
+def _learned_by(labels: Numbers, tokens: Numbers) -> npt.NDArray[np.bool_]:
+    wrong = np.flatnonzero((labels != NOT_LEARNED) & (labels != tokens))
+    if len(wrong):
+        place = int(wrong[0])
+        shifted = len(tokens) > 1 and bool(
+            ((labels[:-1] == NOT_LEARNED) | (labels[:-1] == tokens[1:])).all()
+        )
+        fix = "labels of the same token, not of the next one" if shifted else "-100 or that id"
+        raise ConversationError(
+            f"labels has {int(labels[place])} at token {place}, whose input_ids has "
+            f"{int(tokens[place])} -> {fix}"
+        )
+    learned: npt.NDArray[np.bool_] = labels != NOT_LEARNED
+    return learned
+
+
+def _agreed(masks: dict[str, npt.NDArray[np.bool_]], length: int) -> npt.NDArray[np.bool_]:
+    """Return the mask on which all agree; a row's weight of 0 or 1 combines with any."""
+    by_token = {name: mask for name, mask in masks.items() if name != "weight"}
+    learned = next(iter(by_token.values()), np.ones(length, np.bool_))
+    for name, mask in by_token.items():
+        different = np.flatnonzero(mask != learned)
+        if len(different):
+            first = next(iter(by_token))
+            raise ConversationError(
+                f"{first} and {name} contradict each other at token {int(different[0])} -> keep "
+                "one of them"
+            )
+    return learned & masks["weight"] if "weight" in masks else learned
+
+
+def _integers(value: object, name: str) -> Numbers:
+    value = from_text(value)
+    if not isinstance(value, list | tuple | np.ndarray):
+        raise ConversationError(f"its {name} is not a list of integers but {type(value).__name__}")
+    try:
+        given = np.asarray(value)
+    except ValueError:
+        raise ConversationError(f"its {name} is a list of lists -> one list per row") from None
+    if given.ndim != 1:
+        raise ConversationError(f"its {name} is a list of lists -> one list per row")
+    if len(given) and given.dtype.kind not in "iu":
+        wrong = next((v for v in value if isinstance(v, bool) or not isinstance(v, int)), value)
+        raise ConversationError(f"its {name} has {wrong!r}, which is not an integer")
+    return given.astype(np.int64)
+
+
+def _bits(value: object, name: str, length: int) -> npt.NDArray[np.bool_]:
+    value = from_text(value)
+    if not isinstance(value, list | tuple | np.ndarray):
+        raise ConversationError(f"its {name} is not a list of numbers but {type(value).__name__}")
+    wrong = next((v for v in value if isinstance(v, str) or v is None or v not in (0, 1)), None)
+    if wrong is not None or any(v is None for v in value):
+        raise ConversationError(f"its {name} has {wrong!r}: {ONE_BIT}")
+    bits = np.array(value, np.bool_)
+    _require_length(bits, name, length)
+    return bits
+
+
+def _require_length(given: npt.NDArray[Any], name: str, length: int) -> None:
+    if len(given) != length:
+        raise ConversationError(
+            f"its {name} has {len(given)} values, and input_ids has {length} tokens"
+        )

@@ -1,0 +1,72 @@
+"""Length of a run in epochs, counted as steps before it starts. No torch.
+
+Every later part of a run, its checkpoints and its records have only the steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from bigtrain.data.loading.dataset_checks import count_samples, open_checked
+from bigtrain.data.shards.dataset import TokenDataset
+from bigtrain.errors import ConfigError, DataError, Problem
+from bigtrain.settings.resolve import ResolvedRun
+from bigtrain.settings.run_config import RunConfig
+
+UNKNOWN = "train.epochs = {:g}: its steps are counted with the data, which is not here"
+
+
+def with_steps(
+    run: ResolvedRun, datasets: Sequence[TokenDataset]
+) -> tuple[ResolvedRun, tuple[str, ...]]:
+    """Return `run` with its epochs of `datasets`, those of the mixture, as steps, and lines on
+    them: none if it is given in steps. Raises ConfigError if the steps do not fit the schedule."""
+    config = run.config
+    if config.train.epochs is None:
+        return run, ()
+    samples = [count_samples(config, dataset, "train") for dataset in datasets]
+    steps, line = count_steps(config, samples)
+    warmup = config.schedule.warmup_steps
+    if warmup > steps:
+        rule = f"more than the run's steps; {line}"
+        raise ConfigError(Problem("schedule.warmup_steps", warmup, rule, f"{steps} or less"))
+    train = config.train.model_copy(update={"steps": steps, "epochs": None})
+    return replace(run, config=config.model_copy(update={"train": train})), (line,)
+
+
+def with_steps_if_known(run: ResolvedRun) -> tuple[ResolvedRun, tuple[str, ...]]:
+    """Return the same as `with_steps` if the data can be opened; otherwise `run` itself, and a line
+    that says so. Raises ConfigError as `with_steps`."""
+    if run.config.train.epochs is None:
+        return run, ()
+    datasets, problems = open_checked(run.config, "listed")
+    try:
+        if not problems:
+            return with_steps(run, datasets)
+    except DataError:  # from an index that packing reads
+        pass
+    return run, (UNKNOWN.format(run.config.train.epochs),)
+
+
+def count_steps(config: RunConfig, samples: Sequence[int]) -> tuple[int, str]:
+    """Return the steps of ``train.epochs`` and a line on them. `samples`: of the training split of
+    each source. The last step is a full one, and may begin the next epoch."""
+    epochs = config.train.epochs
+    assert epochs is not None
+    sources = config.data.mixture
+    # Exact decimal numbers, so that 0.1 of 30 samples is 3 of them on every machine.
+    own = [Fraction(repr(source.epochs or 1.0)) for source in sources]
+    one_epoch = sum(part * count for part, count in zip(own, samples, strict=True))
+    total = math.ceil(Fraction(repr(epochs)) * one_epoch)
+    batch = config.batch.samples_per_step
+    steps = max(1, math.ceil(Fraction(total, batch)))
+    what = "the training split" if len(sources) == 1 else "the sources by their epochs"
+    line = f"train.epochs = {epochs:g} of {float(one_epoch):,.10g} samples ({what}) is "
+    line += f"train.steps = {steps} of {batch} samples"
+    more = steps * batch - total
+    if more:
+        line += f"; the last step reads {more} of the next epoch"
+    return steps, line

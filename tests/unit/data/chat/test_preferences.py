@@ -1,0 +1,308 @@
+"""Preference pairs and labeled answers: tokens and masks of TRL's trainers, and bad rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+import yaml
+from pyarrow import Table, parquet
+
+from bigtrain.cli import main
+from bigtrain.data.chat.preferences import encode_rows
+from bigtrain.data.documents.chat_formats import FORMATS, Conversations, document_in, nearest
+from bigtrain.data.shards.dataset import open_dataset
+from bigtrain.data.shards.manifest import Rows, read_manifest
+from bigtrain.data.shards.verification import corrupt_files
+from bigtrain.data.shards.writer import ShardWriter
+from tests.support.chats import CHATML, LLAMA3, save_chat_tokenizer, turns
+from tests.unit.commands.test_tokenize_chat import documents_of
+from tests.unit.data.chat.test_trl import encoder_of, tokenizer_of
+
+USER, GOOD, BAD = (
+    {"role": "user", "content": "Add 1 and 2."},
+    {"role": "assistant", "content": "It is 3."},
+    {"role": "assistant", "content": "It is 4, é🙂."},
+)
+SYSTEM = {"role": "system", "content": "Be short."}
+EARLIER = [USER, BAD, {"role": "user", "content": "No. Again."}]
+
+
+def document(name: str, row: dict[str, Any]) -> tuple[bytes | None, str]:
+    known = FORMATS[name]
+    return document_in(row, known.keys[:1], Conversations(known, known.keys))
+
+
+def encoded(encoder: Any, name: Rows, row: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
+    content, why = document(name, row)
+    assert content is not None, why
+    found = encode_rows(encoder, [content], None, name).chats
+    assert not found.problems
+    parts, begin = [], 0
+    for length in found.lengths.tolist():
+        own = slice(begin, begin + length)
+        parts.append((found.tokens[own].tolist(), found.mask[own].astype(int).tolist()))
+        begin += length
+    return parts
+
+
+def by_trl(kind: str, tokenizer: Any, row: dict[str, Any]) -> dict[str, list[int]]:
+    from datasets import Dataset
+    from trl.trainer.dpo_trainer import DPOTrainer
+    from trl.trainer.kto_trainer import KTOTrainer
+
+    trainer: Any = DPOTrainer if kind == "dpo" else KTOTrainer
+    own = SimpleNamespace(_tokenizer=tokenizer, calculate_KL=False)
+    options = SimpleNamespace(dataset_num_proc=None, max_length=None, truncation_mode="keep_start")
+    rows = Dataset.from_list([row])
+    found: dict[str, list[int]] = trainer._prepare_dataset(own, rows, tokenizer, options, "train")[
+        0
+    ]
+    return found
+
+
+PAIRS: dict[str, dict[str, Any]] = {
+    "text": {"prompt": "What is 2 + 2?\n", "chosen": "It is 4.", "rejected": "It is 5, é."},
+    "a token over the boundary": {
+        "prompt": "The quick bro",
+        "chosen": "wn fox",
+        "rejected": "ken fox",
+    },
+    "no prompt text": {"prompt": "", "chosen": "Paris.", "rejected": "Rome."},
+    "implicit text": {"chosen": "The sky is blue.", "rejected": "The sky is green."},
+    "implicit text, one longer": {"chosen": "The sky is", "rejected": "The sky is green."},
+    "messages": {"prompt": [SYSTEM, USER], "chosen": [GOOD], "rejected": [BAD]},
+    "implicit messages": {"chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]},
+    "earlier answers": {"chosen": [*EARLIER, GOOD], "rejected": [*EARLIER, BAD]},
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("with_begin", [False, True], ids=["plain", "with begin"])
+def test_a_pair_has_trls_tokens_and_learns_its_completions(name: str, with_begin: bool) -> None:
+    row = PAIRS[name]
+    is_text = isinstance(row["chosen"], str)
+    tokenizer = tokenizer_of(None if is_text else LLAMA3, with_begin)
+    encoder = encoder_of(None if is_text else LLAMA3, with_begin)
+    near = nearest(row)
+    assert near is not None
+    assert near.name == "preference"
+    wanted = by_trl("dpo", tokenizer, row)
+    parts = encoded(encoder, "preference", row)
+    for side, (tokens, mask) in zip(("chosen", "rejected"), parts, strict=True):
+        assert tokens == [*wanted["prompt_ids"], *wanted[f"{side}_ids"]]
+        learned = [0] * len(wanted["prompt_ids"]) + [1] * len(wanted[f"{side}_ids"])
+        assert mask == learned
+
+
+@pytest.mark.parametrize("label", [True, False, "true", "False"])
+def test_a_labeled_answer_has_trls_tokens(label: Any) -> None:
+    for template, prompt, completion in (
+        (None, "What is 2 + 2?\n", "It is 4."),
+        (LLAMA3, [SYSTEM, USER], [GOOD]),
+    ):
+        row = {"prompt": prompt, "completion": completion, "label": label}
+        wanted = by_trl("kto", tokenizer_of(template), {**row, "label": True})
+        ((tokens, mask),) = encoded(encoder_of(template), "kto", row)
+        assert tokens == [*wanted["prompt_ids"], *wanted["completion_ids"]]
+        assert mask == [0] * len(wanted["prompt_ids"]) + [1] * len(wanted["completion_ids"])
+        content, _ = document("kto", row)
+        assert content is not None
+        assert orjson.loads(content)["label"] == (label in (True, "true"))
+
+
+BAD_ROWS: list[tuple[Rows, dict[str, Any], str]] = [
+    ("preference", {"chosen": "a", "rejected": None, "prompt": "x"}, "it has no rejected"),
+    (
+        "preference",
+        {"chosen": "a", "rejected": "a", "prompt": "x"},
+        "chosen and rejected are equal",
+    ),
+    ("preference", {"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "are equal"),
+    ("preference", {"chosen": "a", "rejected": "b"}, "have no common beginning"),
+    ("preference", {"chosen": [GOOD], "rejected": [BAD]}, "have no common beginning"),
+    ("preference", {"chosen": "", "rejected": "b", "prompt": "x"}, "its chosen is empty"),
+    ("preference", {"chosen": [GOOD], "rejected": [], "prompt": [USER]}, "its rejected is empty"),
+    (
+        "preference",
+        {"chosen": [GOOD], "rejected": [{**BAD, "content": ""}], "prompt": [USER]},
+        "message 1 of its rejected is empty",
+    ),
+    ("preference", {"chosen": "a", "rejected": [BAD], "prompt": "x"}, "all text or all messages"),
+    ("preference", {"chosen": "a", "rejected": "b", "prompt": [USER]}, "all text or all messages"),
+    (
+        "preference",
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD], "prompt": [USER]},
+        "which would be there twice",
+    ),
+    (
+        "preference",
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD], "prompt": "another"},
+        "its prompt is text, and not the last message",
+    ),
+    ("kto", {"prompt": "a", "completion": "b", "label": 0.5}, "its label is 0.5"),
+    ("kto", {"prompt": "a", "completion": "b", "label": None}, "its label is None"),
+    ("kto", {"prompt": "a", "completion": "", "label": True}, "its completion is empty"),
+    ("kto", {"prompt": "a", "completion": None, "label": True}, "it has no completion"),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "why"), BAD_ROWS)
+def test_a_row_without_two_answers_is_refused(name: Rows, row: dict[str, Any], why: str) -> None:
+    content, reason = document(name, row)
+    assert content is None
+    assert why in reason
+
+
+def test_the_prompt_of_ultrafeedback_is_text_beside_messages() -> None:
+    row = {"prompt": USER["content"], "chosen": [USER, GOOD], "rejected": [USER, BAD]}
+    content, why = document("preference", row)
+    assert (
+        content
+        == document("preference", {**row, "prompt": [USER], "chosen": [GOOD], "rejected": [BAD]})[0]
+    ), why
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(*words: object) -> int:
+    return main([*map(str, words)])
+
+
+def test_pairs_become_shards_that_only_a_preference_may_train(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = save_chat_tokenizer(tmp_path / "tokenizer", CHATML)
+    rows: list[dict[str, Any]] = [
+        {"prompt": turns(f"What is {n}?")[:1], "chosen": [GOOD], "rejected": [BAD]}
+        for n in range(40)
+    ]
+    # One that renders alike, one without an answer that is learned.
+    strange = [
+        {"prompt": [USER], "chosen": [{**GOOD, "x": 1}], "rejected": [{**GOOD, "x": 2}]},
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [USER]},
+    ]
+    source = write_rows(tmp_path / "pairs.jsonl", [*rows[:20], *strange, *rows[20:]])
+    words = ["tokenize", "--input", source, "--tokenizer", tokenizer, "--held-out", 0.2]
+    assert run(*words, "--output", tmp_path / "refused") == 2
+    assert f"{source}:21: chosen and rejected become the same tokens" in capsys.readouterr().err
+    for workers, size in ((1, "1MB"), (2, "2KB")):
+        out = tmp_path / f"out{workers}"
+        more = ["--skip-bad", "--workers", workers, "--shard-size", size]
+        assert run(*words, "--output", out, *more) == 0
+        assert corrupt_files(out) == []
+        manifest = read_manifest(out)
+        assert (manifest.rows, manifest.skipped_documents) == ("preference", 2)
+        assert "rejected: no assistant tokens to train on" in (out / "errors.jsonl").read_text()
+        assert "preference: 40 pairs" in capsys.readouterr().out
+    splits: list[Any] = ["train", "held_out"]
+    found = [documents_of(tmp_path / "out1", split) for split in splits]
+    assert found == [documents_of(tmp_path / "out2", split) for split in splits]
+    assert [len(part) % 2 for part in found] == [0, 0]
+    assert sum(map(len, found)) == 80
+    assert len(found[1]) > 0
+    tokenizer_of_data = tokenizer_of(CHATML)
+    for chosen, rejected in zip(found[0][::2], found[0][1::2], strict=True):
+        both = [
+            tokenizer_of_data.decode([t for t, m in zip(*half, strict=True) if m])
+            for half in (chosen, rejected)
+        ]
+        assert both == [GOOD["content"] + "<|im_end|>", BAD["content"] + "<|im_end|>"]
+    assert run("inspect", tmp_path / "out1", "--mask", "--document", 2, 3) == 0
+    said = capsys.readouterr().out
+    assert "document 2 (pair 1, chosen) of train" in said
+    assert "document 3 (pair 1, rejected) of train" in said
+    refuse_next_token(tmp_path, tmp_path / "out1", "has preference pairs", capsys)
+
+
+def refuse_next_token(
+    place: Path, shards: Path, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Check that `check --inputs` refuses the dataset in one line."""
+    tree = {
+        "model": {"config": {"model_type": "llama", "vocab_size": 400}},
+        "data": {"path": str(shards), "packing": "best_fit"},
+        "batch": {"sequence_length": 64, "global_batch_size": 1},
+        "train": {"steps": 2},
+        "optimizer": {"lr": 1e-3},
+        "output": {"directory": str(place / "run")},
+    }
+    path = place / "run.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    assert run("check", "--config", path, "--inputs") == 2
+    (line,) = [text for text in capsys.readouterr().err.splitlines() if "next_token" in text]
+    assert line.strip().startswith(f"data.path = '{shards}': {why}")
+
+
+def test_labels_are_beside_the_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = save_chat_tokenizer(tmp_path / "tokenizer", CHATML)
+    rows = [
+        {"prompt": f"{n}?", "completion": f"It is {n}.", "label": n % 3 == 0} for n in range(30)
+    ]
+    parquet.write_table(Table.from_pylist(rows), tmp_path / "rows.parquet")
+    out = tmp_path / "out"
+    words = ["tokenize", "--input", tmp_path / "rows.parquet", "--tokenizer", tokenizer]
+    assert run(*words, "--output", out, "--held-out", 0.3) == 0
+    said = capsys.readouterr()
+    assert "match --format kto" in said.err
+    assert "kto: 10 desirable and 20 undesirable answers" in said.out
+    dataset = open_dataset(out)
+    assert dataset.table.rows == "kto"
+    labels = {}
+    for split in ("train", "held_out"):
+        for shard in dataset.shards(split):  # type: ignore[arg-type]
+            assert len(shard.labels) == shard.num_documents
+            for number in range(shard.num_documents):
+                text = tokenizer_of(CHATML).decode(shard.document(number).tolist())
+                labels[int(text.split("?")[0])] = int(shard.labels[number])
+    assert labels == {n: int(n % 3 == 0) for n in range(30)}
+    assert run("inspect", out, "--document", 0) == 0
+    assert "document 0 (desirable)" in capsys.readouterr().out or labels[0] == 0
+    refuse_next_token(tmp_path, out, "has answers with labels (kto)", capsys)
+    path = next(out.glob("train-*.labels"))
+    path.write_bytes(bytes(1 - byte for byte in path.read_bytes()))
+    assert any("labels" in problem for problem in corrupt_files(out))
+
+
+def test_what_a_template_drops_is_counted_of_pairs_that_are_used() -> None:
+    named = {**USER, "name": "Ada"}  # a key that the template does not read
+    rows = [
+        {"prompt": [named], "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": [named], "chosen": [GOOD], "rejected": [USER]},  # no answer that is learned
+    ]
+    contents = [content for row in rows if (content := document("preference", row)[0])]
+    assert len(contents) == 2
+    found = encode_rows(encoder_of(LLAMA3), contents, None, "preference").chats
+    assert [number for number, _ in found.problems] == [1]
+    assert found.unrendered == {"message_keys": 2}
+
+
+def test_a_shard_of_text_has_no_labels_file(tmp_path: Path) -> None:
+    import numpy as np
+
+    with ShardWriter(tmp_path, "train-00000", "uint16") as writer:
+        writer.add(np.array([1, 2]), np.array([2]), 2)
+        record = writer.close()
+    assert record.labels_xxh3 is None
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".bin", ".blocks", ".idx"]
+
+
+def test_a_pair_that_is_also_a_conversation_is_not_guessed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = save_chat_tokenizer(tmp_path / "tokenizer", CHATML)
+    row = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "messages": [USER, GOOD]}
+    source = write_rows(tmp_path / "rows.jsonl", [row])
+    words = ["tokenize", "--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "out"]
+    assert run(*words) == 2
+    said = capsys.readouterr().err
+    assert "the keys of --format messages and of preference -> name the one" in said
+    assert run(*words, "--format", "preference") == 0
+    assert read_manifest(tmp_path / "out").num_documents("train") == 2

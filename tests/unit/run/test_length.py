@@ -1,0 +1,121 @@
+"""Length of a run in epochs: counted as steps from the samples, shown by check."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bigtrain.cli import main
+from bigtrain.data.loading.dataset_checks import count_samples
+from bigtrain.data.shards.dataset import open_dataset
+from bigtrain.errors import ConfigError
+from bigtrain.run.checkpointing.changed_settings import mathematics
+from bigtrain.run.length import UNKNOWN, count_steps, with_steps
+from bigtrain.settings.loading import parse_run_config
+from bigtrain.settings.resolve import resolve_run
+from bigtrain.settings.run_config import RunConfig
+from tests.support.datasets import write_dataset
+
+
+def tree(place: Path, train: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    return {
+        "model": {"config": {"model_type": "llama", "vocab_size": 50}},
+        "data": {"path": str(place / "shards")},
+        "batch": {"sequence_length": 8, "global_batch_size": 4},
+        "train": train,
+        "optimizer": {"lr": 1e-3},
+        "output": {"directory": str(place / "run")},
+        **sections,
+    }
+
+
+def config_of(train: dict[str, Any], **sections: Any) -> RunConfig:
+    return RunConfig.model_validate(tree(Path(), train, **sections))
+
+
+@pytest.mark.parametrize(
+    ("epochs", "samples", "steps", "more"),
+    [(1.0, 40, 10, 0), (2, 41, 21, 2), (0.1, 40, 1, 0), (0.3, 40, 3, 0), (1e-9, 40, 1, 3)],
+)
+def test_epochs_are_samples_in_full_steps(
+    epochs: float, samples: int, steps: int, more: int
+) -> None:
+    counted, line = count_steps(config_of({"epochs": epochs}), [samples])
+    assert counted == steps
+    assert (f"the last step reads {more} of the next epoch" in line) == (more > 0)
+
+
+def test_sources_with_epochs_are_read_as_often_as_these_say() -> None:
+    sources = [{"path": "a", "epochs": 1}, {"path": "b", "epochs": 0.5}]
+    config = config_of({"epochs": 3}, data={"sources": sources})
+    steps, line = count_steps(config, [100, 40])
+    assert steps == 3 * (100 + 20) / 4
+    assert "3 of 120 samples (the sources by their epochs) is train.steps = 90" in line
+
+
+@pytest.mark.parametrize(
+    ("train", "sources", "why"),
+    [
+        ({}, None, "train.steps: is required"),
+        ({"steps": 3, "epochs": 1}, None, "train.steps = 3: train.epochs = 1 gives the length"),
+        ({"epochs": 0}, None, "train.epochs = 0: input should be greater than 0"),
+        ({"epochs": float("nan")}, None, "train.epochs = nan: input should be"),
+        (
+            {"epochs": 1},
+            [{"path": "a", "weight": 1}, {"path": "b", "weight": 2}],
+            "train.steps=N; or data.sources.0.epochs instead of weight",
+        ),
+    ],
+)
+def test_a_length_that_is_none_or_ambiguous_is_refused(
+    train: dict[str, Any], sources: Any, why: str
+) -> None:
+    sections = {} if sources is None else {"data": {"sources": sources}}
+    with pytest.raises(ConfigError, match=None) as caught:
+        parse_run_config(tree(Path(), train, **sections))
+    assert why in str(caught.value)
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+def test_check_shows_the_steps_that_the_run_takes(
+    packing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = {"path": str(tmp_path / "shards"), "packing": packing}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(tree(tmp_path, {"epochs": 1.5}, data=data)))
+    assert main(["check", "--config", str(path)]) == 0
+    assert UNKNOWN.format(1.5) in capsys.readouterr().out
+    write_dataset(tmp_path / "shards", vocab_size=50)
+    config = parse_run_config(tree(tmp_path, {"epochs": 1.5}, data=data))
+    samples = count_samples(config, open_dataset(tmp_path / "shards"), "train")
+    steps = -(-(3 * samples) // 8)
+    for more in ([], ["--inputs"]):
+        assert main(["check", "--config", str(path), *more]) == 0
+        said = capsys.readouterr().out
+        assert f"# train.epochs = 1.5 of {samples} samples (the training split) is" in said
+        assert f"  steps: {steps}\n" in said
+    assert main(["check", "--config", str(path), "--show", "train.steps"]) == 0
+    assert capsys.readouterr().out == f"{steps}\n"
+    late = f"schedule.warmup_steps={steps + 1}"
+    for more in ([], ["--inputs"]):
+        assert main(["check", "--config", str(path), *more, late]) == 2
+        assert f"schedule.warmup_steps = {steps + 1}: more than the run's steps" in (
+            capsys.readouterr().err
+        )
+
+
+def test_a_counted_run_is_one_of_steps(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "shards", vocab_size=50)
+    dataset = open_dataset(tmp_path / "shards")
+    run = resolve_run(parse_run_config(tree(tmp_path, {"epochs": 2})), 1)
+    counted, (line,) = with_steps(run, [dataset])
+    again, lines = with_steps(counted, [dataset])
+    assert (again, lines) == (counted, ())
+    steps = counted.config.train.total_steps
+    assert f"is train.steps = {steps} of 4 samples" in line
+    # A checkpoint has the steps, and a resume compares them: of grown data they are others.
+    by_steps = parse_run_config(tree(tmp_path, {"steps": steps}))
+    assert mathematics(counted.config) == mathematics(by_steps)
