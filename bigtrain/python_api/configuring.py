@@ -9,10 +9,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bigtrain.errors import ConfigError, LaunchError
+from bigtrain.errors import ConfigError, LaunchError, Problem
 from bigtrain.run.output_directory import check_output
 from bigtrain.settings.accelerate import AccelerateSettings, read_accelerate
 from bigtrain.settings.compatibility.facts import Device
+from bigtrain.settings.extensions import check_callback
 from bigtrain.settings.hf_config_keys import missing_model
 from bigtrain.settings.loading import load_run_config, parse_run_config
 from bigtrain.settings.resolve import ResolvedRun, resolve_run, resolve_run_files
@@ -129,13 +130,19 @@ def resolve(
 
 
 def train_run(
-    config: Config, *overrides: str, deepspeed_config: str | Path | None = None
+    config: Config,
+    *overrides: str,
+    deepspeed_config: str | Path | None = None,
+    callbacks: Sequence[object] = (),
 ) -> TrainingResult:
     """Train a run in this process to its last step, from its newest checkpoint if there is one.
 
     One rank in a plain process; under a launcher (deepspeed, torchrun, accelerate) its ranks, and
     then collective: every rank calls it with the same arguments. It does the same as ``train.py``,
     and writes the same files into ``output.directory``.
+
+    callbacks: objects with methods of a callback (docs/howto/extend.md), called after those of the
+    run; the run directory does not record them.
 
     Ctrl-C (an interrupted notebook cell), SIGTERM and SIGUSR1 end the run after a saved
     step, and the result reports it; before the first step and during the export Ctrl-C raises
@@ -144,8 +151,9 @@ def train_run(
     the run YAML's ``watchdog``.
 
     Raises ConfigError, DataError, ModelError, CheckpointError, OutputError, TrainingError,
-    LaunchError: all of them are BigtrainError.
+    ExtensionError, LaunchError: all of them are BigtrainError.
     """
+    _check_callbacks(callbacks)
     world = read_world(os.environ)
     run = resolve(
         config, overrides, world.size, deepspeed_config, accelerate=read_accelerate(os.environ)
@@ -154,7 +162,7 @@ def train_run(
     import torch
 
     with torch.random.fork_rng(devices=[]), StopSignals(interrupts=True) as heard:
-        return train_resolved(run, world, heard)
+        return train_resolved(run, world, heard, callbacks=callbacks)
 
 
 def train_resolved(
@@ -162,10 +170,13 @@ def train_resolved(
     world: World,
     signals: StopSignals,
     importing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    *,
+    callbacks: Sequence[object] = (),
 ) -> TrainingResult:
     """Train `run` as a rank of `world`. Collective over all of them.
 
     `signals`: the handlers of this process. `importing`: context for importing large libraries.
+    `callbacks`: of the calling program.
     """
     # Imported here, so that an invalid configuration is refused before torch is imported, and
     # invalid inputs before DeepSpeed, which probes devices and prints on import.
@@ -186,7 +197,21 @@ def train_resolved(
         with import_log(shown=run.config.logging.deepspeed == "shown") as said:
             from bigtrain.run.training import train_inputs
 
-    return train_inputs(run, inputs, world, signals, said)
+    return train_inputs(run, inputs, world, signals, said, callbacks)
+
+
+def _check_callbacks(callbacks: Sequence[object]) -> None:
+    """Raise ConfigError for objects that are not callbacks."""
+    problems: list[Problem] = []
+    for number, callback in enumerate(callbacks):
+        key = f"callbacks[{number}]"
+        if isinstance(callback, type):
+            rule = "is a class, not an object of it"
+            problems.append(Problem(key, callback.__name__, rule, f"{callback.__name__}(...)"))
+        else:
+            problems += check_callback(key, type(callback).__name__, callback)
+    if problems:
+        raise ConfigError(problems, "the arguments of train_run")
 
 
 def _refuse_other_group() -> None:

@@ -23,9 +23,11 @@ from bigtrain.settings.deepspeed.engine_config import (
     render,
 )
 from bigtrain.settings.deepspeed.keys import value_at
+from bigtrain.settings.extensions import check_callback_class, check_schedule
 from bigtrain.settings.hf_config_keys import inspect_configuration
 from bigtrain.settings.loading import apply_overrides, find_config, load_run_config, parse_yaml
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.sections.extensions import is_imported
 from bigtrain.settings.topology import Topology, derive_topology
 
 
@@ -61,6 +63,7 @@ def resolve_run(
     """
     topology, problems = _topology_of(config, world_size)
     problems.extend(_check_profile(config, world_size))
+    problems.extend(_check_extensions(config))
     model, of_model = inspect_configuration(config.model)
     problems.extend(of_model)
     plan = None
@@ -135,6 +138,19 @@ def _check_profile(config: RunConfig, world_size: int) -> list[Problem]:
         for rank in config.profile.ranks
         if rank >= world_size > 0
     ]
+
+
+def _check_extensions(config: RunConfig) -> list[Problem]:
+    """Import the user's code that the run names, and check it."""
+    schedule = config.schedule
+    problems: list[Problem] = []
+    if is_imported(schedule.type):
+        settings, steps = schedule.settings, config.train.steps
+        problems += check_schedule("schedule.type", schedule.type, settings, steps)
+    for number, callback in enumerate(config.callbacks):
+        key = f"callbacks.{number}.type"
+        problems += check_callback_class(key, callback.type, callback.settings)
+    return problems
 
 
 def _topology_of(config: RunConfig, world_size: int) -> tuple[Topology | None, list[Problem]]:

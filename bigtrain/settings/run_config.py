@@ -21,6 +21,7 @@ from bigtrain.settings.sections.data import (
     TokenizerSection,
 )
 from bigtrain.settings.sections.evaluation import BestSection, EvaluationSection, HeldOutSetSection
+from bigtrain.settings.sections.extensions import CallbackSection
 from bigtrain.settings.sections.model import (
     ModelSection,
     MoeSection,
@@ -46,6 +47,7 @@ __all__ = [
     "AdaptersSection",
     "BatchSection",
     "BestSection",
+    "CallbackSection",
     "CheckpointSection",
     "DataSection",
     "EngineSection",
@@ -105,6 +107,9 @@ class RunConfig(Section):
     watchdog: WatchdogSection = WatchdogSection()
     guard: GuardSection = GuardSection()
     engine: EngineSection = EngineSection()
+    callbacks: tuple[CallbackSection, ...] = Field(
+        default=(), description="code of yours that is called at points of the run, in this order"
+    )
     seed: NonNegativeInt = Field(default=0, description="of weights, dropout and sample order")
 
     @model_validator(mode="before")
@@ -135,6 +140,11 @@ class RunConfig(Section):
                 "tokenizer.base=DIRECTORY, or a hub name"
             )
         return self
+
+    @property
+    def has_user_code(self) -> bool:
+        """Whether the run calls code of the user, which may record metrics."""
+        return bool(self.callbacks)
 
     @property
     def base_tokenizer(self) -> str | None:

@@ -1,0 +1,72 @@
+"""The page on code of one's own: its files are written, checked and run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.launch.conftest import Inputs, inputs
+from tests.support.lives import run_script
+from tests.support.worlds import ROOT
+
+PAGE = (ROOT / "docs/howto/extend.md").read_text(encoding="utf-8")
+WORKER = ROOT / "tests/launch/extension_worker.py"
+
+__all__ = ["inputs"]
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", PAGE, flags=re.M | re.S)
+
+
+@pytest.fixture
+def folder(inputs: Inputs, tmp_path: Path) -> Path:
+    """A directory with the page's files and shards."""
+    shutil.copytree(inputs.shards, tmp_path / "shards")
+    (tmp_path / "mine.py").write_text(blocks("python")[0])
+    (tmp_path / "extended.yaml").write_text(blocks("yaml")[0])
+    return tmp_path
+
+
+def lines(folder: Path) -> list[dict[str, object]]:
+    text = (folder / "runs/extended/metrics.jsonl").read_text()
+    return [line for line in map(json.loads, text.splitlines()) if "loss" in line]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_run_calls_the_code(folder: Path, world_size: int) -> None:
+    run_script(world_size, WORKER, folder, "--config", "extended.yaml")
+    rows = lines(folder)
+    rate = yaml.safe_load(blocks("yaml")[0])["optimizer"]["lr"]
+    assert [row["lr"] for row in rows] == [rate * 0.5 ** (step * 3 // 12) for step in range(12)]
+    assert [row["recorded"] for row in rows] == [
+        {"loss_over_target": pytest.approx(row["loss"] / 0.5)} for row in rows
+    ]
+    written = (folder / "runs/extended/watch.jsonl").read_text().splitlines()
+    names = [Path(json.loads(line)["checkpoint"]).name for line in written]
+    assert names == ["step-00000004", "step-00000008", "step-00000012"]
+
+
+@pytest.mark.distributed
+def test_two_ranks_end_after_the_step_that_reaches_the_target(folder: Path) -> None:
+    text = blocks("yaml")[0].replace("target_loss: 0.5", "target_loss: 5.6")
+    (folder / "extended.yaml").write_text(text)
+    output = run_script(2, WORKER, folder, "--config", "extended.yaml")
+    rows = lines(folder)
+    assert [float(str(row["loss"])) < 5.6 for row in rows] == [False] * (len(rows) - 1) + [True]
+    assert 1 < len(rows) < 12
+    assert f"step {len(rows)}: a callback asked to end the run: loss" in output
+    assert (folder / "runs/extended/hf/model.safetensors").exists()
+    # Again: nothing to do; with more steps it goes on.
+    assert "has stopped early; nothing to do" in run_script(
+        2, WORKER, folder, "--config", "extended.yaml"
+    )
+    more = ("train.steps=13", "checkpoint.allow_changes=[train.steps]", "callbacks=[]")
+    run_script(2, WORKER, folder, "--config", "extended.yaml", *more)
+    assert len(lines(folder)) == 13
