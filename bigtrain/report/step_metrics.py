@@ -167,7 +167,8 @@ class StepMetrics:
 
     recorded: Mapping[str, float] | None = entries(
         "by name, the metrics that code of yours recorded (`bigtrain.record`) since the last "
-        "logged step, joined over these steps and all ranks by the reduction of each: mean, sum, max or min"
+        "logged step, joined over these steps and all ranks by the reduction of each: mean, sum, "
+        "max or min"
     )
 
     def line(self) -> dict[str, Any]:
