@@ -133,6 +133,7 @@ def train_run(
     config: Config,
     *overrides: str,
     deepspeed_config: str | Path | None = None,
+    model: type | None = None,
     callbacks: Sequence[object] = (),
 ) -> TrainingResult:
     """Train a run in this process to its last step, from its newest checkpoint if there is one.
@@ -141,6 +142,7 @@ def train_run(
     then collective: every rank calls it with the same arguments. It does the same as ``train.py``,
     and writes the same files into ``output.directory``.
 
+    model: a PreTrainedModel class of yours, as ``model.type`` names it.
     callbacks: objects with methods of a callback (docs/howto/extend.md), called after those of the
     run; the run directory does not record them.
 
@@ -154,6 +156,8 @@ def train_run(
     ExtensionError, LaunchError: all of them are BigtrainError.
     """
     _check_callbacks(callbacks)
+    if model is not None:
+        overrides = (*overrides, f"model.type={_name_of(model)}")
     world = read_world(os.environ)
     run = resolve(
         config, overrides, world.size, deepspeed_config, accelerate=read_accelerate(os.environ)
@@ -198,6 +202,22 @@ def train_resolved(
             from bigtrain.run.training import train_inputs
 
     return train_inputs(run, inputs, world, signals, said, callbacks)
+
+
+def _name_of(model: object) -> str:
+    """Return the name by which `model`, an argument of `train_run`, can be imported. Raises
+    ConfigError for what is not a class, and for a class inside a function."""
+    name = getattr(model, "__qualname__", repr(model))
+    if not isinstance(model, type):
+        rule, remedy = "is not a class", "a PreTrainedModel class; its settings go to model.config"
+    elif "<locals>" in name:
+        rule, remedy = (
+            "is defined inside a function",
+            "define it at the top of a module or notebook",
+        )
+    else:
+        return f"{model.__module__}:{name}"
+    raise ConfigError(Problem("model", name, rule, remedy), "the arguments of train_run")
 
 
 def _check_callbacks(callbacks: Sequence[object]) -> None:

@@ -16,7 +16,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -205,6 +205,28 @@ def check_callback_class(key: str, name: str, settings: Mapping[str, Any]) -> li
         return [Problem(key, name, rule, "name the class, whose constructor gets the settings")]
     made = call_problem(f"{key.removesuffix('.type')}.settings", settings, kind, [], settings)
     return [*([made] if made else []), *check_callback(key, name, kind)]
+
+
+def check_model_class(key: str, name: str, known_types: Container[str]) -> list[Problem]:
+    """Return the problems of a model class of the user: import, and what transformers' models have.
+    `known_types`: model types of transformers."""
+    try:
+        kind = import_named(key, name)
+    except ConfigError as error:
+        return list(error.problems)
+    place = location(kind) or name
+    if not isinstance(kind, type) or not callable(getattr(kind, "from_pretrained", None)):
+        remedy = "class Mine(PreTrainedModel), with forward and config_class"
+        return [Problem(key, name, f"is not a PreTrainedModel of transformers ({place})", remedy)]
+    model_type = getattr(getattr(kind, "config_class", None), "model_type", "")
+    if not model_type or model_type in known_types:
+        owner = "transformers' own" if model_type else "empty"
+        rule = f"the model_type of its config_class is {model_type!r}, {owner} ({place})"
+        remedy = (
+            "write a configuration class with a model_type of its own, and name it in config_class"
+        )
+        return [Problem(key, name, rule, remedy)]
+    return []
 
 
 def check_schedule(

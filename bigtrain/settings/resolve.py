@@ -23,8 +23,8 @@ from bigtrain.settings.deepspeed.engine_config import (
     render,
 )
 from bigtrain.settings.deepspeed.keys import value_at
-from bigtrain.settings.extensions import check_callback_class, check_schedule
-from bigtrain.settings.hf_config_keys import inspect_configuration
+from bigtrain.settings.extensions import check_callback_class, check_model_class, check_schedule
+from bigtrain.settings.hf_config_keys import inspect_configuration, key_table
 from bigtrain.settings.loading import apply_overrides, find_config, load_run_config, parse_yaml
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.extensions import is_imported
@@ -147,6 +147,9 @@ def _check_extensions(config: RunConfig) -> list[Problem]:
     if is_imported(schedule.type):
         settings, steps = schedule.settings, config.train.steps
         problems += check_schedule("schedule.type", schedule.type, settings, steps)
+    if config.model.type is not None:
+        known = key_table()["model_types"]
+        problems += check_model_class("model.type", config.model.type, known)
     for number, callback in enumerate(config.callbacks):
         key = f"callbacks.{number}.type"
         problems += check_callback_class(key, callback.type, callback.settings)

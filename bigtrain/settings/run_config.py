@@ -144,7 +144,7 @@ class RunConfig(Section):
     @property
     def has_user_code(self) -> bool:
         """Whether the run calls code of the user, which may record metrics."""
-        return bool(self.callbacks)
+        return bool(self.callbacks or self.model.type)
 
     @property
     def base_tokenizer(self) -> str | None:

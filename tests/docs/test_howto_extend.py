@@ -28,7 +28,9 @@ def blocks(kind: str) -> list[str]:
 def folder(inputs: Inputs, tmp_path: Path) -> Path:
     """A directory with the page's files and shards."""
     shutil.copytree(inputs.shards, tmp_path / "shards")
-    (tmp_path / "mine.py").write_text(blocks("python")[0])
+    names = ("mine.py", "mymodel.py", "program.py")
+    for name, text in zip(names, blocks("python"), strict=True):
+        (tmp_path / name).write_text(text)
     (tmp_path / "extended.yaml").write_text(blocks("yaml")[0])
     return tmp_path
 
@@ -70,3 +72,43 @@ def test_two_ranks_end_after_the_step_that_reaches_the_target(folder: Path) -> N
     more = ("train.steps=13", "checkpoint.allow_changes=[train.steps]", "callbacks=[]")
     run_script(2, WORKER, folder, "--config", "extended.yaml", *more)
     assert len(lines(folder)) == 13
+
+
+LAYOUTS = {
+    "ZeRO 0": (1, []),
+    "ZeRO 3": (2, ["engine.deepspeed_config=zero3"]),
+    "tensor parallelism": (2, ["parallel.tensor=2"]),
+    "sequence parallelism": (2, ["parallel.sequence=2"]),
+    "pipeline": (2, ["parallel.pipeline=2", "engine.deepspeed_config=zero1"]),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_model_trains_the_same_in_every_layout(folder: Path) -> None:
+    losses = {}
+    section = yaml.safe_load(blocks("yaml")[1])["model"]
+    for name, (world_size, layout) in LAYOUTS.items():
+        run_script(
+            *(world_size, WORKER, folder, "--config", "extended.yaml", *layout),
+            *(f"model={json.dumps(section)}", f"output.directory=runs/{name}", "train.steps=4"),
+        )
+        text = (folder / f"runs/{name}/metrics.jsonl").read_text()
+        rows = [line for line in map(json.loads, text.splitlines()) if "loss" in line]
+        losses[name] = [(row["loss"], row["grad_norm"]) for row in rows]
+        assert all(0 < row["recorded"]["active"] < 1 for row in rows)
+        config = json.loads((folder / f"runs/{name}/hf/config.json").read_text())
+        assert config["model_type"] == "squared_llama"
+    for name, values in losses.items():
+        assert len(values) == 4
+        for own, expected in zip(values, losses["ZeRO 0"], strict=True):
+            assert own == pytest.approx(expected, rel=1e-5), name
+
+
+def test_the_program_of_the_page(folder: Path) -> None:
+    output = run_script(1, WORKER, folder, "page", "program.py")
+    assert "12 {'active': " in output
+    assert (folder / "runs/python/watch.jsonl").exists()
+    assert (folder / "runs/python/again.jsonl").exists()
+    recorded = json.loads((folder / "runs/python/config.json").read_text())
+    assert recorded["model"]["type"] == "mymodel:SquaredForCausalLM"

@@ -9,6 +9,7 @@ if __name__ == "__main__":
     os.chdir(sys.argv[1])
     sys.path[:] = [path for path in sys.path if path not in ("", sys.argv[1])]
     if sys.argv[2] == "page":
+        sys.path.insert(0, sys.argv[1])  # as `python FILE` does
         with open(sys.argv[3]) as file:
             exec(compile(file.read(), sys.argv[3], "exec"), {"__name__": "__main__"})
     else:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from bigtrain.settings.sections.base import NonNegativeFloat, PositiveInt, Section, refuse_secrets
+from bigtrain.settings.sections.extensions import ImportedName
 
 
 class VocabularySection(Section):
@@ -44,6 +45,12 @@ class ModelSection(Section):
         default=None,
         description="start from random weights: a directory or hub name whose configuration is "
         "used, or the configuration itself with its model_type",
+    )
+    type: ImportedName | None = Field(
+        default=None,
+        description="model of yours, as package.module:Class: a PreTrainedModel of transformers "
+        "whose config_class has a model_type of its own; absent: transformers' model of the "
+        "configuration's model_type",
     )
     overrides: dict[str, Any] = Field(
         default_factory=dict,
@@ -130,7 +137,7 @@ class ModelSection(Section):
                 "model.vocabulary gives trained weights (model.path) more rows, and model.config "
                 "has none -> omit it, and set vocab_size in model.config (or overrides)"
             )
-        if isinstance(self.config, dict) and "model_type" not in self.config:
+        if isinstance(self.config, dict) and "model_type" not in self.config and not self.type:
             raise ValueError("model.config must name a model_type, for example model_type: llama")
         return self
 

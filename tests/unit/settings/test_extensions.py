@@ -140,3 +140,27 @@ def test_settings_without_effect(schedule: dict[str, Any], expected: str) -> Non
         parse_run_config({**RUN, "schedule": schedule})
     assert expected in str(caught.value)
     assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("class Own: ...\n", "is not a PreTrainedModel of transformers ({file}:1)"),
+        ("def Own(config): ...\n", "is not a PreTrainedModel of transformers ({file}:1)"),
+        (
+            "class Own:\n    from_pretrained = print\n",
+            "the model_type of its config_class is '', empty ({file}:1)",
+        ),
+        (
+            "class C:\n    model_type = 'llama'\nclass Own:\n    config_class = C\n"
+            "    from_pretrained = print\n",
+            "the model_type of its config_class is 'llama', transformers' own ({file}:3)",
+        ),
+    ],
+)
+def test_a_faulty_model_class(code: Path, text: str, expected: str) -> None:
+    code.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        resolved(model={"type": "user_code:Own", "config": {"vocab_size": 64}})
+    assert expected.format(file=code) in str(caught.value)
+    assert len(caught.value.problems) == 1
