@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +14,12 @@ from bigtrain.errors import ConfigError, LaunchError, Problem
 from bigtrain.run.output_directory import check_output
 from bigtrain.settings.accelerate import AccelerateSettings, read_accelerate
 from bigtrain.settings.compatibility.facts import Device
-from bigtrain.settings.extensions import check_callback
+from bigtrain.settings.extensions import check_callback, check_samples
 from bigtrain.settings.hf_config_keys import missing_model
 from bigtrain.settings.loading import load_run_config, parse_run_config
 from bigtrain.settings.resolve import ResolvedRun, resolve_run, resolve_run_files
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.sections.extensions import GIVEN
 from bigtrain.system.stop_signals import StopSignals
 from bigtrain.system.world import World, read_world
 
@@ -134,6 +136,7 @@ def train_run(
     *overrides: str,
     deepspeed_config: str | Path | None = None,
     model: type | None = None,
+    data: object = None,
     callbacks: Sequence[object] = (),
 ) -> TrainingResult:
     """Train a run in this process to its last step, from its newest checkpoint if there is one.
@@ -143,6 +146,8 @@ def train_run(
     and writes the same files into ``output.directory``.
 
     model: a PreTrainedModel class of yours, as ``model.type`` names it.
+    data: training data: a directory of shards, or a dataset of them; or an object with ``__len__``
+    and ``__getitem__`` whose items are samples, with the tokenizer of the run's ``data.path``.
     callbacks: objects with methods of a callback (docs/howto/extend.md), called after those of the
     run; the run directory does not record them.
 
@@ -158,6 +163,8 @@ def train_run(
     _check_callbacks(callbacks)
     if model is not None:
         overrides = (*overrides, f"model.type={_name_of(model)}")
+    samples, more = _samples_of(data)
+    overrides = (*overrides, *more)
     world = read_world(os.environ)
     run = resolve(
         config, overrides, world.size, deepspeed_config, accelerate=read_accelerate(os.environ)
@@ -166,7 +173,7 @@ def train_run(
     import torch
 
     with torch.random.fork_rng(devices=[]), StopSignals(interrupts=True) as heard:
-        return train_resolved(run, world, heard, callbacks=callbacks)
+        return train_resolved(run, world, heard, callbacks=callbacks, samples=samples)
 
 
 def train_resolved(
@@ -176,11 +183,12 @@ def train_resolved(
     importing: Callable[[], AbstractContextManager[None]] = nullcontext,
     *,
     callbacks: Sequence[object] = (),
+    samples: object = None,
 ) -> TrainingResult:
     """Train `run` as a rank of `world`. Collective over all of them.
 
     `signals`: the handlers of this process. `importing`: context for importing large libraries.
-    `callbacks`: of the calling program.
+    `callbacks`, `samples`: of the calling program.
     """
     # Imported here, so that an invalid configuration is refused before torch is imported, and
     # invalid inputs before DeepSpeed, which probes devices and prints on import.
@@ -192,7 +200,7 @@ def train_resolved(
     refuse_for_device(run.config, world.size)
     with importing():  # the model's libraries
         # One rank of each host compares the sizes of the shards' files; the others read the list.
-        inputs = inspect_inputs(run, "sizes" if world.local_rank == 0 else "listed")
+        inputs = inspect_inputs(run, "sizes" if world.local_rank == 0 else "listed", samples)
         if world.local_rank == 0:
             parameters = inputs.model_plan.parameters
             refuse_other_run(run.config, inputs.sources, inputs.data_hash, parameters)
@@ -218,6 +226,19 @@ def _name_of(model: object) -> str:
     else:
         return f"{model.__module__}:{name}"
     raise ConfigError(Problem("model", name, rule, remedy), "the arguments of train_run")
+
+
+def _samples_of(data: object) -> tuple[object, tuple[str, ...]]:
+    """Return the source of samples that `data`, an argument of `train_run`, is, and the settings
+    for it. Raises ConfigError for what is not data."""
+    if data is None:
+        return None, ()
+    path = data if isinstance(data, str | Path) else getattr(data, "path", None)
+    if (isinstance(path, Path) and hasattr(data, "table")) or isinstance(data, str | Path):
+        return None, (f"data.path={json.dumps(str(path))}", "data.sources=[]")
+    if problems := check_samples("data", type(data).__name__, data):
+        raise ConfigError(problems, "the arguments of train_run")
+    return data, (f"data.samples.type={GIVEN}",)
 
 
 def _check_callbacks(callbacks: Sequence[object]) -> None:

@@ -207,6 +207,28 @@ def check_callback_class(key: str, name: str, settings: Mapping[str, Any]) -> li
     return [*([made] if made else []), *check_callback(key, name, kind)]
 
 
+def check_samples_class(key: str, name: str, settings: Mapping[str, Any]) -> list[Problem]:
+    """Return the problems of a class of samples: import, constructor, length and items."""
+    try:
+        kind = import_named(key, name)
+    except ConfigError as error:
+        return list(error.problems)
+    if not isinstance(kind, type):
+        rule = f"is not a class ({location(kind) or name})"
+        return [Problem(key, name, rule, "name the class, whose constructor gets the settings")]
+    made = call_problem(f"{key.removesuffix('.type')}.settings", settings, kind, [], settings)
+    return [*([made] if made else []), *check_samples(key, name, kind)]
+
+
+def check_samples(key: str, name: str, kind: Any) -> list[Problem]:
+    """Return the problem of a class (or object) without length and items."""
+    for method in ("__len__", "__getitem__"):
+        if not callable(getattr(kind, method, None)):
+            place = location(kind if isinstance(kind, type) else type(kind))
+            return [Problem(key, name, f"has no {method} ({place})", f"def {method}(self, ...)")]
+    return []
+
+
 def check_model_class(key: str, name: str, known_types: Container[str]) -> list[Problem]:
     """Return the problems of a model class of the user: import, and what transformers' models have.
     `known_types`: model types of transformers."""

@@ -23,11 +23,16 @@ from bigtrain.settings.deepspeed.engine_config import (
     render,
 )
 from bigtrain.settings.deepspeed.keys import value_at
-from bigtrain.settings.extensions import check_callback_class, check_model_class, check_schedule
+from bigtrain.settings.extensions import (
+    check_callback_class,
+    check_model_class,
+    check_samples_class,
+    check_schedule,
+)
 from bigtrain.settings.hf_config_keys import inspect_configuration, key_table
 from bigtrain.settings.loading import apply_overrides, find_config, load_run_config, parse_yaml
 from bigtrain.settings.run_config import RunConfig
-from bigtrain.settings.sections.extensions import is_imported
+from bigtrain.settings.sections.extensions import GIVEN, is_imported
 from bigtrain.settings.topology import Topology, derive_topology
 
 
@@ -147,6 +152,9 @@ def _check_extensions(config: RunConfig) -> list[Problem]:
     if is_imported(schedule.type):
         settings, steps = schedule.settings, config.train.steps
         problems += check_schedule("schedule.type", schedule.type, settings, steps)
+    samples = config.data.samples
+    if samples is not None and samples.type != GIVEN:
+        problems += check_samples_class("data.samples.type", samples.type, samples.settings)
     if config.model.type is not None:
         known = key_table()["model_types"]
         problems += check_model_class("model.type", config.model.type, known)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from bigtrain.errors import LaunchError
 from tests.launch.conftest import Inputs, inputs
 from tests.support.lives import run_script
 from tests.support.worlds import ROOT
@@ -28,7 +29,7 @@ def blocks(kind: str) -> list[str]:
 def folder(inputs: Inputs, tmp_path: Path) -> Path:
     """A directory with the page's files and shards."""
     shutil.copytree(inputs.shards, tmp_path / "shards")
-    names = ("mine.py", "mymodel.py", "program.py")
+    names = ("mine.py", "mymodel.py", "arithmetic.py", "program.py")
     for name, text in zip(names, blocks("python"), strict=True):
         (tmp_path / name).write_text(text)
     (tmp_path / "extended.yaml").write_text(blocks("yaml")[0])
@@ -112,3 +113,24 @@ def test_the_program_of_the_page(folder: Path) -> None:
     assert (folder / "runs/python/again.jsonl").exists()
     recorded = json.loads((folder / "runs/python/config.json").read_text())
     assert recorded["model"]["type"] == "mymodel:SquaredForCausalLM"
+
+
+@pytest.mark.distributed
+def test_a_source_of_samples_resumes_at_another_world_size(folder: Path) -> None:
+    data = json.dumps(yaml.safe_load(blocks("yaml")[2])["data"])
+    arguments = ["--config", "extended.yaml", f"data={data}", "callbacks=[]"]
+    arguments.append("schedule={type: constant}")
+    run_script(1, WORKER, folder, *arguments, "output.directory=runs/whole")
+    run_script(2, WORKER, folder, *arguments, "output.directory=runs/parts", "train.steps=4")
+    more = ("output.directory=runs/parts", "checkpoint.allow_changes=[train.steps]")
+    run_script(1, WORKER, folder, *arguments, *more)
+    losses = {}
+    for name in ("whole", "parts"):
+        text = (folder / f"runs/{name}/metrics.jsonl").read_text()
+        rows = [line for line in map(json.loads, text.splitlines()) if "loss" in line]
+        losses[name] = [row["loss"] for row in rows]
+    assert losses["parts"] == pytest.approx(losses["whole"], rel=1e-5)
+    assert len(losses["parts"]) == 12
+    arguments[2] = arguments[2].replace("400", "401")
+    with pytest.raises(LaunchError, match="not have the training tokens that this run"):
+        run_script(1, WORKER, folder, *arguments, *more)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.data.samples.packing_plan import plan_of
+from bigtrain.data.samples.source import with_source
 from bigtrain.data.samples.token_stream import count_windows
 from bigtrain.data.shards.dataset import Level, TokenDataset, open_dataset
 from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, Split, TokenizerRecord
@@ -29,10 +30,11 @@ this for speed and tensor parallelism; more indicates a different tokenizer."""
 
 
 def open_checked(
-    config: RunConfig, check: Level = "sizes"
+    config: RunConfig, check: Level = "sizes", given: object = None
 ) -> tuple[tuple[TokenDataset, ...], list[Problem]]:
     """Open the datasets of the mixture, in its order; return a problem for each that cannot be
-    opened. `check`: see `open_dataset`."""
+    opened. `check`: see `open_dataset`. `given`: samples of the calling program. Raises
+    ExtensionError and DataError for samples that cannot be read."""
     problems: list[Problem] = []
     datasets: list[TokenDataset] = []
     for number, source in enumerate(config.data.mixture):
@@ -40,7 +42,9 @@ def open_checked(
             datasets.append(open_dataset(source.path, check))
         except DataError as error:
             problems.append(_problem(config, number, str(error)))
-    return (() if problems else tuple(datasets)), problems
+    if problems:
+        return (), problems
+    return tuple(with_source(config, dataset, given) for dataset in datasets), []
 
 
 def _problem(config: RunConfig, number: int, rule: str, fix: str = "") -> Problem:

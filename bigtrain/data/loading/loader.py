@@ -16,6 +16,7 @@ from bigtrain.data.samples.mixture import MixedSamples, MixtureOrder
 from bigtrain.data.samples.packing_plan import packed_documents
 from bigtrain.data.samples.phases import JoinedWindows, Phase, first_phase, identify_sources
 from bigtrain.data.samples.shuffle import SampleOrder
+from bigtrain.data.samples.source import SourceDataset, with_source
 from bigtrain.data.samples.token_stream import PackedWindows, Samples, split_stream
 from bigtrain.data.shards.dataset import TokenDataset, open_sources
 from bigtrain.data.shards.manifest import Split
@@ -216,7 +217,8 @@ class HeldOutSource:
 def _opened(
     config: RunConfig, datasets: Sequence[TokenDataset] | None, phase: Phase | None
 ) -> tuple[Sequence[TokenDataset], Phase]:
-    datasets = open_sources(config.data) if datasets is None else datasets
+    if datasets is None:
+        datasets = [with_source(config, dataset) for dataset in open_sources(config.data)]
     return datasets, phase or first_phase(config, identify_sources(config, datasets))
 
 
@@ -314,6 +316,8 @@ def _samples(
     chunk_length: int | None = None,
 ) -> Samples:
     try:
+        if split == "train" and isinstance(dataset, SourceDataset):
+            return dataset.train
         if config.data.packing == "best_fit":
             return packed_documents(config, dataset, split)
         return PackedWindows(split_stream(dataset, split), sequence_length, chunk_length)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from bigtrain.settings.sections.base import PositiveInt, Section, refuse_secrets
+from bigtrain.settings.sections.extensions import SamplesSection
 
 
 class SourceSection(Section):
@@ -41,6 +42,11 @@ class DataSection(Section):
         default=(),
         description="instead of path: datasets to mix, each read without repetition until its own "
         "epoch ends",
+    )
+    samples: SamplesSection | None = Field(
+        default=None,
+        description="train on samples of code of yours, instead of the training documents of path, "
+        "whose tokenizer and held-out documents the run uses; absent: on the shards",
     )
     tokenizer: str | None = Field(
         default=None,
@@ -115,6 +121,29 @@ class DataSection(Section):
                 )
         if len(set(self.names)) != len(self.names):
             raise ValueError("data.sources: two sources have the same name")
+        return self
+
+    @model_validator(mode="after")
+    def _samples_are_complete(self) -> Self:
+        if self.samples is None:
+            return self
+        others = [
+            f"data.{name} = {value!r}"
+            for name, value, unset in (
+                ("packing", self.packing, "concatenate"),
+                ("chunk_length", self.chunk_length, None),
+                ("mask_end_of_document", self.mask_end_of_document, False),
+            )
+            if value != unset
+        ]
+        if self.path is None:
+            others.insert(0, "data.sources")
+        if others:
+            raise ValueError(
+                f"data.samples: {others[0]} has no meaning for items, each of which is one sample "
+                "-> omit it"
+                + ("; name a dataset with the tokenizer in data.path" * (not self.path))
+            )
         return self
 
     @model_validator(mode="after")

@@ -13,6 +13,10 @@ from bigtrain.settings.sections.base import Section
 _PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 
 
+GIVEN = "bigtrain:given"
+"""``data.samples.type`` of an object that a program passes to `bigtrain.train_run`."""
+
+
 def is_imported(name: str) -> bool:
     """Return whether `name` has the form of user code, ``package.module:Name``."""
     return re.match(_PATTERN, name) is not None
@@ -40,6 +44,18 @@ def known_or_imported(name: object, known: Sequence[str]) -> object:
         choices = f"{', '.join(quoted[:-1])} or {quoted[-1]}"
         raise ValueError(f"Input should be {choices}, or code of yours as package.module:Name")
     return name
+
+
+class SamplesSection(Section):
+    """Training samples from code of yours, in the order of bigtrain. See docs/howto/extend.md."""
+
+    type: ImportedName = Field(
+        description="class of yours with __len__ and __getitem__, as package.module:Class; an item "
+        "is a sample of at most batch.sequence_length + 1 tokens"
+    )
+    settings: CodeSettings = Field(
+        default_factory=dict, description="arguments of its constructor, by name"
+    )
 
 
 class CallbackSection(Section):
