@@ -32,9 +32,9 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Callbacks:
-    """Callbacks of a launch on this rank. uses_code: whether the run has any code of the user,
-    which may record metrics; the same on all ranks. failure: error of a callback, after which no
-    other is called; the ranks agree on it."""
+    """Callbacks of a launch on this rank. uses_code: whether the run has code of the user, or an
+    objective, that may record metrics; the same on all ranks. failure: error of a callback, after
+    which no other is called; the ranks agree on it."""
 
     def __init__(self, context: RunContext, log: RunLog, given: Sequence[object] = ()) -> None:
         """Construct the callbacks of the run on the ranks that they run on. `given`: objects of the
@@ -47,7 +47,7 @@ class Callbacks:
         self.failure: BigtrainError | None = None
         sections = context.config.callbacks
         self.are_any = bool(sections or given)
-        self.uses_code = self.are_any or context.config.has_user_code
+        self.uses_code = self.are_any or context.config.records_metrics
         self._called: list[tuple[str, Any]] = []
         if self.are_any:
             context.long_work.on_every_rank(lambda: self._make(given))

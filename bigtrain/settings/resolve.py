@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from bigtrain.settings.extensions import (
 )
 from bigtrain.settings.hf_config_keys import inspect_configuration, key_table
 from bigtrain.settings.loading import apply_overrides, find_config, load_run_config, parse_yaml
+from bigtrain.settings.objective import check_objective, check_pairs, rows_per_sample
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.extensions import GIVEN, is_imported
 from bigtrain.settings.topology import Topology, derive_topology
@@ -69,6 +70,8 @@ def resolve_run(
     topology, problems = _topology_of(config, world_size)
     problems.extend(_check_profile(config, world_size))
     problems.extend(_check_extensions(config))
+    of_objective = check_objective(config.objective)
+    problems.extend(of_objective or check_pairs(config))
     model, of_model = inspect_configuration(config.model)
     problems.extend(of_model)
     plan = None
@@ -82,6 +85,8 @@ def resolve_run(
             of_sites = config.sites.count, config.sites.index, config.sites.shares or ()
         plan, of_batch = plan_batch(config.batch, topology.data_size, *of_sites)
         problems.extend(of_batch)
+        if plan is not None and not of_objective:
+            plan = replace(plan, rows_per_sample=rows_per_sample(config.objective))
     name, raw, source, of_file = _choose(config, deepspeed_config, accelerate)
     problems.extend(of_file)
     engine = None

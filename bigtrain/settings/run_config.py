@@ -28,6 +28,7 @@ from bigtrain.settings.sections.model import (
     PrecisionSection,
     VocabularySection,
 )
+from bigtrain.settings.sections.objective import ObjectiveSection
 from bigtrain.settings.sections.optimizer import OptimizerSection
 from bigtrain.settings.sections.running import (
     CheckpointSection,
@@ -57,6 +58,7 @@ __all__ = [
     "LoggingSection",
     "ModelSection",
     "MoeSection",
+    "ObjectiveSection",
     "OptimizerSection",
     "OuterSection",
     "OutputSection",
@@ -96,6 +98,7 @@ class RunConfig(Section):
     sites: SitesSection | None = Field(
         default=None, description="train with other sites; absent: a single site"
     )
+    objective: ObjectiveSection = ObjectiveSection()
     parallel: ParallelSection = ParallelSection()
     moe: MoeSection = MoeSection()
     schedule: ScheduleSection = ScheduleSection()
@@ -143,8 +146,13 @@ class RunConfig(Section):
 
     @property
     def has_user_code(self) -> bool:
-        """Whether the run calls code of the user, which may record metrics."""
+        """Whether the run calls code of the user in a step."""
         return bool(self.callbacks or self.model.type)
+
+    @property
+    def records_metrics(self) -> bool:
+        """Whether code of the user, or the objective, may record metrics."""
+        return self.has_user_code or self.objective.type != "next_token"
 
     @property
     def base_tokenizer(self) -> str | None:
@@ -184,6 +192,20 @@ class RunConfig(Section):
                 "to its output, and name embedding and head, if they are not tied, in "
                 "adapters.modules_to_save"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _reference_is_the_base(self) -> Self:
+        adapters = self.adapters
+        if not self.objective.needs_reference or adapters is None:
+            return self
+        for name in ("dora", "modules_to_save"):
+            if value := getattr(adapters, name):
+                shown = list(value) if isinstance(value, tuple) else value
+                raise ValueError(
+                    f"adapters.{name} = {shown} changes the model also with its adapters off, by "
+                    f"which objective.loss = {self.objective.loss!r} gets its reference -> omit it"
+                )
         return self
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.data.samples.packing_plan import plan_of
+from bigtrain.data.samples.pairs import count_pairs
 from bigtrain.data.samples.source import with_source
 from bigtrain.data.samples.token_stream import count_windows
 from bigtrain.data.shards.dataset import Level, TokenDataset, open_dataset
@@ -21,6 +22,7 @@ from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, Split, TokenizerR
 from bigtrain.data.shards.shard_table import ShardTable
 from bigtrain.data.tokenizers.cache import foreign_file
 from bigtrain.errors import DataError, Problem
+from bigtrain.settings.objective import rows_per_sample
 from bigtrain.settings.run_config import ModelSection, RunConfig
 from bigtrain.system.storage.copies import local_path
 
@@ -66,6 +68,7 @@ def check_datasets(
         return [Problem("data.packing", config.data.packing, str(error))]
     problems += check_same_directory(config)
     problems += check_tokenizer_files(config)
+    problems += check_rows(config, tables)
     problems += check_masks(config, tables) + check_same_tokenizer(config, tables)
     problems += check_same_beginnings(config, tables) + check_same_templates(config, tables)
     if model_vocab_size is None:
@@ -220,6 +223,8 @@ def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Pr
 
 def count_samples(config: RunConfig, dataset: TokenDataset, split: Split) -> int:
     """Return the number of samples of a split, counted as in `bigtrain.data.loading.loader`."""
+    if rows_per_sample(config.objective) == 2:
+        return count_pairs(dataset, split)
     if config.data.packing == "best_fit":
         return plan_of(config, dataset, split).num_packs
     length = config.batch.sequence_length
@@ -228,9 +233,24 @@ def count_samples(config: RunConfig, dataset: TokenDataset, split: Split) -> int
     return count_windows(num_tokens, chunk_length) * (chunk_length // length)
 
 
+def check_rows(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
+    """Check that the objective reads the rows of every source."""
+    reads_pairs = rows_per_sample(config.objective) == 2
+    problems = []
+    for number, table in enumerate(tables):
+        has_pairs = getattr(table, "rows", "preference" if reads_pairs else None) == "preference"
+        if reads_pairs and not has_pairs:
+            rule = f"has no preference pairs, which {config.objective.type} reads"
+            problems.append(_problem(config, number, rule, "tokenize preference data"))
+        if has_pairs and not reads_pairs:
+            rule = "has preference pairs, and the rejected answers would be learned, too"
+            problems.append(_problem(config, number, rule, "objective.type=preference"))
+    return problems
+
+
 def check_masks(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
     """Check that conversations are isolated: attention must not see another conversation."""
-    if config.data.isolates:
+    if config.data.isolates or rows_per_sample(config.objective) == 2:
         return []
     return [
         Problem(

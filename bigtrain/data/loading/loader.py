@@ -14,6 +14,7 @@ from bigtrain.data.loading.dataset_checks import measured_split, tokens_per_byte
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.samples.mixture import MixedSamples, MixtureOrder
 from bigtrain.data.samples.packing_plan import packed_documents
+from bigtrain.data.samples.pairs import PairSamples
 from bigtrain.data.samples.phases import JoinedWindows, Phase, first_phase, identify_sources
 from bigtrain.data.samples.shuffle import SampleOrder
 from bigtrain.data.samples.source import SourceDataset, with_source
@@ -22,6 +23,7 @@ from bigtrain.data.shards.dataset import TokenDataset, open_sources
 from bigtrain.data.shards.manifest import Split
 from bigtrain.errors import DataError
 from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.objective import rows_per_sample
 from bigtrain.settings.run_config import RunConfig
 
 HELD_OUT_ORDER_SEED = 0
@@ -48,7 +50,7 @@ class TrainingBatches:
         workers: int = 1,
     ) -> None:
         assert 0 <= data_rank < plan.data_size
-        assert dataset.sequence_length == plan.sequence_length
+        assert dataset.sequence_length == _row_length(plan)
         assert workers >= 1
         self.dataset = dataset
         self.plan = plan
@@ -58,7 +60,7 @@ class TrainingBatches:
         self._order_lock = Lock()
         self._closed = Event()
         self._step_rows = plan.accumulation * plan.micro_batch_size
-        tokens = self._step_rows * plan.sequence_length
+        tokens = self._step_rows * _row_length(plan)
         self._steps_at_once = min(STEPS_AT_ONCE, max(1, TOKENS_AT_ONCE // tokens))
         self._collator = Collator(options.pin)
         self._workers = [_Worker(self._make_read()) for _ in range(workers)]
@@ -83,7 +85,7 @@ class TrainingBatches:
         rest = rows.part(self._step_rows, len(rows.tokens))
         following = first_sample + self.plan.global_batch_size
         self._ready = (following, rest) if len(rest.tokens) else None
-        return step.split(self.plan.micro_batch_size)
+        return [_as_model_input(part, self.plan) for part in step.split(self.plan.micro_batch_size)]
 
     def _wait(self, first_sample: int) -> StoredRows:
         """Return the rows of the request that begins with `first_sample`; prefetch further ones."""
@@ -144,6 +146,15 @@ class TrainingBatches:
         return read
 
 
+def _row_length(plan: BatchPlan) -> int:
+    """Return the tokens of a row as it is read: of a pair, those of both, but for the last one."""
+    return plan.rows_per_sample * (plan.sequence_length + 1) - 1
+
+
+def _as_model_input(batch: MicroBatch, plan: BatchPlan) -> MicroBatch:
+    return batch.of_pairs() if plan.rows_per_sample == 2 else batch
+
+
 @dataclass(frozen=True)
 class _Request:
     """Request of `num_steps` steps from `first_sample` on, to be read into the first of `rows`."""
@@ -200,7 +211,8 @@ class HeldOutBatches:
         for number in range(len(self)):
             first = (number * plan.data_size + self.data_rank) * plan.micro_batch_size
             count = max(0, min(plan.micro_batch_size, self.num_samples - first))
-            yield reader.read(order.windows(first, count), plan.micro_batch_size)
+            batch = reader.read(order.windows(first, count), plan.micro_batch_size)
+            yield _as_model_input(batch, plan)
 
 
 @dataclass(frozen=True)
@@ -318,6 +330,8 @@ def _samples(
     try:
         if split == "train" and isinstance(dataset, SourceDataset):
             return dataset.train
+        if rows_per_sample(config.objective) == 2:
+            return PairSamples(split_stream(dataset, split), sequence_length)
         if config.data.packing == "best_fit":
             return packed_documents(config, dataset, split)
         return PackedWindows(split_stream(dataset, split), sequence_length, chunk_length)

@@ -33,6 +33,18 @@ class MicroBatch:
         """Build a micro-batch in which every token, int64 [B, T + 1], predicts the next one."""
         return cls(tokens[:, :-1], tokens[:, 1:], tokens=tokens)
 
+    def of_pairs(self) -> MicroBatch:
+        """Divide each row, of two padded documents, into two: input_ids and labels [2 B, T], chosen
+        and rejected alternate. Of 2 T + 1 inputs the one in the middle, whose target would be in
+        the other document, is dropped."""
+        count, width = self.input_ids.shape
+        length = width // 2
+        parts = [
+            torch.stack([whole[:, :length], whole[:, length + 1 :]], 1).view(2 * count, length)
+            for whole in (self.input_ids, self.labels)
+        ]
+        return MicroBatch(*parts)
+
     def split(self, rows: int) -> list[MicroBatch]:
         """Split it into parts of `rows` rows, which share its memory."""
         if len(self.input_ids) == rows:

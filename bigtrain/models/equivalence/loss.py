@@ -46,7 +46,7 @@ def choose_loss(
     ``auto`` takes chunks if the logits exceed one and the proxy model computes the same with them.
     Takes a second at most, and no time if the logits are small."""
     section, vocabulary = config.model, vocabulary_size(hf_config)
-    num_tokens = plan.micro_batch_size * plan.sequence_length // config.parallel.sequence
+    num_tokens = plan.micro_batch_tokens // config.parallel.sequence
     chunk_tokens = section.loss_chunk_tokens or max(1, CHUNK_BYTES // (4 * vocabulary))
     gib = 4 * num_tokens * vocabulary / 2**30
     size = f"logits of {num_tokens} tokens x {vocabulary} words take {gib:.2g} GiB in float32"

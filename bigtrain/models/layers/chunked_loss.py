@@ -42,7 +42,9 @@ class SummedLoss(ModelOutput):  # type: ignore[misc]
 
 
 class ChunkedLoss:
-    """Gives `model` a forward method that takes `targets` and then returns a `SummedLoss`.
+    """Gives `model` a forward method that takes `targets` and then returns a `SummedLoss`, or, with
+    `per_token`, the log-probability of every target as its `loss`, whose gradient is computed in
+    chunks, too, from the logits of a chunk at a time, again.
 
     chunk_tokens: tokens whose logits exist at a time.
     fused: computes head and loss in one kernel, instead of chunks; only for models whose logits are
@@ -69,6 +71,7 @@ class ChunkedLoss:
         self._inputs: dict[str, Any] = {}
         self._labels: torch.Tensor | None = None
         self._factor: torch.Tensor | None = None
+        self._per_token = False
         self._base_outputs: Any = None
         self._loss: torch.Tensor | None = None
         shadow(model, "forward", self.forward)
@@ -84,9 +87,11 @@ class ChunkedLoss:
         *args: Any,
         targets: torch.Tensor | None = None,
         factor: torch.Tensor | None = None,
+        per_token: bool = False,
         **inputs: Any,
     ) -> Any:
-        """Run the model's own forward method; with `targets` int64 [B, T] a `SummedLoss`.
+        """Run the model's own forward method; with `targets` int64 [B, T] a `SummedLoss`, whose
+        loss is float32 [B, T] with `per_token`.
 
         `targets` are the labels of the tokens themselves (already shifted), -100 for none. They may
         be on the host: then tokens without a label take no time. `factor` float32 [], above zero:
@@ -97,6 +102,7 @@ class ChunkedLoss:
         if targets is None:
             return self._plain_forward(*args, **inputs)
         self._inputs, self._labels, self._factor = inputs, targets, factor
+        self._per_token = per_token
         try:
             with self._standing_in(self._run_base, self._run_head):
                 outputs = self._plain_forward(*args, **inputs)
@@ -131,6 +137,8 @@ class ChunkedLoss:
             output: torch.Tensor = self._plain_head(hidden, *args, **kwargs)
             return output
         weights = list(self._head.parameters())
+        if self._per_token:
+            return self._log_probabilities(hidden, weights)
         if not torch.is_grad_enabled():
             return self._compute(hidden, weights, None)
         mantissa = None if self._factor is None else torch.frexp(self._factor).mantissa
@@ -180,10 +188,88 @@ class ChunkedLoss:
             gradients.extend(total.value() if total is not None else None for total in sums)
         return loss
 
+    def _log_probabilities(
+        self, hidden: torch.Tensor, weights: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return log-probabilities float32 [B, T] of the targets of `hidden` [B, T, H]."""
+        assert self._labels is not None
+        shape, inputs = self._labels.shape, self._inputs
+        labels, index = _targets(self._labels, hidden.device)
+        outputs = type(self._base_outputs)(**{**self._base_outputs, "last_hidden_state": None})
+
+        def compute(hidden: torch.Tensor) -> torch.Tensor:
+            rows = hidden.detach().flatten(0, -2)
+            rows = rows if index is None else rows[index]
+            values = rows.new_zeros(len(labels), dtype=torch.float32)
+            with torch.no_grad():
+                for part in self._parts(len(labels)):
+                    values[part] = -self._entropies(rows[part], labels[part])
+            if index is None:
+                return values.view(shape)
+            return values.new_zeros(shape.numel()).index_copy_(0, index, values).view(shape)
+
+        def differentiate(
+            hidden: torch.Tensor, upstream: torch.Tensor
+        ) -> tuple[torch.Tensor | None, ...]:
+            weights = list(self._head.parameters())  # gathered again, with ZeRO 3
+            kept = self._inputs, self._base_outputs
+            self._inputs, self._base_outputs = inputs, outputs
+            try:
+                return self._gradients(hidden, weights, labels, index, -upstream.flatten())
+            finally:
+                self._inputs, self._base_outputs = kept
+
+        if not torch.is_grad_enabled():
+            return compute(hidden)
+        values: torch.Tensor = _PerToken.apply(compute, differentiate, hidden, *weights)  # type: ignore[no-untyped-call]
+        return values
+
+    def _gradients(
+        self,
+        hidden: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        labels: torch.Tensor,
+        index: torch.Tensor | None,
+        upstream: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of `hidden` and `weights` for those of the cross-entropy of every
+        token, `upstream` [N]."""
+        rows = hidden.detach().flatten(0, -2)
+        if index is not None:
+            rows, upstream = rows[index], upstream[index]
+        of_rows = torch.empty_like(rows)
+        sums = [_Sum(w) if w.requires_grad else None for w in weights]
+        for part in self._parts(len(labels)):
+            chunk = rows[part].requires_grad_()
+            leaves = [w.detach().requires_grad_(w.requires_grad) for w in weights]
+            with torch.enable_grad(), self._weights(leaves):
+                entropies = self._entropies(chunk, labels[part])
+            wanted = [chunk, *(leaf for leaf in leaves if leaf.requires_grad)]
+            found = torch.autograd.grad(entropies, wanted, upstream[part])
+            of_rows[part] = found[0]
+            trained = [total for total in sums if total is not None]
+            for total, gradient in zip(trained, found[1:], strict=True):
+                total.add(gradient)
+        if index is not None:
+            of_rows = torch.zeros_like(hidden).flatten(0, -2).index_copy_(0, index, of_rows)
+        of_weights = (total.value() if total is not None else None for total in sums)
+        return of_rows.view(hidden.shape), *of_weights
+
+    def _parts(self, count: int) -> Iterator[slice]:
+        """Yield the chunks of `count` tokens."""
+        for start in range(0, count, self._chunk_tokens):
+            yield slice(start, start + self._chunk_tokens)
+
     def _loss_of(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Summed loss of hidden states `rows` [N, H]."""
         if self._fused is not None:
             return self._fused(rows, self._head.weight, getattr(self._head, "bias", None), labels)
+        return self._entropies(rows, labels, "sum")
+
+    def _entropies(
+        self, rows: torch.Tensor, labels: torch.Tensor, reduction: str = "none"
+    ) -> torch.Tensor:
+        """Cross-entropy of hidden states `rows` [N, H]: float32 [N], or [] if it is summed."""
         outputs = type(self._base_outputs)(
             **{**self._base_outputs, "last_hidden_state": rows.unsqueeze(0)}
         )
@@ -194,7 +280,7 @@ class ChunkedLoss:
         with self._standing_in(lambda *_, **__: outputs, head):
             logits = self._plain_forward(**self._inputs).logits
         return F.cross_entropy(
-            logits.flatten(0, 1).float(), labels, ignore_index=IGNORED_LABEL, reduction="sum"
+            logits.flatten(0, 1).float(), labels, ignore_index=IGNORED_LABEL, reduction=reduction
         )
 
     @contextmanager
@@ -280,6 +366,27 @@ class _Loss(torch.autograd.Function):
         # In place: that of the head is as large as the head.
         left = factors[0] if ctx.mantissa is None else factors[0] / ctx.mantissa
         return (None, None, *(None if g is None else g.mul_(left) for g in gradients))
+
+
+class _PerToken(torch.autograd.Function):
+    """Computes log-probabilities without a graph, and their gradients when they are needed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        compute: Callable[[torch.Tensor], torch.Tensor],
+        differentiate: Callable[..., tuple[torch.Tensor | None, ...]],
+        hidden: torch.Tensor,
+        *_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.differentiate = differentiate
+        ctx.save_for_backward(hidden)
+        return compute(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (hidden,) = ctx.saved_tensors
+        return None, None, *ctx.differentiate(hidden, upstream[0])
 
 
 def _targets(

@@ -149,6 +149,8 @@ class Facts:
     flops_profiler: bool = _json("flops_profiler.enabled", False)
     attention: str = _run("model.attention", "auto")
     isolates: bool = _run("data.isolates", False)
+    objective: str = _run("objective.type", "next_token")
+    needs_reference: bool = _run("objective.needs_reference", False)
     loss: str = _run("model.loss", "auto")
     kernels: str = _run("model.kernels", "none")
     compiles: str = _run("model.compile", "off")
