@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bigtrain.data.shards.dataset import TokenDataset, open_dataset
+    from bigtrain.engine.objective_batch import ObjectiveBatch
     from bigtrain.errors import (
         BigtrainError,
         CheckpointError,
@@ -87,6 +88,7 @@ _HOMES = {
     "bigtrain.python_api.configuring": ("load_config", "check", "train_run"),
     "bigtrain.report.recording": ("record",),
     "bigtrain.run.run_view": ("RunView",),
+    "bigtrain.engine.objective_batch": ("ObjectiveBatch",),
     "bigtrain.settings.run_config": ("RunConfig",),
     "bigtrain.settings.resolve": ("ResolvedRun",),
     "bigtrain.python_api.planning": ("plan", "Plan"),
@@ -116,6 +118,7 @@ __all__ = [
     "ListedCheckpoint",
     "ModelError",
     "NewRun",
+    "ObjectiveBatch",
     "OutputError",
     "Plan",
     "ResolvedRun",

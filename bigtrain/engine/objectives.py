@@ -13,14 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
+from bigtrain.engine.objective_batch import ObjectiveBatch
 from bigtrain.errors import ExtensionError
 from bigtrain.report.recording import record
 from bigtrain.settings.extensions import describe, import_named, location
@@ -76,43 +75,6 @@ class NextToken:
         return passes.cross_entropy(batch, moved, factor)
 
 
-@dataclass(frozen=True)
-class ObjectiveBatch:
-    """Micro-batch as an objective of log-probabilities sees it.
-
-    log_probabilities: of each target token given those before it, float32 [R, T], with a graph; 0
-    where there is no target. targets: bool [R, T]. labels: the target tokens, int64 [R, T].
-    reference: log_probabilities of the reference model, without a graph; None if the objective has
-    not asked for one (``reference = True``).
-    """
-
-    log_probabilities: torch.Tensor
-    targets: torch.Tensor
-    labels: torch.Tensor
-    reference: torch.Tensor | None = None
-
-    @cached_property
-    def row_lengths(self) -> torch.Tensor:
-        """Target tokens of each row, int64 [R]."""
-        return self.targets.sum(-1)
-
-    @cached_property
-    def row_sums(self) -> torch.Tensor:
-        """Log-probability of the targets of each row, float32 [R]."""
-        return self.log_probabilities.sum(-1)
-
-    @cached_property
-    def row_means(self) -> torch.Tensor:
-        """Log-probability per target token of each row, float32 [R]; 0 without a target."""
-        return self.row_sums / self.row_lengths.clamp(min=1)
-
-    @cached_property
-    def reference_sums(self) -> torch.Tensor:
-        """`row_sums` of the reference model."""
-        assert self.reference is not None
-        return self.reference.sum(-1)
-
-
 class OfLogProbabilities:
     """Objective that is a function of log-probabilities. `loss`: of an `ObjectiveBatch`, summed
     over the units of the micro-batch."""
@@ -141,13 +103,14 @@ class OfLogProbabilities:
         moved: MicroBatch,
         factor: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Any]:
-        reference = None
-        if self._needs_reference:
+        reference, sums = None, moved.reference
+        if self._needs_reference and sums is None:
             with torch.no_grad(), passes.reference():
                 reference = passes.log_probabilities(batch, moved)[0]
+            sums = reference.sum(-1)
         values, outputs = passes.log_probabilities(batch, moved)
-        seen = ObjectiveBatch(values, moved.labels != IGNORED_LABEL, moved.labels, reference)
-        return self._loss(seen), outputs
+        targets = moved.labels != IGNORED_LABEL
+        return self._loss(ObjectiveBatch(values, targets, moved.labels, reference, sums)), outputs
 
 
 class Preference:
@@ -177,7 +140,7 @@ class Preference:
         return (losses * weights).sum()
 
     def _reward(self, batch: ObjectiveBatch) -> torch.Tensor:
-        if batch.reference is not None:
+        if batch.reference_sums is not None:
             return batch.row_sums - batch.reference_sums
         return batch.row_means
 

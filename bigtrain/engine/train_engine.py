@@ -120,6 +120,11 @@ class TrainEngine:
         return module
 
     @property
+    def computes_entropy(self) -> bool:
+        """Whether the loss is the cross-entropy of the next token."""
+        return isinstance(self._objective, NextToken)
+
+    @property
     def speed_patches(self) -> tuple[str, ...]:
         """Names of the parts of DeepSpeed that are replaced to save host time."""
         return speed_patches_in_place(self.engine)
@@ -339,6 +344,16 @@ class TrainEngine:
             reduction="none",
         )
         return -entropies.view(labels.shape), outputs
+
+    @torch.no_grad()
+    def row_sums(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the log-probability of the targets of each row of `batch` under the current
+        weights, in evaluation mode: float32 [R], on the CPU."""
+        self.engine.eval()
+        ((batch, moved),) = self._feed([batch])
+        sums = self.log_probabilities(batch, moved)[0].sum(-1)
+        self.engine.train()
+        return sums.cpu()
 
     @contextmanager
     def reference(self) -> Iterator[None]:

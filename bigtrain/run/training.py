@@ -34,6 +34,7 @@ from bigtrain.run.loop import train
 from bigtrain.run.outer_steps import OuterSteps, refuse_other_run
 from bigtrain.run.prediction import log_prediction, utilization_of
 from bigtrain.run.preflight import Inputs
+from bigtrain.run.reference_scores import add_scores
 from bigtrain.run.reporting.closing import TrainingResult
 from bigtrain.run.reporting.phase_memory import PhaseMemory
 from bigtrain.run.run_log import RunLog
@@ -82,6 +83,8 @@ def train_inputs(
         resumed, base, batches, evaluator = begun
         state = outer.begin(resumed)
         copies = begin_writing(context, log, inputs, state, base, prediction)
+        sets = evaluator.held_out
+        evaluator.held_out = add_scores(context, log, engine, mesh, state, batches, sets)
         callbacks.start(state)
         on_complete = callbacks.checkpoint
         with Saver(context, log, engine, inputs, base, copies, on_complete) as saver:

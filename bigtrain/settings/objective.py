@@ -60,6 +60,17 @@ def check_objective(section: ObjectiveSection) -> list[Problem]:
     return [problem for problem in problems if problem is not None]
 
 
+def check_reference(config: RunConfig) -> list[Problem]:
+    """Return the problem of an objective of the user that asks for a reference without adapters."""
+    section = config.objective
+    if not is_imported(section.type) or config.adapters is not None:
+        return []
+    if not getattr(import_named("objective.type", section.type), "reference", False):
+        return []
+    rule = "reference = True asks for log-probabilities without adapters, and the run has none"
+    return [Problem("objective.type", section.type, rule, "adapters: {type: lora}")]
+
+
 def check_pairs(config: RunConfig) -> list[Problem]:
     """Return the problems of settings of the data that have no meaning for pairs, whose answers
     have rows of their own."""

@@ -8,12 +8,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import bigtrain
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.parity.adapters import with_adapters
 from bigtrain.settings.batch_plan import plan_batch
@@ -49,7 +51,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def run_of(root: Path, loss: str, **sections: Any) -> dict[str, Any]:
+def run_of(root: Path, loss: str, *, full: bool = False, **sections: Any) -> dict[str, Any]:
     gamma = {"gamma": 0.4} if loss == "simpo" else {}
     return {
         "model": {"path": str(root / "base")},
@@ -63,7 +65,7 @@ def run_of(root: Path, loss: str, **sections: Any) -> dict[str, Any]:
         "logging": {"every_steps": 1},
         "checkpoint": {"every_steps": 10},
         "output": {"directory": str(root / "run"), "export": False},
-        **({} if loss in ("simpo", "orpo") else {"adapters": ADAPTERS}),
+        **({} if full or loss in ("simpo", "orpo") else {"adapters": ADAPTERS}),
         **sections,
     }
 
@@ -98,9 +100,11 @@ def plain_loss(
 
 
 @cache
-def plain_run(root: Path, loss: str) -> tuple[list[float], list[dict[str, float]], dict[str, Any]]:
+def plain_run(
+    root: Path, loss: str, full: bool = False
+) -> tuple[list[float], list[dict[str, float]], dict[str, Any]]:
     """Losses and rewards of every step, and the trained weights."""
-    config = parse_run_config(run_of(root, loss))
+    config = parse_run_config(run_of(root, loss, full=full))
     model: Any = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32).eval()
     if config.adapters is not None:
@@ -176,3 +180,44 @@ def test_a_preference_loss_is_that_of_a_plain_loop(
     for row, expected in zip(rows, rewards, strict=True):
         found = {key: row["recorded"][key] for key in expected}
         assert found == pytest.approx(expected, abs=2e-5, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+@pytest.mark.parametrize(
+    ("engine", "sections"),
+    [("zero1", {}), ("zero3", {}), ("zero1", {"parallel": {"tensor": 2}})],
+    ids=["zero1", "zero3", "tensor"],
+)
+def test_all_weights_are_trained_against_scores_of_the_first_ones(
+    root: Path, loss: str, engine: str, sections: dict[str, Any]
+) -> None:
+    """Half of it on two ranks, the rest on one, which reads the scores."""
+    tree = run_of(root, loss, full=True, engine={"deepspeed_config": engine}, **sections)
+    name = f"full-{loss}-{engine}-{len(sections)}"
+    train(root, name, tree | {"train": {"steps": 10}}, 2)
+    scores = np.load(root / name / "reference/train.npy")
+    assert scores.shape == (48, 2)
+    assert (scores < 0).all()
+    more = {"checkpoint": {"allow_changes": ["train.steps"]}, "parallel": {}}
+    rows = train(root, name, tree | more, 1)
+    losses, rewards, weights = plain_run(root, loss, full=True)
+    assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
+    for row, expected in zip(rows, rewards, strict=True):
+        found = {key: row["recorded"][key] for key in expected}
+        assert found == pytest.approx(expected, abs=2e-5, rel=1e-5)
+    trained = bigtrain.load_state_dict(root / name)
+    for key, tensor in weights.items():
+        if key in trained:
+            torch.testing.assert_close(trained[key], tensor, atol=1e-5, rtol=1e-5)
+    assert len(trained) >= 20
+
+
+def test_lost_scores_are_refused(root: Path) -> None:
+    tree = run_of(root, "sigmoid", full=True, train={"steps": 2}, checkpoint={"every_steps": 1})
+    train(root, "lost", tree, 1)
+    (root / "lost/reference/train.npy").unlink()
+    again = root / "lost.yaml"
+    more = ("train.steps=3", "checkpoint.allow_changes=[train.steps]")
+    codes, output = shared_server().live(["--config", str(again), *more], world_size=2)
+    assert codes == [2, 2]
+    assert "the reference model of this run is gone with it" in output

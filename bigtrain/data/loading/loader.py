@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from bigtrain.data.loading.collator import BatchOptions, BatchReader, Collator, StoredRows, new_rows
 from bigtrain.data.loading.dataset_checks import measured_split, tokens_per_byte
@@ -18,7 +22,7 @@ from bigtrain.data.samples.pairs import PairSamples
 from bigtrain.data.samples.phases import JoinedWindows, Phase, first_phase, identify_sources
 from bigtrain.data.samples.shuffle import SampleOrder
 from bigtrain.data.samples.source import SourceDataset, with_source
-from bigtrain.data.samples.token_stream import PackedWindows, Samples, split_stream
+from bigtrain.data.samples.token_stream import Indices, PackedWindows, Samples, split_stream
 from bigtrain.data.shards.dataset import TokenDataset, open_sources
 from bigtrain.data.shards.manifest import Split
 from bigtrain.errors import DataError
@@ -57,6 +61,7 @@ class TrainingBatches:
         self.data_rank = data_rank
         self.order = order
         self.options = options
+        self.scores: Scores | None = None
         self._order_lock = Lock()
         self._closed = Event()
         self._step_rows = plan.accumulation * plan.micro_batch_size
@@ -85,7 +90,27 @@ class TrainingBatches:
         rest = rows.part(self._step_rows, len(rows.tokens))
         following = first_sample + self.plan.global_batch_size
         self._ready = (following, rest) if len(rest.tokens) else None
-        return [_as_model_input(part, self.plan) for part in step.split(self.plan.micro_batch_size)]
+        parts = step.split(self.plan.micro_batch_size)
+        if self.scores is None:
+            return [_as_model_input(part, self.plan) for part in parts]
+        with self._order_lock:
+            samples = self._own_samples(first_sample, 1)
+        own = self.scores[samples].reshape(len(parts), -1)
+        pairs = zip(parts, own, strict=True)
+        return [_as_model_input(part, self.plan, scores) for part, scores in pairs]
+
+    def _own_samples(self, first_sample: int, num_steps: int) -> Indices:
+        """Return the samples that this rank reads in steps from `first_sample` on."""
+        plan = self.plan
+        samples = self.order.windows(first_sample, num_steps * plan.global_batch_size)
+        steps = samples.reshape(num_steps, plan.global_batch_size)
+        own = steps[:, plan.site_begin : plan.site_begin + plan.site_batch_size]
+        divided = own.reshape(-1, plan.data_size, plan.micro_batch_size)
+        return divided[:, self.data_rank].reshape(-1)
+
+    def every_sample(self) -> EverySample:
+        """Return all samples of the data in the order of their numbers."""
+        return EverySample(self.dataset, self.plan, self.data_rank, self.options)
 
     def _wait(self, first_sample: int) -> StoredRows:
         """Return the rows of the request that begins with `first_sample`; prefetch further ones."""
@@ -129,18 +154,11 @@ class TrainingBatches:
         return request
 
     def _make_read(self) -> Callable[[_Request], None]:
-        plan = self.plan
         reader = BatchReader(self.dataset, self.options)
 
         def read(request: _Request) -> None:
             with self._order_lock:  # so that no block of it is computed twice
-                samples = self.order.windows(
-                    request.first_sample, request.num_steps * plan.global_batch_size
-                )
-            steps = samples.reshape(request.num_steps, plan.global_batch_size)
-            own = steps[:, plan.site_begin : plan.site_begin + plan.site_batch_size]
-            divided = own.reshape(-1, plan.data_size, plan.micro_batch_size)
-            mine = divided[:, self.data_rank].reshape(-1)
+                mine = self._own_samples(request.first_sample, request.num_steps)
             reader.read_rows(mine, request.rows.part(0, len(mine)), self._closed.is_set)
 
         return read
@@ -151,8 +169,39 @@ def _row_length(plan: BatchPlan) -> int:
     return plan.rows_per_sample * (plan.sequence_length + 1) - 1
 
 
-def _as_model_input(batch: MicroBatch, plan: BatchPlan) -> MicroBatch:
-    return batch.of_pairs() if plan.rows_per_sample == 2 else batch
+def _as_model_input(batch: MicroBatch, plan: BatchPlan, scores: Scores | None = None) -> MicroBatch:
+    """Return `batch` in rows of the sequence length; `scores`: of its samples."""
+    if plan.rows_per_sample == 2:
+        batch = batch.of_pairs()
+    if scores is None:
+        return batch
+    return replace(batch, reference=torch.from_numpy(scores.reshape(-1)))
+
+
+Scores = npt.NDArray[np.float32]
+"""Log-probabilities of the targets under the reference model, [samples, rows of a sample]."""
+
+
+@dataclass(frozen=True)
+class EverySample:
+    """All samples once, in the order of their numbers, divided over the data-parallel ranks. Every
+    rank gets the same number of micro-batches; rows beyond the last sample have no targets."""
+
+    dataset: Samples
+    plan: BatchPlan
+    data_rank: int
+    options: BatchOptions
+
+    def __iter__(self) -> Iterator[tuple[Indices, MicroBatch]]:
+        """Yield the numbers of samples, and their micro-batch."""
+        plan = self.plan
+        reader = BatchReader(self.dataset, self.options)
+        per_round = plan.micro_batch_size * plan.data_size
+        for begin in range(0, self.dataset.num_samples, per_round):
+            first = begin + self.data_rank * plan.micro_batch_size
+            last = max(first, min(first + plan.micro_batch_size, self.dataset.num_samples))
+            numbers = np.arange(first, last)
+            yield numbers, _as_model_input(reader.read(numbers, plan.micro_batch_size), plan)
 
 
 @dataclass(frozen=True)
@@ -196,6 +245,7 @@ class HeldOutBatches:
     data_rank: int
     samples: int
     options: BatchOptions
+    scores: Scores | None = None
 
     @property
     def num_samples(self) -> int:
@@ -211,8 +261,20 @@ class HeldOutBatches:
         for number in range(len(self)):
             first = (number * plan.data_size + self.data_rank) * plan.micro_batch_size
             count = max(0, min(plan.micro_batch_size, self.num_samples - first))
-            batch = reader.read(order.windows(first, count), plan.micro_batch_size)
-            yield _as_model_input(batch, plan)
+            numbers = order.windows(first, count)
+            batch = reader.read(numbers, plan.micro_batch_size)
+            yield _as_model_input(batch, plan, self._scores_of(numbers))
+
+    def _scores_of(self, numbers: Indices) -> Scores | None:
+        if self.scores is None:
+            return None
+        found = np.zeros((self.plan.micro_batch_size, self.plan.rows_per_sample), np.float32)
+        found[: len(numbers)] = self.scores[numbers]
+        return found
+
+    def every_sample(self) -> EverySample:
+        """Return all samples of the split in the order of their numbers."""
+        return EverySample(self.dataset, self.plan, self.data_rank, self.options)
 
 
 @dataclass(frozen=True)

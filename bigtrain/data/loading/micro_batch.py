@@ -20,13 +20,15 @@ class MicroBatch:
     to predict from ``input_ids[b, : t + 1]``, or -100 without loss. `position_ids` int64
     [B, T], if documents are isolated: 0 at the first token of each document and of each row;
     the label that would cross a boundary has no loss. `tokens` int64 [B, T + 1], if every token
-    is a target: inputs and labels are views of it, and not contiguous.
+    is a target: inputs and labels are views of it, and not contiguous. `reference` float32 [B], for
+    objectives with stored scores: log-probability of the targets of a row under the reference.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
 
     @classmethod
     def of_tokens(cls, tokens: torch.Tensor) -> MicroBatch:
@@ -64,7 +66,10 @@ class MicroBatch:
         """Apply `move` to each tensor; to `tokens` only, if the others are views of it."""
         if self.tokens is not None:
             return MicroBatch.of_tokens(move(self.tokens))
-        positions = self.position_ids
+        positions, reference = self.position_ids, self.reference
         return MicroBatch(
-            move(self.input_ids), move(self.labels), None if positions is None else move(positions)
+            move(self.input_ids),
+            move(self.labels),
+            None if positions is None else move(positions),
+            reference=None if reference is None else move(reference),
         )
