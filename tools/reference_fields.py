@@ -42,6 +42,8 @@ UNITS = {
     "model.vocabulary.pad_to_multiple_of": "rows",
     "moe.bias_update_rate": "score per optimizer step",
     "moe.z_loss_coefficient": "ratio",
+    "objective.beta": "per log-probability, or weight of the odds ratio",
+    "objective.gamma": "reward",
     "optimizer.adafactor.beta2_decay": "power of the step",
     "optimizer.adafactor.clip_threshold": "root mean square",
     "optimizer.adafactor.eps1": "root of the second moment",

@@ -12,6 +12,7 @@ from bigtrain.data.loading.dataset_checks import (
     check_datasets,
     open_checked,
     open_held_out_datasets,
+    pair_notes,
 )
 from bigtrain.data.samples.packing_plan import PackingReport, packing_reports
 from bigtrain.data.samples.phases import SourceIdentity, data_hash, identify_sources
@@ -123,7 +124,8 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
 def _notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> tuple[str, ...]:
     if _resumes(config):
         return ()
-    return tuple(note for dataset in datasets if (note := beginning_note(config, dataset)))
+    notes = tuple(note for dataset in datasets if (note := beginning_note(config, dataset)))
+    return (*notes, *pair_notes(config, datasets))
 
 
 def check_base_weights(config: RunConfig, inputs: Inputs) -> None:

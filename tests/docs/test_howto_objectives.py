@@ -99,8 +99,16 @@ def test_the_preference_run_of_the_page(inputs: Inputs, folder: Path, finished_r
     assert (folder / "runs/preference/hf/adapter_model.safetensors").exists()
     lengths = [len(document["input_ids"]) for document in open_dataset(folder / "pairs")]
     short = f"batch.sequence_length={max(lengths) - 2}"
+    other = (*more, short, "output.directory=runs/short")
     with pytest.raises(LaunchError, match="longer than a sample"):
-        run_script(1, WORKER, folder, "--config", "preference.yaml", *more, short)
+        run_script(1, WORKER, folder, "--config", "preference.yaml", *other)
+    assert not (folder / "runs/short").exists()
+    run_script(
+        *(1, WORKER, folder, "--config", "preference.yaml", *other),
+        *("data.long_documents=truncate", "output.export=false", "train.steps=2"),
+    )
+    log = (folder / "runs/short/log.txt").read_text()
+    assert re.search(r"pairs/: [12] of 96 answers are truncated, which loses 0.0\d% ", log)
 
 
 def refused(folder: Path, *overrides: str) -> str:
@@ -114,5 +122,6 @@ def test_settings_that_pairs_do_not_have(folder: Path) -> None:
     assert "data.packing = 'best_fit': each answer of a pair is a row of its own" in text
     text = refused(folder, "objective={type: preference, loss: sigmoid, gamma: 1.0}")
     assert "objective.gamma = 1.0 has no effect with objective.loss = sigmoid" in text
-    text = refused(folder, "objective={type: preference, loss: simpo}", "parallel.sequence=1")
-    assert "documents are not pairs" in text or "no preference pairs" in text
+    text = refused(folder, "objective={type: preference, loss: simpo}")
+    assert "longer than a sample" in text or "no preference pairs" in text
+    assert "predicted" not in text  # before the process group

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.data.samples.packing_plan import plan_of
-from bigtrain.data.samples.pairs import count_pairs
+from bigtrain.data.samples.pairs import PairSamples, count_pairs
 from bigtrain.data.samples.source import with_source
-from bigtrain.data.samples.token_stream import count_windows
+from bigtrain.data.samples.token_stream import count_windows, split_stream
 from bigtrain.data.shards.dataset import Level, TokenDataset, open_dataset
 from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, Split, TokenizerRecord
 from bigtrain.data.shards.shard_table import ShardTable
@@ -68,7 +68,7 @@ def check_datasets(
         return [Problem("data.packing", config.data.packing, str(error))]
     problems += check_same_directory(config)
     problems += check_tokenizer_files(config)
-    problems += check_rows(config, tables)
+    problems += check_rows(config, tables) or check_pairs(config, datasets)
     problems += check_masks(config, tables) + check_same_tokenizer(config, tables)
     problems += check_same_beginnings(config, tables) + check_same_templates(config, tables)
     if model_vocab_size is None:
@@ -246,6 +246,35 @@ def check_rows(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]
             rule = "has preference pairs, and the rejected answers would be learned, too"
             problems.append(_problem(config, number, rule, "objective.type=preference"))
     return problems
+
+
+def check_pairs(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Problem]:
+    """Check that every answer of a pair fits a sample. Reads the index of every shard."""
+    problems = []
+    for number, dataset in enumerate(datasets if rows_per_sample(config.objective) == 2 else ()):
+        for split in dataset.table.splits:
+            try:
+                open_pairs(config, dataset, split)
+            except DataError as error:
+                problems.append(_problem(config, number, f"{split}: {error}"))
+    return problems
+
+
+def pair_notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> tuple[str, ...]:
+    """Return a line on each dataset of pairs whose answers are truncated."""
+    if rows_per_sample(config.objective) == 1 or config.data.long_documents == "cut":
+        return ()
+    lost = [(dataset.path, open_pairs(config, dataset, "train")) for dataset in datasets]
+    return tuple(f"{path}: {pairs.lost}" for path, pairs in lost if pairs and pairs.lost)
+
+
+def open_pairs(config: RunConfig, dataset: TokenDataset, split: Split) -> PairSamples | None:
+    """Return the pairs of a split; None if it is empty. Raises DataError as `PairSamples`."""
+    if not dataset.table.num_documents(split):
+        return None
+    truncates = config.data.long_documents == "truncate"
+    length = config.batch.sequence_length
+    return PairSamples(split_stream(dataset, split), length, truncates=truncates)
 
 
 def check_masks(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:

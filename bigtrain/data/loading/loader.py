@@ -14,11 +14,10 @@ import numpy.typing as npt
 import torch
 
 from bigtrain.data.loading.collator import BatchOptions, BatchReader, Collator, StoredRows, new_rows
-from bigtrain.data.loading.dataset_checks import measured_split, tokens_per_byte
+from bigtrain.data.loading.dataset_checks import measured_split, open_pairs, tokens_per_byte
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.samples.mixture import MixedSamples, MixtureOrder
 from bigtrain.data.samples.packing_plan import packed_documents
-from bigtrain.data.samples.pairs import PairSamples
 from bigtrain.data.samples.phases import JoinedWindows, Phase, first_phase, identify_sources
 from bigtrain.data.samples.shuffle import SampleOrder
 from bigtrain.data.samples.source import SourceDataset, with_source
@@ -393,7 +392,9 @@ def _samples(
         if split == "train" and isinstance(dataset, SourceDataset):
             return dataset.train
         if rows_per_sample(config.objective) == 2:
-            return PairSamples(split_stream(dataset, split), sequence_length)
+            pairs = open_pairs(config, dataset, split)
+            assert pairs is not None
+            return pairs
         if config.data.packing == "best_fit":
             return packed_documents(config, dataset, split)
         return PackedWindows(split_stream(dataset, split), sequence_length, chunk_length)

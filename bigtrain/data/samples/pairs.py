@@ -24,10 +24,14 @@ from bigtrain.errors import DataError
 
 
 class PairSamples(StreamSamples):
-    """Pairs of the documents of `stream`. Its `sequence_length` is that of a row with both. Raises
-    DataError if there are none, an odd number of documents, or one that is longer than a sample."""
+    """Pairs of the documents of `stream`. Its `sequence_length` is that of a row with both.
+    `truncates`: longer documents, at the end; `lost`: how that changes them, empty if it does not.
+    Raises DataError if there are none, an odd number of documents, one that is longer than a sample
+    and is not truncated, or one that has no target then."""
 
-    def __init__(self, stream: TokenStream, sequence_length: int) -> None:
+    def __init__(
+        self, stream: TokenStream, sequence_length: int, *, truncates: bool = False
+    ) -> None:
         lengths = _document_lengths(stream.shards)
         if len(lengths) % 2 or not len(lengths):
             raise DataError(
@@ -35,16 +39,34 @@ class PairSamples(StreamSamples):
                 "tokenize preference data"
             )
         self._half = sequence_length + 1
-        if too_long := int((lengths > self._half).sum()):
+        self._begins = np.cumsum(lengths) - lengths
+        longer = np.flatnonzero(lengths > self._half)
+        self.lost = ""
+        if len(longer) and not truncates:
             raise DataError(
-                f"{too_long} of {len(lengths)} answers with their prompts are longer than a sample "
-                f"(the longest has {int(lengths.max())} tokens, batch.sequence_length = "
+                f"{len(longer)} of {len(lengths)} answers with their prompts are longer than a "
+                f"sample (the longest has {int(lengths.max())} tokens, batch.sequence_length = "
                 f"{sequence_length} holds {self._half}) -> batch.sequence_length="
-                f"{int(lengths.max()) - 1}, or remove them from the data"
+                f"{int(lengths.max()) - 1}, or data.long_documents=truncate"
             )
+        if len(longer):
+            share = 1 - np.minimum(lengths, self._half).sum() / lengths.sum()
+            self.lost = (
+                f"{len(longer)} of {len(lengths)} answers are truncated, which loses {share:.2%} "
+                "of the tokens"
+            )
+            lengths = np.minimum(lengths, self._half)
         super().__init__(stream, 2 * self._half - 1, len(lengths) // 2, masks_loss=True)
         self._lengths = lengths
-        self._begins = np.cumsum(lengths) - lengths
+        for document in longer.tolist() if stream.is_masked else ():
+            mask = np.empty(self._half, np.bool_)
+            one = np.array([document])
+            stream.read_mask(self._begins[one], lengths[one], mask, np.zeros(1, np.int64))
+            if not mask.any():
+                raise DataError(
+                    f"document {document} has no answer in its first {self._half} tokens, to which "
+                    "it is truncated -> a larger batch.sequence_length, or remove its pair"
+                )
 
     def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
         assert out.loss_mask is not None

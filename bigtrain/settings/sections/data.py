@@ -79,7 +79,8 @@ class DataSection(Section):
     long_documents: Literal["cut", "truncate"] = Field(
         default="cut",
         description="best_fit, for documents longer than a sample; cut: several samples, "
-        "the later ones without the context before; truncate: one sample, the rest is dropped",
+        "the later ones without the context before; truncate: one sample, the rest is dropped. Of "
+        "preference pairs only truncate is possible; cut: a longer answer is refused",
     )
     chunk_length: PositiveInt | None = Field(
         default=None,
