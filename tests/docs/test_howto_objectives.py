@@ -108,7 +108,7 @@ def test_the_preference_run_of_the_page(inputs: Inputs, folder: Path, finished_r
         *("data.long_documents=truncate", "output.export=false", "train.steps=2"),
     )
     log = (folder / "runs/short/log.txt").read_text()
-    assert re.search(r"pairs/: [12] of 96 answers are truncated, which loses 0.0\d% ", log)
+    assert re.search(r"pairs: [12] of 96 answers are truncated, which loses 0.0\d% ", log)
 
 
 def refused(folder: Path, *overrides: str) -> str:
