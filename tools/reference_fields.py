@@ -44,6 +44,8 @@ UNITS = {
     "moe.z_loss_coefficient": "ratio",
     "objective.beta": "per log-probability, or weight of the odds ratio",
     "objective.gamma": "reward",
+    "objective.label_smoothing": "ratio",
+    "objective.z_loss": "ratio",
     "optimizer.adafactor.beta2_decay": "power of the step",
     "optimizer.adafactor.clip_threshold": "root mean square",
     "optimizer.adafactor.eps1": "root of the second moment",

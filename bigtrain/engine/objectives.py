@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
 from bigtrain.engine.objective_batch import ObjectiveBatch
 from bigtrain.errors import ExtensionError
+from bigtrain.models.layers.token_loss import LossTerms
 from bigtrain.report.recording import record
 from bigtrain.settings.extensions import describe, import_named, location
 from bigtrain.settings.objective import Unit, unit_of
@@ -215,6 +216,11 @@ class _UserLoss:
     def _wrong(self, rule: str) -> ExtensionError:
         place = location(self.kind.loss)
         return ExtensionError(f"{self._name}: {rule} ({place}) -> sum the losses of its units")
+
+
+def loss_terms(config: RunConfig) -> LossTerms:
+    """Return the terms that a run adds to the cross-entropy of the next token."""
+    return LossTerms(config.objective.label_smoothing, config.objective.z_loss)
 
 
 def make_objective(config: RunConfig) -> Objective:

@@ -37,6 +37,7 @@ from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.models.layers.adapters import adapters_off
 from bigtrain.models.layers.compilation import uncompiled
 from bigtrain.models.layers.document_attention import Isolation
+from bigtrain.models.layers.token_loss import NO_TERMS, LossTerms, summed_token_loss
 from bigtrain.models.parallel.sequence import SequenceParallel
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import MoeSection
@@ -67,7 +68,8 @@ class TrainEngine:
     added_states: checkpoint contents other than masters and optimizer states, by parameter and
     kind: 1-D, for this rank's part of its master. is_compiled: whether the layers are. host_time:
     in DeepSpeed's hooks. expert_load: of observed steps. exact: parameters in another dtype than
-    DeepSpeed's. objective: default next token.
+    DeepSpeed's. objective: default next token. terms:
+    of the loss beside its cross-entropy.
     """
 
     def __init__(
@@ -85,8 +87,10 @@ class TrainEngine:
         moe: MoeSection | None = None,
         exact: ExactParameters | None = None,
         objective: Objective | None = None,
+        terms: LossTerms = NO_TERMS,
     ) -> None:
         self.engine = engine
+        self._terms = terms
         self._objective = objective or NextToken()
         self.plan = plan
         self.device = device
@@ -326,7 +330,8 @@ class TrainEngine:
             outputs = self._forward(batch, moved, targets=targets, factor=factor)
             return outputs.loss, outputs
         outputs = self._forward(batch, moved)
-        return summed_cross_entropy(outputs.logits, self._labels(moved)), outputs
+        logits = outputs.logits.flatten(0, 1).float()
+        return summed_token_loss(logits, self._labels(moved).flatten(), self._terms), outputs
 
     def log_probabilities(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]:
         """Return the log-probability of each target, float32 [R, T], and all else that the model
@@ -398,16 +403,6 @@ class TrainEngine:
 
 def _unwatched(_phase: str) -> None:
     pass
-
-
-def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy in nats summed over targets: logits [B, T, V] any dtype, labels [B, T]."""
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(),
-        labels.flatten(),
-        ignore_index=IGNORED_LABEL,
-        reduction="sum",
-    )
 
 
 class LossWindow:

@@ -38,7 +38,7 @@ def folder(inputs: Inputs, tmp_path: Path) -> Path:
 
 
 def own(folder: Path, world_size: int, name: str, gamma: float, *more: str) -> dict[int, float]:
-    section = yaml.safe_load(blocks("yaml")[1])["objective"]
+    section = yaml.safe_load(blocks("yaml")[2])["objective"]
     section["settings"]["gamma"] = gamma
     objective = f"objective={json.dumps(section)}"
     arguments = ("--config", "run.yaml", objective, f"output.directory={name}", *more)
@@ -125,3 +125,30 @@ def test_settings_that_pairs_do_not_have(folder: Path) -> None:
     text = refused(folder, "objective={type: preference, loss: simpo}")
     assert "longer than a sample" in text or "no preference pairs" in text
     assert "predicted" not in text  # before the process group
+
+
+LAYOUTS = {
+    "chunks": ["model.loss=chunked", "model.loss_chunk_tokens=9"],
+    "zero3": ["engine.deepspeed_config=zero3"],
+    "tensor": ["parallel.tensor=2"],
+    "sequence": ["parallel.sequence=2"],
+    "pipeline": ["parallel.pipeline=2", "engine.deepspeed_config=zero1"],
+}
+
+
+@pytest.mark.slow
+def test_terms_are_the_same_in_every_layout(folder: Path) -> None:
+    section = json.dumps(yaml.safe_load(blocks("yaml")[1])["objective"] | {"z_loss": 0.01})
+    run_script(1, WORKER, folder, "--config", "run.yaml")
+    run_script(
+        1, WORKER, folder, "--config", "run.yaml", f"objective={section}", "output.directory=one"
+    )
+    losses, norms = metrics(folder / "one"), metrics(folder / "one", "grad_norm")
+    assert all(losses[step] > loss + 0.2 for step, loss in metrics(folder / "run").items())
+    for name, layout in LAYOUTS.items():
+        arguments = (f"objective={section}", f"output.directory={name}", *layout)
+        run_script(2, WORKER, folder, "--config", "run.yaml", *arguments)
+        assert metrics(folder / name) == pytest.approx(losses, rel=1e-5), name
+        assert metrics(folder / name, "grad_norm") == pytest.approx(norms, rel=1e-4), name
+        held_out = metrics(folder / name, "held_out_loss")
+        assert held_out == pytest.approx(metrics(folder / "one", "held_out_loss"), rel=1e-5), name

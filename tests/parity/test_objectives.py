@@ -156,14 +156,19 @@ def train(root: Path, name: str, tree: dict[str, Any], world_size: int) -> list[
     return [row for row in map(json.loads, lines) if "loss" in row]
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo", "simpo", "orpo"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "loss", ["sigmoid", pytest.param("ipo", marks=SLOW), "orpo", pytest.param("simpo", marks=SLOW)]
+)
 @pytest.mark.parametrize(
     ("engine", "sections"),
     [
-        ("zero0", {}),
-        ("zero1", {}),
+        pytest.param("zero0", {}, marks=SLOW),
+        pytest.param("zero1", {}, marks=SLOW),
         ("zero3", {}),
-        ("zero1", {"parallel": {"tensor": 2}}),
+        pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
     ],
     ids=["zero0", "zero1", "zero3", "tensor"],
 )
@@ -182,10 +187,14 @@ def test_a_preference_loss_is_that_of_a_plain_loop(
         assert found == pytest.approx(expected, abs=2e-5, rel=1e-5)
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+@pytest.mark.parametrize("loss", ["sigmoid", pytest.param("ipo", marks=SLOW)])
 @pytest.mark.parametrize(
     ("engine", "sections"),
-    [("zero1", {}), ("zero3", {}), ("zero1", {"parallel": {"tensor": 2}})],
+    [
+        pytest.param("zero1", {}, marks=SLOW),
+        ("zero3", {}),
+        pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
+    ],
     ids=["zero1", "zero3", "tensor"],
 )
 def test_all_weights_are_trained_against_scores_of_the_first_ones(

@@ -28,7 +28,9 @@ from bigtrain.models.equivalence.trial import (
     pop_gradients,
 )
 from bigtrain.models.experts import auxiliary_loss
-from bigtrain.models.layers.chunked_loss import IGNORED_LABEL, ChunkedLoss, LossPlan
+from bigtrain.models.layers.chunked_loss import ChunkedLoss
+from bigtrain.models.layers.loss_plan import LossPlan
+from bigtrain.models.layers.token_loss import IGNORED_LABEL
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +24,8 @@ from transformers.utils import ModelOutput
 
 from bigtrain.errors import ModelError
 from bigtrain.models.layers.adapters import trained_copy
+from bigtrain.models.layers.token_loss import IGNORED_LABEL, NO_TERMS, LossTerms, summed_token_loss
 from bigtrain.models.torch_patches import shadow, shadowed, unshadow
-
-IGNORED_LABEL = -100
 
 Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 """Summed cross-entropy of hidden states [N, H], a weight [V, H], a bias [V] and labels [N]."""
@@ -49,6 +48,7 @@ class ChunkedLoss:
     chunk_tokens: tokens whose logits exist at a time.
     fused: computes head and loss in one kernel, instead of chunks; only for models whose logits are
         the head's output (`bigtrain.models.equivalence.loss` checks).
+    terms: added to the cross-entropy in training; not with `fused`, nor to `per_token`.
 
     Install it when the model is complete: split, sharded, its head's forward final. Without
     `targets` the forward method is the model's own. Raises ModelError for a model whose parts are
@@ -56,9 +56,15 @@ class ChunkedLoss:
     """
 
     def __init__(
-        self, model: PreTrainedModel, chunk_tokens: int, fused: Fused | None = None
+        self,
+        model: PreTrainedModel,
+        chunk_tokens: int,
+        fused: Fused | None = None,
+        terms: LossTerms = NO_TERMS,
     ) -> None:
         assert chunk_tokens >= 1
+        assert fused is None or terms == NO_TERMS
+        self._terms = terms
         self._model = model
         self._chunk_tokens = chunk_tokens
         self._fused = fused
@@ -264,12 +270,15 @@ class ChunkedLoss:
         """Summed loss of hidden states `rows` [N, H]."""
         if self._fused is not None:
             return self._fused(rows, self._head.weight, getattr(self._head, "bias", None), labels)
-        return self._entropies(rows, labels, "sum")
+        return summed_token_loss(self._logits(rows), labels, self._terms)
 
-    def _entropies(
-        self, rows: torch.Tensor, labels: torch.Tensor, reduction: str = "none"
-    ) -> torch.Tensor:
-        """Cross-entropy of hidden states `rows` [N, H]: float32 [N], or [] if it is summed."""
+    def _entropies(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the cross-entropy of each of the hidden states `rows` [N, H]: float32 [N]."""
+        logits = self._logits(rows)
+        return F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="none")
+
+    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the logits of hidden states `rows` [N, H]: float32 [N, V]."""
         outputs = type(self._base_outputs)(
             **{**self._base_outputs, "last_hidden_state": rows.unsqueeze(0)}
         )
@@ -278,10 +287,8 @@ class ChunkedLoss:
             return self._plain_head(*args, **kwargs)
 
         with self._standing_in(lambda *_, **__: outputs, head):
-            logits = self._plain_forward(**self._inputs).logits
-        return F.cross_entropy(
-            logits.flatten(0, 1).float(), labels, ignore_index=IGNORED_LABEL, reduction=reduction
-        )
+            logits: torch.Tensor = self._plain_forward(**self._inputs).logits
+        return logits.flatten(0, 1).float()
 
     @contextmanager
     def _standing_in(self, base: Callable[..., Any], head: Callable[..., Any]) -> Iterator[None]:
@@ -423,37 +430,3 @@ def _head_and_base(model: PreTrainedModel) -> tuple[str, str]:
 
 def _is_filled(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
-
-
-@dataclass(frozen=True)
-class LossPlan:
-    """Choice of the loss computation, and why, as a human-readable line. chunk_tokens: tokens whose
-    logits exist at a time. softcap: of the logits, for Liger's kernel."""
-
-    kind: Literal["plain", "chunked", "liger"]
-    chunk_tokens: int
-    reason: str
-    softcap: float | None = None
-
-    def install(self, model: PreTrainedModel) -> ChunkedLoss | None:
-        """Make `model` compute its loss in this way; None if it still returns logits."""
-        if self.kind == "plain":
-            return None
-        fused = _liger_loss(self.softcap) if self.kind == "liger" else None
-        return ChunkedLoss(model, self.chunk_tokens, fused)
-
-
-def _liger_loss(softcap: float | None) -> Fused:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    kernel = LigerFusedLinearCrossEntropyLoss(
-        ignore_index=IGNORED_LABEL, reduction="sum", softcap=softcap
-    )
-
-    def loss(
-        rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
-    ) -> torch.Tensor:
-        summed: torch.Tensor = kernel(weight, rows, labels, bias)
-        return summed.float()
-
-    return loss

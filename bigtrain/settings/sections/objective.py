@@ -42,6 +42,16 @@ class ObjectiveSection(Section):
     gamma: NonNegativeFloat = Field(
         default=0.0, description="simpo: margin by which the chosen answer's reward is to be larger"
     )
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0,
+        description="next_token: share of each target that is divided equally over the vocabulary "
+        "(arXiv 1512.00567), in training only",
+    )
+    z_loss: NonNegativeFloat = Field(
+        default=0.0,
+        description="next_token: weight of the squared logarithm of the softmax's denominator, "
+        "which keeps the logits small (PaLM: 1e-4, arXiv 2204.02311), in training only",
+    )
     settings: CodeSettings = Field(
         default_factory=dict, description="arguments of the constructor of a class of yours"
     )
@@ -71,10 +81,13 @@ class ObjectiveSection(Section):
         unused = [] if self.reads_pairs else ["loss", "beta", "gamma"]
         if self.reads_pairs and self.loss != "simpo":
             unused = ["gamma"]
+        if self.type != "next_token":
+            unused += ["label_smoothing", "z_loss"]
         for name in unused:
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
-                owner = "loss = " + self.loss if self.reads_pairs else f"type = {self.type}"
+                owner = f"type = {self.type}"
+                owner = f"loss = {self.loss}" if name == "gamma" and self.reads_pairs else owner
                 raise ValueError(
                     f"objective.{name} = {value} has no effect with objective.{owner} -> omit it"
                 )

@@ -24,7 +24,9 @@ def items(count: int = 30) -> list[dict[str, list[int]]]:
     found = []
     for number in range(count):
         tokens = [1 + number % 50] * (2 + number % LENGTH)
-        found.append({"input_ids": tokens, "labels": [-100, *tokens[1:]]})
+        labels = [-100, *tokens[1:]]
+        labels[len(tokens) // 2] = -100
+        found.append({"input_ids": tokens, "labels": labels})
     return found
 
 
@@ -79,7 +81,7 @@ def test_the_identity_follows_items_and_length(shards: Path) -> None:
 
     source = items()
     changed = copy.deepcopy(source)
-    changed[-1]["labels"][-1] = -100
+    changed[-1]["labels"] = changed[-1]["input_ids"]
     assert identity(source) == identity(items())
     assert len({identity(source), identity(changed), identity(items(31))}) == 3
 
