@@ -115,8 +115,9 @@ class StepMetrics:
 
     step: int = position("optimizer steps done, from 1")
     loss: float = number(
-        "mean over the target tokens of the steps since the last logged one, or since the run "
-        "resumed from a checkpoint, without skipped updates",
+        "mean over the target tokens (rows or pairs, if these are the objective's unit) of the "
+        "steps since the last logged one, or since the run resumed from a checkpoint, without "
+        "skipped updates",
         "nats per token",
     )
     lr: float = number("learning rate of this step")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,6 +103,22 @@ def test_a_model_trains_the_same_in_every_layout(folder: Path) -> None:
         assert all(0 < row["recorded"]["active"] < 1 for row in rows)
         config = json.loads((folder / f"runs/{name}/hf/config.json").read_text())
         assert config["model_type"] == "squared_llama"
+    again = [
+        sys.executable,
+        "-m",
+        "bigtrain",
+        "export",
+        "--run",
+        "runs/pipeline",
+        "--output",
+        "again",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(again, cwd=folder, check=True, env=environment)
+    exported = [
+        (folder / one / "model.safetensors").read_bytes() for one in ("again", "runs/pipeline/hf")
+    ]
+    assert exported[0] == exported[1]
     for name, values in losses.items():
         assert len(values) == 4
         for own, expected in zip(values, losses["ZeRO 0"], strict=True):
