@@ -89,11 +89,19 @@ def test_the_preference_run_of_the_page(inputs: Inputs, folder: Path, finished_r
     shutil.rmtree(folder / "pairs/tokenizer")
     shutil.copytree(inputs.shards / "tokenizer", folder / "pairs/tokenizer")
     (folder / "preference.yaml").write_text(blocks("yaml")[0])
-    more = ("data.allow_other_tokenizer=true",)
+    write_pairs(folder / "others", vocab_size=320, longest=60, seed=1)
+    more = (
+        "data.allow_other_tokenizer=true",
+        "evaluation.held_out=[{name: others, path: others}]",
+    )
     run_script(2, WORKER, folder, "--config", "preference.yaml", *more)
     rows = metrics(folder / "runs/preference", "recorded")
     assert list(rows) == [5, 10]
     assert rows[10]["rewards/margins"] > rows[5]["rewards/margins"] > 0
+    sets = metrics(folder / "runs/preference", "held_out_sources")[10]
+    assert sets.keys() == {"pairs", "others"}
+    assert sets["pairs"].keys() == {"loss", "tokens"}
+    assert [one["tokens"] for one in sets.values()] == [8, 8]
     losses = metrics(folder / "runs/preference")
     assert losses[10] < losses[5]
     assert (folder / "runs/preference/hf/adapter_model.safetensors").exists()

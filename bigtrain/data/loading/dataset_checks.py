@@ -397,9 +397,15 @@ def _unfit(
             f"training data ({other.name}, {other.vocab_size} tokens)",
             "tokenize it with the tokenizer of the training data",
         )
+    split = measured_split(dataset)
+    if rows_per_sample(config.objective) == 2:
+        try:
+            open_pairs(config, dataset, split)
+        except DataError as error:
+            return f"{error}", ""
+        return None
     if dataset.table.is_masked and not config.data.isolates:
         return "has conversations, which would see each other", "data.packing=best_fit"
-    split = measured_split(dataset)
     if not count_samples(config, dataset, split):
         return (
             f"has {dataset.table.num_tokens(split)} tokens to measure, too few for one sample of "
