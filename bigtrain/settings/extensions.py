@@ -252,10 +252,10 @@ def check_model_class(key: str, name: str, known_types: Container[str]) -> list[
 
 
 def check_schedule(
-    key: str, name: str, settings: Mapping[str, Any], total_steps: int
+    key: str, name: str, settings: Mapping[str, Any], total_steps: int | None
 ) -> list[Problem]:
     """Return the problems of a learning-rate schedule of the user: import, signature, and the value
-    of every step of the run."""
+    of every step of the run, unless their number is not known yet."""
     try:
         function = import_named(key, name)
     except ConfigError as error:
@@ -264,6 +264,8 @@ def check_schedule(
         return [Problem(key, name, "is not a function", "name a function of step and total steps")]
     if problem := call_problem(key, name, function, ("step", "total_steps"), settings):
         return [problem]
+    if total_steps is None:
+        return []
     fault = _schedule_fault(function, json.dumps(settings), total_steps)
     return [] if fault is None else [Problem(key, name, *fault)]
 
