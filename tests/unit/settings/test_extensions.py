@@ -164,3 +164,56 @@ def test_a_faulty_model_class(code: Path, text: str, expected: str) -> None:
         resolved(model={"type": "user_code:Own", "config": {"vocab_size": 64}})
     assert expected.format(file=code) in str(caught.value)
     assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("def Own(batch): ...\n", "is not a class ({file}:1)"),
+        ("class Own:\n    def lose(self, batch): ...\n", "has no loss ({file}:1)"),
+        ("class Own:\n    def loss(self): ...\n", "loss is called as loss(self, batch)"),
+        (
+            "class Own:\n    unit = 'words'\n    def loss(self, batch): ...\n",
+            "unit = 'words' is not one of tokens, rows, pairs ({file}:1)",
+        ),
+        (
+            "class Own:\n    def __init__(self, a): ...\n    def loss(self, batch): ...\n",
+            "objective.settings = {{}}: Own is called as Own(), and takes (a)",
+        ),
+        (
+            "class Own:\n    reference = True\n    def loss(self, batch): ...\n",
+            "reference = True asks for log-probabilities without adapters",
+        ),
+    ],
+)
+def test_a_faulty_objective(code: Path, text: str, expected: str) -> None:
+    code.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        resolved(objective={"type": "user_code:Own"})
+    assert expected.format(file=code) in str(caught.value)
+    assert len(caught.value.problems) == 1
+
+
+def test_an_objective_of_pairs_reads_two_rows_of_a_sample(code: Path) -> None:
+    code.write_text("class Own:\n    unit = 'pairs'\n    def loss(self, batch): ...\n")
+    run = resolved(objective={"type": "user_code:Own"})
+    assert run.plan.tokens_per_step == 2 * 8 * 8
+    assert "8 samples x 2 rows x 8 tokens" in run.plan.equation()
+    with pytest.raises(ConfigError, match="each answer of a pair is a row of its own"):
+        resolved(objective={"type": "user_code:Own"}, data={"path": "x", "packing": "best_fit"})
+
+
+@pytest.mark.parametrize(
+    ("objective", "expected"),
+    [
+        ({"beta": 0.2}, "objective.beta = 0.2 has no effect with objective.type = next_token"),
+        ({"type": "preference", "gamma": 1.0}, "no effect with objective.loss = sigmoid"),
+        ({"type": "preference", "z_loss": 0.1}, "no effect with objective.type = preference"),
+        ({"type": "next_tokn"}, "did you mean next_token?"),
+        ({"type": "preference", "loss": "dpo"}, "input should be 'sigmoid', 'ipo'"),
+    ],
+)
+def test_settings_of_an_objective_without_effect(objective: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_run_config({**RUN, "objective": objective})
+    assert expected in str(caught.value)
