@@ -214,8 +214,8 @@ class _UserLoss:
         return ExtensionError(f"{self._name}: {what} raised {text} -> correct it")
 
     def _wrong(self, rule: str) -> ExtensionError:
-        place = location(self.kind.loss)
-        return ExtensionError(f"{self._name}: {rule} ({place}) -> sum the losses of its units")
+        defined_at = location(self.kind.loss)
+        return ExtensionError(f"{self._name}: {rule} ({defined_at}) -> sum the losses of its units")
 
 
 def loss_terms(config: RunConfig) -> LossTerms:

@@ -69,7 +69,7 @@ class TrainEngine:
     kind: 1-D, for this rank's part of its master. is_compiled: whether the layers are. host_time:
     in DeepSpeed's hooks. expert_load: of observed steps. exact: parameters in another dtype than
     DeepSpeed's. objective: default next token. terms:
-    of the loss beside its cross-entropy.
+    of the loss in addition to its cross-entropy.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Metrics that user code records in a run: `record`, and the sums of a rank between logged steps.
 
-Values of all ranks are joined when a step is logged (`bigtrain.run.callbacks`), as each says: the
+Values of all ranks are joined when a step is logged (`bigtrain.run.callbacks`), by the reduction of each: the
 mean of all recorded values, their sum, maximum or minimum.
 """
 

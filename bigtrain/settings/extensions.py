@@ -71,8 +71,8 @@ def describe(error: BaseException, owner: object = None) -> str:
     `owner`: the function or class that was called."""
     text = " ".join(str(error).split())[:300]
     kind = type(error).__name__ + (f": {text}" if text else "")
-    place = raised_at(error, owner)
-    return f"{kind} ({place})" if place else kind
+    defined_at = raised_at(error, owner)
+    return f"{kind} ({defined_at})" if defined_at else kind
 
 
 def raised_at(error: BaseException, owner: object = None) -> str:
@@ -166,17 +166,17 @@ _OTHER_POINTS = {
 def check_callback(key: str, name: str, kind: Any) -> list[Problem]:
     """Return the problems of a class (or object) whose methods are called at the points of a run:
     none of them, names of other programs, signatures, the ranks that it runs on."""
-    place = location(kind if isinstance(kind, type) else type(kind))
+    defined_at = location(kind if isinstance(kind, type) else type(kind))
     points = ", ".join(CALLBACK_POINTS)
     others = [other for other in dir(kind) if other.startswith("on_")]
     if others:
         meant = _OTHER_POINTS.get(others[0])
-        rule = f"{others[0]} is not called; a callback has methods {points} ({place})"
+        rule = f"{others[0]} is not called; a callback has methods {points} ({defined_at})"
         remedy = f"rename it to {meant}(self, view)" if meant else "rename it"
         return [Problem(key, name, rule, remedy)]
     methods = [point for point in CALLBACK_POINTS if callable(getattr(kind, point, None))]
     if not methods:
-        rule = f"has none of the methods of a callback, {points} ({place})"
+        rule = f"has none of the methods of a callback, {points} ({defined_at})"
         return [Problem(key, name, rule, "write at least one: def step(self, view): ...")]
     arguments = ["self", "view"] if isinstance(kind, type) else ["view"]
     problems: list[Problem] = []
@@ -189,7 +189,7 @@ def check_callback(key: str, name: str, kind: Any) -> list[Problem]:
         problems += [own] if own else []
     ranks = getattr(kind, "ranks", "main")
     if ranks not in ("main", "all"):
-        rule = f"ranks = {ranks!r} is neither 'main' nor 'all' ({place})"
+        rule = f"ranks = {ranks!r} is neither 'main' nor 'all' ({defined_at})"
         problems.append(Problem(key, name, rule, "the ranks on which it is called: ranks = 'main'"))
     return problems
 
@@ -224,8 +224,10 @@ def check_samples(key: str, name: str, kind: Any) -> list[Problem]:
     """Return the problem of a class (or object) without length and items."""
     for method in ("__len__", "__getitem__"):
         if not callable(getattr(kind, method, None)):
-            place = location(kind if isinstance(kind, type) else type(kind))
-            return [Problem(key, name, f"has no {method} ({place})", f"def {method}(self, ...)")]
+            defined_at = location(kind if isinstance(kind, type) else type(kind))
+            return [
+                Problem(key, name, f"has no {method} ({defined_at})", f"def {method}(self, ...)")
+            ]
     return []
 
 
@@ -236,14 +238,16 @@ def check_model_class(key: str, name: str, known_types: Container[str]) -> list[
         kind = import_named(key, name)
     except ConfigError as error:
         return list(error.problems)
-    place = location(kind) or name
+    defined_at = location(kind) or name
     if not isinstance(kind, type) or not callable(getattr(kind, "from_pretrained", None)):
         remedy = "class Mine(PreTrainedModel), with forward and config_class"
-        return [Problem(key, name, f"is not a PreTrainedModel of transformers ({place})", remedy)]
+        return [
+            Problem(key, name, f"is not a PreTrainedModel of transformers ({defined_at})", remedy)
+        ]
     model_type = getattr(getattr(kind, "config_class", None), "model_type", "")
     if not model_type or model_type in known_types:
         owner = "transformers' own" if model_type else "empty"
-        rule = f"the model_type of its config_class is {model_type!r}, {owner} ({place})"
+        rule = f"the model_type of its config_class is {model_type!r}, {owner} ({defined_at})"
         remedy = (
             "write a configuration class with a model_type of its own, and name it in config_class"
         )

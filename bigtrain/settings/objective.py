@@ -42,20 +42,20 @@ def check_objective(section: ObjectiveSection) -> list[Problem]:
         kind: Any = import_named(key, name)
     except ConfigError as error:
         return list(error.problems)
-    place = location(kind) or name
+    defined_at = location(kind) or name
     if not inspect.isclass(kind):
         remedy = "name the class, whose constructor gets objective.settings"
-        return [Problem(key, name, f"is not a class ({place})", remedy)]
+        return [Problem(key, name, f"is not a class ({defined_at})", remedy)]
     loss = getattr(kind, "loss", None)
     if not callable(loss):
-        return [Problem(key, name, f"has no loss ({place})", "def loss(self, batch): ...")]
+        return [Problem(key, name, f"has no loss ({defined_at})", "def loss(self, batch): ...")]
     problems = [
         call_problem("objective.settings", section.settings, kind, [], section.settings),
         call_problem(key, name, loss, ["self", "batch"], {}, "loss"),
     ]
     unit = getattr(kind, "unit", "tokens")
     if unit not in get_args(Unit):
-        rule = f"unit = {unit!r} is not one of {', '.join(get_args(Unit))} ({place})"
+        rule = f"unit = {unit!r} is not one of {', '.join(get_args(Unit))} ({defined_at})"
         problems.append(Problem(key, name, rule, "the unit of the mean: unit = 'rows'"))
     return [problem for problem in problems if problem is not None]
 

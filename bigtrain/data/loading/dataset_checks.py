@@ -424,7 +424,9 @@ def check_best(
     if section.is_of_tasks or (config.checkpoint.keep_best == 0 and stopping is None):
         return []
     if "held_out_loss" not in section.metric and config.objective.type != "next_token":
-        rule = f"is unknown for objective.type = {config.objective.type}, which is no cross-entropy"
+        rule = (
+            f"is unknown for objective.type = {config.objective.type}, which is not a cross-entropy"
+        )
         return [Problem("evaluation.best.metric", section.metric, rule, "held_out_loss")]
     key, value = (
         ("checkpoint.keep_best", config.checkpoint.keep_best)

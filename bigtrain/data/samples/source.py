@@ -89,8 +89,8 @@ class SourceSamples:
             raise self._wrong(sample, rule, "one label for each token, not shifted")
         targets = labels != _IGNORED_LABEL
         if (labels[targets] != tokens[targets]).any():
-            place = int(np.flatnonzero(targets & (labels != tokens))[0])
-            rule = f"labels[{place}] = {labels[place]} is not input_ids[{place}] = {tokens[place]}"
+            index = int(np.flatnonzero(targets & (labels != tokens))[0])
+            rule = f"labels[{index}] = {labels[index]} is not input_ids[{index}] = {tokens[index]}"
             raise self._wrong(sample, rule, f"the token itself, or {_IGNORED_LABEL}; not shifted")
         return tokens, targets
 
@@ -130,8 +130,8 @@ class SourceSamples:
         return array.astype(np.int64)
 
     def _wrong(self, sample: int, rule: str, fix: str) -> DataError:
-        place = location(type(self._source))
-        return DataError(f"{self._name}: item {sample} {rule} ({place}) -> {fix}")
+        defined_at = location(type(self._source))
+        return DataError(f"{self._name}: item {sample} {rule} ({defined_at}) -> {fix}")
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Terms of the training loss beside the cross-entropy. label_smoothing: share of the target
-    that is divided equally over the vocabulary (Szegedy et al. 2016, arXiv 1512.00567; as
+    """Terms of the training loss in addition to the cross-entropy. label_smoothing: share of the
+    target that is divided equally over the vocabulary (Szegedy et al. 2016, arXiv 1512.00567; as
     transformers' LabelSmoother). z_loss: weight of the squared logarithm of the softmax's
     denominator (PaLM, arXiv 2204.02311)."""
 
