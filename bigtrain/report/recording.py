@@ -1,7 +1,7 @@
 """Metrics that user code records in a run: `record`, and the sums of a rank between logged steps.
 
-Values of all ranks are joined when a step is logged (`bigtrain.run.callbacks`), by the reduction of each: the
-mean of all recorded values, their sum, maximum or minimum.
+Values of all ranks are joined when a step is logged (`bigtrain.run.callbacks`), by the reduction of
+each: the mean of all recorded values, their sum, maximum or minimum.
 """
 
 from __future__ import annotations
