@@ -9,6 +9,7 @@
     ├── CheckpointError  checkpoints that are missing, corrupt or do not belong to this run
     │   └── CorruptCheckpointError   found while reading it; an older one may be complete
     ├── OutputError      files that cannot be written
+    ├── ExtensionError   code of yours that the run calls: callbacks, objectives, metrics
     ├── TrainingError    loss or gradients stay bad after every rollback
     ├── LaunchError      this machine or launcher cannot run what was asked for
     └── LostRunTokenError    this launch no longer holds the token of the run directory
@@ -96,6 +97,10 @@ class OutputError(BigtrainError):
 
 class TrainingError(BigtrainError):
     """A run whose loss or gradients stay bad after every rollback."""
+
+
+class ExtensionError(BigtrainError):
+    """Code of the user that failed when the run called it; the text has its file and line."""
 
 
 class LaunchError(BigtrainError):

@@ -62,7 +62,7 @@ def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
         remedy = "" if gpu else " -> --gpu NAME traces the model"
         return [f"no prediction: {reason}{remedy}"]
     section, plan = resolved.config.model, resolved.plan
-    tokens = plan.micro_batch_size * resolved.config.batch.sequence_length
+    tokens = plan.micro_batch_tokens
     tokens //= resolved.topology.sequence_size
     chunk = auto_loss_chunk(section.loss, section.loss_chunk_tokens, model.vocabulary_size, tokens)
     predicted = predict_run(resolved, model, chunk, device, measured)

@@ -140,7 +140,7 @@ def layout_of(run: ResolvedRun, loss_chunk_tokens: int | None = None) -> Layout:
     return Layout(
         **topology.degrees(),
         zero_stage=run.engine.zero_stage,
-        micro_batch_size=run.plan.micro_batch_size,
+        micro_batch_size=run.plan.micro_batch_size * run.plan.rows_per_sample,
         num_accumulation=run.plan.accumulation,
         sequence_length=config.batch.sequence_length,
         recompute=recompute,

@@ -10,7 +10,7 @@ import torch
 
 from bigtrain.errors import ConfigError, ModelError, one_line
 from bigtrain.models.build import empty_model
-from bigtrain.models.layers.chunked_loss import LossPlan
+from bigtrain.models.layers.loss_plan import LossPlan
 from bigtrain.models.tracing.traced_costs import model_costs
 from bigtrain.planner.flops import (
     ModelShape,

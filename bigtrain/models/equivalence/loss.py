@@ -28,7 +28,9 @@ from bigtrain.models.equivalence.trial import (
     pop_gradients,
 )
 from bigtrain.models.experts import auxiliary_loss
-from bigtrain.models.layers.chunked_loss import IGNORED_LABEL, ChunkedLoss, LossPlan
+from bigtrain.models.layers.chunked_loss import ChunkedLoss
+from bigtrain.models.layers.loss_plan import LossPlan
+from bigtrain.models.layers.token_loss import IGNORED_LABEL
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.model import chunk_tokens
@@ -43,7 +45,7 @@ def choose_loss(
     ``auto`` takes chunks if the logits exceed one and the proxy model computes the same with them.
     Takes a second at most, and no time if the logits are small."""
     section, vocabulary = config.model, vocabulary_size(hf_config)
-    num_tokens = plan.micro_batch_size * plan.sequence_length // config.parallel.sequence
+    num_tokens = plan.micro_batch_tokens // config.parallel.sequence
     num_chunk_tokens = chunk_tokens(vocabulary, section.loss_chunk_tokens)
     gib = 4 * num_tokens * vocabulary / 2**30
     size = f"logits of {num_tokens} tokens x {vocabulary} words take {gib:.2g} GiB in float32"

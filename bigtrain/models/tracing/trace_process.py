@@ -55,6 +55,7 @@ def trace_apart(source: ConfigurationSource, dtype: str) -> ModelCosts:
             "path": source.path,
             "config": source.config,
             "overrides": source.overrides,
+            "type": source.type,
             "dtype": dtype,
         }
         found = subprocess.run(

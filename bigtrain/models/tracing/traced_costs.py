@@ -108,6 +108,8 @@ def _key(
     config: RunConfig, values: Mapping[str, Any], hf_config: Any, *more: Section
 ) -> str | None:
     """`hf_config`: what is traced, whose vocabulary may have grown beyond the written one."""
+    if config.model.type is not None:
+        return None  # its code may change
     grown = ""
     if hf_config is not None and config.model.vocabulary is not None:
         grown = str(hf_config.get_text_config().vocab_size)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from bigtrain.settings.sections.base import PositiveInt, Section, refuse_secrets
+from bigtrain.settings.sections.extensions import SamplesSection
 
 
 class SourceSection(Section):
@@ -33,6 +34,9 @@ class DataSection(Section):
     """directory written by `bigtrain tokenize`: the only dataset"""
     sources: tuple[SourceSection, ...] = ()
     """instead of path: datasets to mix, each read without repetition until its own epoch ends"""
+    samples: SamplesSection | None = None
+    """train on samples of code of yours, instead of the training documents of path, whose tokenizer
+    and held-out documents the run uses; absent: on the shards"""
     tokenizer: str | None = None
     """tokenizer the shards must have been made with (directory or hub name); default: the one
     stored with the shards"""
@@ -52,7 +56,8 @@ class DataSection(Section):
     the end, and always isolated"""
     long_documents: Literal["cut", "truncate"] = "cut"
     """best_fit, for documents longer than a sample; cut: several samples, the later ones without
-    the context before; truncate: one sample, the rest is dropped"""
+    the context before; truncate: one sample, the rest is dropped. Of preference pairs only truncate
+    is possible; cut: a longer answer is refused"""
     chunk_length: PositiveInt | None = None
     """tokens of the chunks that are shuffled, a multiple of batch.sequence_length and by default
     equal to it; it is the longest sequence to which a running run can be extended
@@ -87,6 +92,29 @@ class DataSection(Section):
                 )
         if len(set(self.names)) != len(self.names):
             raise ValueError("data.sources: two sources have the same name")
+        return self
+
+    @model_validator(mode="after")
+    def _samples_are_complete(self) -> Self:
+        if self.samples is None:
+            return self
+        others = [
+            f"data.{name} = {value!r}"
+            for name, value, unset in (
+                ("packing", self.packing, "concatenate"),
+                ("chunk_length", self.chunk_length, None),
+                ("mask_end_of_document", self.mask_end_of_document, False),
+            )
+            if value != unset
+        ]
+        if self.path is None:
+            others.insert(0, "data.sources")
+        if others:
+            raise ValueError(
+                f"data.samples: {others[0]} has no meaning for items, each of which is one sample "
+                "-> omit it"
+                + ("; name a dataset with the tokenizer in data.path" * (not self.path))
+            )
         return self
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from bigtrain.settings.sections.base import NonNegativeFloat, PositiveInt, Section, refuse_secrets
+from bigtrain.settings.sections.extensions import ImportedName
 
 _CHUNK_BYTES = 256 * 2**20
 """Float32 logits of a chunk. Smaller chunks save little memory, and each costs an addition of the
@@ -46,6 +47,9 @@ class ModelSection(Section):
     config: str | dict[str, Any] | None = None
     """start from random weights: a directory or hub name whose configuration is used, or the
     configuration itself with its model_type"""
+    type: ImportedName | None = None
+    """model of yours, as package.module:Class: a PreTrainedModel of transformers whose config_class
+    has a model_type of its own; absent: transformers' model of the configuration's model_type"""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """keys of the Hugging Face configuration to change (not the vocabulary when weights are loaded:
     see vocabulary)"""
@@ -108,7 +112,7 @@ class ModelSection(Section):
                 "model.vocabulary gives trained weights (model.path) more rows, and model.config "
                 "has none -> omit it, and set vocab_size in model.config (or overrides)"
             )
-        if isinstance(self.config, dict) and "model_type" not in self.config:
+        if isinstance(self.config, dict) and "model_type" not in self.config and not self.type:
             raise ValueError("model.config must name a model_type, for example model_type: llama")
         return self
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -16,6 +16,12 @@ from bigtrain.settings.sections.base import (
     PositiveInt,
     Section,
     refuse_secrets,
+)
+from bigtrain.settings.sections.extensions import (
+    CodeSettings,
+    ImportedName,
+    is_imported,
+    known_or_imported,
 )
 from bigtrain.system.storage.stores import is_address, scheme_of
 
@@ -232,11 +238,16 @@ class TrainSection(Section):
         return self.steps
 
 
-class ScheduleSection(Section):
-    """Learning rate over steps: linear warm-up, then `type`. See
-    `bigtrain.settings.lr_schedule`."""
+KnownSchedule = Literal["cosine", "linear", "constant", "wsd"]
 
-    type: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+
+class ScheduleSection(Section):
+    """Learning rate over steps: linear warm-up, then `type`; or a function of yours for all steps.
+    See `bigtrain.settings.lr_schedule` and docs/howto/extend.md."""
+
+    type: KnownSchedule | ImportedName = "cosine"
+    """after the warm-up; or, as package.module:function, a function of yours of step (from 0) and
+    total steps, which returns the factor of optimizer.lr for all steps"""
     warmup_steps: NonNegativeInt = 0
     """optimizer steps from zero to the peak"""
     decay_steps: PositiveInt | None = None
@@ -244,3 +255,35 @@ class ScheduleSection(Section):
     length of the final decay (default: a tenth of the run)"""
     min_lr_ratio: Fraction = 0.1
     """final learning rate as a fraction of the peak"""
+    settings: CodeSettings = Field(default_factory=dict)
+    """further arguments of a function of yours, by name"""
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _is_known(cls, name: object) -> object:
+        return known_or_imported(name, get_args(KnownSchedule))
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> Self:
+        if not is_imported(self.type):
+            if self.settings:
+                raise ValueError(
+                    f"schedule.settings are arguments of a function of yours, and schedule.type = "
+                    f"{self.type!r} is bigtrain's own -> omit them"
+                )
+            return self
+        shaping = [
+            f"schedule.{name} = {value}"
+            for name, value, unset in (
+                ("warmup_steps", self.warmup_steps, 0),
+                ("decay_steps", self.decay_steps, None),
+                ("min_lr_ratio", self.min_lr_ratio, 0.1),
+            )
+            if value != unset
+        ]
+        if shaping:
+            raise ValueError(
+                f"{' and '.join(shaping)} would have no effect: {self.type} returns the factor of "
+                "every step, warm-up and decay included -> pass it in schedule.settings"
+            )
+        return self
