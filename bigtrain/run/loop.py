@@ -15,6 +15,7 @@ from bigtrain.report.step_metrics import StepMetrics
 from bigtrain.run.context import RunContext
 from bigtrain.run.diagnostics.out_of_memory import explained
 from bigtrain.run.diagnostics.profiling import Profiler
+from bigtrain.run.diagnostics.start_times import FIRST_STEP, StartTimes
 from bigtrain.run.diagnostics.step_clock import StepClock, StepTimes
 from bigtrain.run.diagnostics.step_guard import Guard
 from bigtrain.run.diagnostics.stragglers import StragglerWatch
@@ -68,10 +69,12 @@ def train(
     roll_back: Callable[[TrainState], TrainState],
     memory: PhaseMemory,
     utilization: Callable[[float], float | None] = lambda _: None,
+    start_times: StartTimes | None = None,
 ) -> tuple[TrainState, Signals | None]:
     """Train until ``train.steps``, early stopping or a signal; return the final state, which has
     been saved, and the signal. Collective. roll_back: restores the engine from before the bad steps
-    that end at a state. utilization: model FLOPs utilization at tokens per second."""
+    that end at a state. utilization: model FLOPs utilization at tokens per second. start_times: of
+    this launch, logged after its first step."""
     config, plan, beat = context.config, context.plan, context.heartbeat
     clock = StepClock(context.device.type, engine.host_time, memory)
     losses, profiler = LossWindow(engine), Profiler(context, log)
@@ -100,6 +103,10 @@ def train(
                 result = engine.train_step(micro_batches, lr, guard.skip_policy, observe=is_logged)
             clock.count_step()
             state = guard.end(state, state.after_step(plan))
+            if start_times is not None:
+                start_times.end(FIRST_STEP)
+                log.to_file(start_times.text())
+                start_times = None
             losses.add(result, updated=state.guard.streak == 0)
             if guard.rolls_back(state):
                 beat.set_phase("rolling back", slow=True)

@@ -27,6 +27,7 @@ from bigtrain.run.checkpointing.initialize import BaseWeights, WeightsSource, we
 from bigtrain.run.checkpointing.resume import acquire_run_directory, restore_or_start, roll_back
 from bigtrain.run.checkpointing.saver import Saver, refuse_small_disk
 from bigtrain.run.context import RunContext
+from bigtrain.run.diagnostics.start_times import GROUPS, IMPORTS, MODEL, WEIGHTS, StartTimes
 from bigtrain.run.evaluation import Evaluator
 from bigtrain.run.finish import closing_result, finish, is_complete, stop_early
 from bigtrain.run.loop import train
@@ -55,6 +56,8 @@ def train_inputs(
     every rank. Collective over all ranks of `world`. `notes`: lines for log.txt from before."""
     source = weights_source(run.config)
     weights = source.find(run.config, inputs)
+    times = StartTimes()
+    times.end(IMPORTS)
     with open_session(run, world, signals) as (context, log):
         for line in notes:
             log.to_file(line)
@@ -66,8 +69,10 @@ def train_inputs(
         mesh = open_mesh(run.topology, world.rank, run.config.watchdog.collective_timeout_seconds)
         beat.set_phase("opening the connections of all groups", slow=True)
         warm_up(mesh, context.device)
+        times.end(GROUPS)
         beat.set_phase("building the model", slow=True)
         engine = _build(context, inputs, source, mesh)
+        times.end(MODEL)
         log.to_file(f"DeepSpeed speed patches: {', '.join(engine.speed_patches) or 'none'}")
         outer = OuterSteps(context, log, inputs.data_hash, engine)
         _log_plan(context, log, inputs)
@@ -78,6 +83,7 @@ def train_inputs(
         resumed, base, batches, evaluator = begun
         state = outer.begin(resumed)
         copies = begin_writing(context, log, inputs, state, base, prediction)
+        times.end(WEIGHTS)
         with Saver(context, log, engine, inputs, base, copies) as saver:
             if resumed.step < state.step >= run.config.train.steps:
                 saver.save(state, {})  # other sites have trained to the end without this one
@@ -95,6 +101,7 @@ def train_inputs(
                 roll_back=partial(roll_back, context, log, engine),
                 memory=PhaseMemory(context.device.type),
                 utilization=utilization_of(context, inputs.hf_config),
+                start_times=times,
             )
         batches.close()
         outer.close()
