@@ -251,8 +251,9 @@ def main() -> None:
     found: list[Recovery] = []
     print("kind   " + "".join(f"{part:>11}" for part in (*PARTS, "total", "lost steps")))
     with tempfile.TemporaryDirectory(prefix="recovery_") as name:
-        folder = Path(name)
-        with cluster(folder / "state", args.hosts + 1, slurm=False) as hosts:
+        folder = Path(name) / "work"  # in no command line of a host's own processes
+        folder.mkdir()
+        with cluster(Path(name) / "state", args.hosts + 1, slurm=False) as hosts:
             run = TrainedRun(hosts, folder, args)
             for _ in range(args.kills):
                 for kind in args.kinds:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.run.output_directory import check_output
+from bigtrain.run.shared_memory import check_memory_directory
 from bigtrain.settings.accelerate import AccelerateSettings, read_accelerate
 from bigtrain.settings.compatibility.facts import Device
 from bigtrain.settings.hf_config_keys import missing_model
@@ -96,10 +97,11 @@ def _try_inputs(resolved: ResolvedRun) -> list[str]:
 
 def _try_settings(resolved: ResolvedRun) -> list[str]:
     """Return a line on the checkpoint that the run would resume from. Raise ConfigError for a
-    directory that cannot be a run's, CheckpointError for a checkpoint of other settings; the data
-    is not compared."""
+    directory that cannot be a run's, or for checkpoints in memory that is none here,
+    CheckpointError for a checkpoint of other settings; the data is not compared."""
     directory = Path(resolved.config.output.directory)
-    if problems := check_output(directory, is_here=False):
+    problems = [*check_output(directory, is_here=False), *check_memory_directory(resolved.config)]
+    if problems:
         raise ConfigError(problems, "the run's settings")
     if not (directory / "checkpoints").exists():
         return []  # without the import of numpy

@@ -48,6 +48,14 @@ class Saver(Protocol):
     def report(self) -> None: ...
 
 
+class MemorySaver(Protocol):
+    """See `bigtrain.run.checkpointing.memory_saver.MemorySaver`."""
+
+    def is_due(self, state: TrainState) -> bool: ...
+    def save(self, state: TrainState, evaluation: Mapping[str, float]) -> None: ...
+    def metrics(self) -> dict[str, float] | None: ...
+
+
 class OuterSteps(Protocol):
     """See `bigtrain.run.outer_steps.OuterSteps`."""
 
@@ -70,11 +78,12 @@ def train(
     memory: PhaseMemory,
     utilization: Callable[[float], float | None] = lambda _: None,
     start_times: StartTimes | None = None,
+    memory_saver: MemorySaver | None = None,
 ) -> tuple[TrainState, Signals | None]:
     """Train until ``train.steps``, early stopping or a signal; return the final state, which has
     been saved, and the signal. Collective. roll_back: restores the engine from before the bad steps
     that end at a state. utilization: model FLOPs utilization at tokens per second. start_times: of
-    this launch, logged after its first step."""
+    this launch, logged after its first step. memory_saver: of checkpoints in memory, if any."""
     config, plan, beat = context.config, context.plan, context.heartbeat
     clock = StepClock(context.device.type, engine.host_time, memory)
     losses, profiler = LossWindow(engine), Profiler(context, log)
@@ -127,7 +136,8 @@ def train(
                 log.metrics.advance(state.step)
             if _is_logged(config, state.step):
                 beat.set_phase("logging")
-                times = _log_step(log, engine, losses, state, lr, clock, utilization)
+                saved = None if memory_saver is None else memory_saver.metrics()
+                times = _log_step(log, engine, losses, state, lr, clock, utilization, saved)
                 stragglers.gather(state, times)
             metrics: dict[str, float] = {}
             if last or evaluator.is_due(state):
@@ -135,6 +145,10 @@ def train(
                 with clock.paused("evaluation"):
                     state, metrics = evaluator.run(state, last=last)
                 last = is_over(config, state)
+            if memory_saver is not None and memory_saver.is_due(state) and not (last or received):
+                beat.set_phase("saving in memory")
+                with clock.paused("save"):
+                    memory_saver.save(state, metrics)
             if last or received or state.is_multiple_of(config.checkpoint.every_steps):
                 beat.set_phase("settling the exchange with the other sites", slow=True)
                 with clock.paused("outer_step"):
@@ -168,6 +182,7 @@ def _log_step(
     lr: float,
     clock: StepClock,
     utilization: Callable[[float], float | None],
+    memory_checkpoint: dict[str, float] | None = None,
 ) -> StepTimes:
     """Log a step; return the number of steps since the last logged one, and seconds of each."""
     # Apart from the guard, only this function waits for the device in the loop.
@@ -193,6 +208,7 @@ def _log_step(
             peak_memory_gib_by_phase=clock.memory.by_phase_gib(),
             **_experts(load),
             optimizer_exchange=None if sent_bytes is None else {"sent_bytes": sent_bytes},
+            memory_checkpoint=memory_checkpoint,
         )
     )
     return times

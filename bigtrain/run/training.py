@@ -24,6 +24,12 @@ from bigtrain.models.equivalence.model_plan import KIND, trial_key
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan
 from bigtrain.models.weights.import_hf import Weights
 from bigtrain.run.checkpointing.initialize import BaseWeights, WeightsSource, weights_source
+from bigtrain.run.checkpointing.memory_files import MemoryFiles
+from bigtrain.run.checkpointing.memory_saver import (
+    MemorySaver,
+    memory_saver_of,
+    open_memory_of_earlier_launch,
+)
 from bigtrain.run.checkpointing.resume import acquire_run_directory, restore_or_start, roll_back
 from bigtrain.run.checkpointing.saver import Saver, refuse_small_disk
 from bigtrain.run.context import RunContext
@@ -76,15 +82,21 @@ def train_inputs(
         log.to_file(f"DeepSpeed speed patches: {', '.join(engine.speed_patches) or 'none'}")
         outer = OuterSteps(context, log, inputs.data_hash, engine)
         _log_plan(context, log, inputs)
-        begun = _begin(context, log, engine, inputs, mesh, source, weights)
+        memory = open_memory_of_earlier_launch(context, log)
+        begun = _begin(context, log, engine, inputs, mesh, source, weights, memory)
         if begun is None:
+            if memory is not None:
+                memory.end()
             engine.close()
             return closing_result(context, None)
         resumed, base, batches, evaluator = begun
         state = outer.begin(resumed)
         copies = begin_writing(context, log, inputs, state, base, prediction)
         times.end(WEIGHTS)
-        with Saver(context, log, engine, inputs, base, copies) as saver:
+        with (
+            Saver(context, log, engine, inputs, base, copies) as saver,
+            memory_saver_of(context, log, engine, saver, memory) as memory_saver,
+        ):
             if resumed.step < state.step >= run.config.train.steps:
                 saver.save(state, {})  # other sites have trained to the end without this one
             elif is_over(run.config, state):
@@ -98,11 +110,15 @@ def train_inputs(
                 evaluator=evaluator,
                 saver=saver,
                 outer=outer,
-                roll_back=partial(roll_back, context, log, engine),
+                roll_back=partial(_roll_back, context, log, engine, memory_saver),
                 memory=PhaseMemory(context.device.type),
                 utilization=utilization_of(context, inputs.hf_config),
                 start_times=times,
+                memory_saver=memory_saver,
             )
+            saver.wait(must_succeed=True)
+            if memory_saver is not None:
+                memory_saver.finish()
         batches.close()
         outer.close()
         if received is not None:
@@ -181,6 +197,7 @@ def _begin(
     mesh: Mesh,
     source: WeightsSource,
     weights: Weights | None,
+    memory: MemoryFiles | None,
 ) -> tuple[TrainState, BaseWeights | None, TrainingBatches, Evaluator] | None:
     """Resume or start, with the run token acquired; return None if the run is complete."""
     config, plan = context.config, context.plan
@@ -190,7 +207,7 @@ def _begin(
         # Checkpoints do not contain the base weights, so these are read first.
         base = source.fill(context, log, engine, inputs, weights)
     while True:
-        state = restore_or_start(context, log, engine, inputs, base)
+        state = restore_or_start(context, log, engine, inputs, base, memory)
         if is_complete(context, log, state):
             return None
         if state.step == 0 and config.adapters is None:
@@ -211,6 +228,20 @@ def _begin(
         if acquire_run_directory(context, state):
             return state, base, batches, evaluator
         batches.close()
+
+
+def _roll_back(
+    context: RunContext,
+    log: RunLog,
+    engine: TrainEngine,
+    memory_saver: MemorySaver | None,
+    state: TrainState,
+) -> TrainState:
+    """Roll back by a checkpoint on disk; those in memory are of the steps that are given up."""
+    rolled_back = roll_back(context, log, engine, state)
+    if memory_saver is not None:
+        memory_saver.forget()
+    return rolled_back
 
 
 _NAMED = 10
