@@ -16,6 +16,8 @@ from typing import BinaryIO
 import torch
 import torch.distributed as dist
 
+from bigtrain.engine.checkpoint.lazy import memory_of
+
 CHUNK_BYTES = 8 << 20
 """Bytes sent at a time: two buffers of it are all the memory that a transfer takes."""
 
@@ -157,7 +159,7 @@ class _Target:
             self._error = error
 
     def write(self, chunk: torch.Tensor) -> None:
-        view = memoryview(chunk.numpy())
+        view = memory_of(chunk)
         try:
             while view and self._file is not None and self._error is None:
                 view = view[self._file.write(view) :]

@@ -100,7 +100,8 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; "
         "from bigtrain.run.checkpointing.memory_directory import MemoryDirectory; "
-        f"MemoryDirectory.of(sys.argv[1], Path(sys.argv[1]), {RUN!r}).open(); os.kill(os.getpid(), 9)"
+        f"MemoryDirectory.of(sys.argv[1], Path(sys.argv[1]), {RUN!r}).open(); "
+        "os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path], check=False)
     directory = MemoryDirectory.of(str(tmp_path), tmp_path, RUN)
@@ -152,9 +153,9 @@ def test_partners_are_on_the_next_host() -> None:
 
 def test_check_refuses_what_is_not_in_memory(tmp_path: Path) -> None:
     assert check_memory_directory(load_run_config("quickstart", [])) == []
-    missing = check_memory_directory(config_with(tmp_path / "missing"))
-    assert [str(one) for one in missing] == [
-        f"checkpoint.memory.directory = {tmp_path / 'missing'}: is not a directory of this host -> "
+    place = tmp_path / "missing"
+    assert [str(one) for one in check_memory_directory(config_with(place))] == [
+        f"checkpoint.memory.directory = {str(place)!r}: is not a directory of this host -> "
         "a file system in memory, as /dev/shm, or checkpoint.memory=null"
     ]
 
