@@ -64,7 +64,7 @@ def in_memory(lab: Lab, host: str) -> list[str]:
 
 def assert_resumed_and_ended(run: Elastic, unbroken: dict[int, float], steps: int) -> None:
     """The run went on from memory at a step that it had reached, and its steps stand once each."""
-    wait_until("the run ends", lambda: f"step {STEPS}/{STEPS}" in run.story(), 200)
+    wait_until("the run ends", lambda: f"checkpoint of step {STEPS}: " in run.story(), 200)
     [(step, directory)] = re.findall(r"resumed at step (\d+) from (\S+)", run.story())
     assert directory.startswith("/dev/shm/")
     assert 0 < int(step) <= steps + 2

@@ -169,7 +169,7 @@ class MemorySaver:
             partner = " and sent to the partner" if self._partners is not None else ""
             self._log.info(
                 f"checkpoint of step {step} in memory skipped: the one before is still being "
-                f"written{partner}, so a larger checkpoint.memory.every_steps loses nothing"
+                f"written{partner} (this line is logged once) -> larger checkpoint.memory.every_steps"
             )
 
     def metrics(self) -> dict[str, float] | None:
