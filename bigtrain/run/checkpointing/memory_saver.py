@@ -169,7 +169,8 @@ class MemorySaver:
             partner = " and sent to the partner" if self._partners is not None else ""
             self._log.info(
                 f"checkpoint of step {step} in memory skipped: the one before is still being "
-                f"written{partner} (this line is logged once) -> larger checkpoint.memory.every_steps"
+                f"written{partner}; this is logged once -> a larger "
+                "checkpoint.memory.every_steps"
             )
 
     def metrics(self) -> dict[str, float] | None:

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
+
+from bigtrain.system.processes import process_start
 
 IMPORTS = "imports and checks"
 GROUPS = "process groups"
@@ -40,15 +40,3 @@ class StartTimes:
         total = sum(self.seconds.values())
         start = f"{total:.2f} s after the start of the process"
         return f"the first step ended at {self._last:.3f}, {start}: {parts}"
-
-
-def process_start() -> float:
-    """Return when this process started, in seconds since the epoch, to a hundredth of a second; now
-    where the system does not report it. A forked process starts when it is forked."""
-    try:
-        stat = Path("/proc/self/stat").read_text()
-        ticks = int(stat.rpartition(")")[2].split()[19])  # field 22 of proc(5), since boot
-        since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
-        return time.time() - (since_boot - ticks / os.sysconf("SC_CLK_TCK"))
-    except (OSError, ValueError, IndexError, AttributeError):
-        return time.time()

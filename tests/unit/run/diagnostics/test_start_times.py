@@ -6,7 +6,8 @@ import subprocess
 import sys
 import time
 
-from bigtrain.run.diagnostics.start_times import GROUPS, IMPORTS, StartTimes, process_start
+from bigtrain.run.diagnostics.start_times import GROUPS, IMPORTS, StartTimes
+from bigtrain.system.processes import process_start
 
 
 def test_parts_follow_each_other_from_the_start_of_the_process() -> None:
@@ -24,7 +25,7 @@ def test_parts_follow_each_other_from_the_start_of_the_process() -> None:
 def test_a_process_starts_when_it_is_started() -> None:
     assert process_start() < time.time()
     before = time.time()
-    code = "from bigtrain.run.diagnostics.start_times import process_start; print(process_start())"
+    code = "from bigtrain.system.processes import process_start; print(process_start())"
     command = [sys.executable, "-c", code]
     started = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert before - 0.05 <= started <= time.time()
