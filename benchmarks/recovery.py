@@ -35,10 +35,9 @@ from typing import TypeVar
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import psutil
-
 from benchmarks.startup import ROOT, write_run
 from bigtrain.cli import main as bigtrain
+from bigtrain.launchers.torchrun import RANKS
 from bigtrain.run.diagnostics.start_times import FIRST_STEP, GROUPS, IMPORTS, MODEL, WEIGHTS
 from tests.support.cluster import Cluster, cluster, wait_until, why_not
 
@@ -78,7 +77,7 @@ class TrainedRun:
         self._script = folder / "run.sh"
         words = ["launch", "torchrun", "--config", str(write_run(folder)), "--gpus-per-node", "0"]
         words += ["--nodes", f"1-{len(self._names)}", "--processes-per-node", str(args.processes)]
-        words += ["--rendezvous", "n0:29400", "--output", str(self._script)]
+        words += ["--rendezvous", "n0:29400", "--ranks", args.ranks, "--output", str(self._script)]
         words += ["--heartbeat-timeout", "6", "--last-call-timeout", str(args.last_call_timeout)]
         settings = [
             f"output.directory={self.directory}",
@@ -112,11 +111,11 @@ class TrainedRun:
         lines, starts, step = self._lines(), self._num_starts(), self._step()
         killed_at = time.time()
         if kind == "rank":
-            self._ranks(name)[-1].kill()
+            self._hosts.ranks(name)[-1].kill()
         else:
             self._hosts.link(name, "down")
-            for process in self._hosts.processes(name, str(self._folder)):
-                process.kill()
+            for process in self._hosts.processes(name, "bigtrain.launchers.agent"):
+                process.kill()  # and with it its ranks
         ended = self._wait(lambda: self._line_after(lines), "a step after the failure")
         recovery = self._parts(kind, killed_at, ended, [n for n in self._names if n != name], step)
         if kind != "rank":
@@ -182,10 +181,6 @@ class TrainedRun:
         hosts: dict[str, list[int]] = json.loads(path.read_text())["hosts"] if path.exists() else {}
         return hosts
 
-    def _ranks(self, name: str) -> list[psutil.Process]:
-        ranks = self._hosts.processes(name, "bigtrain/train.py")
-        return [one for one in ranks if "bigtrain.launchers.agent" not in one.cmdline()]
-
     def _lines(self) -> int:
         """Return how many launches of the run have finished a step."""
         return len(_START_LINE.findall(self._log()))
@@ -244,6 +239,7 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--watchdog", type=int, default=10, help="watchdog.timeout_seconds")
     parser.add_argument("--last-call-timeout", type=int, default=6, help="of the rendezvous")
+    parser.add_argument("--ranks", default="auto", choices=RANKS, help="how ranks are started")
     parser.add_argument("settings", nargs="*", help="settings of the run to change, KEY=VALUE")
     args = parser.parse_intermixed_args()
     if reason := why_not(slurm=False):

@@ -56,8 +56,7 @@ class Elastic:
 
     def processes(self, host: str) -> list[psutil.Process]:
         """The processes that train on `host`."""
-        found = self.lab.cluster.processes(host, str(TRAIN))
-        return [one for one in found if "bigtrain.launchers.agent" not in one.cmdline()]
+        return self.lab.cluster.ranks(host)
 
     def steps(self) -> int:
         path = self.run / "metrics.jsonl"
