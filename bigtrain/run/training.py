@@ -27,8 +27,8 @@ from bigtrain.run.checkpointing.initialize import BaseWeights, WeightsSource, we
 from bigtrain.run.checkpointing.memory_files import MemoryFiles
 from bigtrain.run.checkpointing.memory_saver import (
     MemorySaver,
+    memory_of_earlier_launch,
     memory_saver_of,
-    open_memory_of_earlier_launch,
 )
 from bigtrain.run.checkpointing.resume import acquire_run_directory, restore_or_start, roll_back
 from bigtrain.run.checkpointing.saver import Saver, refuse_small_disk
@@ -64,7 +64,10 @@ def train_inputs(
     weights = source.find(run.config, inputs)
     times = StartTimes()
     times.end(IMPORTS)
-    with open_session(run, world, signals) as (context, log):
+    with (
+        open_session(run, world, signals) as (context, log),
+        memory_of_earlier_launch(context, log) as memory,
+    ):
         for line in notes:
             log.to_file(line)
         if run.config.data.verify == "contents":
@@ -82,7 +85,6 @@ def train_inputs(
         log.to_file(f"DeepSpeed speed patches: {', '.join(engine.speed_patches) or 'none'}")
         outer = OuterSteps(context, log, inputs.data_hash, engine)
         _log_plan(context, log, inputs)
-        memory = open_memory_of_earlier_launch(context, log)
         begun = _begin(context, log, engine, inputs, mesh, source, weights, memory)
         if begun is None:
             if memory is not None:

@@ -8,6 +8,7 @@ until the next one begins. So whatever is killed, all files of one of the two ex
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -41,6 +42,7 @@ from bigtrain.run.run_log import RunLog
 from bigtrain.run.shared_memory import SPARE_BYTES
 from bigtrain.run.state import TrainState
 from bigtrain.settings.run_config import MemoryCheckpointSection
+from bigtrain.system.machine import local_world_size, this_machine
 from bigtrain.system.units import GIB
 
 _MOST_FAILURES = 3  # in a row, after which only the disk is used
@@ -88,7 +90,9 @@ class MemorySaver:
         self._identity, self._run_document = identity, dict(run_document)
         # A group for the thread that writes; the training thread has the other.
         self._group = cpu_group(context.config.watchdog.collective_timeout_seconds)
-        self._staging = Staging()
+        # As for saves to disk; both may hold their copies at a time.
+        limit = this_machine({}).memory_bytes // (4 * local_world_size(os.environ))
+        self._staging = Staging(pinned_limit_bytes=limit)
         self._partners = Partners.of(context.hosts) if section.copies else None
         self._pending: _MemoryWrite | None = None
         self._newest = files.resumed_step
@@ -295,13 +299,19 @@ def _require_memory(directory: MemoryDirectory, need: int) -> None:
         )
 
 
-def open_memory_of_earlier_launch(context: RunContext, log: RunLog) -> MemoryFiles | None:
-    """Open what earlier launches of the run left in memory of the hosts; None if ``checkpoint
-    .memory`` is absent, the run is new, or a host cannot open it. Collective. Writes nothing."""
-    if context.config.checkpoint.memory is None:
-        return None
-    run_id = context.long_work.on_main_rank(lambda: checkpoints.read_run_id(context.directory))
-    return open_memory_files(context, log, run_id, create=False)
+@contextmanager
+def memory_of_earlier_launch(context: RunContext, log: RunLog) -> Iterator[MemoryFiles | None]:
+    """Open what earlier launches of the run left in memory of the hosts, until the end of the
+    block; None if ``checkpoint.memory`` is absent, the run is new, or a host cannot. Collective."""
+    files = None
+    if context.config.checkpoint.memory is not None:
+        run_id = context.long_work.on_main_rank(lambda: checkpoints.read_run_id(context.directory))
+        files = open_memory_files(context, log, run_id, create=False)
+    try:
+        yield files
+    finally:
+        if files is not None:
+            files.close()
 
 
 @contextmanager
