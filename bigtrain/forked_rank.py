@@ -10,8 +10,15 @@ from collections.abc import Sequence
 
 import bigtrain.engine.startup.late_imports
 import bigtrain.run.training  # noqa: F401 - imported for its imports
+from bigtrain.models.torch_patches import is_forked_from_cuda
 from bigtrain.system.stop_signals import StopSignals
 from bigtrain.train import main as train
+
+
+def can_be_forked() -> bool:
+    """Return whether a process that was forked from this one can run a rank: not if an import has
+    initialized CUDA here."""
+    return not is_forked_from_cuda()
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -41,19 +41,20 @@ def start_fork_server(module: str) -> None:
 
 
 def run_rank(module: str, script: str, *arguments: str) -> int:
-    """Run ``main(arguments)`` of `module` in this forked process. Return 0; end the process with
-    any other exit code. `script`: Python file that does the same, for a new process."""
+    """Run ``main(arguments)`` of `module` in this forked process, or, if its ``can_be_forked()`` is
+    false, the Python file `script`, which does the same, in a new one. Return 0; end the process
+    with any other exit code."""
     _die_with_parent()
     _call_prctl(_SET_NAME, f"rank {os.environ.get('RANK', '')}".encode()[:_NAME_BYTES])
     # Imported objects are never garbage, so that collections do not copy their pages.
     gc.freeze()
     gc.enable()
     try:
-        code = (
-            _run_new_process(script, arguments)
-            if _has_initialized_cuda()
-            else importlib.import_module(module).main(arguments)
-        )
+        rank = importlib.import_module(module)
+        if rank.can_be_forked():
+            code = rank.main(arguments)
+        else:
+            code = _run_new_process(script, arguments)
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -62,16 +63,9 @@ def run_rank(module: str, script: str, *arguments: str) -> int:
     return 0
 
 
-def _has_initialized_cuda() -> bool:
-    """Return whether the process that this one was forked from has initialized CUDA."""
-    import torch
-
-    return bool(torch.cuda._is_in_bad_fork())
-
-
 def _run_new_process(script: str, arguments: Sequence[str]) -> int:
     """Run `script` as a new process, which gets this one's signals; returns its exit code."""
-    print("CUDA was initialized by an import: this rank is not forked", file=sys.stderr)
+    print("CUDA was initialized by an import, so this rank is a new process", file=sys.stderr)
     command = [sys.executable, "-u", script, *arguments]
     process = subprocess.Popen(command, preexec_fn=_die_with_parent)
 
