@@ -1,9 +1,9 @@
 """Ranks that torchrun's agent forks from a process which has imported their libraries already.
 
 The process is Python's own fork server (`multiprocessing.forkserver`). The agent starts it before
-its rendezvous, and again if it has died. It never initializes CUDA, which no forked process could
-use: where importing a library did, ranks are started as new processes, as without it. The kernel
-kills the fork server with its agent, and the ranks with the fork server.
+its rendezvous; Python starts it again if it has died. It never initializes CUDA, which no forked
+process could use: where importing a library did, ranks are started as new processes, as without it.
+The kernel kills the fork server with its agent, and the ranks with the fork server.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
 
@@ -32,12 +31,19 @@ FORK_SERVER = "from multiprocessing.forkserver import main"
 
 
 def start_fork_server(module: str) -> None:
-    """Start the process that ranks are forked from, which imports `module` while this one goes on.
-    Sets environment variables of this process, which ranks inherit."""
+    """Start the process that ranks are forked from, and wait until it has imported `module`: so an
+    agent joins a rendezvous only when its ranks can start at once. Sets environment variables of
+    this process, which ranks inherit."""
     # Output as of `python -u`. Without the other, torch initializes CUDA to count devices.
     os.environ.update(PYTHONUNBUFFERED="1", PYTORCH_NVML_BASED_CUDA_CHECK="1")
     multiprocessing.set_forkserver_preload([__name__, module])
-    forkserver.ensure_running()
+    first = multiprocessing.get_context("forkserver").Process(target=_nothing)
+    first.start()
+    first.join()
+
+
+def _nothing() -> None:
+    """Do nothing, in a process that exists only when the fork server can fork."""
 
 
 def run_rank(module: str, script: str, *arguments: str) -> int:

@@ -239,7 +239,7 @@ def _roll_back(
     memory_saver: MemorySaver | None,
     state: TrainState,
 ) -> TrainState:
-    """Roll back by a checkpoint on disk; those in memory are of the steps that are given up."""
+    """Roll back by a checkpoint on disk; those in memory contain the abandoned steps."""
     rolled_back = roll_back(context, log, engine, state)
     if memory_saver is not None:
         memory_saver.forget()

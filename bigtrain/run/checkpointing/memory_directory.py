@@ -65,10 +65,10 @@ class MemoryDirectory:
     _lock: int | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, place: str, run_directory: Path, run_id: str) -> MemoryDirectory:
+    def of(cls, mount: str, run_directory: Path, run_id: str) -> MemoryDirectory:
         """Return the directory of the run `run_id`, which need not exist, in the file system
-        `place`."""
-        return cls(_root(place) / f"{_path_hash(run_directory)}-{run_id}")
+        at `mount`."""
+        return cls(_root(mount) / f"{_path_hash(run_directory)}-{run_id}")
 
     def open(self) -> None:
         """Create the directory if it is missing, and hold it until `close` or the end of this
@@ -157,11 +157,11 @@ def write_documents(partial: Path, documents: Mapping[str, bytes]) -> Path:
     return final
 
 
-def remove_stale(place: str, keep: Path | None, run_directory: Path) -> int:
-    """Remove from the file system `place` directories of earlier runs at `run_directory`, except
+def remove_stale(mount: str, keep: Path | None, run_directory: Path) -> int:
+    """Remove from the file system at `mount` directories of earlier runs at `run_directory`, except
     `keep`, and those of this user's other runs that are older than `MOST_HOURS`; none that a
     process uses. Returns their number; never raises."""
-    root, own, num_removed = _root(place), _path_hash(run_directory), 0
+    root, own, num_removed = _root(mount), _path_hash(run_directory), 0
     with suppress(OSError):
         if not _is_private(root):
             return 0
@@ -202,8 +202,8 @@ def steps_of_attempts(run_directory: Path) -> dict[str, float]:
     }
 
 
-def _root(place: str) -> Path:
-    return Path(place) / f"bigtrain-{os.getuid()}"
+def _root(mount: str) -> Path:
+    return Path(mount) / f"bigtrain-{os.getuid()}"
 
 
 def _path_hash(run_directory: Path) -> str:

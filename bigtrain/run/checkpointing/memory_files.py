@@ -265,7 +265,7 @@ def remove_left_over(context: RunContext, log: RunLog, keep: MemoryFiles | None)
     if keeper_of(context.hosts, context.world.rank) != context.world.rank:
         return
     section = context.config.checkpoint.memory
-    place = DEFAULT_MEMORY_DIRECTORY if section is None else section.directory
-    number = remove_stale(place, None if keep is None else keep.directory.path, context.directory)
+    mount = DEFAULT_MEMORY_DIRECTORY if section is None else section.directory
+    number = remove_stale(mount, None if keep is None else keep.directory.path, context.directory)
     if number:
-        log.info(f"removed {number} left-over directories of checkpoints in memory from {place}")
+        log.info(f"removed {number} left-over directories of checkpoints in memory from {mount}")

@@ -90,7 +90,7 @@ class MemorySaver:
         self._identity, self._run_document = identity, dict(run_document)
         # A group for the thread that writes; the training thread has the other.
         self._group = cpu_group(context.config.watchdog.collective_timeout_seconds)
-        # As for saves to disk; both may hold their copies at a time.
+        # The same as for saves to disk: both may have copies at the same time.
         limit = this_machine({}).memory_bytes // (4 * local_world_size(os.environ))
         self._staging = Staging(pinned_limit_bytes=limit)
         self._partners = Partners.of(context.hosts) if section.copies else None
