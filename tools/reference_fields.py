@@ -23,6 +23,7 @@ UNITS = {
     "checkpoint.keep_best": "checkpoints",
     "checkpoint.keep_last": "checkpoints",
     "checkpoint.max_failures": "saves",
+    "checkpoint.memory.copies": "copies",
     "data.sources.epochs": "epochs",
     "data.sources.weight": "ratio",
     "data.workers": "threads",

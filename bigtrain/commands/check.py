@@ -67,6 +67,10 @@ def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
     chunk = auto_loss_chunk(section.loss, section.loss_chunk_tokens, model.vocabulary_size, tokens)
     predicted = predict_run(resolved, model, chunk, device, measured)
     lines = [predicted.line()]
+    if resolved.config.checkpoint.memory is not None:
+        from bigtrain.run.shared_memory import size_line
+
+        lines.append(size_line(resolved.config.checkpoint.memory, predicted.memory_directory_bytes))
     if remark:
         lines.append("the model's costs are " + remark)
     if device is not None:

@@ -122,6 +122,7 @@ def torchrun_text(args: argparse.Namespace, output: Path) -> str:
             heartbeat_timeout=args.heartbeat_timeout,
             last_call_timeout=args.last_call_timeout,
             threads=args.threads,
+            ranks=args.ranks,
         )
     )
     return _checked(text)

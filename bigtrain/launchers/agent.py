@@ -1,6 +1,9 @@
 """torchrun wrapper with a one-line message on the end of the launch and the exit code of its ranks.
 
-    python -m bigtrain.launchers.agent TORCHRUN-ARGUMENTS
+    python -m bigtrain.launchers.agent [--fork MODULE] TORCHRUN-ARGUMENTS
+
+`--fork` forks ranks from a process that has imported MODULE (`bigtrain.launchers.fork_ranks`); the
+script is started only where that is impossible.
 
 torchrun itself (2.13) ends with a traceback and exit code 1, regardless of the exit codes of its
 ranks (so a preempted run looks like a failed one), and it kills them 30 seconds after SIGTERM, even
@@ -10,6 +13,7 @@ the ranks instead, and the agent waits until they exit.
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
@@ -17,6 +21,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+
+from bigtrain.launchers.fork_ranks import FORK_SERVER, run_rank, start_fork_server
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -26,12 +32,16 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
+    module, arguments = _forked_module(arguments)
     options = run.parse_args(list(arguments))
     if options.max_restarts == 0:  # otherwise torchrun would restart ranks that saved and exited
         options.signals_to_handle = "SIGINT"
         signal.signal(signal.SIGTERM, _forward)
     try:
-        run.run(options)
+        if module is None:
+            run.run(options)
+        else:
+            _run_forked(module, options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = int(failure.exitcode)
@@ -54,6 +64,26 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _forked_module(arguments: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """Return the module of `--fork`, if it is given first, and torchrun's arguments."""
+    if arguments[:1] == ["--fork"]:
+        return arguments[1], arguments[2:]
+    return None, arguments
+
+
+def _run_forked(module: str, options: argparse.Namespace) -> None:
+    """Run as torchrun does, but fork ranks from a process that has imported `module`."""
+    from torch.distributed import run
+
+    # Else ranks that start at once read addresses of earlier ranks in the store of the rendezvous.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    start_fork_server(module)
+    options.start_method = "forkserver"
+    config, _, _ = run.config_from_args(options)
+    launch = run.elastic_launch(config=config, entrypoint=run_rank)
+    launch(module, options.training_script, *options.training_script_args)
+
+
 def _forward(number: int, frame: FrameType | None) -> None:
     """Send the signal to the ranks: they save and exit, then torchrun exits. Before there are
     any, exit at once: there is nothing to save."""
@@ -66,16 +96,21 @@ def _forward(number: int, frame: FrameType | None) -> None:
 
 
 def _ranks() -> list[int]:
-    """Return the process ids of the ranks that torchrun has started here."""
-    pids = []
+    """Return the process ids of the ranks that torchrun has started here, or the fork server."""
+    parents: dict[int, int] = {}
+    started, servers = [], []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"\0RANK=" in b"\0" + (folder / "environ").read_bytes():
-                pids.append(int(folder.name))
+            pid = int(folder.name)
+            parents[pid] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parents[pid] == os.getpid():
+                if b"\0RANK=" in b"\0" + (folder / "environ").read_bytes():
+                    started.append(pid)
+                elif FORK_SERVER.encode() in (folder / "cmdline").read_bytes():
+                    servers.append(pid)
         except (OSError, ValueError):  # the process has ended
             continue
-    return pids
+    return started + [pid for pid, parent in parents.items() if parent in servers]
 
 
 def _say(text: str) -> None:

@@ -7,7 +7,10 @@ Its settings beyond torchrun's defaults (torch 2.13; tests/cluster/test_elastic.
   round, and a joining node would get an address where nothing listens
   (dynamic_rendezvous.py:1204).
 - ``setpriv --pdeathsig KILL``: torchrun starts its ranks in separate sessions, so those of a
-  killed agent would keep training outside the rendezvous and block the others.
+  killed agent would keep training outside the rendezvous and block the others. Forked ranks set it
+  themselves (`bigtrain.launchers.fork_ranks`).
+- The agent looks at its ranks every fifth of a second, and less often on many nodes, since it asks
+  the rendezvous each time; default 0.1 s, of one node.
 - A node counts as dead after `heartbeat_timeout` without a heartbeat; default 15 s, which is
   three missed heartbeats.
 """
@@ -26,6 +29,11 @@ from bigtrain.system.shipped_files import checkout
 _ENDPOINT = re.compile(r"(?P<host>[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]):(?P<port>[0-9]{1,5})")
 _HEARTBEATS = 3  # missed in a row before a node counts as dead
 
+_MONITOR_SECONDS, _LOOKS_PER_SECOND = 0.2, 500  # of an agent; of all agents at the rendezvous
+RANKS = ("auto", "forked", "new")
+_FORKED_MODULE = "bigtrain.forked_rank"
+_NEW_PROCESS = 'setpriv --pdeathsig KILL "$python" -u '
+
 
 @dataclass(frozen=True, kw_only=True)
 class TorchrunRequest(NodesRequest):
@@ -34,7 +42,8 @@ class TorchrunRequest(NodesRequest):
     `endpoint`: HOST:PORT of the rendezvous; `name`: its rendezvous id; `restarts`: restarts after
     failures, of each agent; `heartbeat_timeout`: seconds without a heartbeat after which a node
     counts as dead; `last_call_timeout`: seconds that more nodes have to join after a change;
-    `threads`: OpenMP threads of each rank; `python`: the interpreter, the same on every node, like
+    `ranks`: how ranks are started, a value of `RANKS`; `threads`: OpenMP threads of each rank;
+    `python`: the interpreter, the same on every node, like
     `directory`; `file`: the script's file name.
     """
 
@@ -46,6 +55,7 @@ class TorchrunRequest(NodesRequest):
     heartbeat_timeout: int = 15
     last_call_timeout: int = 15
     threads: int = 1
+    ranks: str = "auto"
 
 
 def render_torchrun(request: TorchrunRequest) -> str:
@@ -68,8 +78,16 @@ def render_torchrun(request: TorchrunRequest) -> str:
         nnodes=f"{smallest}:{largest}",
         processes=request.processes_per_node,
         restarts=request.restarts,
+        fork=f"--fork {_FORKED_MODULE} " if _forks(request) else "",
+        command="" if _forks(request) else f"--no-python {_NEW_PROCESS}",
+        monitor_interval=f"{max(_MONITOR_SECONDS, largest / _LOOKS_PER_SECOND):.3g}",
         settings=",".join(f"{key}={value}" for key, value in _settings(request).items()),
     )
+
+
+def _forks(request: TorchrunRequest) -> bool:
+    """Return whether ranks are forked from a process that has imported their libraries."""
+    return request.ranks == "forked" or (request.ranks == "auto" and not request.gpus)
 
 
 def _settings(request: TorchrunRequest) -> dict[str, int]:

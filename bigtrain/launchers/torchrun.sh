@@ -40,9 +40,9 @@ echo "{{ file }}: on $(hostname), run directory $directory"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-{{ threads }}}"
 # The ranks of an agent that dies are killed with it, so that the other nodes notice.
-exec "$python" -m bigtrain.launchers.agent \
+exec "$python" -m bigtrain.launchers.agent {{ fork }}\
   --nnodes={{ nnodes }} --nproc-per-node={{ processes }} --max-restarts={{ restarts }} \
   --rdzv-backend=c10d --rdzv-endpoint="$endpoint" --rdzv-id={{ name }} \
   --rdzv-conf={{ settings }} \
-  --monitor-interval=1 --no-python \
-  setpriv --pdeathsig KILL "$python" -u "$checkout/bigtrain/train.py" --config "${arguments[@]}"
+  --monitor-interval={{ monitor_interval }} \
+  {{ command }}"$checkout/bigtrain/train.py" --config "${arguments[@]}"

@@ -281,3 +281,9 @@ def dump_memory_snapshot(path: str) -> None:
     """Write what the CUDA allocator holds to `path`, for https://docs.pytorch.org/memory_viz.
     torch/cuda/memory.py:1129, `_dump_snapshot`; torch's documentation has no other name for it."""
     torch.cuda.memory._dump_snapshot(path)
+
+
+def is_forked_from_cuda() -> bool:
+    """Return whether this process was forked from one that had initialized CUDA (also to count
+    devices), so that it cannot use CUDA. torch/cuda/__init__.py, `_lazy_init`, asks the same."""
+    return bool(torch.cuda._is_in_bad_fork())

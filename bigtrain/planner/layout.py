@@ -47,6 +47,7 @@ class Layout(Degrees):
     sequence parallelism, which bigtrain does not have but published rows do). `recompute_every`
     n: "full" recomputes every n-th layer. `num_virtual_stages`: per rank, of interleaved pipelines.
     `copies_states`: a checkpoint is written from a copy in main memory while training continues.
+    `memory_copies`: of a rank's part of a checkpoint that its host holds for checkpoints in memory.
     """
 
     zero_stage: int = 0
@@ -66,6 +67,7 @@ class Layout(Degrees):
     gather_bucket_elements: int = 500_000_000
     overlap_communication: bool = True
     copies_states: bool = True
+    memory_copies: int = 0
     optimizer: OptimizerCosts = ADAMW
 
     def changed(self, **changes: Any) -> Layout:

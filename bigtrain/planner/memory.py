@@ -27,6 +27,7 @@ class MemoryUse:
     and their gradient; `context`: of the CUDA context and communicators, and memory that the
     allocator reserves without using it. Main memory of the same rank is not in `total`:
     `host_offload`; `host_checkpoint`: the copy that is written while training continues;
+    `host_memory_checkpoints`: checkpoints in shared memory, with the copy that they are written of;
     `host_export`: on the main rank after training, one file and one layer. A save takes no device
     memory: fragments are copied one by one.
     """
@@ -42,17 +43,20 @@ class MemoryUse:
     host_checkpoint: float
     host_export: float
     stage: int
+    host_memory_checkpoints: float = 0.0
 
     @property
     def host(self) -> float:
         """Bytes of main memory at the peak."""
-        return max(self.host_offload + self.host_checkpoint, self.host_export)
+        while_training = self.host_offload + self.host_checkpoint
+        return max(while_training, self.host_export) + self.host_memory_checkpoints
 
     def host_terms(self) -> dict[str, float]:
         """Return bytes of main memory by kind."""
         return {
             "offload": self.host_offload,
             "checkpoint": self.host_checkpoint,
+            "memory checkpoints": self.host_memory_checkpoints,
             "export": self.host_export,
         }
 
@@ -145,6 +149,8 @@ def _stage(stage: Stage, model: ModelCosts, layout: Layout, engine: Engine) -> M
     states = parameters + optimizer
     live = states + gradients + gathered + buckets + activations + loss
     context = engine.context_bytes + (engine.reserved - 1.0) * live
+    # Masters and moments of this rank's part of a checkpoint (docs/checkpoints.md).
+    checkpoint = (4 + moments) * divided
     return MemoryUse(
         states,
         gradients,
@@ -154,10 +160,10 @@ def _stage(stage: Stage, model: ModelCosts, layout: Layout, engine: Engine) -> M
         loss,
         context,
         host,
-        # Masters and moments of this rank's part of a checkpoint (docs/checkpoints.md).
-        (4 + moments) * divided if engine.is_deepspeed and layout.copies_states else 0.0,
+        checkpoint if engine.is_deepspeed and layout.copies_states else 0.0,
         _export(model) if engine.is_deepspeed else 0.0,
         stage.index,
+        checkpoint * layout.memory_copies,
     )
 
 

@@ -127,7 +127,9 @@ def _main_memory_lacks(best: Candidate, cluster: Cluster) -> tuple[str, str]:
     memory = best.memory
     need, has = memory.host, cluster.host_memory_per_rank
     terms = memory.host_terms()
-    names = ["export"] if need == memory.host_export else ["offload", "checkpoint"]
+    is_export = need == memory.host_export + memory.host_memory_checkpoints
+    names = ["export"] if is_export else ["offload", "checkpoint"]
+    names.append("memory checkpoints")
     parts = ", ".join(f"{name} {terms[name] / GIB:.1f}" for name in names if terms[name])
     rule = (
         f"the layout that needs the least main memory ({best.layout.describe()}) needs "
@@ -136,6 +138,8 @@ def _main_memory_lacks(best: Candidate, cluster: Cluster) -> tuple[str, str]:
     )
     nodes = min(cluster.num_devices, cluster.device.devices_per_node)
     remedy = f"nodes with {need * nodes / GIB:.0f} GiB of main memory (--host-memory)"
-    if max(memory.host_offload, memory.host_export) <= has:
+    if memory.host_memory_checkpoints > 0 and need - memory.host_memory_checkpoints <= has:
+        remedy = f"checkpoint.memory=null, or {remedy}"
+    elif max(memory.host_offload, memory.host_export) <= has:
         remedy = f"checkpoint.asynchronous: false, which saves without a copy; or {remedy}"
     return rule, remedy

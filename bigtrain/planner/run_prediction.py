@@ -19,7 +19,7 @@ from bigtrain.planner.tables.hardware import Device
 from bigtrain.settings.deepspeed.engine_config import offload_device
 from bigtrain.settings.deepspeed.keys import value_at
 from bigtrain.settings.resolve import ResolvedRun
-from bigtrain.settings.run_config import OptimizerSection
+from bigtrain.settings.run_config import CheckpointSection, OptimizerSection
 from bigtrain.settings.sections.model import chunk_tokens
 from bigtrain.system.units import DTYPE_BYTES, GIB
 
@@ -30,7 +30,7 @@ PREDICTION = "prediction.json"
 class RunPrediction:
     """Prediction for a run. `time` is None if its device is unknown (`device` None).
 
-    `tokens_per_step`: tokens of all ranks.
+    `tokens_per_step`: tokens of all ranks; `memory_copies`: as of `Layout`.
     """
 
     memory: MemoryUse
@@ -38,6 +38,14 @@ class RunPrediction:
     device: str | None
     tokens_per_step: int
     is_cpu: bool = False
+    memory_copies: int = 0
+
+    @property
+    def memory_directory_bytes(self) -> float:
+        """Bytes that a rank's checkpoints in memory take in ``checkpoint.memory.directory``: all
+        copies but the one that they are written of."""
+        copies = max(1, self.memory_copies)
+        return self.memory.host_memory_checkpoints * (copies - 1) / copies
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -103,7 +111,8 @@ def predict_run(
     memory = peak_memory(model, layout, engine)
     time = None if device is None else step_time(model, layout, device, engine)
     name = None if device is None else device.name
-    return RunPrediction(memory, time, name, run.plan.tokens_per_step, is_cpu)
+    copies = layout.memory_copies
+    return RunPrediction(memory, time, name, run.plan.tokens_per_step, is_cpu, copies)
 
 
 def refuse_too_large(prediction: RunPrediction, memory_bytes: float, *, refuses: bool) -> str:
@@ -154,8 +163,15 @@ def layout_of(run: ResolvedRun, loss_chunk_tokens: int | None = None) -> Layout:
         gather_bucket_elements=int(zero.get("allgather_bucket_size", 500_000_000)),
         overlap_communication=zero.get("overlap_comm") is True,
         copies_states=config.checkpoint.asynchronous,
+        memory_copies=memory_copies(config.checkpoint),
         optimizer=optimizer_costs(config.optimizer),
     )
+
+
+def memory_copies(section: CheckpointSection) -> int:
+    """Return how many copies of each rank's part of a checkpoint a host holds for checkpoints in
+    memory."""
+    return 0 if section.memory is None else section.memory.copies_held
 
 
 def optimizer_costs(section: OptimizerSection) -> OptimizerCosts:

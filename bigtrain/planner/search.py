@@ -102,6 +102,7 @@ class SearchSpace:
     zero_stages: Sequence[int] = (0, 1, 2, 3)
     varies: bool = False
     copies_states: bool = True
+    memory_copies: int = 0
 
 
 @dataclass(frozen=True)
@@ -351,6 +352,7 @@ def _smallest(degrees: _Degrees, request: SearchSpace) -> Layout:
         gather_bucket_elements=request.bucket_elements,
         overlap_communication=False,
         copies_states=request.copies_states,
+        memory_copies=request.memory_copies,
         optimizer=request.optimizer,
     )
 

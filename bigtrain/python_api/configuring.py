@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bigtrain.errors import ConfigError, LaunchError, Problem
 from bigtrain.run.output_directory import check_output
+from bigtrain.run.shared_memory import check_memory_directory
 from bigtrain.settings.accelerate import AccelerateSettings, read_accelerate
 from bigtrain.settings.compatibility.facts import Device
 from bigtrain.settings.extensions import check_callback, check_samples
@@ -103,10 +104,12 @@ def _try_inputs(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
 
 def _try_settings(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
     """Return the run, its epochs counted as steps if the data is here, and a line on the checkpoint
-    that it would resume from. Raise ConfigError for a directory that cannot be a run's,
-    CheckpointError for a checkpoint of other settings; the data is not compared."""
+    that it would resume from. Raise ConfigError for a directory that cannot be a run's, or for
+    checkpoints in memory that is none here, CheckpointError for a checkpoint of other settings; the
+    data is not compared."""
     directory = Path(resolved.config.output.directory)
-    if problems := check_output(directory, is_here=False):
+    problems = [*check_output(directory, is_here=False), *check_memory_directory(resolved.config)]
+    if problems:
         raise ConfigError(problems, "the run's settings")
     counted: tuple[str, ...] = ()
     if resolved.config.train.epochs is not None:

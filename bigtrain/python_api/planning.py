@@ -169,7 +169,7 @@ def _cluster(
 
 
 def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
-    from bigtrain.planner.run_prediction import optimizer_costs
+    from bigtrain.planner.run_prediction import memory_copies, optimizer_costs
     from bigtrain.planner.search import SearchSpace
     from bigtrain.settings.compatibility.facts import Facts
     from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
@@ -196,6 +196,7 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
         loss_chunk_tokens=config.model.loss_chunk_tokens,
         optimizer=optimizer_costs(config.optimizer),
         copies_states=config.checkpoint.asynchronous,
+        memory_copies=memory_copies(config.checkpoint),
     )
 
 

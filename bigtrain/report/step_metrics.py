@@ -171,6 +171,11 @@ class StepMetrics:
         "logged step, joined over these steps and all ranks by the reduction of each: mean, sum, "
         "max or min"
     )
+    memory_checkpoint: Mapping[str, float] | None = entries(
+        "with checkpoint.memory, since the last logged step: `blocked_seconds` that training "
+        "waited for the copies, and how many checkpoints in memory were `saved` and `skipped` "
+        "(because the one before was still being written, or by a failure)"
+    )
 
     def line(self) -> dict[str, Any]:
         """Return the line of ``metrics.jsonl``, without optional metrics that are unknown."""

@@ -17,6 +17,7 @@ from bigtrain.run.callbacks import Callbacks
 from bigtrain.run.context import RunContext
 from bigtrain.run.diagnostics.out_of_memory import explained
 from bigtrain.run.diagnostics.profiling import Profiler
+from bigtrain.run.diagnostics.start_times import FIRST_STEP, StartTimes
 from bigtrain.run.diagnostics.step_clock import StepClock, StepTimes
 from bigtrain.run.diagnostics.step_guard import Guard
 from bigtrain.run.diagnostics.stragglers import StragglerWatch
@@ -49,6 +50,14 @@ class Saver(Protocol):
     def report(self) -> None: ...
 
 
+class MemorySaver(Protocol):
+    """See `bigtrain.run.checkpointing.memory_saver.MemorySaver`."""
+
+    def is_due(self, state: TrainState) -> bool: ...
+    def save(self, state: TrainState, evaluation: Mapping[str, float]) -> None: ...
+    def metrics(self) -> dict[str, float] | None: ...
+
+
 class OuterSteps(Protocol):
     """See `bigtrain.run.outer_steps.OuterSteps`."""
 
@@ -71,11 +80,14 @@ def train(
     roll_back: Callable[[TrainState], TrainState],
     memory: PhaseMemory,
     utilization: Callable[[float], float | None] = lambda _: None,
+    start_times: StartTimes | None = None,
+    memory_saver: MemorySaver | None = None,
 ) -> tuple[TrainState, Signals | None]:
     """Train until ``train.steps``, early stopping, a callback's request or a signal; return the
     final state, which has been saved, and the signal. Collective. roll_back: restores the engine
     from before the bad steps that end at a state. utilization: model FLOPs utilization at tokens
-    per second."""
+    per second. start_times: of this launch, logged after its first step. memory_saver: of
+    checkpoints in memory, if any."""
     config, plan, beat = context.config, context.plan, context.heartbeat
     clock = StepClock(context.device.type, engine.host_time, memory)
     losses, profiler = LossWindow(engine), Profiler(context, log)
@@ -109,6 +121,10 @@ def train(
                 result = engine.train_step(micro_batches, lr, guard.skip_policy, observe=is_logged)
             clock.count_step()
             state = guard.end(state, state.after_step(plan))
+            if start_times is not None:
+                start_times.end(FIRST_STEP)
+                log.to_file(start_times.text())
+                start_times = None
             losses.add(result, updated=state.guard.streak == 0)
             if guard.rolls_back(state):
                 beat.set_phase("rolling back", slow=True)
@@ -124,7 +140,9 @@ def train(
             last = state.step == config.train.total_steps
             profiler.after(state.step, last=last)
             is_logged = _is_logged(config, state.step)  # outer steps may have moved the run
-            measured = _measure(log, engine, losses, state, lr, clock, utilization, is_logged)
+            measured = _measure(
+                log, engine, losses, state, lr, clock, utilization, memory_saver, is_logged
+            )
             callbacks.step(state, measured.row)
             # Before anything is written: it also detects a later launch that holds the directory.
             beat.set_phase("agreeing whether to stop")
@@ -146,6 +164,10 @@ def train(
             if agreed.ends:
                 state = replace(state, stopped_steps=config.train.total_steps)
             last, received = is_over(config, state), agreed.signal
+            if memory_saver is not None and memory_saver.is_due(state) and not (last or received):
+                beat.set_phase("saving in memory")
+                with clock.paused("save"):
+                    memory_saver.save(state, metrics)
             is_due = agreed.saves or state.is_multiple_of(config.checkpoint.every_steps)
             if last or received or is_due:
                 beat.set_phase("settling the exchange with the other sites", slow=True)
@@ -189,6 +211,7 @@ def _measure(
     lr: float,
     clock: StepClock,
     utilization: Callable[[float], float | None],
+    memory_saver: MemorySaver | None,
     is_logged: bool,
 ) -> _Measured:
     """Return the metrics of a step, if it is logged. Collective then."""
@@ -216,6 +239,7 @@ def _measure(
         peak_memory_gib_by_phase=clock.memory.by_phase_gib(),
         **_experts(load),
         optimizer_exchange=None if sent_bytes is None else {"sent_bytes": sent_bytes},
+        memory_checkpoint=None if memory_saver is None else memory_saver.metrics(),
     )
     return _Measured(times, row)
 

@@ -25,6 +25,7 @@ from bigtrain.planner.tables.hardware import Device, find_device
 from bigtrain.run.context import RunContext
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.run_log import RunLog
+from bigtrain.run.shared_memory import size_line
 from bigtrain.settings.resolve import ResolvedRun
 
 
@@ -36,6 +37,10 @@ def log_prediction(context: RunContext, log: RunLog, inputs: Inputs) -> RunPredi
             context.run, inputs.hf_config, inputs.model_plan.loss, context.device
         )
         log.info(f"no prediction: {reason}" if prediction is None else prediction.line())
+        section = context.config.checkpoint.memory
+        if prediction is not None and section is not None:
+            num_ranks = context.hosts.count(context.hosts[context.world.rank])
+            log.info(size_line(section, prediction.memory_directory_bytes, num_ranks))
         if prediction is not None and context.device.type == "cuda":
             memory = torch.cuda.get_device_properties(context.device).total_memory
             refuses = context.config.engine.refuse_too_large

@@ -38,6 +38,7 @@ from bigtrain.models.weights.vocabulary import (
 )
 from bigtrain.run.output_directory import check_output
 from bigtrain.run.reporting.metrics import check_trackers
+from bigtrain.run.shared_memory import check_memory_directory
 from bigtrain.settings.compatibility.check import Facts, check_model
 from bigtrain.settings.hf_config_keys import check_layer_drop
 from bigtrain.settings.resolve import ResolvedRun
@@ -86,6 +87,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     held_out_sets: tuple[TokenDataset, ...] = ()
     if check != "listed":  # files and names are the same for every rank of a host
         problems += check_output(Path(config.output.directory))
+        problems += check_memory_directory(config)
         problems += _check_base_files(config)
         problems += check_tasks(config.evaluation)
     if datasets:

@@ -25,9 +25,16 @@ from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan
 from bigtrain.models.weights.import_hf import Weights
 from bigtrain.run.callbacks import Callbacks
 from bigtrain.run.checkpointing.initialize import BaseWeights, WeightsSource, weights_source
+from bigtrain.run.checkpointing.memory_files import MemoryFiles
+from bigtrain.run.checkpointing.memory_saver import (
+    MemorySaver,
+    memory_of_earlier_launch,
+    memory_saver_of,
+)
 from bigtrain.run.checkpointing.resume import acquire_run_directory, restore_or_start, roll_back
 from bigtrain.run.checkpointing.saver import Saver, refuse_small_disk
 from bigtrain.run.context import RunContext
+from bigtrain.run.diagnostics.start_times import GROUPS, IMPORTS, MODEL, WEIGHTS, StartTimes
 from bigtrain.run.evaluation import Evaluator
 from bigtrain.run.finish import closing_result, finish, is_complete, stop_early
 from bigtrain.run.loop import train
@@ -59,7 +66,12 @@ def train_inputs(
     `given`: callbacks of the calling program."""
     source = weights_source(run.config)
     weights = source.find(run.config, inputs)
-    with open_session(run, world, signals) as (context, log):
+    times = StartTimes()
+    times.end(IMPORTS)
+    with (
+        open_session(run, world, signals) as (context, log),
+        memory_of_earlier_launch(context, log) as memory,
+    ):
         for line in notes:
             log.to_file(line)
         if run.config.data.verify == "contents":
@@ -71,13 +83,17 @@ def train_inputs(
         mesh = open_mesh(run.topology, world.rank, run.config.watchdog.collective_timeout_seconds)
         beat.set_phase("opening the connections of all groups", slow=True)
         warm_up(mesh, context.device)
+        times.end(GROUPS)
         beat.set_phase("building the model", slow=True)
         engine = _build(context, inputs, source, mesh)
+        times.end(MODEL)
         log.to_file(f"DeepSpeed speed patches: {', '.join(engine.speed_patches) or 'none'}")
         outer = OuterSteps(context, log, inputs.data_hash, engine)
         _log_plan(context, log, inputs)
-        begun = _begin(context, log, engine, inputs, mesh, source, weights)
+        begun = _begin(context, log, engine, inputs, mesh, source, weights, memory)
         if begun is None:
+            if memory is not None:
+                memory.end()
             engine.close()
             return closing_result(context, None)
         resumed, base, batches, evaluator = begun
@@ -87,7 +103,11 @@ def train_inputs(
         evaluator.held_out = add_scores(context, log, engine, mesh, state, batches, sets)
         callbacks.start(state)
         on_complete = callbacks.checkpoint
-        with Saver(context, log, engine, inputs, base, copies, on_complete) as saver:
+        times.end(WEIGHTS)
+        with (
+            Saver(context, log, engine, inputs, base, copies, on_complete) as saver,
+            memory_saver_of(context, log, engine, saver, memory) as memory_saver,
+        ):
             if resumed.step < state.step >= run.config.train.total_steps:
                 saver.save(state, {})  # other sites have trained to the end without this one
             elif is_over(run.config, state):
@@ -102,10 +122,15 @@ def train_inputs(
                 saver=saver,
                 outer=outer,
                 callbacks=callbacks,
-                roll_back=partial(roll_back, context, log, engine),
+                roll_back=partial(_roll_back, context, log, engine, memory_saver),
                 memory=PhaseMemory(context.device.type),
                 utilization=utilization_of(context, inputs.hf_config),
+                start_times=times,
+                memory_saver=memory_saver,
             )
+            saver.wait(must_succeed=True)
+            if memory_saver is not None:
+                memory_saver.finish()
         batches.close()
         outer.close()
         if received is not None:
@@ -186,6 +211,7 @@ def _begin(
     mesh: Mesh,
     source: WeightsSource,
     weights: Weights | None,
+    memory: MemoryFiles | None,
 ) -> tuple[TrainState, BaseWeights | None, TrainingBatches, Evaluator] | None:
     """Resume or start, with the run token acquired; return None if the run is complete."""
     config, plan = context.config, context.plan
@@ -195,7 +221,7 @@ def _begin(
         # Checkpoints do not contain the base weights, so these are read first.
         base = source.fill(context, log, engine, inputs, weights)
     while True:
-        state = restore_or_start(context, log, engine, inputs, base)
+        state = restore_or_start(context, log, engine, inputs, base, memory)
         if is_complete(context, log, state):
             return None
         if state.step == 0 and config.adapters is None:
@@ -216,6 +242,20 @@ def _begin(
         if acquire_run_directory(context, state):
             return state, base, batches, evaluator
         batches.close()
+
+
+def _roll_back(
+    context: RunContext,
+    log: RunLog,
+    engine: TrainEngine,
+    memory_saver: MemorySaver | None,
+    state: TrainState,
+) -> TrainState:
+    """Roll back by a checkpoint on disk; those in memory contain the abandoned steps."""
+    rolled_back = roll_back(context, log, engine, state)
+    if memory_saver is not None:
+        memory_saver.forget()
+    return rolled_back
 
 
 _NAMED = 10

@@ -52,7 +52,16 @@ def exit_process(status: int) -> NoReturn:
     os._exit(status)
 
 
-_BEGAN = time.time()
+def process_start() -> float:
+    """Return when this process started, in seconds since the epoch, to a hundredth of a second; now
+    where the system does not report it. A forked process starts when it is forked."""
+    try:
+        stat = Path("/proc/self/stat").read_text()
+        ticks = int(stat.rpartition(")")[2].split()[19])  # field 22 of proc(5), since boot
+        since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
+        return time.time() - (since_boot - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError, AttributeError):
+        return time.time()
 
 
 class HostErrorLog:
@@ -67,6 +76,7 @@ class HostErrorLog:
         """Open the log. `environment`: MASTER_PORT in it distinguishes launches of one parent
         process."""
         self._root = Path(tempfile.gettempdir())
+        self._began = process_start()
         self._prefix = f"bigtrain-failures-{os.getuid()}-"
         port = "".join(filter(str.isdigit, environment.get("MASTER_PORT", "")))
         self._folder = self._root / f"{self._prefix}{os.getppid()}-{port}"
@@ -99,7 +109,7 @@ class HostErrorLog:
 
     def _is_of_this_launch(self, note: Path) -> bool:
         # Written after this process began: its launcher starts all of them at once.
-        return note.exists() and note.stat().st_mtime >= _BEGAN
+        return note.exists() and note.stat().st_mtime >= self._began
 
     def _remove_old(self) -> None:
         for folder in self._root.glob(f"{self._prefix}*"):

@@ -48,6 +48,7 @@ FLOORS = (
     ("python_api",),
     ("commands",),
     ("cli", "train"),
+    ("forked_rank",),
     ("__main__",),
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -35,14 +35,14 @@ OVERRIDES = [
 class Elastic:
     """A run under torchrun on the hosts of `lab`, and what it has written so far."""
 
-    def __init__(self, lab: Lab) -> None:
+    def __init__(self, lab: Lab, overrides: Sequence[str] = OVERRIDES) -> None:
         self.lab = lab
         self.run = lab.folder / "run"
         self.script = lab.folder / "run.torchrun.sh"
         words = ["launch", "torchrun", "--config", str(lab.run_yaml), "--nodes", "1:3"]
         words += ["--gpus-per-node", "0", "--rendezvous", "n0:29400", "--output", str(self.script)]
         assert (
-            bigtrain([*words, "--heartbeat-timeout", "6", "--last-call-timeout", "6", *OVERRIDES])
+            bigtrain([*words, "--heartbeat-timeout", "6", "--last-call-timeout", "6", *overrides])
             == 0
         )
 
@@ -56,8 +56,7 @@ class Elastic:
 
     def processes(self, host: str) -> list[psutil.Process]:
         """The processes that train on `host`."""
-        found = self.lab.cluster.processes(host, str(TRAIN))
-        return [one for one in found if "bigtrain.launchers.agent" not in one.cmdline()]
+        return self.lab.cluster.ranks(host)
 
     def steps(self) -> int:
         path = self.run / "metrics.jsonl"

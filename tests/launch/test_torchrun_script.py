@@ -40,6 +40,22 @@ def test_script_for_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
+    ("gpus", "ranks", "forks"),
+    [(0, "auto", True), (2, "auto", False), (2, "forked", True), (0, "new", False)],
+)
+def test_ranks_are_forked_without_gpus_or_if_asked(
+    gpus: int, ranks: str, forks: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["launch", "torchrun", "--config", "quickstart", "--dry-run", "--nodes", "1", *MEET]
+    words += ["--gpus-per-node", str(gpus), "--ranks", ranks, "batch.micro_batch_size=1"]
+    assert bigtrain([*words, *([] if gpus else ["--processes-per-node", "2"])]) == 0
+    text = capsys.readouterr().out
+    assert ("bigtrain.launchers.agent --fork bigtrain.forked_rank" in text) is forks
+    assert ('--no-python setpriv --pdeathsig KILL "$python" -u' in text) is not forks
+    assert text.rstrip().endswith('"$checkout/bigtrain/train.py" --config "${arguments[@]}"')
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--rendezvous", "login"], "--rendezvous = 'login': is not HOST:PORT"),

@@ -158,10 +158,14 @@ class TensorSnapshot:
         self._chunks, self._content = staging.take(own)
         self._rows = division.rows
 
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of the tensors that this rank writes."""
+        return sum(chunk.view.numel() * chunk.view.itemsize for chunk in self._chunks)
+
     def num_bytes(self, group: dist.ProcessGroup | None = None) -> int:
         """Return the bytes of all ranks' tensors. Collective over the CPU group `group`."""
-        own = sum(chunk.view.numel() * chunk.view.itemsize for chunk in self._chunks)
-        total = torch.tensor(own, dtype=torch.int64)
+        total = torch.tensor(self.own_bytes, dtype=torch.int64)
         dist.all_reduce(total, group=group)
         return int(total)
 
@@ -214,6 +218,17 @@ def _wanted(chunks: Iterable[_Chunk]) -> dict[str, Wanted]:
         tensor = wanted.setdefault(chunk.key, Wanted(chunk.shape, []))
         tensor.boxes.append(chunk.box)
     return wanted
+
+
+def writers(
+    fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor], layout: Layout
+) -> set[int]:
+    """Return the ranks that wrote what `read_tensors` reads here, and perhaps more."""
+    wanted = _wanted(_chunks(fragments, buffers))
+    return {
+        rank for key, tensor in wanted.items() for box in tensor.boxes
+        for rank in layout.writers(key, box)
+    }  # fmt: skip
 
 
 def stored_dtypes(

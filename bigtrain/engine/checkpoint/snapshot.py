@@ -23,7 +23,14 @@ from bigtrain.engine.checkpoint.fragments import (
     small_state_fragments,
     to_fill,
 )
-from bigtrain.engine.checkpoint.io import Staging, TensorSnapshot, read_tensors, stored_dtypes
+from bigtrain.engine.checkpoint.io import (
+    Staging,
+    TensorSnapshot,
+    read_tensors,
+    stored_dtypes,
+    writers,
+)
+from bigtrain.engine.checkpoint.layout import Layout
 from bigtrain.engine.checkpoint.tensor_files import Listing
 from bigtrain.engine.deepspeed_patches.optimizers import (
     inner_optimizer,
@@ -70,27 +77,36 @@ def refuse_not_finite(engine: TrainEngine, group: dist.ProcessGroup | None = Non
     `group`, of all ranks. Reads each tensor once and copies none."""
 
     def look() -> None:
-        tensors: list[tuple[str, str, torch.Tensor]] = []
-        for fragment in owned_fragments(engine.engine, engine.module):
-            if _is_trained(engine, fragment.name):
-                kinds = {MASTER: fragment.tensors[MASTER]}
-                kinds |= engine.added_states.get(fragment.name, {})
-                tensors += [(fragment.name, kind, tensor) for kind, tensor in kinds.items()]
-        by_device: dict[torch.device, list[int]] = {}
-        for index, (_, _, tensor) in enumerate(tensors):
-            if tensor.numel():
-                by_device.setdefault(tensor.device, []).append(index)
-        for indexes in by_device.values():  # one wait for each device
-            extremes = [torch.stack(torch.aminmax(tensors[index][2])).double() for index in indexes]
-            finite = torch.stack(extremes).isfinite().all(1)
-            if not finite.all():
-                name, kind, _ = tensors[indexes[int(finite.logical_not().nonzero()[0])]]
-                raise CheckpointError(
-                    f"the weights are not finite: {kind} of {name} holds NaN or an infinity, from "
-                    "which no training can continue"
-                )
+        text = not_finite(engine)
+        if text is not None:
+            raise CheckpointError(text)
 
     on_all_ranks(look, group)
+
+
+def not_finite(engine: TrainEngine) -> str | None:
+    """Return why this rank's part of the trained weights cannot be trained again
+    (`refuse_not_finite`); None if it can. Not collective."""
+    tensors: list[tuple[str, str, torch.Tensor]] = []
+    for fragment in owned_fragments(engine.engine, engine.module):
+        if _is_trained(engine, fragment.name):
+            kinds = {MASTER: fragment.tensors[MASTER]}
+            kinds |= engine.added_states.get(fragment.name, {})
+            tensors += [(fragment.name, kind, tensor) for kind, tensor in kinds.items()]
+    by_device: dict[torch.device, list[int]] = {}
+    for index, (_, _, tensor) in enumerate(tensors):
+        if tensor.numel():
+            by_device.setdefault(tensor.device, []).append(index)
+    for indexes in by_device.values():  # one wait for each device
+        extremes = [torch.stack(torch.aminmax(tensors[index][2])).double() for index in indexes]
+        finite = torch.stack(extremes).isfinite().all(1)
+        if not finite.all():
+            name, kind, _ = tensors[indexes[int(finite.logical_not().nonzero()[0])]]
+            return (
+                f"the weights are not finite: {kind} of {name} holds NaN or an infinity, from "
+                "which no training can continue"
+            )
+    return None
 
 
 def checkpoint_bytes(engine: TrainEngine) -> int:
@@ -138,6 +154,13 @@ def restore_engine(
     set_optimizer_step_count(engine.engine, int(scalars["optimizer_steps"]))
     restore_scaler(engine.engine.optimizer, scalars.get("loss_scaler", {}))
     engine.refresh_parameters()
+
+
+def writers_of_own_parts(engine: TrainEngine, layout: Layout) -> set[int]:
+    """Return the ranks of the save described by `layout` that wrote what this rank reads of it, and
+    perhaps more. Not collective."""
+    ensure_optimizer_states(engine.engine)
+    return writers(_all_fragments(engine), _buffers(engine), layout)
 
 
 def restore_weights(engine: TrainEngine, directory: Path, listing: Listing | None = None) -> None:

@@ -123,7 +123,7 @@ def commit(
         sync_to_disk(path)
         files[path.name] = (path.stat().st_size, file_checksum(path))
     sync_to_disk(partial / TENSORS)
-    write_whole(partial / MANIFEST, _manifest_text(Manifest(identity, files)).encode())
+    write_whole(partial / MANIFEST, manifest_text(Manifest(identity, files)).encode())
     final = partial.with_name(partial.name.split(".", 1)[0])
     permit()
     if os.path.lexists(final):
@@ -135,7 +135,8 @@ def commit(
     return final
 
 
-def _manifest_text(manifest: Manifest) -> str:
+def manifest_text(manifest: Manifest) -> str:
+    """Return the contents of ``manifest.json``."""
     files = {
         name: {"bytes": num_bytes, _checksum_key(name): checksum}
         for name, (num_bytes, checksum) in manifest.files.items()
@@ -214,22 +215,31 @@ def _verify(directory: Path, contents: Contents) -> None:
         raise CorruptCheckpointError(f"{directory}: is {shown}, not a directory")
     manifest = read_manifest(directory)
     for name, (num_bytes, checksum) in manifest.files.items():
-        path = directory / name
-        if not path.is_file():
-            what = "not a regular file" if os.path.lexists(path) else "missing"
-            raise CorruptCheckpointError(f"{path}: {what}")
-        if path.stat().st_size != num_bytes:
-            raise CorruptCheckpointError(
-                f"{path}: {path.stat().st_size} bytes, should be {num_bytes}"
-            )
         is_read = contents != "none" and not name.startswith(f"{TENSORS}/")
-        if is_read and file_checksum(path) != checksum:
-            raise CorruptCheckpointError(f"{path}: contents do not match their checksum")
+        _verify_file(directory / name, num_bytes, checksum if is_read else None)
     if contents == "none":
         return
     _verify_identity(directory, manifest.identity)
     if contents == "all":
         verify_files(directory / TENSORS, Listing(manifest.headers, manifest.identity))
+
+
+def verify_small_files(directory: Path, manifest: Manifest) -> None:
+    """Compare all files but tensor files with their checksums. Raises CorruptCheckpointError, or
+    OSError for an unreadable file."""
+    for name, (num_bytes, checksum) in manifest.files.items():
+        if not name.startswith(f"{TENSORS}/"):
+            _verify_file(directory / name, num_bytes, checksum)
+
+
+def _verify_file(path: Path, num_bytes: int, checksum: str | None) -> None:
+    if not path.is_file():
+        what = "not a regular file" if os.path.lexists(path) else "missing"
+        raise CorruptCheckpointError(f"{path}: {what}")
+    if path.stat().st_size != num_bytes:
+        raise CorruptCheckpointError(f"{path}: {path.stat().st_size} bytes, should be {num_bytes}")
+    if checksum is not None and file_checksum(path) != checksum:
+        raise CorruptCheckpointError(f"{path}: contents do not match their checksum")
 
 
 def _verify_identity(directory: Path, identity: Identity) -> None:

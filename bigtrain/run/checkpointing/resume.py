@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from bigtrain.run.checkpointing.changed_settings import (
     resumed_phases,
 )
 from bigtrain.run.checkpointing.initialize import BaseWeights
+from bigtrain.run.checkpointing.memory_files import MemoryCheckpoint, MemoryFiles
 from bigtrain.run.context import RunContext
 from bigtrain.run.health import fencing
 from bigtrain.run.preflight import Inputs
@@ -30,6 +31,8 @@ from bigtrain.system.files import writing
 _Loadable = tuple[Path, dict[str, Any]]
 """Directory of a checkpoint and its ``state.json``."""
 
+_Candidate = _Loadable | MemoryCheckpoint
+
 
 def restore_or_start(
     context: RunContext,
@@ -37,12 +40,17 @@ def restore_or_start(
     engine: TrainEngine,
     inputs: Inputs,
     base: BaseWeights | None,
+    memory: MemoryFiles | None = None,
 ) -> TrainState:
-    """Resume from the newest complete checkpoint of the run directory, or start. Collective. A
-    corrupt one is skipped with a warning. Raises CheckpointError on every rank if it belongs to a
-    run with other settings (listing the differences), or if all are corrupt."""
-    usable = _usable(context, log)
-    while (found := _next(context, usable)) is not None:
+    """Resume from the newest complete checkpoint of the run directory or of `memory`, or start.
+    Collective. A corrupt one is skipped with a warning. Raises CheckpointError on every rank if it
+    belongs to a run with other settings (listing the differences), or if all are corrupt."""
+    in_memory = [] if memory is None else memory.complete(log)
+    candidates = _merged(context, log, in_memory)
+    while (candidate := context.long_work.on_main_rank(lambda: next(candidates, None))) is not None:
+        found = _loadable(candidate, log, engine, memory)
+        if found is None:
+            continue
         directory, document = found
         sources, data_hash = inputs.sources, inputs.data_hash
         parameters = inputs.model_plan.parameters
@@ -65,6 +73,8 @@ def restore_or_start(
             document.get("stopped_steps", 0),
         )
         log.info(f"resumed at step {state.step} from {directory}")
+        if memory is not None:
+            memory.resumed_step = state.step if isinstance(candidate, MemoryCheckpoint) else None
         if jump := changed_rate(document, context.config):
             log.info(jump)
         if len(phases) > 1 and phases[-1].first_sample == state.samples:
@@ -74,6 +84,42 @@ def restore_or_start(
                 log.info(text)
         return state
     return TrainState(phases=(first_phase(context.config, inputs.sources),))
+
+
+def _merged(
+    context: RunContext, log: RunLog, in_memory: Sequence[MemoryCheckpoint]
+) -> Iterator[_Candidate]:
+    """Yield checkpoints on disk and `in_memory`, both newest first, on the main rank; of the same
+    step first the one in memory. Raises CheckpointError if all fail and some are on disk."""
+    newest = max(checkpoints.list_steps(context.directory), default=0)
+    left = [one for one in in_memory if one.step < newest]
+    yield from in_memory[: len(in_memory) - len(left)]  # without a look at those on disk
+    for loadable in _usable(context, log):
+        while left and left[0].step >= loadable[1]["step"]:
+            yield left.pop(0)
+        yield loadable
+    yield from left
+    if newest:
+        raise CheckpointError(
+            f"{context.directory}: every checkpoint is corrupt, so the run cannot resume; fix one, "
+            "or delete them all to start over"
+        )
+
+
+def _loadable(
+    candidate: _Candidate, log: RunLog, engine: TrainEngine, memory: MemoryFiles | None
+) -> _Loadable | None:
+    """Return a checkpoint as this host has it, once it has all that its ranks need of one in
+    memory; log and return None if a host cannot get it. Collective."""
+    if not isinstance(candidate, MemoryCheckpoint):
+        return candidate
+    assert memory is not None
+    try:
+        directory = memory.prepare(candidate, engine)
+    except CheckpointError as error:
+        log.info(f"skipping the checkpoint of step {candidate.step} in memory: {error}")
+        return None
+    return directory, checkpoints.read_state(directory)
 
 
 def _is_restored(
@@ -91,18 +137,12 @@ def _is_restored(
 
 
 def _usable(context: RunContext, log: RunLog) -> Iterator[_Loadable]:
-    """Yield checkpoints to load, newest first, on the main rank. Raises CheckpointError if all
-    fail."""
+    """Yield checkpoints on disk to load, newest first, on the main rank."""
     contents: checkpoints.Contents = (
         "all" if context.config.checkpoint.verify == "contents" else "small"
     )
     for directory in checkpoints.usable(context.directory, log.info, contents):
         yield directory, checkpoints.read_state(directory)
-    if checkpoints.list_steps(context.directory):
-        raise CheckpointError(
-            f"{context.directory}: every checkpoint is corrupt, so the run cannot resume; fix one, "
-            "or delete them all to start over"
-        )
 
 
 def _next(context: RunContext, loadable: Iterator[_Loadable]) -> _Loadable | None:

@@ -108,6 +108,17 @@ class Saver:
         self._run_document: dict[str, Any] = {}
         self._identity = self._on_main(lambda: self._begin(inputs, base))
 
+    @property
+    def identity(self) -> Identity:
+        """Run and attempt of this launch's checkpoints, without a step."""
+        return self._identity
+
+    @property
+    def run_document(self) -> Mapping[str, Any]:
+        """Fields of ``state.json`` that are the same in all checkpoints, on the main rank; empty on
+        the others."""
+        return self._run_document
+
     def _begin(self, inputs: Inputs, base: BaseWeights | None) -> Identity:
         context = self._context
         token = context.claim.token

@@ -168,6 +168,7 @@ class Facts:
     quantization: str = _run("adapters.quantization", "none")
     num_sites: int = _run("sites.count", 0)
     site_fragments: int = _run("sites.fragments", 1)
+    memory_steps: int | None = _run("checkpoint.memory.every_steps", None)
     stops_early: bool = _run("evaluation.early_stopping", False, lambda section: True)
     accelerate: bool = _given(False)
     device: Device | None = _given(None)

@@ -45,6 +45,35 @@ class ParallelSection(Section):
         return ModelDegrees(**{f"{axis}_size": getattr(self, axis) for axis in MODEL_AXES})
 
 
+DEFAULT_MEMORY_DIRECTORY = "/dev/shm"
+
+
+class MemoryCheckpointSection(Section):
+    """Checkpoints in shared memory of the hosts, between those on disk, for restarts."""
+
+    every_steps: PositiveInt
+    """optimizer steps between them, from 1"""
+    copies: Annotated[int, Field(ge=0, le=1)] = 0
+    """further copies: 1 sends each rank's part to the next host too, so that the loss of one host
+    leaves them complete"""
+    directory: str = DEFAULT_MEMORY_DIRECTORY
+    """file system in memory (tmpfs) of every host that holds them, with two of them for each copy;
+    processes end without losing it"""
+
+    @field_validator("directory")
+    @classmethod
+    def _is_absolute(cls, directory: str) -> str:
+        if not directory.startswith("/"):
+            raise ValueError("must be an absolute path of a file system in memory, as /dev/shm")
+        return directory
+
+    @property
+    def copies_held(self) -> int:
+        """How often a host's part of a checkpoint is in its memory at the peak: the copy that is
+        taken between two steps, and two generations of each stored copy."""
+        return 1 + 2 * (1 + self.copies)
+
+
 class CheckpointSection(Section):
     """Writing and retention of checkpoints."""
 
@@ -61,6 +90,9 @@ class CheckpointSection(Section):
     checksums; what a resume reads of them is verified in either case"""
     asynchronous: bool = True
     """continue training while a copy in host memory is written; false: wait for the disk"""
+    memory: MemoryCheckpointSection | None = None
+    """also keep checkpoints in memory of the hosts, from which a restart resumes if they are newer
+    than those on disk; absent: only on disk"""
     max_failures: PositiveInt = 3
     """consecutive failed saves after which the run ends"""
     initialize_from: str | None = None

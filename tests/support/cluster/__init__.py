@@ -110,6 +110,20 @@ class Cluster:
                 continue
         return matches
 
+    def ranks(self, host: str) -> list[psutil.Process]:
+        """Return the processes that train on `host` under torchrun's agent, forked or not."""
+        started = [
+            one
+            for one in self.processes(host, "bigtrain/train.py")
+            if "bigtrain.launchers.agent" not in one.cmdline()
+        ]
+        forked = [
+            one
+            for one in self.processes(host, "multiprocessing.forkserver")
+            if one.name().startswith("rank ")
+        ]
+        return started + forked
+
     def tidy(self) -> None:
         """End what `start` started, and plug every cable in."""
         for process in self._started:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +61,16 @@ def test_the_copy_of_an_asynchronous_save_is_counted_where_there_is_one() -> Non
         )  # fmt: skip
         best = ranked_layouts(args, varies=False).fitting[0]
         assert (best.memory.host_checkpoint > 0) is copies
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this machine has no /dev/shm")
+def test_checkpoints_in_memory_are_counted_and_compared_with_the_host() -> None:
+    name, own, world_size = RECIPE
+    overrides = [*own, "checkpoint.memory={every_steps: 1, copies: 1}"]
+    layout = layout_of(resolve_run_files(name, overrides, world_size))
+    assert layout.memory_copies == 5  # taken between steps, two generations, of two hosts each
+    line = next(line for line in lines(*overrides[len(own) :]) if "checkpoints in memory" in line)
+    assert re.search(r"GiB for one rank of a host in /dev/shm, which has [\d.]+ of", line)
 
 
 def test_what_cannot_fit_is_refused_as_the_run_refuses_it(

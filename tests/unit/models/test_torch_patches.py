@@ -286,6 +286,11 @@ CONTRACTS = [
     ),
     has(torch_patches.set_allocator, lambda: torch._C, "_accelerator_setAllocatorSettings"),
     Contract(
+        torch_patches.is_forked_from_cuda,
+        "torch.cuda has no _is_in_bad_fork, which is false in a process of its own, any more",
+        lambda: torch_patches.is_forked_from_cuda() is False,
+    ),
+    Contract(
         torch_patches.dump_memory_snapshot,
         "torch.cuda.memory._dump_snapshot does not take a file name first any more",
         lambda: (

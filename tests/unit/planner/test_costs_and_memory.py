@@ -237,3 +237,13 @@ def test_a_checkpoint_that_is_not_copied_takes_no_main_memory() -> None:
     assert both[0].host_checkpoint == pytest.approx(12 * model.num_parameters / 8)
     assert both[1].host_checkpoint == 0
     assert both[0].total == both[1].total
+
+
+def test_checkpoints_in_memory_are_main_memory_in_addition() -> None:
+    model = closed_form(LLAMA)
+    without, with_them = (use_of(model, zero_stage=3, memory_copies=number) for number in (0, 3))
+    part = 12 * model.num_parameters / 8
+    assert without.host_memory_checkpoints == 0
+    assert with_them.host_memory_checkpoints == pytest.approx(3 * part)
+    assert with_them.host - without.host == pytest.approx(3 * part)
+    assert with_them.total == without.total

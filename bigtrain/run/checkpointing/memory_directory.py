@@ -1,0 +1,250 @@
+"""Directory of a run's checkpoints in shared memory of this host. Imports no torch.
+
+::
+
+    /dev/shm/bigtrain-1000/              of this user only (mode 700)
+        91c0...-5d2f.../                 of one run: hash of its directory's path, and its id
+            lock                         held by the launch that uses it, until its process ends
+            checkpoints/step-00000012/   as on disk, with the tensor files that this host has
+
+Checkpoints have the format of those on disk, but each host has the tensor files of its own ranks
+only (and of its partner's), and all have the same manifest, which lists the files of all ranks.
+The directory outlives processes, not the host. A run removes it at its end; what an earlier run of
+the same path left is removed by the next start, what other runs left after `MOST_HOURS`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bigtrain.errors import CheckpointError, CorruptCheckpointError
+from bigtrain.run.checkpointing import checkpoints
+from bigtrain.run.health import fencing
+from bigtrain.system.files import write_whole
+
+MOST_HOURS = 24
+"""Age from which directories of other runs are removed, if no process uses them."""
+
+_LOCK = "lock"
+_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
+_LOCK_SECONDS = 10.0  # processes of an earlier launch may be ending
+
+
+@dataclass(frozen=True)
+class StoredInMemory:
+    """Checkpoint in memory of one host. run, attempt: as of `Identity`. digest: of its manifest,
+    the same on all hosts that have it. all_files: names of its tensor files, which `files` are on
+    this host with the listed size."""
+
+    step: int
+    run: str
+    attempt: str
+    digest: str
+    all_files: frozenset[str]
+    files: frozenset[str]
+
+
+@dataclass
+class MemoryDirectory:
+    """Directory of one run on this host, opened by one process of the host. path: laid out like a
+    run directory, so that functions of `checkpoints` apply."""
+
+    path: Path
+    _lock: int | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, mount: str, run_directory: Path, run_id: str) -> MemoryDirectory:
+        """Return the directory of the run `run_id`, which need not exist, in the file system
+        at `mount`."""
+        return cls(_root(mount) / f"{_path_hash(run_directory)}-{run_id}")
+
+    def open(self) -> None:
+        """Create the directory if it is missing, and hold it until `close` or the end of this
+        process. Raises CheckpointError if another process holds it, another user owns it, or it
+        cannot be created."""
+        if self._lock is not None:
+            return
+        try:
+            _make_private(self.path.parent)
+            _make_private(self.path)
+            (self.path / "checkpoints").mkdir(exist_ok=True)
+            self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be used: {error}") from error
+        end = time.monotonic() + _LOCK_SECONDS
+        while not _locks(self._lock):
+            if time.monotonic() > end:
+                raise CheckpointError(f"{self.path} is in use by another process of this run")
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        """Let another process open the directory. May be called again."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def remove(self) -> None:
+        """Remove the directory and its checkpoints; never raises."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):
+            self.path.parent.rmdir()  # unless it holds other runs
+        self.close()
+
+    def stored(self) -> list[StoredInMemory]:
+        """Return the checkpoints whose small files are complete, oldest first. Tensor files are
+        verified when they are read."""
+        found = []
+        for step in checkpoints.list_steps(self.path):
+            directory = checkpoints.checkpoint_path(self.path, step)
+            with suppress(CorruptCheckpointError, OSError):
+                found.append(stored_at(directory))
+        return found
+
+    def keep_only(self, step: int | None) -> None:
+        """Remove everything but the checkpoint of `step`. Raises OSError."""
+        for path in (self.path / "checkpoints").iterdir():
+            if step is None or path != checkpoints.checkpoint_path(self.path, step):
+                shutil.rmtree(path)
+
+    def free_bytes(self) -> int:
+        """Return the bytes that can still be written."""
+        return shutil.disk_usage(self.path).free
+
+    def num_bytes(self) -> int:
+        """Return the bytes of all files below the directory."""
+        return sum(path.lstat().st_size for path in self.path.rglob("*") if path.is_file())
+
+
+def stored_at(directory: Path) -> StoredInMemory:
+    """Return the checkpoint at `directory`. Raises CorruptCheckpointError, OSError."""
+    manifest = checkpoints.read_manifest(directory)
+    checkpoints.verify_small_files(directory, manifest)
+    files = set()
+    for name in manifest.headers:
+        path = directory / checkpoints.TENSORS / name
+        expected, _ = manifest.files[f"{checkpoints.TENSORS}/{name}"]
+        if path.is_file() and not path.is_symlink() and path.stat().st_size == expected:
+            files.add(name)
+    text = (directory / checkpoints.MANIFEST).read_bytes()
+    digest = hashlib.sha256(text).hexdigest()
+    identity, names = manifest.identity, frozenset(manifest.headers)
+    return StoredInMemory(
+        identity.step, identity.run, identity.attempt, digest, names, frozenset(files)
+    )
+
+
+def write_documents(partial: Path, documents: Mapping[str, bytes]) -> Path:
+    """Write the small files of a checkpoint and commit it by renaming the directory; return its
+    path. The tensor files must be there. Raises OSError."""
+    for name in sorted(documents, key=lambda name: name == checkpoints.MANIFEST):
+        write_whole(partial / name, documents[name])
+    final = partial.with_name(partial.name.split(".", 1)[0])
+    if os.path.lexists(final):
+        shutil.rmtree(final)
+    partial.rename(final)
+    return final
+
+
+def remove_stale(mount: str, keep: Path | None, run_directory: Path) -> int:
+    """Remove from the file system at `mount` directories of earlier runs at `run_directory`, except
+    `keep`, and those of this user's other runs that are older than `MOST_HOURS`; none that a
+    process uses. Returns their number; never raises."""
+    root, own, num_removed = _root(mount), _path_hash(run_directory), 0
+    with suppress(OSError):
+        if not _is_private(root):
+            return 0
+        oldest = time.time() - MOST_HOURS * 3600
+        for path in root.iterdir():
+            if path == keep or _NAME.fullmatch(path.name) is None:
+                continue
+            with suppress(OSError):
+                is_own = path.name.startswith(f"{own}-")
+                if is_own or _changed_at(path) < oldest:
+                    with _opened(path / _LOCK) as fd:
+                        if fd is None or _locks(fd):
+                            shutil.rmtree(path)
+                            num_removed += 1
+        if not any(root.iterdir()):
+            root.rmdir()
+    return num_removed
+
+
+def steps_of_attempts(run_directory: Path) -> dict[str, float]:
+    """Return by attempt of each launch of a run the newest step at which it is still the run's:
+    what it trained after a step that a later launch continued from is not, any more. Infinite
+    without later launches."""
+    generations: dict[str, int] = {}
+    for path in (run_directory / fencing.DIRECTORY).glob("*.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            holder = json.loads(path.read_bytes())
+            generations[str(holder["attempt"])] = int(holder["generation"])
+    starts: list[tuple[int, int]] = []
+    with suppress(OSError):
+        for line in (run_directory / "starts.jsonl").read_text().splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                start = json.loads(line)
+                starts.append((int(start["generation"]), int(start["step"])))
+    return {
+        attempt: min((step for generation, step in starts if generation > own), default=math.inf)
+        for attempt, own in generations.items()
+    }
+
+
+def _root(mount: str) -> Path:
+    return Path(mount) / f"bigtrain-{os.getuid()}"
+
+
+def _path_hash(run_directory: Path) -> str:
+    return hashlib.sha256(os.fsencode(run_directory.resolve())).hexdigest()[:16]
+
+
+def _make_private(path: Path) -> None:
+    """Create a directory for this user only. Raises OSError if it is another user's or readable by
+    others."""
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    if not _is_private(path):
+        raise PermissionError(f"{path} is not a directory of this user only")
+
+
+def _is_private(path: Path) -> bool:
+    status = path.lstat()
+    is_own = status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
+    return stat.S_ISDIR(status.st_mode) and is_own
+
+
+def _locks(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int | None]:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield None
+        return
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _changed_at(path: Path) -> float:
+    return max(one.lstat().st_mtime for one in (path, path / "checkpoints") if one.exists())

@@ -1,0 +1,339 @@
+"""Saver of checkpoints in memory: state is copied between two steps, and a thread writes it to
+shared memory of the hosts, and of their partners, while training continues.
+
+All hosts commit a checkpoint after all files of it are written, and a host keeps the one before
+until the next one begins. So whatever is killed, all files of one of the two exist.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from bigtrain.engine.checkpoint.io import Staging, Written
+from bigtrain.engine.checkpoint.snapshot import EngineSnapshot, not_finite, snapshot_engine
+from bigtrain.engine.checkpoint.tensor_file import Identity, file_name
+from bigtrain.engine.startup.cpu_collectives import cpu_group, maximum_of_all
+from bigtrain.engine.startup.long_work import on_all_ranks, on_main_rank
+from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.errors import CheckpointError
+from bigtrain.run.checkpointing import checkpoints
+from bigtrain.run.checkpointing.host_files import Partners, exchange_files
+from bigtrain.run.checkpointing.memory_directory import MemoryDirectory, write_documents
+from bigtrain.run.checkpointing.memory_files import (
+    MemoryFiles,
+    open_memory_files,
+    remove_left_over,
+)
+from bigtrain.run.checkpointing.saver import Saver
+from bigtrain.run.context import RunContext
+from bigtrain.run.run_log import RunLog
+from bigtrain.run.shared_memory import SPARE_BYTES
+from bigtrain.run.state import TrainState
+from bigtrain.settings.run_config import MemoryCheckpointSection
+from bigtrain.system.machine import local_world_size, this_machine
+from bigtrain.system.units import GIB
+
+_MOST_FAILURES = 3  # in a row, after which only the disk is used
+_LAST_WAIT_SECONDS = 10.0
+
+
+class MemoryTooSmallError(CheckpointError):
+    """The file system in memory has no room for two checkpoints: no later save can succeed."""
+
+
+@dataclass
+class _MemoryWrite:
+    """Save whose copy was taken. kept: the step that hosts keep meanwhile. error: why it failed."""
+
+    step: int
+    kept: int | None
+    snapshot: EngineSnapshot
+    document: dict[str, Any]
+    error: Exception | None = None
+    thread: threading.Thread | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
+
+class MemorySaver:
+    """Writer of checkpoints in memory, one at a time. Methods except `metrics` are collective. A
+    failure never ends training: after several in a row, only the disk is used."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        log: RunLog,
+        engine: TrainEngine,
+        section: MemoryCheckpointSection,
+        files: MemoryFiles,
+        identity: Identity,
+        run_document: Mapping[str, Any],
+    ) -> None:
+        """Remove all that `files` hold but the checkpoint that the run resumed from
+        (`MemoryFiles.resumed_step`). `identity`, `run_document`: as of `Saver`."""
+        self._context, self._log, self._engine = context, log, engine
+        self._section, self._files = section, files
+        self._identity, self._run_document = identity, dict(run_document)
+        # A group for the thread that writes; the training thread has the other.
+        self._group = cpu_group(context.config.watchdog.collective_timeout_seconds)
+        # The same as for saves to disk: both may have copies at the same time.
+        limit = this_machine({}).memory_bytes // (4 * local_world_size(os.environ))
+        self._staging = Staging(pinned_limit_bytes=limit)
+        self._partners = Partners.of(context.hosts) if section.copies else None
+        self._pending: _MemoryWrite | None = None
+        self._newest = files.resumed_step
+        self._is_off = self._is_measured = self._said_slow = False
+        self._num_failures = self._num_saved = self._num_skipped = 0
+        self._blocked_seconds = 0.0
+        if section.copies and self._partners is None:
+            log.info(
+                "checkpoints in memory have no copies on partner hosts: "
+                + ("there is one host" if len(set(context.hosts)) == 1 else
+                   "hosts have different numbers of ranks")
+            )  # fmt: skip
+        self._clear(self._newest)
+
+    def is_due(self, state: TrainState) -> bool:
+        """Return whether `state` is to be saved."""
+        return not self._is_off and state.is_multiple_of(self._section.every_steps)
+
+    def save(self, state: TrainState, evaluation: Mapping[str, float]) -> None:
+        """Copy `state` and begin to write it. Skipped while any rank still writes the one before
+        (with a line, once), and for weights that are not finite on any rank."""
+        begun = time.perf_counter()
+        write = self._pending
+        found = torch.zeros(3)
+        found[0] = float(write is not None and write.is_running)
+        found[1] = float(write is not None and not found[0] and write.error is not None)
+        found[2] = float(not_finite(self._engine) is not None)
+        maximum_of_all(found, self._files.group)
+        is_running, has_failed, is_not_finite = map(bool, found)
+        if is_running:
+            self._skip_slow(state.step)
+        else:
+            self._settle(has_failed=has_failed)
+            if is_not_finite:
+                self._num_skipped += 1
+            elif not self._is_off:
+                self._begin(state, evaluation)
+        self._blocked_seconds += time.perf_counter() - begun
+
+    def _begin(self, state: TrainState, evaluation: Mapping[str, float]) -> None:
+        snapshot = snapshot_engine(self._engine, self._staging)
+        document = {
+            **self._run_document,
+            **asdict(state),
+            "held_out_loss": evaluation.get("held_out_loss"),
+            "evaluation": dict(evaluation),
+            "engine": snapshot.scalars,
+        }
+        write = _MemoryWrite(state.step, self._newest, snapshot, document)
+        # A daemon: after a failure the process must not wait for the other ranks' save.
+        write.thread = threading.Thread(target=self._write, args=(write,), daemon=True)
+        self._pending = write
+        write.thread.start()
+
+    def _settle(self, *, has_failed: bool) -> None:
+        """Count the last save, which has ended on every rank. `has_failed`: on any of them."""
+        write, self._pending = self._pending, None
+        if write is None:
+            return
+        if not has_failed:
+            self._newest, self._num_failures = write.step, 0
+            self._num_saved += 1
+            return
+        self._num_failures += 1
+        self._num_skipped += 1
+        is_final = isinstance(write.error, MemoryTooSmallError)
+        self._is_off = is_final or self._num_failures >= _MOST_FAILURES
+        text = f"checkpoint of step {write.step} in memory could not be written: "
+        text += str(write.error or "another rank failed")
+        self._log.info(f"{text}; from here on only the disk is used" if self._is_off else text)
+        if self._is_off:
+            self._clear(None)
+
+    def _skip_slow(self, step: int) -> None:
+        self._num_skipped += 1
+        if not self._said_slow:
+            self._said_slow = True
+            partner = " and sent to the partner" if self._partners is not None else ""
+            self._log.info(
+                f"checkpoint of step {step} in memory skipped: the one before is still being "
+                f"written{partner}; this is logged once -> a larger "
+                "checkpoint.memory.every_steps"
+            )
+
+    def metrics(self) -> dict[str, float] | None:
+        """Return seconds that training was blocked, saves and skipped saves since the last call;
+        None if nothing is written any more. Not collective."""
+        if self._is_off and not (self._num_saved or self._num_skipped):
+            return None
+        values = {
+            "blocked_seconds": self._blocked_seconds,
+            "saved": float(self._num_saved),
+            "skipped": float(self._num_skipped),
+        }
+        self._blocked_seconds, self._num_saved, self._num_skipped = 0.0, 0, 0
+        return values
+
+    def forget(self) -> None:
+        """Wait for a save in progress, and remove all checkpoints: after a rollback, those of later
+        steps are not the run's any more."""
+        self._join(None)
+        self._pending = self._newest = None
+        self._clear(None)
+
+    def finish(self) -> None:
+        """Remove the directory on every host, once the run's last checkpoint is on disk."""
+        self._join(None)
+        self._pending = None
+        if self._files.is_keeper:
+            self._files.directory.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._join(_LAST_WAIT_SECONDS)
+        self._files.close()
+
+    def _join(self, timeout_seconds: float | None) -> None:
+        if self._pending is not None and self._pending.thread is not None:
+            self._pending.thread.join(timeout_seconds)
+
+    def _clear(self, step: int | None) -> None:
+        if self._files.is_keeper:
+            with suppress(OSError):
+                self._files.directory.keep_only(step)
+
+    def _write(self, write: _MemoryWrite) -> None:
+        directory, group = self._files.directory, self._group
+        identity = replace(self._identity, step=write.step)
+        partial = checkpoints.partial_path(directory.path, write.step, identity.attempt)
+        tensors = partial / checkpoints.TENSORS
+        snapshot = write.snapshot.tensors
+        try:
+            need = 0 if self._is_measured else self._bytes_of_host(snapshot.own_bytes)
+
+            def prepare() -> None:
+                if self._files.is_keeper:
+                    directory.keep_only(write.kept)
+                    _require_memory(directory, need)
+                    checkpoints.prepare(partial)
+
+            on_all_ranks(prepare, group)
+            self._is_measured = True
+            written = snapshot.write(tensors, group, identity)
+            error = self._copy_to_partner(tensors)
+            documents = on_main_rank(lambda: self._documents(write, written, identity), group)
+
+            def commit() -> None:
+                if error is not None:
+                    raise CheckpointError(f"the copy of a partner: {error}")
+                if self._files.is_keeper:
+                    write_documents(partial, documents)
+
+            on_all_ranks(commit, group)
+        except Exception as failure:
+            write.error = failure
+
+    def _bytes_of_host(self, own: int) -> int:
+        """Return the bytes of two checkpoints on this rank's host. Collective."""
+        sizes = [torch.zeros((), dtype=torch.int64) for _ in self._context.hosts]
+        dist.all_gather(sizes, torch.tensor(own, dtype=torch.int64), group=self._group)
+        hosts, rank = self._context.hosts, self._context.world.rank
+        here = [number for number, host in enumerate(hosts) if host == hosts[rank]]
+        total = sum(int(sizes[number]) for number in here)
+        if self._partners is not None:
+            total += sum(int(sizes[self._partners.source_of(number)]) for number in here)
+        return 2 * total
+
+    def _copy_to_partner(self, tensors: Path) -> OSError | None:
+        """Send this rank's file to the partner, and write the copy of another rank's. Collective.
+        Returns the error of reading or writing one."""
+        if self._partners is None:
+            return None
+        rank = self._context.world.rank
+        partner, source = self._partners.partner_of[rank], self._partners.source_of(rank)
+        own, copy = tensors / file_name(rank), tensors / file_name(source)
+        return exchange_files(own, partner, copy, source, self._group)
+
+    def _documents(
+        self, write: _MemoryWrite, written: Written, identity: Identity
+    ) -> dict[str, bytes]:
+        """Return the small files of a checkpoint, the same on all hosts."""
+        self._context.claim.check()
+        layout = json.dumps(written.layout.to_json(), separators=(",", ":"))
+        small = {
+            checkpoints.LAYOUT: layout.encode(),
+            checkpoints.STATE: json.dumps(write.document, indent=1).encode(),
+        }
+        files = {f"{checkpoints.TENSORS}/{name}": one for name, one in written.files.items()}
+        files |= {name: (len(text), xxhash.xxh3_64_hexdigest(text)) for name, text in small.items()}
+        manifest = checkpoints.Manifest(identity, files)
+        return {**small, checkpoints.MANIFEST: checkpoints.manifest_text(manifest).encode()}
+
+
+def _require_memory(directory: MemoryDirectory, need: int) -> None:
+    """Raise MemoryTooSmallError if `need` bytes of two checkpoints do not fit."""
+    free = directory.free_bytes() + directory.num_bytes()
+    if need and free < need + SPARE_BYTES:
+        raise MemoryTooSmallError(
+            f"two checkpoints of this host need {need / GIB:.3g} GiB, {SPARE_BYTES / GIB:.3g} stay "
+            f"free, and {directory.path.parent} has {free / GIB:.3g} GiB free -> a larger one "
+            "(mount -o remount,size=..., docker run --shm-size), or checkpoint.memory=null"
+        )
+
+
+@contextmanager
+def memory_of_earlier_launch(context: RunContext, log: RunLog) -> Iterator[MemoryFiles | None]:
+    """Open what earlier launches of the run left in memory of the hosts, until the end of the
+    block; None if ``checkpoint.memory`` is absent, the run is new, or a host cannot. Collective."""
+    files = None
+    if context.config.checkpoint.memory is not None:
+        run_id = context.long_work.on_main_rank(lambda: checkpoints.read_run_id(context.directory))
+        files = open_memory_files(context, log, run_id, create=False)
+    try:
+        yield files
+    finally:
+        if files is not None:
+            files.close()
+
+
+@contextmanager
+def memory_saver_of(
+    context: RunContext,
+    log: RunLog,
+    engine: TrainEngine,
+    saver: Saver,
+    files: MemoryFiles | None,
+) -> Iterator[MemorySaver | None]:
+    """Return the saver of checkpoints in memory; None if ``checkpoint.memory`` is absent, or, with
+    a line, if a host cannot write them. Collective; the run directory must be claimed. `files`:
+    from before the resume. Removes what earlier runs left in memory of the hosts."""
+    section = context.config.checkpoint.memory
+    if files is None:
+        files = open_memory_files(context, log, saver.identity.run, create=True)
+    elif not files.is_opened(log):
+        files = None
+    remove_left_over(context, log, files)
+    if section is None or files is None:
+        yield None
+        return
+    document = saver.run_document
+    with MemorySaver(context, log, engine, section, files, saver.identity, document) as own:
+        yield own

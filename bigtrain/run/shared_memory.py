@@ -1,0 +1,69 @@
+"""Check of ``checkpoint.memory.directory`` on this host, and of its size. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from bigtrain.errors import Problem
+from bigtrain.settings.run_config import MemoryCheckpointSection, RunConfig
+from bigtrain.system.units import GIB
+
+KEY = "checkpoint.memory.directory"
+
+SPARE_BYTES = 64 << 20
+"""Bytes of the file system that checkpoints leave to other programs (NCCL, data loaders)."""
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def check_memory_directory(config: RunConfig) -> Sequence[Problem]:
+    """Return problems of ``checkpoint.memory.directory`` on this host."""
+    section = config.checkpoint.memory
+    if section is None:
+        return []
+    directory = Path(section.directory)
+    remedy = "a file system in memory, as /dev/shm, or checkpoint.memory=null"
+    rule = None
+    if not directory.is_dir():
+        rule = "is not a directory of this host"
+    elif (kind := _file_system(directory)) not in (None, *_IN_MEMORY):
+        rule = f"is on a disk ({kind}), not in memory"
+    elif not os.access(directory, os.W_OK | os.X_OK):
+        rule = "cannot be written by this user"
+    return [] if rule is None else [Problem(KEY, section.directory, rule, remedy)]
+
+
+def _file_system(directory: Path) -> str | None:
+    """Return the type of the file system of `directory`; None where the system does not report
+    it."""
+    with suppress(OSError, ValueError, IndexError):
+        path, kind = directory.resolve(), None
+        longest = -1
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            mount, found = line.split()[1:3]
+            point = Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), mount))
+            # The last of several mounts at one point is the visible one.
+            if path.is_relative_to(point) and len(point.parts) >= longest:
+                longest, kind = len(point.parts), found
+        return kind
+    return None
+
+
+def size_line(section: MemoryCheckpointSection, bytes_per_rank: float, num_ranks: int = 1) -> str:
+    """Return a line that compares what checkpoints in memory take with this host's file system.
+    bytes_per_rank: of all copies of a rank's part, without the one outside of the directory."""
+    total, _, free = shutil.disk_usage(section.directory)
+    need = bytes_per_rank * num_ranks
+    ranks = "one rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    text = f"checkpoints in memory: {need / GIB:.3g} GiB for {ranks} of a host in "
+    text += f"{section.directory}, which has {free / GIB:.3g} of {total / GIB:.3g} GiB free here"
+    return (
+        text
+        if need + SPARE_BYTES <= free
+        else f"{text}: too small, so only those on disk will be written"
+    )

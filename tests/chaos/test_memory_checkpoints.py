@@ -1,0 +1,294 @@
+"""A run with checkpoints in memory that is killed: it resumes from them, to the same bits."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bigtrain.run.checkpointing import checkpoints
+from tests.chaos.conftest import arguments, assert_same_run, final_tensors, losses
+from tests.support.lives import Server
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+
+# ZeRO stages partition masters differently; the degrees shard parameters by dimension and layer.
+TOPOLOGIES = {
+    "zero1": ["engine.deepspeed_config=zero1"],
+    "zero3": ["engine.deepspeed_config=zero3"],
+    "pipeline2": ["engine.deepspeed_config=zero1", "parallel.pipeline=2"],
+    "tensor2": ["engine.deepspeed_config=zero1", "parallel.tensor=2"],
+}
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory of this machine's shared memory, empty again at the end of the test."""
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("this machine has no /dev/shm")
+    with tempfile.TemporaryDirectory(prefix="bigtrain-test-", dir="/dev/shm") as name:
+        yield Path(name)
+
+
+def words(run_yaml: Path, run: Path, memory: Path, *more: str) -> list[str]:
+    """Arguments of a run that saves in memory after every step, and on disk only at its end."""
+    own = [
+        "checkpoint.memory.every_steps=1",
+        f"checkpoint.memory.directory={memory}",
+        "checkpoint.every_steps=null",
+        "checkpoint.keep_every_steps=null",
+    ]
+    return arguments(run_yaml, run, *own, *more)
+
+
+def steps_in_memory(memory: Path) -> list[int]:
+    """Steps of the complete checkpoints in `memory`."""
+    found = memory.glob("bigtrain-*/*/checkpoints/step-????????")
+    return sorted(int(path.name.removeprefix("step-")) for path in found)
+
+
+def resumed(text: str) -> list[tuple[int, str]]:
+    """Step and directory of each resume that the output tells of."""
+    return [(int(step), at) for step, at in re.findall(r"resumed at step (\d+) from (\S+)", text)]
+
+
+def left_in(memory: Path) -> list[str]:
+    return sorted(str(path.relative_to(memory)) for path in memory.rglob("*"))
+
+
+def assert_same_end(run: Path, reference: Path) -> None:
+    ours, theirs = final_tensors(run), final_tensors(reference)
+    assert ours.keys() == theirs.keys()
+    assert all(bool((ours[name] == theirs[name]).all()) for name in theirs)
+    assert losses(run) == losses(reference)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_killed_rank_resumes_from_memory_to_the_same_bits(
+    server: Server, run_yaml: Path, memory: Path, tmp_path: Path, topology: str
+) -> None:
+    own = TOPOLOGIES[topology]
+    undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
+    codes, text = server.live(arguments(run_yaml, undisturbed, "checkpoint.every_steps=null",
+                                        "checkpoint.keep_every_steps=null", *own))  # fmt: skip
+    assert codes == [0, 0], text
+    command = words(run_yaml, run, memory, *own)
+    codes, text = server.live(command, die=(1, 12))  # while it writes one of them
+    assert -signal.SIGKILL in codes, text
+    assert checkpoints.list_steps(run) == []
+    newest = steps_in_memory(memory)[-1]
+    assert newest >= 1
+    codes, text = server.live(command)
+    assert codes == [0, 0], text
+    [(step, directory)] = resumed(text)
+    assert step == newest
+    assert directory.startswith(str(memory))
+    assert left_in(memory) == []
+    assert_same_end(run, undisturbed)
+
+
+@pytest.fixture
+def killed(server: Server, run_yaml: Path, memory: Path, tmp_path: Path) -> tuple[Path, list[str]]:
+    """A run that was killed with checkpoints in memory and older ones on disk; its arguments."""
+    run = tmp_path / "run"
+    command = words(run_yaml, run, memory, "checkpoint.every_steps=3", "checkpoint.keep_last=9")
+    codes, text = server.live(command, die=(1, 26))
+    assert -signal.SIGKILL in codes, text
+    assert checkpoints.list_steps(run)
+    return run, command
+
+
+def continue_run(server: Server, command: list[str], memory: Path, reference: Path) -> str:
+    """Start the run again, to its end; returns what it printed."""
+    codes, text = server.live(command)
+    assert codes == [0, 0], text
+    assert left_in(memory) == []
+    run = Path(next(w for w in command if w.startswith("output.directory=")).partition("=")[2])
+    assert_same_end(run, reference)
+    return text
+
+
+def test_the_newest_of_disk_and_memory_is_resumed(
+    server: Server, memory: Path, killed: tuple[Path, list[str]], uninterrupted: Path
+) -> None:
+    run, command = killed
+    newest = steps_in_memory(memory)[-1]
+    assert newest > checkpoints.list_steps(run)[-1]
+    text = continue_run(server, command, memory, uninterrupted)
+    assert [step for step, _ in resumed(text)] == [newest]
+
+
+def test_a_corrupt_copy_is_named_and_an_older_checkpoint_is_used(
+    server: Server, memory: Path, killed: tuple[Path, list[str]], uninterrupted: Path
+) -> None:
+    run, command = killed
+    newest = steps_in_memory(memory)[-1]
+    for step in steps_in_memory(memory):
+        [file] = memory.glob(f"*/*/checkpoints/step-{step:08d}/tensors/rank-00001.safetensors")
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    text = continue_run(server, command, memory, uninterrupted)
+    [(step, directory)] = resumed(text)
+    assert directory == str(checkpoints.checkpoint_path(run, step))
+    [line] = [x for x in text.splitlines() if f"corrupt checkpoint at step {newest}" in x]
+    assert "rank-00001.safetensors" in line
+
+
+def test_a_lost_part_is_named_and_the_disk_is_used(
+    server: Server, memory: Path, killed: tuple[Path, list[str]], uninterrupted: Path
+) -> None:
+    run, command = killed
+    for file in memory.glob("*/*/checkpoints/step-*/tensors/rank-00001.safetensors"):
+        file.unlink()
+    text = continue_run(server, command, memory, uninterrupted)
+    [(_, directory)] = resumed(text)
+    assert directory.startswith(str(run))
+    assert "no remaining host has rank-00001.safetensors" in text
+
+
+def test_memory_of_another_user_is_not_used(
+    server: Server, memory: Path, killed: tuple[Path, list[str]], uninterrupted: Path
+) -> None:
+    run, command = killed
+    [root] = memory.iterdir()
+    root.chmod(0o755)
+    codes, text = server.live(command)
+    assert codes == [0, 0], text
+    [(_, directory)] = resumed(text)
+    assert directory.startswith(str(run))
+    lines = [x for x in text.splitlines() if "no checkpoints in memory, only on disk" in x]
+    assert lines
+    assert all("is not a directory of this user only" in line for line in lines)
+    assert_same_end(run, uninterrupted)
+
+
+def test_memory_of_an_earlier_run_in_the_same_directory_is_removed(
+    server: Server, memory: Path, killed: tuple[Path, list[str]], uninterrupted: Path
+) -> None:
+    run, command = killed
+    shutil.rmtree(run)
+    text = continue_run(server, command, memory, uninterrupted)
+    assert resumed(text) == []
+    assert "removed 1 left-over" in text
+
+
+def test_memory_is_removed_by_a_start_without_it(
+    server: Server, memory: Path, killed: tuple[Path, list[str]], uninterrupted: Path
+) -> None:
+    """It holds steps that the run trains again, which no later start may take for the run's."""
+    run, command = killed
+    [own] = memory.glob("bigtrain-*/*")
+    default = Path("/dev/shm", own.parent.name)
+    default.mkdir(mode=0o700, exist_ok=True)
+    moved = default / own.name
+    shutil.move(own, moved)
+    codes, text = server.live([*command, "checkpoint.memory=null"])
+    assert codes == [0, 0], text
+    assert resumed(text)[0][1].startswith(str(run))
+    assert not moved.exists()
+    assert_same_end(run, uninterrupted)
+
+
+def test_steps_that_a_later_launch_trained_again_are_not_resumed(
+    server: Server, memory: Path, killed: tuple[Path, list[str]], uninterrupted: Path
+) -> None:
+    """As when the run moved to another host, was killed there, and is back."""
+    run, command = killed
+    [own] = memory.glob("bigtrain-*/*")
+    aside = memory.with_name(f"{memory.name}-aside")
+    shutil.move(own, aside)
+    codes, text = server.live(command, die=(0, 120))
+    assert -signal.SIGKILL in codes, text
+    [left] = memory.glob("bigtrain-*/*")
+    shutil.rmtree(left)
+    shutil.move(aside, left)
+    text = continue_run(server, command, memory, uninterrupted)
+    assert "the run has continued from an earlier step since" in text
+    assert resumed(text)[0][1].startswith(str(run))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_another_topology_resumes_from_memory(
+    server: Server, memory: Path, killed: tuple[Path, list[str]], size: int
+) -> None:
+    _, command = killed
+    newest = steps_in_memory(memory)[-1]
+    own = [f"parallel.tensor={size}", f"engine.deepspeed_config=zero{3 - size}"]
+    codes, text = server.live([*command, *own], world_size=size)
+    assert codes == [0] * size, text
+    [(step, directory)] = resumed(text)
+    assert (step, directory.startswith(str(memory))) == (newest, True)
+    assert left_in(memory) == []
+
+
+def test_too_small_a_memory_is_one_line(
+    server: Server, run_yaml: Path, memory: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    small = memory / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a file system can be mounted by root only")
+    try:
+        run = tmp_path / "run"
+        own = ["checkpoint.every_steps=2", "checkpoint.keep_every_steps=8"]
+        codes, text = server.live(words(run_yaml, run, small, *own))
+        assert codes == [0, 0], text
+        lines = [line for line in text.splitlines() if "could not be written" in line]
+        assert len(lines) == 1
+        assert "from here on only the disk is used" in lines[0]
+        assert "GiB free -> a larger one" in lines[0]
+        assert "too small, so only those on disk will be written" in text
+        assert left_in(small) == []
+        assert_same_run(run, uninterrupted)
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def survive(
+    server: Server, command: list[str], memory: Path, num_kills: int, seed: int
+) -> list[int]:
+    """Kill the run at random operations on its checkpoints; the steps at which it resumed."""
+    chooser = random.Random(seed)
+    steps: list[int] = []
+    for _ in range(num_kills):
+        codes, text = server.live(command, die=(chooser.choice([0, 1]), chooser.randint(1, 90)))
+        assert codes == [0, 0] or -signal.SIGKILL in codes, text
+        assert "corrupt" not in text, text
+        steps += [step for step, _ in resumed(text)]
+        if codes == [0, 0]:
+            break
+    codes, text = server.live(command)
+    assert codes == [0, 0], text
+    assert left_in(memory) == []
+    return steps
+
+
+def test_random_kills_leave_nothing_and_end_as_the_undisturbed_run(
+    server: Server, run_yaml: Path, memory: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    own = ["checkpoint.every_steps=8", "checkpoint.keep_last=9"]
+    survive(server, words(run_yaml, run, memory, *own), memory, num_kills=5, seed=1)
+    assert_same_end(run, uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_random_kills_of_every_topology(
+    server: Server, run_yaml: Path, memory: Path, tmp_path: Path, topology: str
+) -> None:
+    own = [*TOPOLOGIES[topology], "checkpoint.every_steps=8", "checkpoint.keep_last=9"]
+    undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
+    codes, text = server.live(arguments(run_yaml, undisturbed, *own))
+    assert codes == [0, 0], text
+    survive(server, words(run_yaml, run, memory, *own), memory, num_kills=12, seed=2)
+    assert_same_end(run, undisturbed)
