@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-full test-shard slow-times test-oldest check format docs reference bench gpu-check gpu-wheels cluster-deps clean
+.PHONY: help install quickstart test test-full test-shard slow-times test-oldest check format docs reference bench gpu-check gpu-proof gpu-wheels cluster-deps clean
 
 help:
 	@echo "make install     create .venv with the exact versions of constraints.txt"
@@ -25,6 +25,7 @@ help:
 	@echo "make cluster-deps  Slurm, sshd, pdsh for tests/cluster (Debian, as root); without it they skip"
 	@echo "make bench       run every benchmark of benchmarks/ but the GPU's"
 	@echo "make gpu-check   check a GPU machine in under ten minutes, figures included"
+	@echo "make gpu-proof   trace GPU steps without a GPU, in minutes"
 	@echo "make gpu-wheels  fill .gpu-wheels/ for a GPU machine that has its own torch and no network"
 	@echo "make clean       delete caches and build outputs (keeps .venv and runs/)"
 	@echo "PYTHON=$(PYTHON) is the interpreter that .venv is made from (3.11 or newer)"
@@ -108,6 +109,9 @@ gpu-check:
 	@set -e; if [ ! -e $(STAMP) ] && ls .gpu-wheels/*.whl >/dev/null 2>&1; then \
 	$(PYTHON) $(GPU_CHECK) $(ARGS); else $(MAKE) install EXTRAS=gpu,$(EXTRAS); \
 	$(BIN)/python $(GPU_CHECK) $(ARGS); fi
+
+gpu-proof: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu_proof $(ARGS)
 
 gpu-wheels: $(STAMP)
 	$(BIN)/python tools/gpu_wheels.py

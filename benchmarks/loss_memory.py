@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.support.passes import each_alone, measure_passes, print_table, ratio
-from bigtrain.models.equivalence.loss import CHUNK_BYTES
 from bigtrain.models.layers.chunked_loss import ChunkedLoss
+from bigtrain.settings.sections.model import chunk_tokens
 from bigtrain.system.units import GIB
 
 CONTENDERS = ("plain", "chunked")
@@ -42,9 +42,9 @@ def measure(contender: str, args: argparse.Namespace) -> dict[str, float]:
         tie_word_embeddings=True,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype)).to(device)
-    chunk_tokens = args.chunk_tokens or max(1, CHUNK_BYTES // (4 * args.vocabulary))
+    size = chunk_tokens(args.vocabulary, args.chunk_tokens)
     if contender == "chunked":
-        ChunkedLoss(model, chunk_tokens)
+        ChunkedLoss(model, size)
     ids = torch.randint(0, args.vocabulary, (1, args.tokens))
     on_device = ids.to(device)
 
@@ -56,7 +56,7 @@ def measure(contender: str, args: argparse.Namespace) -> dict[str, float]:
         return F.cross_entropy(logits.flatten(0, 1).float(), on_device.flatten(), reduction="sum")
 
     figures = measure_passes(model, loss, device, args.rounds)
-    return figures | {"chunk_tokens": chunk_tokens}
+    return figures | {"chunk_tokens": size}
 
 
 def main() -> None:

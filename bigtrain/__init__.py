@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bigtrain.data.shards.dataset import TokenDataset, open_dataset
+    from bigtrain.engine.objective_batch import ObjectiveBatch
     from bigtrain.errors import (
         BigtrainError,
         CheckpointError,
         ConfigError,
         DataError,
+        ExtensionError,
         LaunchError,
         ModelError,
         OutputError,
@@ -50,8 +52,10 @@ if TYPE_CHECKING:
         write_report,
     )
     from bigtrain.python_api.tokenizing import tokenize, train_tokenizer
+    from bigtrain.report.recording import record
     from bigtrain.run.checkpointing.listing import ListedCheckpoint
     from bigtrain.run.reporting.closing import TrainingResult
+    from bigtrain.run.run_view import RunView
     from bigtrain.settings.commented_yaml import run_schema
     from bigtrain.settings.resolve import ResolvedRun
     from bigtrain.settings.run_config import RunConfig
@@ -82,6 +86,9 @@ _HOMES = {
     "bigtrain.python_api.new_run": ("write_new_run", "NewRun"),
     "bigtrain.settings.commented_yaml": ("run_schema",),
     "bigtrain.python_api.configuring": ("load_config", "check", "train_run"),
+    "bigtrain.report.recording": ("record",),
+    "bigtrain.run.run_view": ("RunView",),
+    "bigtrain.engine.objective_batch": ("ObjectiveBatch",),
     "bigtrain.settings.run_config": ("RunConfig",),
     "bigtrain.settings.resolve": ("ResolvedRun",),
     "bigtrain.python_api.planning": ("plan", "Plan"),
@@ -92,6 +99,7 @@ _HOMES = {
         "CheckpointError",
         "ConfigError",
         "DataError",
+        "ExtensionError",
         "LaunchError",
         "ModelError",
         "OutputError",
@@ -105,14 +113,17 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "ExtensionError",
     "LaunchError",
     "ListedCheckpoint",
     "ModelError",
     "NewRun",
+    "ObjectiveBatch",
     "OutputError",
     "Plan",
     "ResolvedRun",
     "RunConfig",
+    "RunView",
     "TokenDataset",
     "TrainingError",
     "TrainingResult",
@@ -133,6 +144,7 @@ __all__ = [
     "read_documents",
     "read_metric_columns",
     "read_metrics",
+    "record",
     "run_schema",
     "tokenize",
     "train_run",

@@ -9,6 +9,7 @@
     ├── CheckpointError  checkpoints that are missing, corrupt or do not belong to this run
     │   └── CorruptCheckpointError   found while reading it; an older one may be complete
     ├── OutputError      files that cannot be written
+    ├── ExtensionError   code of yours that the run calls: callbacks, objectives, metrics
     ├── TrainingError    loss or gradients stay bad after every rollback
     ├── LaunchError      this machine or launcher cannot run what was asked for
     └── LostRunTokenError    this launch no longer holds the token of the run directory
@@ -98,6 +99,10 @@ class TrainingError(BigtrainError):
     """A run whose loss or gradients stay bad after every rollback."""
 
 
+class ExtensionError(BigtrainError):
+    """Code of the user that failed when the run called it; the text has its file and line."""
+
+
 class LaunchError(BigtrainError):
     """This machine or launcher cannot run what was asked for."""
 
@@ -127,6 +132,7 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-def one_line(error: BaseException) -> str:
-    """Return the text of `error` in one line of at most 300 characters; its type if it has none."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+def one_line(error: BaseException, limit: int | None = 300) -> str:
+    """Return the text of `error` in one line of at most `limit` characters; its type if it has
+    none."""
+    return " ".join(str(error).split())[:limit] or type(error).__name__

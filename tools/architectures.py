@@ -4,7 +4,7 @@
     python tools/architectures.py --only llama,gpt2 --column "PP 2"
 
 *exact*: tiny models compute what the plain model of transformers does in one process. In 2 and in 4
-stages (PP), recomputing layers: the same logits to the last bit and every gradient. Cut over 2
+stages (PP), recomputing layers: the same logits to the last bit and every gradient. Split over 2
 processes (TP), over 2 processes and into 2 stages (TP x PP), with samples split over 2 processes
 (SP), or with experts divided over 2 processes that have a sample each (EP), without and in 2
 stages: the same losses of three AdamW steps and all weights after them. *refused*: `bigtrain`
@@ -186,8 +186,8 @@ def page(outcomes: Outcomes) -> str:
         "",
         "Written by `python tools/architectures.py --output docs/architectures.md` with",
         f"transformers {transformers.__version__} and torch {torch.__version__.split('+')[0]}:",
-        f"{len(rows)} of the {len(outcomes)} model types of causal LMs; the reasons are at the end",
-        f"{len(left_out)} are left out.",
+        f"{len(rows)} of the {len(outcomes)} model types of causal LMs;",
+        f"{len(left_out)} are skipped, with the reasons at the end.",
         "",
         legend,
         "",
@@ -206,7 +206,7 @@ def page(outcomes: Outcomes) -> str:
         "",
         *(f"{number}. {reason}" for reason, number in notes.items()),
         "",
-        "Left out:",
+        "Skipped:",
         "",
         *(
             f"- `{name}`: {short(by_column['PP 2'][1])}"

@@ -156,7 +156,8 @@ def residuals(
 def owners_of(row: dict[str, str]) -> tuple[str, str]:
     """Return the owners of the constants in a row's prediction."""
     run = run_of(row)
-    return f"reach/{hardware.reach_name(run.device)}", run.engine.name
+    family = hardware._table()["devices"][run.device.name]["reach"]
+    return f"reach/{family}", run.engine.name
 
 
 def slopes_of(

@@ -132,14 +132,10 @@ def environment() -> dict[str, str]:
 
 def report(shards: Path, run: Path, seconds: float) -> None:
     """Print the held-out loss next to that of a unigram model of the same tokens."""
-    code = (
-        "import sys; from bigtrain.data.shards.dataset import open_dataset; "
-        "from bigtrain.data.shards.inspection import unigram_entropy; "
-        "print(unigram_entropy(open_dataset(sys.argv[1])))"
-    )
+    script = Path(__file__).with_name("unigram_entropy.py")
     unigram = float(
         subprocess.run(
-            [sys.executable, "-c", code, str(shards)], capture_output=True, text=True, check=True
+            [sys.executable, str(script), str(shards)], capture_output=True, text=True, check=True
         ).stdout
     )
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

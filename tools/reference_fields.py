@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -42,6 +42,10 @@ UNITS = {
     "model.vocabulary.pad_to_multiple_of": "rows",
     "moe.bias_update_rate": "score per optimizer step",
     "moe.z_loss_coefficient": "ratio",
+    "objective.beta": "per log-probability, or weight of the odds ratio",
+    "objective.gamma": "reward",
+    "objective.label_smoothing": "ratio",
+    "objective.z_loss": "ratio",
     "optimizer.adafactor.beta2_decay": "power of the step",
     "optimizer.adafactor.clip_threshold": "root mean square",
     "optimizer.adafactor.eps1": "root of the second moment",
@@ -102,26 +106,22 @@ def fields_page() -> tuple[str, str]:
     for name, field in RunConfig.model_fields.items():
         section = _section_of(field.annotation)
         if section is None:
-            own.append((name, field))
+            own.append(name)
         else:
             parts += _section(name, section)
-    parts += ["## Without a section\n", _field_table("", own)]
+    parts += ["## Without a section\n", _field_table("", RunConfig, own)]
     return "# Run YAML\n\n", "\n" + "\n".join(parts)
 
 
 def _section(name: str, section: type[Section]) -> list[str]:
-    parts = [f"## {name}\n", sentence(section.__doc__), _field_table(name, _fields(section))]
+    parts = [f"## {name}\n", sentence(section.__doc__), _field_table(name, section)]
     for key, field in section.model_fields.items():
         nested = _section_of(field.annotation)
         if nested is not None:
             path = f"{name}.{key}"
             parts += [f"### {path}\n", sentence(nested.__doc__)]
-            parts += [_field_table(path, _fields(nested))]
+            parts += [_field_table(path, nested)]
     return parts
-
-
-def _fields(section: type[Section]) -> list[tuple[str, FieldInfo]]:
-    return list(section.model_fields.items())
 
 
 def _section_of(annotation: Any) -> type[Section] | None:
@@ -132,16 +132,18 @@ def _section_of(annotation: Any) -> type[Section] | None:
     return next((section for section in sections if section is not None), None)
 
 
-def _field_table(section: str, fields: list[tuple[str, FieldInfo]]) -> str:
+def _field_table(place: str, section: type[Section], names: Sequence[str] | None = None) -> str:
+    """Table of the fields of a section (by default all), which is at `place`."""
     rows = ["| field | type | default | unit | meaning |", "|---|---|---|---|---|"]
-    for name, field in fields:
-        path = f"{section}.{name}".lstrip(".")
+    meanings = section.descriptions()
+    for name in section.model_fields if names is None else names:
+        field, path = section.model_fields[name], f"{place}.{name}".lstrip(".")
         cells = (
             f"`{path}`",
             _choices(field) or _type_text(field.annotation, field.metadata),
             _default_text(field),
             unit_of(path, field.annotation),
-            markdown_cell(field.description or ""),
+            markdown_cell(meanings.get(name, "")),
         )
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem
+from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem, one_line
 from bigtrain.python_api.configuring import checked, resolve
 from bigtrain.settings.compatibility.check import Device
 from bigtrain.settings.resolve import ResolvedRun
@@ -58,11 +58,11 @@ def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
     try:
         model, remark = model_costs(resolved.config, traces=gpu is not None)
     except (ConfigError, ModelError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error, None)
         remedy = "" if gpu else " -> --gpu NAME traces the model"
         return [f"no prediction: {reason}{remedy}"]
     section, plan = resolved.config.model, resolved.plan
-    tokens = plan.micro_batch_size * resolved.config.batch.sequence_length
+    tokens = plan.micro_batch_tokens
     tokens //= resolved.topology.sequence_size
     chunk = auto_loss_chunk(section.loss, section.loss_chunk_tokens, model.vocabulary_size, tokens)
     predicted = predict_run(resolved, model, chunk, device, measured)

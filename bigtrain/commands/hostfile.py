@@ -19,7 +19,6 @@ from bigtrain.launchers.deepspeed_env import (
     NAME,
     inspect_environment_file,
     instead_of_command_lines,
-    quoted_names,
     select_environment,
     write_environment,
 )
@@ -133,7 +132,7 @@ def _environment(path: Path, include: list[str]) -> int:
             print(f"warning: {problem}", file=sys.stderr)
     write_environment(path, chosen.variables)
     print(f"{path}: {', '.join(chosen.variables) or 'no variables'}")
-    if quoted := quoted_names(chosen.variables):
+    if quoted := [name for name, value in chosen.variables.items() if shlex.quote(value) != value]:
         print(f"  quoted, which only pdsh removes again: {', '.join(quoted)}")
     if chosen.secrets:
         print("  secrets, not written, since DeepSpeed puts the file into command lines:")

@@ -73,8 +73,8 @@ def _evaluate(path: Path, output: Path | None) -> int:
 
 
 def _calibrate(output: Path | None) -> int:
-    from bigtrain.engine.calibration.device import calibrate
-    from bigtrain.engine.calibration.engine import measure_engine
+    from bigtrain.engine.calibrate_device import calibrate
+    from bigtrain.engine.calibrate_engine import measure_engine
     from bigtrain.planner.tables.engines import keep_calibration, write_calibration
 
     if output is None:

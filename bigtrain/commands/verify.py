@@ -43,10 +43,10 @@ def _verify_model(directory: Path) -> None:
 
 
 def _verify_run(directory: Path, step: int | None) -> int:
-    from bigtrain.python_api.results import verified_checkpoints
+    from bigtrain.run.checkpointing.listing import verify_checkpoints
 
     all_complete = True
-    for number, reason in verified_checkpoints(directory, step):
+    for number, reason in verify_checkpoints(directory, step):
         how = "corrupt: " + reason if reason else "complete, all checksums match"
         print(f"step {number}: {how}", flush=True)
         all_complete &= reason is None

@@ -23,6 +23,7 @@ from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
 from bigtrain.engine.deepspeed_patches.startup import set_mpu
 from bigtrain.engine.deepspeed_patches.step import skip_redundant_work
 from bigtrain.engine.layer_options import apply_layer_options
+from bigtrain.engine.objectives import loss_terms, make_objective
 from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker, parameter_groups
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.partitioning import (
@@ -79,7 +80,7 @@ def build_engine(
     sequence = None
     if mesh.topology.sequence_size > 1:
         sequence = SequenceParallel(model, GroupExchange(mesh.sequence))
-    computes_loss = model_plan.loss.install(model) is not None
+    computes_loss = model_plan.loss.install(model, loss_terms(config)) is not None
     exact = ExactParameters(model, model_plan.parameters.kept, device)
     compiled = apply_layer_options(model, config, engine_config, device)
     groups = parameter_groups(
@@ -101,6 +102,8 @@ def build_engine(
         host_time=host_time,
         moe=config.moe,
         exact=exact,
+        objective=make_objective(config),
+        terms=loss_terms(config),
     )
 
 

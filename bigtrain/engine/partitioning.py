@@ -38,14 +38,8 @@ def build_dtype(config: RunConfig, engine_config: EngineConfig) -> torch.dtype:
 
 def run_dtype(config: RunConfig) -> torch.dtype:
     """Return the dtype that the run computes in."""
-    return _DTYPES[config.precision.dtype]
-
-
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+    dtype: torch.dtype = getattr(torch, config.precision.dtype)
+    return dtype
 
 
 def partitioning_of(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +27,17 @@ from bigtrain.engine.deepspeed_patches.step import (
     speed_patches_in_place,
 )
 from bigtrain.engine.experts import BiasUpdate, ExpertLoad, RouterLosses
+from bigtrain.engine.objectives import NextToken, Objective
 from bigtrain.engine.optimizers.build import set_learning_rate
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.optimizers.gradient_norm import clip_gradients, mark_gradients, total_norm
 from bigtrain.engine.optimizers.skip_step import SkipPolicy, SkipStepHook, StepStats, mean_loss
 from bigtrain.engine.optimizers.update_rule import RuleOptimizer
 from bigtrain.engine.startup.mesh import Mesh
+from bigtrain.models.layers.adapters import adapters_off
 from bigtrain.models.layers.compilation import uncompiled
 from bigtrain.models.layers.document_attention import Isolation
+from bigtrain.models.layers.token_loss import NO_TERMS, LossTerms, summed_token_loss
 from bigtrain.models.parallel.sequence import SequenceParallel
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import MoeSection
@@ -65,7 +68,8 @@ class TrainEngine:
     added_states: checkpoint contents other than masters and optimizer states, by parameter and
     kind: 1-D, for this rank's part of its master. is_compiled: whether the layers are. host_time:
     in DeepSpeed's hooks. expert_load: of observed steps. exact: parameters in another dtype than
-    DeepSpeed's.
+    DeepSpeed's. objective: default next token. terms:
+    of the loss in addition to its cross-entropy.
     """
 
     def __init__(
@@ -82,8 +86,12 @@ class TrainEngine:
         host_time: HostTime | None = None,
         moe: MoeSection | None = None,
         exact: ExactParameters | None = None,
+        objective: Objective | None = None,
+        terms: LossTerms = NO_TERMS,
     ) -> None:
         self.engine = engine
+        self._terms = terms
+        self._objective = objective or NextToken()
         self.plan = plan
         self.device = device
         self.mesh = mesh
@@ -114,6 +122,11 @@ class TrainEngine:
         """The Hugging Face model; its parameters may be partitioned."""
         module: nn.Module = self.engine.module
         return module
+
+    @property
+    def computes_entropy(self) -> bool:
+        """Whether the loss is the cross-entropy of the next token."""
+        return isinstance(self._objective, NextToken)
 
     @property
     def speed_patches(self) -> tuple[str, ...]:
@@ -210,9 +223,9 @@ class TrainEngine:
     ) -> None:
         """Forward and backward of a micro-batch; adds its loss to `loss_sum`."""
         self.on_phase(FORWARD_PASS)
-        cross_entropy, outputs = self._cross_entropy(batch, moved, scale)
-        loss_sum += cross_entropy.detach()
-        loss = cross_entropy * scale
+        summed, outputs = self._objective.summed_loss(self, batch, moved, scale)
+        loss_sum += summed.detach()
+        loss = summed * scale
         added = self._router_losses.of(outputs)
         if added is not None:
             loss = loss + added / self.plan.accumulation
@@ -263,13 +276,13 @@ class TrainEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
-        """Return the mean loss in nats per token, and the number of tokens, over all ranks'
-        `batches`. Every rank must bring the same number of batches."""
+        """Return the mean loss in nats per token (of another objective, per unit), and the number
+        of tokens, over all ranks' `batches`. Every rank must bring the same number of batches."""
         totals = torch.zeros(2, device=self.device, dtype=torch.float64)
         self.engine.eval()
         for batch, moved in self._feed(batches):
-            totals[0] += self._cross_entropy(batch, moved)[0]
-            totals[1] += int((self._labels(batch) != IGNORED_LABEL).sum())
+            totals[0] += self._objective.summed_loss(self, batch, moved)[0]
+            totals[1] += self._objective.count(self._labels(batch))
         self.engine.train()
         dist.all_reduce(totals, group=self.mesh.replicas)
         num_tokens = int(totals[1])
@@ -306,7 +319,7 @@ class TrainEngine:
         """Return the labels of the tokens that this rank computes, where `batch` is."""
         return self.sequence.part(batch.labels) if self.sequence else batch.labels
 
-    def _cross_entropy(
+    def cross_entropy(
         self, batch: MicroBatch, moved: MicroBatch, factor: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Any]:
         """Return the summed loss of this rank's tokens, and all else that the model returned.
@@ -317,7 +330,48 @@ class TrainEngine:
             outputs = self._forward(batch, moved, targets=targets, factor=factor)
             return outputs.loss, outputs
         outputs = self._forward(batch, moved)
-        return summed_cross_entropy(outputs.logits, self._labels(moved)), outputs
+        logits = outputs.logits.flatten(0, 1).float()
+        return summed_token_loss(logits, self._labels(moved).flatten(), self._terms), outputs
+
+    def log_probabilities(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]:
+        """Return the log-probability of each target, float32 [R, T], and all else that the model
+        returned."""
+        if self._computes_loss:
+            targets = self._labels(batch)
+            outputs = self._forward(batch, moved, targets=targets, per_token=True)
+            return outputs.loss, outputs
+        outputs = self._forward(batch, moved)
+        labels = self._labels(moved)
+        entropies = F.cross_entropy(
+            outputs.logits.flatten(0, 1).float(),
+            labels.flatten(),
+            ignore_index=IGNORED_LABEL,
+            reduction="none",
+        )
+        return -entropies.view(labels.shape), outputs
+
+    @torch.no_grad()
+    def row_sums(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the log-probability of the targets of each row of `batch` under the current
+        weights, in evaluation mode: float32 [R], on the CPU."""
+        self.engine.eval()
+        ((batch, moved),) = self._feed([batch])
+        sums = self.log_probabilities(batch, moved)[0].sum(-1)
+        self.engine.train()
+        return sums.cpu()
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Let forward passes inside be those of the reference model: without adapters and
+        dropout."""
+        was_training = self.module.training
+        self.engine.eval()
+        try:
+            with adapters_off(self.module):
+                yield
+        finally:
+            if was_training:
+                self.engine.train()
 
     def _forward(self, batch: MicroBatch, moved: MicroBatch, **more: Any) -> Any:
         with self.isolation.document_mask(batch.position_ids):
@@ -340,7 +394,7 @@ class TrainEngine:
         return tensor.to(self.device, non_blocking=True)
 
     def _count_targets(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        own = sum(int((self._labels(batch) != IGNORED_LABEL).sum()) for batch in micro_batches)
+        own = sum(self._objective.count(self._labels(batch)) for batch in micro_batches)
         # Filled on the device: a copy would wait for all its queued work.
         count = torch.full((), own, device=self.device, dtype=torch.int64)
         dist.all_reduce(count, group=self.mesh.replicas)
@@ -349,16 +403,6 @@ class TrainEngine:
 
 def _unwatched(_phase: str) -> None:
     pass
-
-
-def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy in nats summed over targets: logits [B, T, V] any dtype, labels [B, T]."""
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(),
-        labels.flatten(),
-        ignore_index=IGNORED_LABEL,
-        reduction="sum",
-    )
 
 
 class LossWindow:

@@ -141,11 +141,6 @@ def render_environment(variables: Mapping[str, str]) -> str:
     return "".join(f"{name}={shlex.quote(value)}\n" for name, value in variables.items())
 
 
-def quoted_names(variables: Mapping[str, str]) -> list[str]:
-    """Return the variables whose values are quoted; only pdsh passes those unchanged."""
-    return [name for name, value in variables.items() if shlex.quote(value) != value]
-
-
 def write_environment(path: Path, variables: Mapping[str, str]) -> None:
     """Write `path`, readable by its owner only. Raises LaunchError as `write_new` does."""
     write_new(path, render_environment(variables), 0o600)

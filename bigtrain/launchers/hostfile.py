@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigtrain.errors import LaunchError
+from bigtrain.system.slurm import expand_counts, expand_nodelist
 
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 _NAME = re.compile(r"([A-Za-z0-9._-]+@)?[A-Za-z0-9._-]+")
 _SLOTS_WORD = re.compile(r"(\S+)(?:\s+(.*))?")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_MOST_HOSTS = 65536  # of one expression: more is a typing error that would fill the memory
 
 
 @dataclass(frozen=True)
@@ -171,51 +170,8 @@ def _slots_of(environment: Mapping[str, str], num_hosts: int) -> list[int]:
     ):  # of this node; Slurm does not report the others
         return [int(on_node)] * num_hosts
     if tasks:
-        return _expand_counts(tasks, num_hosts)
+        try:
+            return expand_counts(tasks, num_hosts)
+        except LaunchError as error:
+            raise LaunchError(f"SLURM_TASKS_PER_NODE = {error} -> --slots N") from error
     raise LaunchError("the Slurm job has neither GPUs nor tasks per node -> give --slots N")
-
-
-def _expand_counts(text: str, num_hosts: int) -> list[int]:
-    """Expand "2(x3),1" to 2, 2, 2, 1 (man sbatch, SLURM_TASKS_PER_NODE)."""
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
-            raise LaunchError(f"SLURM_TASKS_PER_NODE = {text!r}: cannot be parsed -> --slots N")
-        counts += [int(match[1])] * int(match[2] or 1)
-    if len(counts) != num_hosts:
-        raise LaunchError(f"SLURM_TASKS_PER_NODE = {text!r} is not for {num_hosts} nodes")
-    return counts
-
-
-def expand_nodelist(text: str) -> list[str]:
-    """Expand names in Slurm's notation: ``n[1-2,05-07],login,r[1-2]c[0-3]`` (man scontrol,
-    hostlist).
-
-    Raises LaunchError for an invalid list.
-    """
-    names: list[str] = []
-    for part in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text):
-        names += _expand_name(part, text)
-        if len(names) > _MOST_HOSTS:
-            raise LaunchError(f"node list {text!r} names more than {_MOST_HOSTS} hosts")
-    if not names or text.count("[") != text.count("]"):
-        raise LaunchError(f"node list {text!r} cannot be parsed: see  scontrol show hostnames")
-    return names
-
-
-def _expand_name(part: str, text: str) -> list[str]:
-    before, bracket, rest = part.partition("[")
-    if not bracket:
-        return [before]
-    inside, _, after = rest.partition("]")
-    tails = _expand_name(after, text)
-    names: list[str] = []
-    for piece in inside.split(","):
-        match = _RANGE.fullmatch(piece)
-        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
-        if int(last) < int(first) or int(last) - int(first) > _MOST_HOSTS:
-            raise LaunchError(f"node list {text!r}: {piece!r} is not a range of numbers")
-        numbers = (str(n).zfill(len(first)) for n in range(int(first), int(last) + 1))
-        names += [f"{before}{number}{tail}" for number in numbers for tail in tails]
-    return names

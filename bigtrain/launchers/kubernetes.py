@@ -1,4 +1,5 @@
-"""Manifests for Kubeflow Trainer: a ConfigMap with the run, a TrainingRuntime, a TrainJob. Pure.
+"""Manifests for Kubeflow Trainer: a ConfigMap with the run, a TrainingRuntime, a TrainJob, by the
+template ``kubernetes.yaml``.
 
 Written for trainer.kubeflow.org/v1alpha1 (kubeflow/trainer 8c0f505), whose torch policy gives the
 container ``node`` the PET_* variables that torchrun reads. The failure policy matches the messages
@@ -22,6 +23,7 @@ import yaml
 
 from bigtrain.errors import EXIT_STOPPED, EXIT_USER_ERROR, ConfigError, LaunchError, Problem
 from bigtrain.launchers.deepspeed_env import is_secret
+from bigtrain.launchers.templates import render
 from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config
 from bigtrain.settings.loading import find_config
 from bigtrain.settings.resolve import ResolvedRun, resolve_run_files
@@ -212,10 +214,11 @@ class KubernetesRequest:
 
 def render_manifests(request: KubernetesRequest) -> str:
     """Return the manifests as one YAML stream. Raise ConfigError with all problems."""
+    world_size = request.nodes * request.processes_per_node
     resolved = resolve_run_files(
         request.config,
         request.overrides,
-        request.nodes * request.processes_per_node,
+        world_size,
         request.deepspeed_config,
         "cuda" if request.gpus else "cpu",
     )
@@ -226,12 +229,42 @@ def render_manifests(request: KubernetesRequest) -> str:
     files = {"run.yaml": find_config(request.config).read_text(encoding="utf-8")}
     ds_config = find_deepspeed_config(resolved.config.engine.deepspeed_config)
     files["deepspeed.json"] = ds_config.read_text(encoding="utf-8")
-    documents = [
-        {**_head("v1", "ConfigMap", request, "-run"), "data": files},
-        {**_head(API, "TrainingRuntime", request, ""), "spec": _runtime(request, resolved)},
-        {**_head(API, "TrainJob", request, ""), "spec": _job(request)},
-    ]
+    text = render(
+        "kubernetes.yaml",
+        request=request,
+        api=API,
+        settings=_SETTINGS,
+        files=files,
+        arguments=[
+            *("--config", f"{_SETTINGS}/run.yaml"),
+            *("--deepspeed_config", f"{_SETTINGS}/deepspeed.json", *request.overrides),
+        ],
+        check=["bigtrain", "check", "--show", "output.directory", "--world-size", str(world_size)],
+        environment=environment_of(request.pod, _defaults(request)),
+        scheduling=placed(request.pod),
+        directory=resolved.config.output.directory,
+        liveness=liveness_command(resolved.config.output.directory, request.hang_minutes),
+        resources=_resources(request),
+        exit_stopped=EXIT_STOPPED,
+        exit_user_error=EXIT_USER_ERROR,
+    )
+    documents = list(yaml.safe_load_all(text))
+    [job] = documents[1]["spec"]["template"]["spec"]["replicatedJobs"]
+    pods = job["template"]["spec"]
+    pods["template"] = patched(pods["template"], request.pod.patch)
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False)
+
+
+def _defaults(request: KubernetesRequest) -> dict[str, str]:
+    variables = {"HF_HOME": f"{request.mount}/.hf"}
+    if request.cpus:  # torchrun's default is 1
+        variables["OMP_NUM_THREADS"] = str(max(1, request.cpus // request.processes_per_node))
+    return variables
+
+
+def _resources(request: KubernetesRequest) -> dict[str, str]:
+    wanted = {"cpu": request.cpus, "memory": request.memory, "nvidia.com/gpu": request.gpus}
+    return {name: str(value) for name, value in wanted.items() if value} | dict(request.rdma)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -248,150 +281,6 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _text)
-
-
-def _head(api: str, kind: str, request: KubernetesRequest, suffix: str) -> dict[str, Any]:
-    metadata: dict[str, Any] = {"name": f"{request.name}{suffix}"}
-    if request.namespace:
-        metadata["namespace"] = request.namespace
-    if request.queue and kind == "TrainJob":
-        metadata["labels"] = {"kueue.x-k8s.io/queue-name": request.queue}
-    return {"apiVersion": api, "kind": kind, "metadata": metadata}
-
-
-def _arguments(request: KubernetesRequest) -> list[str]:
-    files = ["--config", f"{_SETTINGS}/run.yaml", "--deepspeed_config"]
-    return [*files, f"{_SETTINGS}/deepspeed.json", *request.overrides]
-
-
-def _job(request: KubernetesRequest) -> dict[str, Any]:
-    resources: dict[str, Any] = {}
-    if request.cpus:
-        resources["cpu"] = str(request.cpus)
-    if request.memory:
-        resources["memory"] = request.memory
-    if request.gpus:
-        resources["nvidia.com/gpu"] = str(request.gpus)
-    resources |= request.rdma
-    trainer: dict[str, Any] = {
-        "image": request.image,
-        "numNodes": request.nodes,
-        "numProcPerNode": request.processes_per_node,
-        "command": ["python3", "-m", "bigtrain.launchers.agent"],
-        "args": ["bigtrain/train.py", *_arguments(request)],
-    }
-    if resources:
-        trainer["resourcesPerNode"] = {"requests": resources, "limits": resources}
-    reference = {"apiGroup": API.split("/")[0], "kind": "TrainingRuntime", "name": request.name}
-    return {"runtimeRef": reference, "trainer": trainer}
-
-
-def _runtime(request: KubernetesRequest, resolved: ResolvedRun) -> dict[str, Any]:
-    """Return the runtime: the pods' template, and the rules by which all pods restart."""
-    # Indices in the rules' patterns are those of `why_failed`.
-    restart = {
-        "maxRestarts": request.restarts,
-        "rules": [
-            # A pod was evicted, or its peers saved and stopped with it: this is not a failure of
-            # the run.
-            _rule("preempted", "RestartJobSetAndIgnoreMaxRestarts", "[01]"),
-            # A restart cannot fix an invalid configuration: container `check` below fails at the
-            # first start.
-            _rule("wrongrun", "FailJobSet", "2"),
-        ],
-    }
-    why_failed: list[dict[str, Any]] = [
-        {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        _exit_code("node", EXIT_STOPPED),
-        _exit_code("check", EXIT_USER_ERROR),
-    ]
-    labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    job = {
-        "metadata": {"labels": labels},
-        "spec": {
-            "backoffLimit": 0,  # a single pod cannot rejoin: all pods restart
-            "podFailurePolicy": {"rules": [{"action": "FailJob", **why} for why in why_failed]},
-            "template": patched({"spec": _pod(request, resolved)}, request.pod.patch),
-        },
-    }
-    replicated = [{"name": "node", "template": job}]
-    return {
-        "mlPolicy": {"numNodes": request.nodes, "torch": {}},
-        "template": {"spec": {"failurePolicy": restart, "replicatedJobs": replicated}},
-    }
-
-
-def _rule(name: str, action: str, indices: str) -> dict[str, Any]:
-    """Return a JobSet rule for failures matched by the podFailurePolicy's rules with these
-    `indices` (kubernetes 1.26 to 1.34)."""
-    return {
-        "name": name,
-        "action": action,
-        "onJobFailureReasons": ["PodFailurePolicy"],
-        "onJobFailureMessagePatterns": [f"matching FailJob rule at index {indices}$"],
-    }
-
-
-def _exit_code(container: str, code: int) -> dict[str, Any]:
-    return {"onExitCodes": {"containerName": container, "operator": "In", "values": [code]}}
-
-
-def _pod(request: KubernetesRequest, resolved: ResolvedRun) -> dict[str, Any]:
-    volumes = [
-        {"name": "data", "persistentVolumeClaim": {"claimName": request.claim}},
-        {"name": "run", "configMap": {"name": f"{request.name}-run"}},
-        # Gloo, NCCL and data loaders use it as shared memory; a container's default is 64 MiB.
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": request.shared_memory}},
-    ]
-    mounts = [
-        {"name": "data", "mountPath": request.mount},
-        {"name": "run", "mountPath": _SETTINGS, "readOnly": True},
-        {"name": "shm", "mountPath": "/dev/shm"},
-    ]
-    defaults = {"HF_HOME": f"{request.mount}/.hf"}
-    if request.cpus:  # torchrun's default is 1
-        defaults["OMP_NUM_THREADS"] = str(max(1, request.cpus // request.processes_per_node))
-    world_size = str(request.nodes * request.processes_per_node)
-    check = ["bigtrain", "check", "--show", "output.directory", "--world-size", world_size]
-    directory = resolved.config.output.directory
-    common = {
-        "image": request.image,
-        **environment_of(request.pod, defaults),
-        "volumeMounts": mounts,
-    }
-    # RDMA pins the memory that network cards read.
-    pins = {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}} if request.rdma else {}
-    return {
-        "restartPolicy": "Never",
-        # Counted from SIGTERM: `bigtrain.launchers.agent` forwards it and waits for the save.
-        "terminationGracePeriodSeconds": request.save_seconds,
-        # A new volume belongs to root, but the image does not run as root.
-        "securityContext": {
-            "fsGroup": request.pod.fs_group,
-            "fsGroupChangePolicy": "OnRootMismatch",
-        },
-        **placed(request.pod),
-        "initContainers": [{"name": "check", "command": [*check, *_arguments(request)], **common}],
-        "containers": [
-            {
-                "name": "node",
-                **common,
-                **pins,
-                "readinessProbe": {
-                    "exec": {"command": ["test", "-s", f"{directory}/log.txt"]},
-                    "periodSeconds": 30,
-                },
-                "livenessProbe": {
-                    "exec": {"command": liveness_command(directory, request.hang_minutes)},
-                    "periodSeconds": 60,
-                    "timeoutSeconds": 30,
-                    "failureThreshold": 3,
-                    "terminationGracePeriodSeconds": 30,  # a hung run does not save
-                },
-            }
-        ],
-        "volumes": volumes,
-    }
 
 
 def liveness_command(directory: str, minutes: int) -> list[str]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from bigtrain.errors import LaunchError
+from bigtrain.system.listening import try_port
 
 TIMEOUT_SECONDS = 1800.0
 SHOWN_CHARACTERS = 6000
@@ -28,12 +29,8 @@ def free_port() -> int:
     ports = range(_FIRST_PORT, _first_ephemeral_port())
     candidates = random.SystemRandom().sample(ports, min(_TRIES, len(ports)))
     for port in (*candidates, 0):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:  # in use
-                continue
-            return int(probe.getsockname()[1])
+        with suppress(OSError):  # in use
+            return try_port(port)
     raise LaunchError("this machine has no free port")
 
 

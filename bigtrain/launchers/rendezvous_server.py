@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 
-from bigtrain.system.listening import listen_where_reached
+from bigtrain.system.listening import listen_where_reached, try_port
 
 
 def serve(host: str, port: int, address: str | None = None) -> int:
@@ -25,9 +25,7 @@ def serve(host: str, port: int, address: str | None = None) -> int:
 
     here = socket.gethostname()
     try:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("", port))
+        try_port(port, held=True)
         bound = listen_where_reached(address or host, port)
         if bound is None and address is not None:
             raise OSError(f"{address} is not an address of this machine")

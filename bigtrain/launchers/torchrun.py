@@ -1,4 +1,5 @@
-"""Script for each node of an elastic run under torchrun: nodes may die, and others join. Pure.
+"""Script for each node of an elastic run under torchrun: nodes may die, and others join. It is the
+template ``torchrun.sh``.
 
 Its settings beyond torchrun's defaults (torch 2.13; tests/cluster/test_elastic.py):
 
@@ -19,61 +20,11 @@ from dataclasses import dataclass
 
 from bigtrain.errors import Problem
 from bigtrain.launchers.node_range import NodesRequest, node_range
+from bigtrain.launchers.templates import render
 from bigtrain.system.shipped_files import checkout
 
 _ENDPOINT = re.compile(r"(?P<host>[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]):(?P<port>[0-9]{1,5})")
 _HEARTBEATS = 3  # missed in a row before a node counts as dead
-
-_SCRIPT = """\
-#!/bin/bash
-# Trains {name} on {nodes} nodes under torchrun: nodes may die, rejoin, or be replaced.
-# Written by `bigtrain launch torchrun`. Start it on every node, also on one that joins later:
-#
-#   bash {file}
-#
-# {endpoint} is the rendezvous. The machine that serves it must stay up: a node of that name serves
-# it automatically; on a machine that is not one of the nodes, serve it before starting any node:
-#
-#   bash {file} serve
-#
-# After a run has ended, restart this server.
-
-set -u
-{setup}checkout={checkout}
-python={python}
-endpoint={endpoint}
-arguments=({arguments})
-
-fail() {{
-  echo "{file}: $*" >&2
-  exit 2
-}}
-cd {directory} || fail "the folder of this run must exist under the same path on every node"
-[ -f "$checkout/bigtrain/train.py" ] || fail "$checkout is not a checkout on this node"
-[ -x "$python" ] || fail "$python does not exist on this node"
-# DeepSpeed compiles its CPU operators with the ninja next to python.
-export PATH="${{python%/*}}:$PATH" PYTHONPATH="$checkout${{PYTHONPATH:+:$PYTHONPATH}}"
-
-if [ "${{1:-}}" = serve ]; then
-  exec "$python" -m bigtrain.launchers.rendezvous_server "$endpoint" "${{@:2}}"
-fi
-[ "$#" = 0 ] || fail "usage: no arguments, or: serve [ADDRESS]"
-command -v setpriv >/dev/null || fail "setpriv is missing: install util-linux"
-directory=$("$python" -m bigtrain.cli check --world-size {most_processes} \\
-  --show output.directory --config "${{arguments[@]}}") || exit 2
-echo "{file}: on $(hostname), run directory $directory"
-
-# Without it, a joining node gets the store address of an earlier round.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{threads}}}"
-# The ranks of an agent that dies are killed with it, so that the other nodes notice.
-exec "$python" -m bigtrain.launchers.agent \\
-  --nnodes={nnodes} --nproc-per-node={processes} --max-restarts={restarts} \\
-  --rdzv-backend=c10d --rdzv-endpoint="$endpoint" --rdzv-id={name} \\
-  --rdzv-conf={settings} \\
-  --monitor-interval=1 --no-python \\
-  setpriv --pdeathsig KILL "$python" -u "$checkout/bigtrain/train.py" --config "${{arguments[@]}}"
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +52,8 @@ def render_torchrun(request: TorchrunRequest) -> str:
     """Return the script for `request`. Raise ConfigError with all problems of it and its run."""
     request.check(_check_request(request), "the torchrun job")
     smallest, largest = node_range(request.nodes)
-    return _SCRIPT.format(
+    return render(
+        "torchrun.sh",
         name=request.name,
         nodes=request.nodes.replace("-", " to "),
         file=request.file,

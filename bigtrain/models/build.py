@@ -186,8 +186,10 @@ def _construct(
         with torch.random.fork_rng(devices=[]), no_init_weights(), partitioning.construct():
             # Few constructors draw numbers themselves; `_init_weights` does nearly all of it.
             torch.manual_seed(seed)
+            # transformers chooses if it gets None.
+            attention = None if section.attention == "auto" else section.attention
             model = AutoModelForCausalLM.from_config(
-                hf_config, dtype=dtype, attn_implementation=_implementation(section.attention)
+                hf_config, dtype=dtype, attn_implementation=attention
             )
     except (ValueError, ImportError) as error:
         key = "model.config" if section.path is None else f"model.path = {section.path!r}"
@@ -207,11 +209,6 @@ def _widen_buffers(model: PreTrainedModel) -> None:
         if name in stored and buffer.is_floating_point() and buffer.itemsize < 4:
             prefix, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(prefix), leaf, buffer.float())
-
-
-def _implementation(attention: str) -> str | None:
-    """For transformers, which chooses if it gets None."""
-    return None if attention == "auto" else attention
 
 
 def _why_not_built(key: str, attention: str, error: Exception) -> str:

@@ -12,10 +12,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+)
 from transformers.utils import cached_file
 
-from bigtrain.errors import ModelError, first_line
+from bigtrain.errors import ModelError, first_line, one_line
+from bigtrain.settings.extensions import import_named
 from bigtrain.settings.hf_config_keys import not_causal
 from bigtrain.system.storage.copies import local_path
 
@@ -32,6 +39,8 @@ class ConfigurationSource(Protocol):
     def config(self) -> str | dict[str, Any] | None: ...
     @property
     def overrides(self) -> dict[str, Any]: ...
+    @property
+    def type(self) -> str | None: ...
 
 
 def load_hf_config(section: ConfigurationSource) -> PreTrainedConfig:
@@ -41,9 +50,16 @@ def load_hf_config(section: ConfigurationSource) -> PreTrainedConfig:
     Raises ModelError for a name that does not exist, a model type that transformers does not know,
     a key that the configuration class does not have, or values it refuses.
     """
+    own_type = None if section.type is None else register_model(section.type)
     if isinstance(section.config, dict):
         values = {**section.config, **section.overrides}
-        return _from_values(values.pop("model_type"), values)
+        model_type = values.pop("model_type", own_type)
+        if own_type is not None and model_type != own_type:
+            raise ModelError(
+                f"model.config.model_type = {model_type!r}: the type of {section.type} is "
+                f"{own_type!r} -> omit model_type"
+            )
+        return _from_values(model_type, values)
     source = section.path if section.path is not None else section.config
     assert source is not None
     key = "model.path" if section.path is not None else "model.config"
@@ -56,7 +72,7 @@ def load_hf_config(section: ConfigurationSource) -> PreTrainedConfig:
     except Exception as error:  # validators raise classes that huggingface_hub does not export
         raise ModelError(
             f"{key} = {source!r}: transformers refuses its config.json: "
-            f"{' '.join(str(error).split())} -> correct the file"
+            f"{one_line(error, None)} -> correct the file"
         ) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         if hasattr(config, "auto_map"):
@@ -75,6 +91,28 @@ def load_hf_config(section: ConfigurationSource) -> PreTrainedConfig:
         _check_keys(type(config), section.overrides, "model.overrides")
         return _build(type(config), values, "model.overrides")
     return config
+
+
+def register_model(name: str) -> str:
+    """Let transformers build the model class of the user that `name` (``package.module:Class``)
+    means; return its model type. Raises ConfigError if it cannot be imported, ModelError for a
+    model type that another class has."""
+    kind = import_named("model.type", name)
+    config_class = kind.config_class
+    model_type = str(config_class.model_type)
+    # Again for a class of the same name, which a notebook has defined again.
+    known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else config_class
+    if (known.__module__, known.__qualname__) != (
+        config_class.__module__,
+        config_class.__qualname__,
+    ):
+        raise ModelError(
+            f"model.type = {name!r}: its model_type {model_type!r} is that of "
+            f"{known.__module__}.{known.__qualname__} -> choose another one"
+        )
+    AutoConfig.register(model_type, config_class, exist_ok=True)
+    AutoModelForCausalLM.register(config_class, kind, exist_ok=True)
+    return model_type
 
 
 def save_configuration(
@@ -129,7 +167,7 @@ def _build(
     # transformers wraps its validators' errors in classes of huggingface_hub that it does not
     # export; they all come from the values given here.
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error, None)
         raise ModelError(
             f"{key}: {config_class.__name__} refuses these values: {reason}"
         ) from error

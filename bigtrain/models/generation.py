@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-from bigtrain.errors import ModelError
+from bigtrain.errors import ModelError, one_line
 from bigtrain.models.export.verified import end_of_turn_ids
 from bigtrain.models.layers.adapters import quiet_bitsandbytes
 from bigtrain.models.parallel.grouped_experts import fit_experts
@@ -160,7 +160,7 @@ def _load(factory: Any, model: str, **options: Any) -> Any:
     except (OSError, ValueError, SafetensorError) as error:
         what = _not_found(model)
         if Path(model).is_dir():
-            what = _not_a_model(Path(model)) or " ".join(str(error).split())
+            what = _not_a_model(Path(model)) or one_line(error, None)
         raise ModelError(f"--model = {model!r}: cannot be loaded: {what}") from error
 
 

@@ -17,7 +17,11 @@ from transformers import PreTrainedModel, masking_utils
 from transformers.distributed.parallel_utils import _get_parameter_plan
 from transformers.integrations import moe
 from transformers.utils import output_capturing
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar
+from transformers.utils.logging import (
+    disable_progress_bar,
+    enable_progress_bar,
+    is_progress_bar_enabled,
+)
 
 from bigtrain.models.torch_patches import shadowed
 
@@ -95,12 +99,14 @@ def only_errors(logger: str) -> Iterator[None]:
 
 @contextmanager
 def without_progress() -> Iterator[None]:
-    """Hide transformers' progress bars inside."""
+    """Hide transformers' progress bars inside; may be nested."""
+    shown = is_progress_bar_enabled()
     disable_progress_bar()
     try:
         yield
     finally:
-        enable_progress_bar()
+        if shown:
+            enable_progress_bar()
 
 
 # --- parallelism ---

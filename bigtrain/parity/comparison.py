@@ -19,7 +19,6 @@ from bigtrain.models.equivalence.trial import (
     worst,
 )
 from bigtrain.parity.reference import TrainingTrace
-from bigtrain.parity.topologies import Point
 
 LOSS_TOLERANCE = 1e-5
 """Tolerance of the loss in nats, at every step; float32 rounding is a tenth of it."""
@@ -52,7 +51,6 @@ class Verdict:
     """Result of one topology: the worst difference of each kind, and where the first arises. crash:
     the first line of the error with which it ended; then nothing was compared."""
 
-    point: Point
     loss: float = math.inf
     norm: float = math.inf
     weight: float = math.inf
@@ -72,7 +70,6 @@ class Verdict:
 
 
 def compare(
-    point: Point,
     references: Sequence[TrainingTrace],
     found: TrainingTrace,
     reordered: Sequence[TrainingTrace] = (),
@@ -90,7 +87,7 @@ def compare(
         apart, allowed = _weight_distances(reference, found), _rounding(reference, reordered)
         name = worst(apart, allowed)
         weight, limits = apart[name], replace(limits, weight=allowed[name])
-    verdict = Verdict(point, loss, norm, weight, limits)
+    verdict = Verdict(loss, norm, weight, limits)
     if verdict.passed:
         return verdict
     return replace(verdict, where=_first_difference(reference, found, limits))

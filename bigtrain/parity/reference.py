@@ -30,7 +30,6 @@ from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 
 _IGNORED = -100
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PARTS = (2, 3, 4)
 _DIVISIONS = 8
 """Reference runs in 16 bit; four give too low a limit (tests/parity/plain.py)."""
@@ -91,7 +90,7 @@ def _train(
     config: RunConfig, chunks: Sequence[Sequence[torch.Tensor]], sum_dtype: torch.dtype | None
 ) -> TrainingTrace:
     """Train. chunks: the samples of each micro-batch of each step."""
-    section, dtype = config.model, _DTYPES[config.precision.dtype]
+    section, dtype = config.model, getattr(torch, config.precision.dtype)
     assert section.path is not None
     attention = None if section.attention == "auto" else section.attention
     model: Any = AutoModelForCausalLM.from_pretrained(
@@ -120,7 +119,7 @@ def _train(
     with torch.no_grad():
         model.eval()
         (batch,) = micro_batches(config, plan, 0, 0)
-        figures.layers = layer_outputs(model, lambda: _logits(model, batch))
+        figures.layers = layer_outputs(model, lambda: _outputs(model, batch)[1])
     model.train()
     for step in range(STEPS):
         (batch,) = micro_batches(config, plan, step, 0)
@@ -195,10 +194,6 @@ def _backward(
     for name, master in masters.items():
         master.grad = sums[name].float() if name in sums else None
     return total / num_targets
-
-
-def _logits(model: Any, batch: MicroBatch) -> torch.Tensor:
-    return _outputs(model, batch)[1]
 
 
 def _outputs(model: Any, batch: MicroBatch) -> tuple[list[Any], torch.Tensor]:

@@ -53,7 +53,7 @@ def run_parity(
         all_points = points(proxy, world_size)
         for point in all_points:
             if point.is_wrong:
-                report(point, Verdict(point, crash=f"different auxiliary loss: {point.refusal}"))
+                report(point, Verdict(crash=f"different auxiliary loss: {point.refusal}"))
             elif point.refusal is not None:
                 report(point, None)
         legal = [point for point in all_points if point.refusal is None]
@@ -65,9 +65,9 @@ def run_parity(
         passed = not any(point.is_wrong for point in all_points)
         for point, result in train_points(legal, world_size, directory):
             if isinstance(result, str):
-                verdict = Verdict(point, crash=result)
+                verdict = Verdict(crash=result)
             else:
-                verdict = compare(point, references[point.name], result, reordered[point.name])
+                verdict = compare(references[point.name], result, reordered[point.name])
             report(point, verdict)
             passed = passed and verdict.passed
         return passed

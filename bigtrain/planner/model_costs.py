@@ -13,7 +13,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+from pydantic import TypeAdapter
 
 BLOCK_SIZE = 64
 """Weights in 4 bits that share a scale; bitsandbytes' default, the only size in transformers."""
@@ -215,22 +217,9 @@ class ModelCosts:
 
     @staticmethod
     def from_json(tree: Mapping[str, Any]) -> ModelCosts:
-        """Read the output of `to_json`. Raise KeyError or TypeError if it is invalid."""
-        kinds = []
-        for kind in tree["kinds"]:
-            products = {
-                name: tuple(Matmul(**matmul) for matmul in kind[name])
-                for name in ("matmuls", "adapters")
-            }
-            attention = kind["attention"] and Attention(**kind["attention"])
-            parts = {
-                "packed": QuantizedWeights(**kind["packed"]),
-                "others": ExtraAdapterParameters(**kind["others"]),
-            }
-            kinds.append(LayerCosts(**{**kind, **products, **parts, "attention": attention}))
-        outside = ExtraAdapterParameters(**tree["others_outside"])
-        own = {"kinds": tuple(kinds), "layers": tuple(tree["layers"]), "others_outside": outside}
-        return ModelCosts(**{**tree, **own})
+        """Read the output of `to_json`. Raise ValueError if it is invalid."""
+        costs: ModelCosts = _reader(ModelCosts).validate_python(tree)
+        return costs
 
 
 @dataclass(frozen=True)
@@ -249,11 +238,17 @@ class AdapterCosts:
 
     @staticmethod
     def from_json(tree: dict[str, Any]) -> AdapterCosts:
-        """Read the output of `to_json`. Raise KeyError or TypeError if it is invalid."""
-        products = tuple(tuple(Matmul(**m) for m in layer) for layer in tree["products"])
-        packed = tuple(QuantizedWeights(**layer) for layer in tree["packed"])
-        others = tuple(ExtraAdapterParameters(**layer) for layer in tree["others"])
-        return AdapterCosts(products, others, ExtraAdapterParameters(**tree["outside"]), packed)
+        """Read the output of `to_json`. Raise ValueError if it is invalid."""
+        costs: AdapterCosts = _reader(AdapterCosts).validate_python(tree)
+        return costs
+
+
+_Costs = TypeVar("_Costs", ModelCosts, AdapterCosts)
+
+
+@functools.cache
+def _reader(kind: type[_Costs]) -> TypeAdapter[_Costs]:
+    return TypeAdapter(kind)
 
 
 def adapter_of(product: Matmul, rank: int) -> tuple[Matmul, Matmul]:

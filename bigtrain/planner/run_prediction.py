@@ -20,6 +20,7 @@ from bigtrain.settings.deepspeed.engine_config import offload_device
 from bigtrain.settings.deepspeed.keys import value_at
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.settings.run_config import OptimizerSection
+from bigtrain.settings.sections.model import chunk_tokens
 from bigtrain.system.units import DTYPE_BYTES, GIB
 
 PREDICTION = "prediction.json"
@@ -139,7 +140,7 @@ def layout_of(run: ResolvedRun, loss_chunk_tokens: int | None = None) -> Layout:
     return Layout(
         **topology.degrees(),
         zero_stage=run.engine.zero_stage,
-        micro_batch_size=run.plan.micro_batch_size,
+        micro_batch_size=run.plan.micro_batch_size * run.plan.rows_per_sample,
         num_accumulation=run.plan.accumulation,
         sequence_length=config.batch.sequence_length,
         recompute=recompute,
@@ -165,15 +166,6 @@ def optimizer_costs(section: OptimizerSection) -> OptimizerCosts:
         2 if section.muon.ns_dtype == "bfloat16" else 4,
         section.muon.ns_steps,
     )
-
-
-LOGITS_BYTES = 256 * 2**20
-"""Float32 logits above which `model.loss: auto` computes them in chunks (`loss_chunk_tokens`)."""
-
-
-def chunk_tokens(vocabulary_size: int, loss_chunk_tokens: int | None) -> int:
-    """Return the tokens of a chunk of the loss, by the rule of a run."""
-    return loss_chunk_tokens or max(1, LOGITS_BYTES // (4 * vocabulary_size))
 
 
 def auto_loss_chunk(

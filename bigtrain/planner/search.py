@@ -17,13 +17,14 @@ from typing import Any
 from bigtrain.planner.layout import ADAMW, Layout, OptimizerCosts, Recompute
 from bigtrain.planner.memory import MARGIN, MEMORY_ERROR, MemoryUse, peak_memory, usable_memory
 from bigtrain.planner.model_costs import ModelCosts
-from bigtrain.planner.run_prediction import auto_loss_chunk, chunk_tokens
+from bigtrain.planner.run_prediction import auto_loss_chunk
 from bigtrain.planner.step_time import StepTime, step_time
 from bigtrain.planner.tables.engines import Engine
 from bigtrain.planner.tables.hardware import Device
 from bigtrain.settings.compatibility.check import is_violated
 from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.degrees import Degrees, ModelDegrees
+from bigtrain.settings.sections.model import chunk_tokens
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,14 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bigtrain.errors import ConfigError, LaunchError
+from bigtrain.errors import ConfigError, LaunchError, Problem
 from bigtrain.run.output_directory import check_output
 from bigtrain.settings.accelerate import AccelerateSettings, read_accelerate
 from bigtrain.settings.compatibility.facts import Device
+from bigtrain.settings.extensions import check_callback, check_samples
 from bigtrain.settings.hf_config_keys import missing_model
 from bigtrain.settings.loading import load_run_config, parse_run_config
 from bigtrain.settings.resolve import ResolvedRun, resolve_run, resolve_run_files
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.sections.extensions import GIVEN
 from bigtrain.system.stop_signals import StopSignals
 from bigtrain.system.world import World, read_world
 
@@ -139,13 +142,24 @@ def resolve(
 
 
 def train_run(
-    config: Config, *overrides: str, deepspeed_config: str | Path | None = None
+    config: Config,
+    *overrides: str,
+    deepspeed_config: str | Path | None = None,
+    model: type | None = None,
+    data: object = None,
+    callbacks: Sequence[object] = (),
 ) -> TrainingResult:
     """Train a run in this process to its last step, from its newest checkpoint if there is one.
 
     One rank in a plain process; under a launcher (deepspeed, torchrun, accelerate) its ranks, and
     then collective: every rank calls it with the same arguments. It does the same as ``train.py``,
     and writes the same files into ``output.directory``.
+
+    model: a PreTrainedModel class of yours, as ``model.type`` names it.
+    data: training data: a directory of shards, or a dataset of them; or an object with ``__len__``
+    and ``__getitem__`` whose items are samples, with the tokenizer of the run's ``data.path``.
+    callbacks: objects with methods of a callback (docs/howto/extend.md), called after those of the
+    run; the run directory does not record them.
 
     Ctrl-C (an interrupted notebook cell), SIGTERM and SIGUSR1 end the run after a saved
     step, and the result reports it; before the first step and during the export Ctrl-C raises
@@ -154,8 +168,13 @@ def train_run(
     the run YAML's ``watchdog``.
 
     Raises ConfigError, DataError, ModelError, CheckpointError, OutputError, TrainingError,
-    LaunchError: all of them are BigtrainError.
+    ExtensionError, LaunchError: all of them are BigtrainError.
     """
+    _check_callbacks(callbacks)
+    if model is not None:
+        overrides = (*overrides, f"model.type={_name_of(model)}")
+    samples, more = _samples_of(data)
+    overrides = (*overrides, *more)
     world = read_world(os.environ)
     run = resolve(
         config, overrides, world.size, deepspeed_config, accelerate=read_accelerate(os.environ)
@@ -164,7 +183,7 @@ def train_run(
     import torch
 
     with torch.random.fork_rng(devices=[]), StopSignals(interrupts=True) as heard:
-        return train_resolved(run, world, heard)
+        return train_resolved(run, world, heard, callbacks=callbacks, samples=samples)
 
 
 def train_resolved(
@@ -172,10 +191,14 @@ def train_resolved(
     world: World,
     signals: StopSignals,
     importing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    *,
+    callbacks: Sequence[object] = (),
+    samples: object = None,
 ) -> TrainingResult:
     """Train `run` as a rank of `world`. Collective over all of them.
 
     `signals`: the handlers of this process. `importing`: context for importing large libraries.
+    `callbacks`, `samples`: of the calling program.
     """
     # Imported here, so that an invalid configuration is refused before torch is imported, and
     # invalid inputs before DeepSpeed, which probes devices and prints on import.
@@ -188,7 +211,7 @@ def train_resolved(
     refuse_for_device(run.config, world.size)
     with importing():  # the model's libraries
         # One rank of each host compares the sizes of the shards' files; the others read the list.
-        inputs = inspect_inputs(run, "sizes" if world.local_rank == 0 else "listed")
+        inputs = inspect_inputs(run, "sizes" if world.local_rank == 0 else "listed", samples)
         run, counted = with_steps(run, inputs.datasets)
         inputs = replace(inputs, notes=(*counted, *inputs.notes))
         if world.local_rank == 0:
@@ -199,7 +222,50 @@ def train_resolved(
         with import_log(shown=run.config.logging.deepspeed == "shown") as said:
             from bigtrain.run.training import train_inputs
 
-    return train_inputs(run, inputs, world, signals, said)
+    return train_inputs(run, inputs, world, signals, said, callbacks)
+
+
+def _name_of(model: object) -> str:
+    """Return the name by which `model`, an argument of `train_run`, can be imported. Raises
+    ConfigError for what is not a class, and for a class inside a function."""
+    name = getattr(model, "__qualname__", repr(model))
+    if not isinstance(model, type):
+        rule, remedy = "is not a class", "a PreTrainedModel class; its settings go to model.config"
+    elif "<locals>" in name:
+        rule, remedy = (
+            "is defined inside a function",
+            "define it at the top of a module or notebook",
+        )
+    else:
+        return f"{model.__module__}:{name}"
+    raise ConfigError(Problem("model", name, rule, remedy), "the arguments of train_run")
+
+
+def _samples_of(data: object) -> tuple[object, tuple[str, ...]]:
+    """Return the source of samples that `data`, an argument of `train_run`, is, and the settings
+    for it. Raises ConfigError for what is not data."""
+    if data is None:
+        return None, ()
+    path = data if isinstance(data, str | Path) else getattr(data, "path", None)
+    if (isinstance(path, Path) and hasattr(data, "table")) or isinstance(data, str | Path):
+        return None, (f"data.path={json.dumps(str(path))}", "data.sources=[]")
+    if problems := check_samples("data", type(data).__name__, data):
+        raise ConfigError(problems, "the arguments of train_run")
+    return data, (f"data.samples.type={GIVEN}",)
+
+
+def _check_callbacks(callbacks: Sequence[object]) -> None:
+    """Raise ConfigError for objects that are not callbacks."""
+    problems: list[Problem] = []
+    for number, callback in enumerate(callbacks):
+        key = f"callbacks[{number}]"
+        if isinstance(callback, type):
+            rule = "is a class, not an object of it"
+            problems.append(Problem(key, callback.__name__, rule, f"{callback.__name__}(...)"))
+        else:
+            problems += check_callback(key, type(callback).__name__, callback)
+    if problems:
+        raise ConfigError(problems, "the arguments of train_run")
 
 
 def _refuse_other_group() -> None:

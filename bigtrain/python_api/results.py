@@ -273,14 +273,9 @@ def verify_run(run: str | Path, step: int | None = None) -> dict[int, str | None
 
     step: of one checkpoint (default: all of them). Raises CheckpointError if there is none.
     """
-    return dict(verified_checkpoints(run, step))
-
-
-def verified_checkpoints(run: str | Path, step: int | None) -> Iterator[tuple[int, str | None]]:
-    """Yield the results of `verify_run` one by one."""
     from bigtrain.run.checkpointing.listing import verify_checkpoints
 
-    return verify_checkpoints(Path(run), step)
+    return dict(verify_checkpoints(Path(run), step))
 
 
 def verify_model(directory: str | Path) -> int:

@@ -3,7 +3,7 @@
 Columns are base64 of little-endian numbers, which a browser decodes into typed arrays: a million
 logged steps are a few megabytes. Values are float32, steps float64.
 
-Curves as a table of numbers, also for screen readers.
+The table of curve values is also for screen readers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import base64
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -249,41 +248,25 @@ def _entries(run: Run, prefix: str, figure: Callable[[Bucketed], float]) -> dict
     }
 
 
-_HEADS = ("Curve", "First", "Last", "Least", "Greatest", "Mean")
-
-
-def curves_html(runs: Sequence[Run]) -> str:
-    """Return a row for each curve of each run: first and last value, extremes and mean."""
-    rows = [
+def curve_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Return each curve of each run: its label, first and last value, extremes and mean."""
+    return [
         _row(run.name if len(runs) > 1 else "", chart, name, reduced_of(chart, run).series[name])
         for chart in CHARTS
         for run in runs
         for name in names_of(chart, run)
     ]
-    if not rows:
-        return ""
-    heads = "".join(f'<th scope="col">{head}</th>' for head in _HEADS)
-    return (
-        f"<details><summary>Curve values <small>{len(rows)} curves</small></summary>"
-        f'<div class="scroll"><table class="numbers"><thead><tr>{heads}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div></details>"
-    )
 
 
-def _row(run: str, chart: Chart, name: str, series: Bucketed) -> str:
+def _row(run: str, chart: Chart, name: str, series: Bucketed) -> tuple[str, list[str]]:
     entry = _entry(chart, name).removesuffix("_seconds")
     words = [run, chart.title, entry]
     label = ": ".join(word for word in words if word) + (f", {chart.unit}" if chart.unit else "")
     known = series.mean[~np.isnan(series.mean)]
-    figures = (
-        known[0],
-        known[-1],
-        np.nanmin(series.minimum),
-        np.nanmax(series.maximum),
-        known.mean(),
-    )
-    cells = "".join(f"<td>{_figure(float(value) * chart.scale)}</td>" for value in figures)
-    return f'<tr><th scope="row">{escape(label)}</th>{cells}</tr>'
+    ends = np.nanmin(series.minimum), np.nanmax(series.maximum)
+    return label, [
+        _figure(float(value) * chart.scale) for value in (known[0], known[-1], *ends, known.mean())
+    ]
 
 
 def _entry(chart: Chart, name: str) -> str:

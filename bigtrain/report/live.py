@@ -8,10 +8,10 @@ was truncated or the buckets became wider.
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -22,6 +22,7 @@ from bigtrain.report.marks import marks_of
 from bigtrain.report.metrics_file import TABLES
 from bigtrain.report.page import page_html, sections_html
 from bigtrain.report.run_files import Run
+from bigtrain.system.listening import try_port
 
 ADDRESS = "127.0.0.1"
 POLL_SECONDS = 2.0
@@ -169,10 +170,6 @@ def _free_port(taken: int) -> int | None:
     after: range = range(max(taken + 1, 1024), min(taken + _PORTS_TRIED, 65535) + 1)
     before = range(min(taken, 65536) - 1, max(taken - _PORTS_TRIED, 1024) - 1, -1)
     for port in (*after, *before):
-        with socket.socket() as probe:
-            try:
-                probe.bind((ADDRESS, port))
-            except OSError:
-                continue
-            return int(port)
+        with suppress(OSError):
+            return try_port(port, ADDRESS)
     return None

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bigtrain.errors import DataError
+from bigtrain.errors import DataError, one_line
 from bigtrain.report.metrics_file import MetricsFile
 from bigtrain.report.reduction import MAX_BUCKETS
 
@@ -117,7 +117,7 @@ def _object(path: Path, notes: list[str], needed: bool = True) -> dict[str, Any]
             notes.append(f"{path.name} is missing.")
         return None
     except (OSError, ValueError, RecursionError) as error:
-        notes.append(f"{path.name} cannot be read: {' '.join(str(error).split())}.")
+        notes.append(f"{path.name} cannot be read: {one_line(error, None)}.")
         return None
     if not isinstance(value, dict):
         notes.append(f"{path.name} is not a JSON object.")

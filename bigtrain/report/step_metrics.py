@@ -1,6 +1,6 @@
 """Metrics of a logged optimizer step: one row each, read by the run, the report and the docs.
 
-A new metric is a `number` in `StepMetrics` and its value in `bigtrain.run.loop._log_step`. From the
+A new metric is a `number` in `StepMetrics` and its value in `bigtrain.run.loop._measure`. From the
 row follow its place in ``metrics.jsonl``, the trackers, a chart of its own on the report (unless
 `bigtrain.report.charts` draws it with others) and `docs/reference/metrics.md`.
 """
@@ -115,8 +115,9 @@ class StepMetrics:
 
     step: int = position("optimizer steps done, from 1")
     loss: float = number(
-        "mean over the target tokens of the steps since the last logged one, or since the run "
-        "resumed from a checkpoint, without skipped updates",
+        "mean over the target tokens (rows or pairs, if these are the objective's unit) of the "
+        "steps since the last logged one, or since the run resumed from a checkpoint, without "
+        "skipped updates",
         "nats per token",
     )
     lr: float = number("learning rate of this step")
@@ -163,6 +164,12 @@ class StepMetrics:
     optimizer_exchange: Mapping[str, float] | None = entries(
         "with Muon, `sent_bytes` that a rank sent to gather matrices and return their updates, of "
         "the logged step only (0 if its update was skipped), mean over all ranks"
+    )
+
+    recorded: Mapping[str, float] | None = entries(
+        "by name, the metrics that code of yours recorded (`bigtrain.record`) since the last "
+        "logged step, joined over these steps and all ranks by the reduction of each: mean, sum, "
+        "max or min"
     )
 
     def line(self) -> dict[str, Any]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
+
+from bigtrain.report.templates import section
 
 _MOST_RANKS = 64
 """Maximum number of ranks drawn one by one; also for one replica."""
 _AXES = ("data", "pipeline", "sequence", "tensor")
 _CELL = (74, 44)
+"""Width and height of a rank; `sections.html` draws it."""
 _GAP = 6
 _COLUMNS = 4
 
@@ -78,27 +80,24 @@ def _hosts(value: Any, world_size: int) -> dict[str, list[int]]:
 def topology_html(environment: Mapping[str, Any] | None) -> str:
     """Return a sentence and the drawing."""
     layout = layout_of(environment)
+    values: dict[str, Any] = {"axes": [], "drawings": [], "large": None, "hosts": None}
     if layout is None:
-        return "<p>environment.json does not record the ranks.</p>"
-    parts = [f"<p>{escape(_sentence(layout))}</p>"]
+        sentence = "environment.json does not record the ranks."
+        return section("topology", sentence=sentence, **values)
+    values["axes"] = layout.axes
     if layout.world_size <= _MOST_RANKS:
         hosts = layout.hosts or {"": range(layout.world_size)}
-        parts.append(
-            _drawings(layout, [_drawing(layout, name, ranks) for name, ranks in hosts.items()])
-        )
-        return "".join(parts)
+        values["drawings"] = [_drawing(layout, name, ranks) for name, ranks in hosts.items()]
+        return section("topology", sentence=_sentence(layout), **values)
     replica = [r for r in range(layout.world_size) if layout.coordinates(r)["data"] == 0]
     copies = layout.sizes["data"]
     if 1 < len(replica) <= _MOST_RANKS:
         title = f"one of {copies:,} replicas" if copies > 1 else "the model"
-        parts.append(_drawings(layout, [_drawing(layout, title, replica)]))
+        values["drawings"] = [_drawing(layout, title, replica)]
     elif len(replica) > _MOST_RANKS:
-        parts.append(
-            f"<p>A replica is {len(replica):,} ranks, too many to draw one by one: "
-            f"{escape(_degrees(layout, without='data'))}.</p>"
-        )
-    parts.append(_hosts_html(layout))
-    return "".join(parts)
+        values["large"] = len(replica), _degrees(layout, without="data")
+    values["hosts"] = [(name, _spans(ranks)) for name, ranks in layout.hosts.items()]
+    return section("topology", sentence=_sentence(layout), **values)
 
 
 def _sentence(layout: Layout) -> str:
@@ -119,46 +118,33 @@ def _degrees(layout: Layout, without: str = "") -> str:
     return " x ".join(f"{layout.sizes[axis]:,} {axis}-parallel" for axis in axes)
 
 
-def _drawings(layout: Layout, drawings: list[str]) -> str:
-    axes = ", ".join(f"{axis[0]} {axis}" for axis in layout.axes)
-    colour = "; the colour is the pipeline stage" if "pipeline" in layout.axes else ""
-    legend = f'<p class="about">Each cell shows the rank and its coordinates ({axes}){colour}.</p>'
-    legend = legend if axes else ""
-    return f'{legend}<div class="topology">{"".join(drawings)}</div>'
-
-
-def _drawing(layout: Layout, title: str, ranks: Sequence[int]) -> str:
-    """Draw one host, or one replica: a cell for each rank, coloured by pipeline stage."""
+def _drawing(layout: Layout, title: str, ranks: Sequence[int]) -> dict[str, Any]:
+    """Return one host, or one replica: a cell for each rank, coloured by pipeline stage."""
     columns = min(len(ranks), _columns(layout))
     rows = -(-len(ranks) // columns)
     top = 26 if title else 6
     width = columns * (_CELL[0] + _GAP) + _GAP
-    height = top + rows * (_CELL[1] + _GAP)
-    label = f"{title or 'the run'}: ranks {ranks[0]} to {ranks[-1]}"
-    parts = [
-        f'<svg viewBox="0 0 {width} {height}" style="width:{width}px" role="img" '
-        f'aria-label="{escape(label)}"><rect class="host" x="0.5" y="0.5" width="{width - 1}" '
-        f'height="{height - 1}" rx="6"/>'
-    ]
-    if title:
-        shown = title if len(title) <= width // 8 else f"{title[: width // 8 - 1]}…"
-        parts.append(f'<text class="name" x="{_GAP + 2}" y="18">{escape(shown)}</text>')
+    cells = []
     for number, rank in enumerate(ranks):
         row, column = divmod(number, columns)
-        x = _GAP + column * (_CELL[0] + _GAP)
-        y = top + row * (_CELL[1] + _GAP)
         coordinates = layout.coordinates(rank)
-        stage = coordinates["pipeline"] % 8
-        words = ", ".join(f"{axis} {coordinates[axis]}" for axis in layout.axes)
-        short = " ".join(f"{axis[0]}{coordinates[axis]}" for axis in layout.axes)
-        parts.append(
-            f"<g><title>rank {rank}{': ' if words else ''}{escape(words)}</title>"
-            f'<rect class="rank stage-{stage}" x="{x}" y="{y}" width="{_CELL[0]}" '
-            f'height="{_CELL[1]}" rx="4"/>'
-            f'<text class="number" x="{x + _CELL[0] / 2}" y="{y + 18}">{rank}</text>'
-            f'<text class="place" x="{x + _CELL[0] / 2}" y="{y + 34}">{escape(short)}</text></g>'
+        cells.append(
+            {
+                "rank": rank,
+                "x": _GAP + column * (_CELL[0] + _GAP),
+                "y": top + row * (_CELL[1] + _GAP),
+                "stage": coordinates["pipeline"] % 8,
+                "words": ", ".join(f"{axis} {coordinates[axis]}" for axis in layout.axes),
+                "short": " ".join(f"{axis[0]}{coordinates[axis]}" for axis in layout.axes),
+            }
         )
-    return "".join([*parts, "</svg>"])
+    return {
+        "title": title if len(title) <= width // 8 else f"{title[: width // 8 - 1]}…",
+        "label": f"{title or 'the run'}: ranks {ranks[0]} to {ranks[-1]}",
+        "width": width,
+        "height": top + rows * (_CELL[1] + _GAP),
+        "cells": cells,
+    }
 
 
 def _columns(layout: Layout) -> int:
@@ -166,20 +152,6 @@ def _columns(layout: Layout) -> int:
     screen."""
     innermost = layout.sizes[layout.order[-1]]
     return innermost if 1 < innermost <= _COLUMNS else _COLUMNS
-
-
-def _hosts_html(layout: Layout) -> str:
-    if not layout.hosts:
-        return "<p>The hosts of the ranks were not recorded.</p>"
-    rows = [
-        f"<tr><td>{escape(name)}</td><td>{_spans(ranks)}</td></tr>"
-        for name, ranks in layout.hosts.items()
-    ]
-    return (
-        f"<details><summary>{len(rows):,} hosts and their ranks</summary>"
-        '<div class="scroll"><table><thead><tr><th scope="col">Host</th><th scope="col">Ranks</th>'
-        f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div></details>"
-    )
 
 
 def _spans(ranks: Sequence[int]) -> str:

@@ -35,7 +35,8 @@ from bigtrain.system.text_record import TextRecord
 
 class Evaluator:
     """Evaluator of the model of `engine`. All methods except `is_due` are collective over all
-    ranks, and leave the state of training as it is: every step reseeds the random generators."""
+    ranks, and leave the state of training as it is: every step reseeds the random generators.
+    held_out: the sets that it measures."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class Evaluator:
         """Tokenize prompts and load tasks. Raises ConfigError on every rank if that fails."""
         self._context, self._log = context, log
         self._engine = engine
-        self._held_out = held_out
+        self.held_out = held_out
         self._section = context.config.evaluation
         model = LiveModel(engine)
         self._prompts = Prompts(context, log, inputs, model) if self._section.prompts else None
@@ -69,7 +70,7 @@ class Evaluator:
         held_out: HeldOutResult | None = None
         figures: dict[str, float] = {}
         if last or state.is_multiple_of(self._section.every_steps):
-            held_out = measure(self._engine, self._held_out)
+            held_out = measure(self._engine, self.held_out)
             figures |= {} if held_out is None else held_out.figures()
             if self._prompts is not None:
                 self._prompts.log(state.step)
@@ -124,7 +125,8 @@ class HeldOutResult:
 
 
 def _figures(one: HeldOutLoss, suffix: str) -> dict[str, float]:
-    metrics = {f"held_out_loss{suffix}": one.loss, f"held_out_perplexity{suffix}": one.perplexity}
+    metrics = {f"held_out_loss{suffix}": one.loss}
+    metrics |= {f"held_out_perplexity{suffix}": one.perplexity} if one.is_entropy else {}
     if one.bits_per_byte is not None:
         metrics[f"held_out_bits_per_byte{suffix}"] = one.bits_per_byte
     return metrics
@@ -139,18 +141,20 @@ def measure(engine: TrainEngine, held_out: Sequence[HeldOutSource]) -> HeldOutRe
     sources = {}
     for source in held_out:
         loss, tokens = engine.evaluate(source.batches)
-        sources[source.name] = HeldOutLoss(loss, tokens, bits_per_byte(loss, source))
+        bits = bits_per_byte(loss, source) if engine.computes_entropy else None
+        sources[source.name] = HeldOutLoss(loss, tokens, bits, engine.computes_entropy)
     total = sum(source.weight for source in held_out)
     shares = {source.name: source.weight / total for source in held_out if source.weight}
     loss = sum(sources[name].loss * share for name, share in shares.items())
     if not math.isfinite(loss):
         return None
-    bits = [(sources[name].bits_per_byte, share) for name, share in shares.items()]
-    known = [bit * share for bit, share in bits if bit is not None]
+    every = [(sources[name].bits_per_byte, share) for name, share in shares.items()]
+    known = [bit * share for bit, share in every if bit is not None]
     whole = HeldOutLoss(
         loss,
         sum(sources[name].tokens for name in shares),
         sum(known) if len(known) == len(shares) else None,
+        engine.computes_entropy,
     )
     return HeldOutResult(whole, sources)
 

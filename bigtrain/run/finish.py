@@ -17,7 +17,7 @@ from bigtrain.run.reporting.metrics_lines import last_lines
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
 from bigtrain.run.reporting.run_copies import STOPPED_WAIT_SECONDS, RunCopies
 from bigtrain.run.run_log import RunLog
-from bigtrain.run.state import TrainState, has_stopped, is_over
+from bigtrain.run.state import TrainState, is_over
 from bigtrain.system.files import writing
 
 EXPORT = "hf"
@@ -87,7 +87,7 @@ def is_complete(context: RunContext, log: RunLog, state: TrainState) -> bool:
 
     complete = context.long_work.on_main_rank(all_is_written)
     if complete:
-        early = " and has stopped early" if has_stopped(config, state) else ""
+        early = " and has stopped early" if state.step < config.train.total_steps else ""
         log.info(
             f"complete: the run is at step {state.step} of {config.train.total_steps}{early}; "
             "nothing to do"

@@ -4,6 +4,7 @@ arguments have the protocols below, so that it imports no data pipeline, checkpo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from signal import Signals
 from typing import Protocol
 
@@ -12,13 +13,14 @@ from bigtrain.engine.experts import ExpertLoadStats
 from bigtrain.engine.startup.cpu_collectives import cpu_group
 from bigtrain.engine.train_engine import LossWindow, TrainEngine
 from bigtrain.report.step_metrics import StepMetrics
+from bigtrain.run.callbacks import Callbacks
 from bigtrain.run.context import RunContext
 from bigtrain.run.diagnostics.out_of_memory import explained
 from bigtrain.run.diagnostics.profiling import Profiler
 from bigtrain.run.diagnostics.step_clock import StepClock, StepTimes
 from bigtrain.run.diagnostics.step_guard import Guard
 from bigtrain.run.diagnostics.stragglers import StragglerWatch
-from bigtrain.run.health.stopping import StopAgreement
+from bigtrain.run.health.stopping import Agreed, StopAgreement
 from bigtrain.run.reporting.phase_memory import PhaseMemory
 from bigtrain.run.run_log import RunLog
 from bigtrain.run.state import TrainState, is_over
@@ -65,19 +67,26 @@ def train(
     evaluator: Evaluator,
     saver: Saver,
     outer: OuterSteps,
+    callbacks: Callbacks,
     roll_back: Callable[[TrainState], TrainState],
     memory: PhaseMemory,
     utilization: Callable[[float], float | None] = lambda _: None,
 ) -> tuple[TrainState, Signals | None]:
-    """Train until ``train.steps``, early stopping or a signal; return the final state, which has
-    been saved, and the signal. Collective. roll_back: restores the engine from before the bad steps
-    that end at a state. utilization: model FLOPs utilization at tokens per second."""
+    """Train until ``train.steps``, early stopping, a callback's request or a signal; return the
+    final state, which has been saved, and the signal. Collective. roll_back: restores the engine
+    from before the bad steps that end at a state. utilization: model FLOPs utilization at tokens
+    per second."""
     config, plan, beat = context.config, context.plan, context.heartbeat
     clock = StepClock(context.device.type, engine.host_time, memory)
     losses, profiler = LossWindow(engine), Profiler(context, log)
     limit = config.watchdog.collective_timeout_seconds
     group = cpu_group(limit) if context.world.size > 1 else None
-    stop = StopAgreement(context.signals, group, log.failure)
+    stop = StopAgreement(
+        context.signals,
+        group,
+        lambda: callbacks.failure or log.failure(),
+        callbacks.take_requests if callbacks.are_any else None,
+    )
     stragglers = StragglerWatch(context, log, engine, group, state)
     guard = Guard(config.guard, log)
     received: Signals | None = None
@@ -96,7 +105,7 @@ def train(
                 micro_batches = batches.step(state.samples)
             guard.begin(state)
             profiler.before(state.step + 1)
-            with explained(context, engine):
+            with explained(context, engine), callbacks.recording():
                 result = engine.train_step(micro_batches, lr, guard.skip_policy, observe=is_logged)
             clock.count_step()
             state = guard.end(state, state.after_step(plan))
@@ -106,6 +115,7 @@ def train(
                 saver.wait()
                 state = roll_back(state)
                 losses.empty()
+                callbacks.forget()
                 continue
             if outer.is_due(state):
                 beat.set_phase("outer step with the other sites", slow=True)
@@ -113,22 +123,31 @@ def train(
                     state = outer.make(state)
             last = state.step == config.train.total_steps
             profiler.after(state.step, last=last)
+            is_logged = _is_logged(config, state.step)  # outer steps may have moved the run
+            measured = _measure(log, engine, losses, state, lr, clock, utilization, is_logged)
+            callbacks.step(state, measured.row)
             # Before anything is written: it also detects a later launch that holds the directory.
             beat.set_phase("agreeing whether to stop")
-            received = None if last else stop.agreed()
+            agreed = Agreed() if last else stop.agreed()
             if log.metrics is not None:
                 log.metrics.advance(state.step)
-            if _is_logged(config, state.step):
+            if measured.times is not None:
                 beat.set_phase("logging")
-                times = _log_step(log, engine, losses, state, lr, clock, utilization)
-                stragglers.gather(state, times)
+                _write_row(log, measured.row, callbacks.recorded(group))
+                stragglers.gather(state, measured.times)
             metrics: dict[str, float] = {}
-            if last or evaluator.is_due(state):
+            if last or agreed.ends or evaluator.is_due(state):
                 beat.set_phase("evaluating")
                 with clock.paused("evaluation"):
-                    state, metrics = evaluator.run(state, last=last)
-                last = is_over(config, state)
-            if last or received or state.is_multiple_of(config.checkpoint.every_steps):
+                    state, metrics = evaluator.run(state, last=last or agreed.ends)
+                callbacks.evaluation(state, metrics)
+                if callbacks.are_any and not last:
+                    agreed |= stop.agreed()
+            if agreed.ends:
+                state = replace(state, stopped_steps=config.train.total_steps)
+            last, received = is_over(config, state), agreed.signal
+            is_due = agreed.saves or state.is_multiple_of(config.checkpoint.every_steps)
+            if last or received or is_due:
                 beat.set_phase("settling the exchange with the other sites", slow=True)
                 with clock.paused("outer_step"):
                     state = outer.settle(state)
@@ -153,7 +172,16 @@ def _save(
     saver.save(state, metrics)
 
 
-def _log_step(
+@dataclass(frozen=True)
+class _Measured:
+    """Metrics of a logged step: number of steps since the last one and seconds of each, and the row
+    on the main rank. All None of a step that is not logged."""
+
+    times: StepTimes | None = None
+    row: StepMetrics | None = None
+
+
+def _measure(
     log: RunLog,
     engine: TrainEngine,
     losses: LossWindow,
@@ -161,34 +189,40 @@ def _log_step(
     lr: float,
     clock: StepClock,
     utilization: Callable[[float], float | None],
-) -> StepTimes:
-    """Log a step; return the number of steps since the last logged one, and seconds of each."""
+    is_logged: bool,
+) -> _Measured:
+    """Return the metrics of a step, if it is logged. Collective then."""
+    if not is_logged:
+        return _Measured()
     # Apart from the guard, only this function waits for the device in the loop.
     loss, norm = losses.read(), engine.gradient_norm()
     load, sent_bytes = engine.expert_load.read(), engine.optimizer_sent_bytes()
     times = clock.read()
     if log.metrics is None:
-        return times
+        return _Measured(times)
     tokens_per_second = engine.plan.site_tokens_per_step / times.step_seconds
-    log.metrics.log_step(
-        StepMetrics(
-            step=state.step,
-            loss=loss,
-            lr=lr,
-            grad_norm=norm,
-            tokens=state.tokens,
-            samples=state.samples,
-            tokens_per_second=tokens_per_second,
-            step_seconds=times.step_seconds,
-            model_flops_utilization=utilization(tokens_per_second),
-            memory_gib=clock.memory.peak_gib(),
-            breakdown=times.breakdown,
-            peak_memory_gib_by_phase=clock.memory.by_phase_gib(),
-            **_experts(load),
-            optimizer_exchange=None if sent_bytes is None else {"sent_bytes": sent_bytes},
-        )
+    row = StepMetrics(
+        step=state.step,
+        loss=loss,
+        lr=lr,
+        grad_norm=norm,
+        tokens=state.tokens,
+        samples=state.samples,
+        tokens_per_second=tokens_per_second,
+        step_seconds=times.step_seconds,
+        model_flops_utilization=utilization(tokens_per_second),
+        memory_gib=clock.memory.peak_gib(),
+        breakdown=times.breakdown,
+        peak_memory_gib_by_phase=clock.memory.by_phase_gib(),
+        **_experts(load),
+        optimizer_exchange=None if sent_bytes is None else {"sent_bytes": sent_bytes},
     )
-    return times
+    return _Measured(times, row)
+
+
+def _write_row(log: RunLog, row: StepMetrics | None, recorded: Mapping[str, float] | None) -> None:
+    if log.metrics is not None and row is not None:
+        log.metrics.log_step(row if recorded is None else replace(row, recorded=recorded))
 
 
 def _experts(load: ExpertLoadStats | None) -> dict[str, dict[str, float]]:

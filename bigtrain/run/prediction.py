@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from bigtrain.errors import ConfigError, ModelError
+from bigtrain.errors import ConfigError, ModelError, one_line
 from bigtrain.models.build import empty_model
-from bigtrain.models.layers.chunked_loss import LossPlan
+from bigtrain.models.layers.loss_plan import LossPlan
 from bigtrain.models.tracing.traced_costs import model_costs
 from bigtrain.planner.flops import (
     ModelShape,
@@ -54,7 +54,7 @@ def predict(
     try:
         model, _ = model_costs(run.config, hf_config)
     except (ConfigError, ModelError) as error:
-        return None, " ".join(str(error).split())
+        return None, one_line(error, None)
     chunk = loss.chunk_tokens if loss.kind == "chunked" else None
     is_cpu = device.type == "cpu"
     return predict_run(run, model, chunk, *_device(device), is_cpu=is_cpu), ""

@@ -12,6 +12,7 @@ from bigtrain.data.loading.dataset_checks import (
     check_datasets,
     open_checked,
     open_held_out_datasets,
+    pair_notes,
 )
 from bigtrain.data.samples.packing_plan import PackingReport, packing_reports
 from bigtrain.data.samples.phases import SourceIdentity, data_hash, identify_sources
@@ -62,17 +63,18 @@ class Inputs:
     notes: tuple[str, ...] = ()
 
 
-def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
+def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = None) -> Inputs:
     """Read the model's configuration and the dataset's manifest, and compare them with the run.
     Creates only caches of the dataset, on any rank.
 
     `check`: how much of the data is checked, as in `open_dataset`; "listed", for the other ranks of
-    a host, skips the checks that one rank of it has done. Raises ModelError for a model that cannot
-    be found, and one ConfigError with all other problems.
+    a host, skips the checks that one rank of it has done. `samples`: source of the calling program.
+    Raises ModelError for a model that cannot be found, ExtensionError and DataError for samples of
+    the user that cannot be read, and one ConfigError with all other problems.
     """
     config = run.config
     hf_config = load_hf_config(config.model)
-    datasets, not_opened = open_checked(config, check)
+    datasets, not_opened = open_checked(config, check, samples)
     problems: list[Problem] = [
         *check_trackers(config.logging.trackers),
         *_check_positions(config.batch.sequence_length, hf_config),
@@ -122,7 +124,8 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes") -> Inputs:
 def _notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> tuple[str, ...]:
     if _resumes(config):
         return ()
-    return tuple(note for dataset in datasets if (note := beginning_note(config, dataset)))
+    notes = tuple(note for dataset in datasets if (note := beginning_note(config, dataset)))
+    return (*notes, *pair_notes(config, datasets))
 
 
 def check_base_weights(config: RunConfig, inputs: Inputs) -> None:

@@ -59,7 +59,7 @@ class TrainState:
     `phases`: of the data (`bigtrain.data.samples.phases`), oldest first. `outer_steps`: done with
     other sites. `outer_sent`: the fragment of the last one that is not yet applied to the masters,
     and the step after which it was sent. `outer_tokens`: that the global weights have been trained
-    on.
+    on. `stopped_steps`: ``train.steps`` of the run that a callback ended here; 0: none did.
     """
 
     step: int = 0
@@ -71,6 +71,7 @@ class TrainState:
     best: BestSoFar = BestSoFar()
     outer_sent: tuple[int, int] | None = None
     outer_tokens: int = 0
+    stopped_steps: int = 0
 
     def is_multiple_of(self, every: int | None) -> bool:
         """Return whether something happens after this step that happens `every` steps."""
@@ -108,8 +109,11 @@ def after_evaluation(
 
 
 def is_over(config: RunConfig, state: TrainState) -> bool:
-    """Return whether a run at `state` has ended: at its last step, or stopped early."""
-    return state.step >= config.train.total_steps or has_stopped(config, state)
+    """Return whether a run at `state` has ended: at its last step, stopped early, or ended by a
+    callback."""
+    num_steps = config.train.total_steps
+    is_stopped = state.stopped_steps == num_steps  # more steps continue it
+    return state.step >= num_steps or is_stopped or has_stopped(config, state)
 
 
 def has_stopped(config: RunConfig, state: TrainState) -> bool:

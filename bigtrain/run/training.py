@@ -23,6 +23,7 @@ from bigtrain.errors import DataError, ModelError
 from bigtrain.models.equivalence.model_plan import KIND, trial_key
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan
 from bigtrain.models.weights.import_hf import Weights
+from bigtrain.run.callbacks import Callbacks
 from bigtrain.run.checkpointing.initialize import BaseWeights, WeightsSource, weights_source
 from bigtrain.run.checkpointing.resume import acquire_run_directory, restore_or_start, roll_back
 from bigtrain.run.checkpointing.saver import Saver, refuse_small_disk
@@ -33,6 +34,7 @@ from bigtrain.run.loop import train
 from bigtrain.run.outer_steps import OuterSteps, refuse_other_run
 from bigtrain.run.prediction import log_prediction, utilization_of
 from bigtrain.run.preflight import Inputs
+from bigtrain.run.reference_scores import add_scores
 from bigtrain.run.reporting.closing import TrainingResult
 from bigtrain.run.reporting.phase_memory import PhaseMemory
 from bigtrain.run.run_log import RunLog
@@ -50,9 +52,11 @@ def train_inputs(
     world: World,
     signals: StopSignals,
     notes: Sequence[str] = (),
+    given: Sequence[object] = (),
 ) -> TrainingResult:
     """Train `run` to its end or until a signal, resuming from its directory; return its result on
-    every rank. Collective over all ranks of `world`. `notes`: lines for log.txt from before."""
+    every rank. Collective over all ranks of `world`. `notes`: lines for log.txt from before.
+    `given`: callbacks of the calling program."""
     source = weights_source(run.config)
     weights = source.find(run.config, inputs)
     with open_session(run, world, signals) as (context, log):
@@ -62,6 +66,7 @@ def train_inputs(
             verify_data(context, log)
         refuse_other_run(context, inputs.data_hash)
         beat = context.heartbeat
+        callbacks = Callbacks(context, log, given)
         prediction = log_prediction(context, log, inputs)
         mesh = open_mesh(run.topology, world.rank, run.config.watchdog.collective_timeout_seconds)
         beat.set_phase("opening the connections of all groups", slow=True)
@@ -78,7 +83,11 @@ def train_inputs(
         resumed, base, batches, evaluator = begun
         state = outer.begin(resumed)
         copies = begin_writing(context, log, inputs, state, base, prediction)
-        with Saver(context, log, engine, inputs, base, copies) as saver:
+        sets = evaluator.held_out
+        evaluator.held_out = add_scores(context, log, engine, mesh, state, batches, sets)
+        callbacks.start(state)
+        on_complete = callbacks.checkpoint
+        with Saver(context, log, engine, inputs, base, copies, on_complete) as saver:
             if resumed.step < state.step >= run.config.train.total_steps:
                 saver.save(state, {})  # other sites have trained to the end without this one
             elif is_over(run.config, state):
@@ -92,6 +101,7 @@ def train_inputs(
                 evaluator=evaluator,
                 saver=saver,
                 outer=outer,
+                callbacks=callbacks,
                 roll_back=partial(roll_back, context, log, engine),
                 memory=PhaseMemory(context.device.type),
                 utilization=utilization_of(context, inputs.hf_config),
@@ -100,8 +110,10 @@ def train_inputs(
         outer.close()
         if received is not None:
             stop_early(context, log, engine, state, received, copies)
+            callbacks.end(state, received)
             return closing_result(context, state.step, received)
         finish(context, log, engine, state, prediction, copies)
+        callbacks.end(state, None)
         return closing_result(context, state.step)
 
 

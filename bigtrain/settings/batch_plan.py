@@ -24,6 +24,7 @@ class BatchPlan:
 
     `global_batch_size` is of all sites together; `data_size`, `accumulation`, `site_batch_size` and
     `site_begin` (the samples of a step that it reads, and the first of them) are this site's.
+    `rows_per_sample`: rows of `sequence_length` tokens in a sample, 2 for a pair.
     """
 
     global_batch_size: int
@@ -34,6 +35,12 @@ class BatchPlan:
     num_sites: int = 1
     site: int = 0
     site_begin: int = 0
+    rows_per_sample: int = 1
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.micro_batch_size * self.rows_per_sample * self.sequence_length
 
     def reader(self, data_rank: int) -> int:
         """Return a number of this site's rank `data_rank` that no rank of another site has, however
@@ -48,11 +55,11 @@ class BatchPlan:
     @property
     def site_tokens_per_step(self) -> int:
         """Tokens of a step that this site reads."""
-        return self.site_batch_size * self.sequence_length
+        return self.site_batch_size * self.rows_per_sample * self.sequence_length
 
     @property
     def tokens_per_step(self) -> int:
-        return self.global_batch_size * self.sequence_length
+        return self.global_batch_size * self.rows_per_sample * self.sequence_length
 
     def equation(self) -> str:
         """Return the arithmetic as one human-readable line."""
@@ -61,7 +68,8 @@ class BatchPlan:
             f"{self.global_batch_size} samples per step = {self.micro_batch_size} per micro-batch "
             f"x {self.data_size} data-parallel x {self.accumulation} accumulation{sites}; "
             f"{self.tokens_per_step} tokens per step = {self.global_batch_size} samples x "
-            f"{self.sequence_length} tokens"
+            + (f"{self.rows_per_sample} rows x " if self.rows_per_sample > 1 else "")
+            + f"{self.sequence_length} tokens"
         )
 
 

@@ -31,7 +31,7 @@ def commented_yaml(tree: Mapping[str, Any], head: Sequence[str] = ()) -> str:
         section = section_of(field.annotation)
         lines.append("")
         if section is None or not isinstance(value, Mapping):
-            lines += _comment(field.description or "", "")
+            lines += _comment(RunConfig.descriptions()[name], "")
             lines += _setting(name, value, "")
             continue
         lines += _comment(section.__doc__ or "", "")
@@ -58,8 +58,9 @@ def setting_names(section: type[Section] = RunConfig, prefix: str = "") -> Itera
 
 
 def _section(section: type[Section], values: Mapping[str, Any]) -> Iterator[str]:
+    descriptions = section.descriptions()
     for key, value in values.items():
-        yield from _comment(section.model_fields[key].description or "", "  ")
+        yield from _comment(descriptions.get(key, ""), "  ")
         yield from _setting(key, value, "  ")
     others = [name for name in section.model_fields if name not in values]
     if others:

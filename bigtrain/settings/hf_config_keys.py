@@ -89,10 +89,10 @@ def inspect_configuration(section: ModelSection) -> tuple[ModelDimensions, list[
     written: Mapping[str, Any]
     if isinstance(section.config, dict):
         where, written = "model.config", section.config
-        problems += _check_type(written["model_type"])
+        problems += [] if section.type else _check_type(written["model_type"])
     else:
         where, written, problems = _read(section)
-        if written:
+        if written and not section.type:
             key = "model.path" if section.path is not None else "model.config"
             problems += _check_causal(written, key, str(section.path or section.config))
     model_type = {**written, **section.overrides}.get("model_type")

@@ -17,7 +17,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from bigtrain.errors import ConfigError, Problem
+from bigtrain.errors import ConfigError, Problem, one_line
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.shipped_files import recipes
 from bigtrain.system.storage.stores import without_secrets
@@ -113,7 +113,7 @@ def _yaml_fault(error: Exception, text: str) -> tuple[str, str]:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     reason = getattr(error, "problem", None) or getattr(error, "reason", None)
     if mark is None or reason is None:
-        return "", " ".join(str(error).split())
+        return "", one_line(error, None)
     lines = text.splitlines() or [""]
     # An unexpected end is reported after the last line.
     number = min(mark.line, len(lines) - 1)

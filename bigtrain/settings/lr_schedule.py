@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
+from bigtrain.settings.extensions import import_named, schedule_factor
 from bigtrain.settings.run_config import ScheduleSection
+from bigtrain.settings.sections.extensions import is_imported
 
 
 def learning_rate_at(step: int, peak: float, schedule: ScheduleSection, total_steps: int) -> float:
@@ -20,8 +22,12 @@ def learning_rate_at(step: int, peak: float, schedule: ScheduleSection, total_st
     * ``wsd``: the peak until `decay_steps` before the end, then linear (warm-up, stable, decay; Hu
       et al. 2024, arXiv 2404.06395).
 
-    where r is ``min_lr_ratio``. Past the end of the decay the rate stays at ``r * peak``.
+    where r is ``min_lr_ratio``. Past the end of the decay the rate stays at ``r * peak``. A
+    function of the user (``package.module:function``) returns the factor of the peak for all steps.
     """
+    if is_imported(schedule.type):
+        function = import_named("schedule.type", schedule.type)
+        return peak * schedule_factor(function, step, total_steps, schedule.settings)
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps
     if schedule.type == "constant":

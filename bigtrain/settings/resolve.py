@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,22 @@ from bigtrain.settings.deepspeed.engine_config import (
     render,
 )
 from bigtrain.settings.deepspeed.keys import value_at
-from bigtrain.settings.hf_config_keys import inspect_configuration
+from bigtrain.settings.extensions import (
+    check_callback_class,
+    check_model_class,
+    check_samples_class,
+    check_schedule,
+)
+from bigtrain.settings.hf_config_keys import inspect_configuration, key_table
 from bigtrain.settings.loading import apply_overrides, find_config, load_run_config, parse_yaml
+from bigtrain.settings.objective import (
+    check_objective,
+    check_pairs,
+    check_reference,
+    rows_per_sample,
+)
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.sections.extensions import GIVEN, is_imported
 from bigtrain.settings.topology import Topology, derive_topology
 
 
@@ -61,6 +74,9 @@ def resolve_run(
     """
     topology, problems = _topology_of(config, world_size)
     problems.extend(_check_profile(config, world_size))
+    problems.extend(_check_extensions(config))
+    of_objective = check_objective(config.objective)
+    problems.extend(of_objective or [*check_pairs(config), *check_reference(config)])
     model, of_model = inspect_configuration(config.model)
     problems.extend(of_model)
     plan = None
@@ -74,6 +90,8 @@ def resolve_run(
             of_sites = config.sites.count, config.sites.index, config.sites.shares or ()
         plan, of_batch = plan_batch(config.batch, topology.data_size, *of_sites)
         problems.extend(of_batch)
+        if plan is not None and not of_objective:
+            plan = replace(plan, rows_per_sample=rows_per_sample(config.objective))
     name, raw, source, of_file = _choose(config, deepspeed_config, accelerate)
     problems.extend(of_file)
     engine = None
@@ -135,6 +153,25 @@ def _check_profile(config: RunConfig, world_size: int) -> list[Problem]:
         for rank in config.profile.ranks
         if rank >= world_size > 0
     ]
+
+
+def _check_extensions(config: RunConfig) -> list[Problem]:
+    """Import the user's code that the run names, and check it."""
+    schedule = config.schedule
+    problems: list[Problem] = []
+    if is_imported(schedule.type):
+        settings, steps = schedule.settings, config.train.steps
+        problems += check_schedule("schedule.type", schedule.type, settings, steps)
+    samples = config.data.samples
+    if samples is not None and samples.type != GIVEN:
+        problems += check_samples_class("data.samples.type", samples.type, samples.settings)
+    if config.model.type is not None:
+        known = key_table()["model_types"]
+        problems += check_model_class("model.type", config.model.type, known)
+    for number, callback in enumerate(config.callbacks):
+        key = f"callbacks.{number}.type"
+        problems += check_callback_class(key, callback.type, callback.settings)
+    return problems
 
 
 def _topology_of(config: RunConfig, world_size: int) -> tuple[Topology | None, list[Problem]]:

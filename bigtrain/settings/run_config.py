@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from bigtrain.settings.sections.adapters import AdaptersSection
 from bigtrain.settings.sections.base import NonNegativeInt, Section
@@ -21,12 +21,14 @@ from bigtrain.settings.sections.data import (
     TokenizerSection,
 )
 from bigtrain.settings.sections.evaluation import BestSection, EvaluationSection, HeldOutSetSection
+from bigtrain.settings.sections.extensions import CallbackSection
 from bigtrain.settings.sections.model import (
     ModelSection,
     MoeSection,
     PrecisionSection,
     VocabularySection,
 )
+from bigtrain.settings.sections.objective import ObjectiveSection
 from bigtrain.settings.sections.optimizer import OptimizerSection
 from bigtrain.settings.sections.running import (
     CheckpointSection,
@@ -46,6 +48,7 @@ __all__ = [
     "AdaptersSection",
     "BatchSection",
     "BestSection",
+    "CallbackSection",
     "CheckpointSection",
     "DataSection",
     "EngineSection",
@@ -55,6 +58,7 @@ __all__ = [
     "LoggingSection",
     "ModelSection",
     "MoeSection",
+    "ObjectiveSection",
     "OptimizerSection",
     "OuterSection",
     "OutputSection",
@@ -82,18 +86,14 @@ class RunConfig(Section):
     train: TrainSection
     optimizer: OptimizerSection
     output: OutputSection
-    tokenizer: TokenizerSection | None = Field(
-        default=None,
-        description="tokens added to a tokenizer, for which model.path's weights get rows; absent: "
-        "the tokenizer of the data as it is",
-    )
-    adapters: AdaptersSection | None = Field(
-        default=None,
-        description="train adapters, not the model's own weights; absent: train all weights",
-    )
-    sites: SitesSection | None = Field(
-        default=None, description="train with other sites; absent: a single site"
-    )
+    tokenizer: TokenizerSection | None = None
+    """tokens added to a tokenizer, for which model.path's weights get rows; absent: the tokenizer
+    of the data as it is"""
+    adapters: AdaptersSection | None = None
+    """train adapters, not the model's own weights; absent: train all weights"""
+    sites: SitesSection | None = None
+    """train with other sites; absent: a single site"""
+    objective: ObjectiveSection = ObjectiveSection()
     parallel: ParallelSection = ParallelSection()
     moe: MoeSection = MoeSection()
     schedule: ScheduleSection = ScheduleSection()
@@ -105,7 +105,10 @@ class RunConfig(Section):
     watchdog: WatchdogSection = WatchdogSection()
     guard: GuardSection = GuardSection()
     engine: EngineSection = EngineSection()
-    seed: NonNegativeInt = Field(default=0, description="of weights, dropout and sample order")
+    callbacks: tuple[CallbackSection, ...] = ()
+    """code of yours that is called at points of the run, in this order"""
+    seed: NonNegativeInt = 0
+    """of weights, dropout and sample order"""
 
     @model_validator(mode="before")
     @classmethod
@@ -135,6 +138,16 @@ class RunConfig(Section):
                 "tokenizer.base=DIRECTORY, or a hub name"
             )
         return self
+
+    @property
+    def has_user_code(self) -> bool:
+        """Whether the run calls code of the user in a step."""
+        return bool(self.callbacks or self.model.type)
+
+    @property
+    def records_metrics(self) -> bool:
+        """Whether code of the user, or the objective, may record metrics."""
+        return self.has_user_code or self.objective.type != "next_token"
 
     @property
     def base_tokenizer(self) -> str | None:
@@ -174,6 +187,20 @@ class RunConfig(Section):
                 "to its output, and name embedding and head, if they are not tied, in "
                 "adapters.modules_to_save"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _reference_is_the_base(self) -> Self:
+        adapters = self.adapters
+        if not self.objective.needs_reference or adapters is None:
+            return self
+        for name in ("dora", "modules_to_save"):
+            if value := getattr(adapters, name):
+                shown = list(value) if isinstance(value, tuple) else value
+                raise ValueError(
+                    f"adapters.{name} = {shown} changes the model also with its adapters off, by "
+                    f"which objective.loss = {self.objective.loss!r} gets its reference -> omit it"
+                )
         return self
 
     @model_validator(mode="after")

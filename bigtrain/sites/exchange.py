@@ -26,7 +26,7 @@ from bigtrain.sites.contribution import (
 from bigtrain.sites.metrics import square
 from bigtrain.sites.outer_state import ELEMENTS_AT_ONCE, OuterState, Window
 from bigtrain.sites.peers import Patch, Ranks, overlapping_peers
-from bigtrain.sites.rectangles import Box
+from bigtrain.sites.rectangles import ParameterBox
 
 Tensors = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
 """Tensors by the number of a window in its fragment."""
@@ -137,7 +137,7 @@ def _checked(
 class _Owned(NamedTuple):
     """A rectangle of this rank, of a parameter of `shape`: a `view` of the `flat` window."""
 
-    box: Box
+    box: ParameterBox
     shape: tuple[int, ...]
     fragment: int
     window: int
@@ -234,7 +234,7 @@ class WeightExchange:
         shapes = {one.box.name: one.shape for one in owned}
         parsed = [
             [
-                [Box.from_json(tree, shapes) for tree in of_rank if tree[0] in shapes]
+                [ParameterBox.from_json(tree, shapes) for tree in of_rank if tree[0] in shapes]
                 for of_rank in of_site
             ]
             for of_site in layouts
@@ -275,7 +275,10 @@ class WeightExchange:
         """
         means: dict[int, torch.Tensor] = {}
         for batch in self._batches[fragment]:
-            given = {n: _or_gathered(local[n], windows[n]) for n in batch.windows}
+            given = {
+                n: windows[n].gathered() if (own := local[n]) is None else own
+                for n in batch.windows
+            }
             mean = {n: one.clone() for n, one in given.items()}  # padding is in no rectangle
             for transfer in batch.transfers:
                 codec, group = transfer.codec, self.groups[transfer.ranks]
@@ -324,25 +327,21 @@ def _packed(
         count = 0
         for one, patch in of_fragment:
             for box in patch.split(ELEMENTS_AT_ONCE) if one.codec == codec else ():
-                if regions and count + box.count > ELEMENTS_AT_ONCE:
+                if regions and count + box.num_elements > ELEMENTS_AT_ONCE:
                     yield _Transfer(ranks, codec, regions)
                     regions, count = [], 0
-                view = box.of(one.view, one.box)
+                view = one.view[box.relative_to(one.box).slices]
                 regions.append(_Region.of(one.window, one.flat, view))
-                count += box.count
+                count += box.num_elements
         if regions:
             yield _Transfer(ranks, codec, regions)
-
-
-def _or_gathered(given: torch.Tensor | None, window: Window) -> torch.Tensor:
-    return window.gathered() if given is None else given
 
 
 def _assert_complete(owned: Sequence[_Owned], groups: Mapping[Ranks, Sequence[Patch]]) -> None:
     """Assert that all sites train the same parameters, and send what is in blocks once."""
     counts: Counter[int] = Counter()
     for patch in chain.from_iterable(groups.values()):
-        counts[patch.index] += patch.box.count
+        counts[patch.index] += patch.box.num_elements
     for index, one in enumerate(owned):
-        assert counts[index] >= one.box.count, one.box
-        assert counts[index] == one.box.count or not one.codec.keeps_error, one.box
+        assert counts[index] >= one.box.num_elements, one.box
+        assert counts[index] == one.box.num_elements or not one.codec.keeps_error, one.box

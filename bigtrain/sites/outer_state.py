@@ -17,7 +17,7 @@ from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.sharding import Shard
 from bigtrain.settings.sections.sites import SitesSection
 from bigtrain.sites.codecs import CODECS, Codec
-from bigtrain.sites.rectangles import Box
+from bigtrain.sites.rectangles import ParameterBox
 
 GLOBAL, MOMENTUM, ERROR = "outer_global", "outer_momentum", "outer_error"
 """Kinds of tensors of a checkpoint: the global weights, the momentum of their optimizer, and what
@@ -73,7 +73,7 @@ class Window:
 
     def boxes(
         self, flat: torch.Tensor, own: slice, *, primary: bool
-    ) -> Iterator[tuple[Box, tuple[int, ...], torch.Tensor]]:
+    ) -> Iterator[tuple[ParameterBox, tuple[int, ...], torch.Tensor]]:
         """Yield the range `own` of a tensor [N] in the order of this window: rectangles of
         parameters, the parameters' shapes, and views of `flat`. primary: only what no other rank
         counts."""
@@ -84,7 +84,7 @@ class Window:
             if first < last and (piece.shard.primary or not primary):
                 start = piece.start + first - begin
                 for full, view in cut_parts(piece.shard, start, flat[first:last]):
-                    box = Box(piece.name, full.offsets, full.sizes)
+                    box = ParameterBox(full.offsets, full.sizes, piece.name)
                     yield box, piece.shard.shape, view
             begin = end
 

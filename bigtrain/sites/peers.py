@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bigtrain.sites.rectangles import Box
+from bigtrain.sites.rectangles import ParameterBox
 
 Ranks = tuple[int, ...]
 """One rank of each site, in the order of the sites."""
-Layout = Sequence[Sequence[Box]]
+Layout = Sequence[Sequence[ParameterBox]]
 """The rectangles that each rank of a site exchanges, which do not overlap."""
-_Owned = tuple[int, int, Box]
+_Owned = tuple[int, int, ParameterBox]
 """A rank, the index of one of its rectangles, and the rectangle."""
 
 
@@ -21,7 +21,7 @@ class Patch:
     """A rectangle that the same ranks exchange, inside rectangle `index` of this rank's layout."""
 
     index: int
-    box: Box
+    box: ParameterBox
 
 
 def overlapping_peers(layouts: Sequence[Layout], site: int, rank: int) -> dict[Ranks, list[Patch]]:
@@ -35,16 +35,19 @@ def overlapping_peers(layouts: Sequence[Layout], site: int, rank: int) -> dict[R
     owned = [_by_name(layout) for layout in layouts]
     found: dict[Ranks, list[tuple[tuple[str, Ranks], Patch]]] = defaultdict(list)
     for index, own in enumerate(layouts[site][rank]):
-        near = [_overlapping(own, of_site[own.name]) for of_site in owned]
+        near = [
+            [one for one in of_site[own.name] if own.intersect(one[2]) is not None]
+            for of_site in owned
+        ]
         near_here = near[site]
         near[site] = [(rank, index, own)]
-        common: list[tuple[Box, tuple[tuple[int, int], ...]]] = [(own, ())]
+        common: list[tuple[ParameterBox, tuple[tuple[int, int], ...]]] = [(own, ())]
         for of_site in near:
             common = [
                 (cut, (*members, (holder, number)))
                 for box, members in common
                 for holder, number, other in of_site
-                if (cut := box.common(other)) is not None
+                if (cut := box.intersect(other)) is not None
             ]
         near[site] = near_here
         for box, members in common:
@@ -69,18 +72,16 @@ def _by_name(layout: Layout) -> Mapping[str, list[_Owned]]:
     return found
 
 
-def _overlapping(own: Box, others: Sequence[_Owned]) -> list[_Owned]:
-    return [other for other in others if own.common(other[2]) is not None]
-
-
-def _held_alike(box: Box, near: Sequence[Sequence[_Owned]]) -> Iterator[tuple[Box, list[Ranks]]]:
+def _held_alike(
+    box: ParameterBox, near: Sequence[Sequence[_Owned]]
+) -> Iterator[tuple[ParameterBox, list[Ranks]]]:
     """Split `box` into pieces that the same ranks of every site hold; yield these ranks too."""
-    cells: list[tuple[Box, list[Ranks]]] = [(box, [() for _ in near])]
+    cells: list[tuple[ParameterBox, list[Ranks]]] = [(box, [() for _ in near])]
     for site, of_site in enumerate(near):
         for holder, _, other in of_site:
-            cut: list[tuple[Box, list[Ranks]]] = []
+            cut: list[tuple[ParameterBox, list[Ranks]]] = []
             for cell, holders in cells:
-                inner = cell.common(other)
+                inner = cell.intersect(other)
                 if inner is None:
                     cut.append((cell, holders))
                     continue

@@ -3,84 +3,35 @@ whatever their layouts. No communication."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from bigtrain.sites.codecs import BlockCodec, Codec, FloatCodec
+from bigtrain.system.boxes import Box
 
 
 @dataclass(frozen=True)
-class Box:
-    """A rectangle of the parameter `name`."""
+class ParameterBox(Box):
+    """Rectangle of the parameter `name`."""
 
     name: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        """Elements."""
-        return math.prod(self.sizes)
-
-    def of(self, tensor: torch.Tensor, whole: Box | None = None) -> torch.Tensor:
-        """Return a view of the rectangle, of a tensor that is shaped like the parameter, or like
-        the rectangle `whole` around it."""
-        firsts = whole.offsets if whole else (0,) * len(self.offsets)
-        where = zip(self.offsets, firsts, self.sizes, strict=True)
-        return tensor[tuple(slice(o - first, o - first + size) for o, first, size in where)]
-
-    def common(self, other: Box) -> Box | None:
-        """Return the intersection with a rectangle of the same parameter; None if it is empty."""
-        edges = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        ranges = [(max(a, b), min(a + m, b + n)) for a, m, b, n in edges]
-        if any(begin >= end for begin, end in ranges):
-            return None
-        offsets = tuple(begin for begin, _ in ranges)
-        return Box(self.name, offsets, tuple(end - begin for begin, end in ranges))
-
-    def difference(self, inner: Box) -> Iterator[Box]:
-        """Yield rectangles that cover all but `inner`, which is inside this one."""
-        offsets, sizes = list(self.offsets), list(self.sizes)
-        for dim, (first, size) in enumerate(zip(inner.offsets, inner.sizes, strict=True)):
-            end = offsets[dim] + sizes[dim]
-            for begin, stop in ((offsets[dim], first), (first + size, end)):
-                if begin < stop:
-                    yield Box(
-                        self.name,
-                        (*offsets[:dim], begin, *offsets[dim + 1 :]),
-                        (*sizes[:dim], stop - begin, *sizes[dim + 1 :]),
-                    )
-            offsets[dim], sizes[dim] = first, size
-
-    def split(self, most: int) -> Iterator[Box]:
-        """Yield the rectangle in pieces of at most `most` elements."""
-        if self.count <= most:
-            yield self
-            return
-        dim = next(dim for dim, size in enumerate(self.sizes) if size > 1)
-        size = self.sizes[dim] // 2
-        first = Box(self.name, self.offsets, (*self.sizes[:dim], size, *self.sizes[dim + 1 :]))
-        for half in (first, *self.difference(first)):
-            yield from half.split(most)
 
     def to_json(self) -> list[Any]:
         """Return JSON values."""
         return [self.name, self.offsets, self.sizes]
 
     @classmethod
-    def from_json(cls, tree: Any, shapes: dict[str, tuple[int, ...]]) -> Box:
+    def from_json(cls, tree: Any, shapes: dict[str, tuple[int, ...]]) -> ParameterBox:
         """Return the rectangle of JSON values. Raises ValueError for what is not inside one of the
         parameters with these `shapes`."""
         try:
             name, offsets, sizes = tree
-            box = cls(str(name), tuple(map(int, offsets)), tuple(map(int, sizes)))
+            box = cls(tuple(map(int, offsets)), tuple(map(int, sizes)), str(name))
             shape = shapes[box.name]
-            edges = zip(box.offsets, box.sizes, shape, strict=True)
-            is_inside = all(0 <= o and 0 < n and o + n <= whole for o, n, whole in edges)
+            is_inside = box.intersect(Box.full(shape)) == box
         except (TypeError, ValueError, KeyError) as error:
             raise ValueError(f"no rectangle of a parameter: {tree!r}") from error
         if not is_inside:
@@ -107,10 +58,10 @@ class Update:
             self.values = self._elements.float()
         self._codec = codec
 
-    def cut(self, box: Box) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def cut(self, box: ParameterBox) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what is sent of a rectangle: its elements, flat, and the scales of the blocks that
         it touches."""
-        elements = box.of(self._elements).reshape(-1)
+        elements = self._elements[box.slices].reshape(-1)
         if not isinstance(self._codec, BlockCodec) or self._scales is None:
             return elements, None
         touched, _ = touched_blocks(self._shape, box, self._codec.block)
@@ -118,33 +69,19 @@ class Update:
 
 
 def touched_blocks(
-    shape: tuple[int, ...], box: Box, block: int
+    shape: tuple[int, ...], box: ParameterBox, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the blocks of a flat tensor of `shape` in which `box` has elements, ascending; and for
     each element of the box the index of its block among them."""
-    first = _flat_range(shape, box)
-    if first is not None:
-        blocks = torch.arange(first, first + box.count) // block
+    if box.is_flat_range(shape):
+        first, last = box.flat_ends(shape)
+        blocks = torch.arange(first, last + 1) // block
         return torch.arange(int(blocks[0]), int(blocks[-1]) + 1), blocks - blocks[0]
     index = torch.zeros((), dtype=torch.int64)
     for offset, size, whole in zip(box.offsets, box.sizes, shape, strict=True):
         index = index.unsqueeze(-1) * whole + torch.arange(offset, offset + size)
     touched, places = torch.unique(index.reshape(-1) // block, return_inverse=True)
     return touched, places
-
-
-def _flat_range(shape: tuple[int, ...], box: Box) -> int | None:
-    """Return the first element of the box in the flat tensor, if it is a range of it."""
-    sizes = list(box.sizes)
-    while sizes and sizes[0] == 1:
-        sizes.pop(0)
-    inner = len(sizes) - 1
-    if inner > 0 and tuple(sizes[1:]) != shape[-inner:]:
-        return None
-    index = 0
-    for offset, whole in zip(box.offsets, shape, strict=True):
-        index = index * whole + offset
-    return index
 
 
 def join_cuts(codec: Codec, cuts: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> bytes:
@@ -158,14 +95,14 @@ def join_cuts(codec: Codec, cuts: Sequence[tuple[torch.Tensor, torch.Tensor | No
 
 
 def split_cuts(
-    codec: Codec, payload: memoryview, boxes: Sequence[tuple[Box, tuple[int, ...]]]
+    codec: Codec, payload: memoryview, boxes: Sequence[tuple[ParameterBox, tuple[int, ...]]]
 ) -> torch.Tensor:
     """Return the float32 values, flat, of which `join_cuts` made the payload. boxes: each with its
     parameter's shape.
 
     Raises ValueError for a payload of another length.
     """
-    counts = [box.count for box, _ in boxes]
+    counts = [box.num_elements for box, _ in boxes]
     raw = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     if isinstance(codec, FloatCodec):
         _refuse_length(raw, sum(counts) * codec.dtype.itemsize)

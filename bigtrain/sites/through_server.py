@@ -22,12 +22,12 @@ from bigtrain.sites.metrics import LEFT_OUT, RETURNED, OuterEvent, square
 from bigtrain.sites.outer_round import OuterRound
 from bigtrain.sites.outer_state import OuterState, Window
 from bigtrain.sites.protocol import Header
-from bigtrain.sites.rectangles import Box, split_cuts
+from bigtrain.sites.rectangles import ParameterBox, split_cuts
 from bigtrain.sites.site_ranks import SiteRanks
 
 _TRIES = 3
 _PLAIN = FloatCodec(torch.float32, is_relative=False)
-_Boxes = Sequence[tuple[Box, tuple[int, ...], torch.Tensor]]
+_Boxes = Sequence[tuple[ParameterBox, tuple[int, ...], torch.Tensor]]
 """Rectangles, shapes of their parameters, and views: see `Window.boxes`."""
 
 

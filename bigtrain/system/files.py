@@ -15,7 +15,7 @@ from typing import IO
 
 import xxhash
 
-from bigtrain.errors import DataError, LaunchError, OutputError
+from bigtrain.errors import DataError, LaunchError, OutputError, one_line
 
 _NOT_A_FULL_DISK = (
     errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ELOOP,
@@ -36,7 +36,7 @@ def cannot_be_written(path: Path, error: Exception, remedy: str) -> str:
     part if the disk is not the cause."""
     if getattr(error, "errno", None) in _NOT_A_FULL_DISK:
         remedy = remedy.removeprefix("make room, or ")
-    return f"{path}: cannot be written: {' '.join(str(error).split())} -> {remedy}"
+    return f"{path}: cannot be written: {one_line(error, None)} -> {remedy}"
 
 
 def why_not_creatable(directory: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""Sockets that bind a TCPStore's server to one address instead of all of a machine's. Pure.
+"""Free ports, and sockets that bind a TCPStore's server to one address instead of all. Pure.
 
 A TCPStore has no authentication, and torch lets its server listen on every address.
 """
@@ -8,6 +8,16 @@ from __future__ import annotations
 import ipaddress
 import socket
 from contextlib import suppress
+
+
+def try_port(port: int = 0, address: str = "", *, held: bool = False) -> int:
+    """Return `port` of an address of this machine (default: of all), or a free one for 0. Raises
+    OSError if it is taken. held: it may be one that a socket holds for a store, without listening
+    (SO_REUSEADDR, as torch's server has it)."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, held)
+        probe.bind((address, port))
+        return int(probe.getsockname()[1])
 
 
 def listen_only_at(address: str, port: int) -> socket.socket | None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from bigtrain.errors import LaunchError
+from bigtrain.system.slurm import has_srun_tasks, srun_ranks, srun_tasks_here
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 # The local world size: of torchrun and accelerate, of deepspeed, of mpirun, which may have started
@@ -51,14 +52,16 @@ class World:
 
 
 def read_world(environment: Mapping[str, str]) -> World:
-    """Return the world that deepspeed, torchrun, accelerate launch or mpirun set up; else a single
-    rank.
+    """Return the world that deepspeed, torchrun, accelerate launch, mpirun or srun set up; else a
+    single rank.
 
     Raises LaunchError if variables are not numbers, incomplete, or contradict each other.
     """
     given = {name: environment[name] for name in _VARIABLES if name in environment}
     if not given and _OF_MPIRUN[0] in environment:
         given = _given_by_mpirun(environment)
+    elif not given and has_srun_tasks(environment):
+        given = srun_ranks(environment)
     if not {"RANK", "WORLD_SIZE"} & given.keys():
         if "MASTER_ADDR" in environment:
             raise LaunchError(
@@ -99,6 +102,12 @@ def is_of_mpirun(world: World, environment: Mapping[str, str]) -> bool:
     return theirs == [str(world.rank), str(world.size)]
 
 
+def is_of_srun(environment: Mapping[str, str]) -> bool:
+    """Return whether srun started the ranks directly, without a launcher below it."""
+    others = {"RANK", "WORLD_SIZE", _OF_MPIRUN[0]}
+    return not others & environment.keys() and has_srun_tasks(environment)
+
+
 def ranks_here(environment: Mapping[str, str]) -> int | None:
     """Return the ranks on this host from the launcher's environment; None if it is not set there.
 
@@ -110,7 +119,7 @@ def ranks_here(environment: Mapping[str, str]) -> int | None:
         value = environment.get(name, "")
         if value.isdecimal() and 0 < int(value) and (most is None or int(value) <= most):
             return int(value)
-    return None
+    return srun_tasks_here(environment) if is_of_srun(environment) else None
 
 
 def has_other_hosts(world: World, environment: Mapping[str, str]) -> bool:

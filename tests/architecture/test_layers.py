@@ -18,8 +18,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # No torch: nothing but the standard library and these.
 PURE_LIBRARIES = {"pydantic", "yaml"}
 PURE_FOLDERS = ("bigtrain.system", "bigtrain.settings", "bigtrain.planner", "bigtrain.launchers")
-# No torch either, but a million figures: numpy and orjson load nothing else.
-REPORT_LIBRARIES = {"numpy", "orjson"}
+# No torch either, but a million figures, and a page: these load nothing else.
+REPORT_LIBRARIES = {"numpy", "orjson", "jinja2"}
 NOT_PURE = {
     "bigtrain.launchers.agent",
     "bigtrain.launchers.doctor.collective_probe",
@@ -27,6 +27,7 @@ NOT_PURE = {
 }
 # The places below that take a library, when they are called.
 LAZILY = {
+    "bigtrain.launchers.templates": {"jinja2"},
     "bigtrain.system.files": {"xxhash"},
     "bigtrain.system.storage.aws_files": {"botocore"},
     "bigtrain.system.storage.fsspec_store": {"fsspec"},

@@ -17,8 +17,9 @@ import torch
 from bigtrain.sites.client import RefusedByServerError, ServerClient
 from bigtrain.sites.codecs import CODECS
 from bigtrain.sites.protocol import RoundPlan, digest_of
-from bigtrain.sites.rectangles import Box, split_cuts
+from bigtrain.sites.rectangles import ParameterBox, split_cuts
 from bigtrain.sites.server.store import Store
+from bigtrain.system.boxes import Box
 from tests.support.fork_outer_server import TOKEN
 from tests.support.outer_server_lives import ServerLives, random_kills
 from tests.support.tiers import FULL
@@ -91,15 +92,15 @@ class ServerSite:
             reply, payload = self.ask("weights", number=state["number"], form=form, boxes=[box])
             is_update = reply["form"] == "update"
             codec = self.codec if is_update else CODECS["float32"]
-            shape = Box("w", tuple(box[1]), tuple(box[2]))
+            shape = ParameterBox(tuple(box[1]), tuple(box[2]), "w")
             values = split_cuts(codec, payload, [(shape, SHAPE)]).view(box[2])
-            place = shape.of(self.weights)
+            place = self.weights[shape.slices]
             place.copy_(place + values if is_update else values)
         self.number = state["number"]
 
 
 def part(full: torch.Tensor, box: Any) -> torch.Tensor:
-    return Box("w", tuple(box[1]), tuple(box[2])).of(full).reshape(-1)
+    return full[Box(tuple(box[1]), tuple(box[2])).slices].reshape(-1)
 
 
 def train_by_server(lives: ServerLives, is_over: Callable[[int], bool]) -> torch.Tensor:

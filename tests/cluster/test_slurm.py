@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import psutil
@@ -10,7 +11,7 @@ import pytest
 
 from bigtrain.cli import main as bigtrain
 from bigtrain.run.checkpointing import checkpoints
-from tests.cluster.conftest import Lab, Submit
+from tests.cluster.conftest import TRAIN, Lab, Submit
 from tests.launch.conftest import Inputs, metrics, snapshot
 from tests.support.cluster import BINARIES, wait_until
 from tests.support.worlds import ROOT
@@ -75,6 +76,25 @@ def test_two_nodes_compute_what_one_process_does(
     assert metrics(lab.folder / "run") == pytest.approx(alone, abs=1e-5)
     assert told(lab, job, "ExitCode") == "0:0"
     assert completions(lab, job) == ["COMPLETED 0:0"]
+
+
+def test_srun_starts_every_rank_itself(lab: Lab, submit: Submit, alone: dict[int, float]) -> None:
+    """Two tasks on each of two nodes, and two steps at once in one job: no launcher, no address."""
+    script = lab.folder / "ranks.sbatch"
+    srun = f"srun --overlap --ntasks=4 --kill-on-bad-exit=1 {sys.executable}"
+    run = f"{srun} {TRAIN} batch.micro_batch_size=1 --config {lab.run_yaml}"
+    script.write_text(
+        "#!/bin/bash\nunset MASTER_ADDR MASTER_PORT\n"
+        f"{run} & first=$!\n"
+        f"{run} output.directory={lab.folder / 'other'} || exit 1\n"
+        "wait $first\n"
+    )
+    node = ["--nodes=2", "--ntasks-per-node=2", "--mem=2000", "--time=10"]
+    job, log = submit(script, node, [])
+    assert ended(lab, job, log) == "COMPLETED", log.read_text()
+    for name in ("run", "other"):
+        assert metrics(lab.folder / name) == pytest.approx(alone, abs=1e-5)
+        assert '"world_size": 4' in (lab.folder / name / "starts.jsonl").read_text()
 
 
 def test_wrong_run_fails_before_a_process_starts(lab: Lab, submit: Submit) -> None:

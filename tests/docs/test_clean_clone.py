@@ -29,15 +29,15 @@ from tests.support.worlds import ROOT
 # A line is a command where it begins with one of these, after assignments of variables.
 PROGRAMS = {
     "accelerate", "bash", "bigtrain", "deepspeed", "docker", "eval", "export", "kubectl", "make",
-    "pip", "python", "sbatch", "tail", "torchrun", "zcat",
+    "pip", "python", "sbatch", "srun", "tail", "torchrun", "zcat",
 }  # fmt: skip
 # Blocks of pages that hold a drawing instead.
 DRAWINGS = {"docs/reference/checkpoint_format.md", "docs/architecture.md"}
 
 NOT_HERE = {
     r"^make (test|check|docs|install)\b": "installs, or runs all tests, of which this is one",
-    r"^make gpu-": "needs a GPU, or fetches wheels for one",
-    r"^sbatch ": "needs a Slurm cluster; tests/cluster/test_slurm.py submits to a real one",
+    r"^make gpu-(check|wheels)": "needs a GPU, or fetches wheels for one",
+    r"^(sbatch|srun) ": "needs a Slurm cluster; tests/cluster/test_slurm.py submits to a real one",
     r"^bigtrain (doctor|hostfile) .*--slurm": "needs a Slurm job; tests/cluster/test_slurm.py",
     r"--hostfile hostfiles/mine": "needs several hosts; tests/cluster/test_hostfile.py has them",
     r"^kubectl ": "needs a Kubernetes cluster; tests/launch/test_kubernetes.py reads manifests",
@@ -49,6 +49,7 @@ NOT_HERE = {
     "tests/launch/test_adapters.py trains, exports and merges a small one",
 }
 ELSEWHERE = {
+    r"^make gpu-proof": "tests/unit/benchmarks/test_gpu_proof.py",  # minutes
     r"^bigtrain parity ": "tests/parity/test_parity_command.py",  # minutes each
     r"^bigtrain report .*--live": "tests/docs/test_howto_report.py",  # until Ctrl-C
     r"^bigtrain outer-server |sites\.server=": "tests/launch/test_outer_server.py",  # until Ctrl-C

@@ -31,6 +31,7 @@ def test_script_for_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "--rdzv-id=quickstart" in text
     assert "last_call_timeout=15,keep_alive_interval=5,keep_alive_max_attempt=3" in text
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in text
+    assert re.search(r'OMP_NUM_THREADS="\$\{OMP_NUM_THREADS:-\d+\}"', text)
     assert 'setpriv --pdeathsig KILL "$python"' in text
     assert text.index("module load cuda") < text.index("fail()")
     assert "arguments=(quickstart batch.micro_batch_size=1 seed=1)" in text

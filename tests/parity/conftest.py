@@ -8,7 +8,7 @@ from itertools import product
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import pytest
 
@@ -134,16 +134,26 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
+def save_models(
+    configs: Mapping[str, dict[str, Any]],
+    directory: Path,
+    change: Callable[[str, Any], None] = lambda _name, _model: None,
+) -> dict[str, Path]:
+    """Save each model as the run's seed makes it, changed by `change`, as ``directory / NAME``."""
+    saved = {}
+    for name, config in configs.items():
+        section = ModelSection(config=config)
+        model: Any = build_model(section, load_hf_config(section), seed=SEED)
+        change(name, model)
+        saved[name] = directory / name
+        model.save_pretrained(saved[name])
+    return saved
+
+
 @pytest.fixture(scope="session")
 def hf_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The models that every case starts from, as Hugging Face directories."""
-    found = {}
-    for name, config in ARCHITECTURES.items():
-        section = ModelSection(config=config)
-        model = build_model(section, load_hf_config(section), seed=SEED)
-        found[name] = tmp_path_factory.mktemp("hf") / name
-        model.save_pretrained(found[name])
-    return found
+    return save_models(ARCHITECTURES, tmp_path_factory.mktemp("hf"))
 
 
 Grid = list[tuple[int, str, int, dict[str, int]]]
@@ -189,7 +199,65 @@ class Trained(Protocol):
     def engine(self) -> str: ...
 
 
+class TieredCase(Trained, Protocol):
+    """A case that is trained in `make test`, or in the slow tests only."""
+
+    @property
+    def slow(self) -> bool: ...
+
+
 AnyCase = TypeVar("AnyCase", bound=Trained)
+AnyTiered = TypeVar("AnyTiered", bound=TieredCase)
+
+
+def each_case(cases: Iterable[TieredCase]) -> pytest.MarkDecorator:
+    """Return a decorator that runs a test with each `case`; the slow ones are marked so."""
+    parameters = [
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else [])
+        for case in cases
+    ]
+    return pytest.mark.parametrize("case", parameters)
+
+
+class TrainedCases(Generic[AnyTiered]):
+    """Results of a file's cases. The first test that asks for a fast case trains all of these; the
+    slow ones are trained likewise. Arguments: as of `train_and_save`, but `also` by tier."""
+
+    def __init__(
+        self,
+        directory: Path,
+        cases: Iterable[AnyTiered],
+        config_of: Callable[[AnyTiered], dict[str, Any]],
+        job_of: Callable[[AnyTiered], dict[str, Any]] = lambda _: {},
+        also: Callable[[Path], Mapping[int, dict[str, Any]]] = lambda _: {},
+    ) -> None:
+        self._directory = directory
+        self._cases = list(cases)
+        self._config_of, self._job_of, self._also = config_of, job_of, also
+        self._results: dict[bool, dict[str, Any]] = {}
+
+    def of(self, case: AnyTiered) -> tuple[dict[str, Any], Path]:
+        """Return the result of a case and the directory of its saved state."""
+        results = self.results(slow=case.slow)
+        return results[case.name], self._place(case.slow) / case.name
+
+    def also(self, name: str) -> tuple[dict[str, Any], Path]:
+        """Return the result of another job, which is trained with the fast cases."""
+        return self.results(slow=False)[name], self._place(False) / name
+
+    def results(self, *, slow: bool) -> dict[str, Any]:
+        """Return the results of a tier by name, trained on first use."""
+        if slow not in self._results:
+            place = self._place(slow)
+            place.mkdir()
+            cases = [case for case in self._cases if case.slow == slow]
+            more = {} if slow else self._also(place)
+            trained = train_and_save(cases, self._config_of, place, self._job_of, more)
+            self._results[slow] = trained["results"]
+        return self._results[slow]
+
+    def _place(self, slow: bool) -> Path:
+        return self._directory / ("slow" if slow else "fast")
 
 
 def train_and_save(

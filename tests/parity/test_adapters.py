@@ -27,19 +27,20 @@ from bigtrain.models.weights.lazy_tensors import LazyTensor
 from bigtrain.run.context import step_seed
 from bigtrain.settings.run_config import AdaptersSection, ModelSection
 from bigtrain.settings.topology import Coordinates
-from tests.parity.comparison import assert_same_steps
 from tests.parity.conftest import (
     ARCHITECTURES,
     COMPOSITE,
     SEED,
     SHARED_MOE,
     STEPS,
+    each_case,
     grid,
     llama,
     run_config,
     train_cases,
 )
 from tests.parity.plain import Spread, Training, orders, plain_training, root_mean_square
+from tests.support.comparison import assert_same_steps
 
 pytestmark = [
     pytest.mark.distributed,
@@ -473,13 +474,7 @@ def composite_results(
     return results_of(COMPOSITE_CASES, dataset, bases, tmp_path_factory.mktemp("composites"))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else [])
-        for case in CASES
-    ],
-)
+@each_case(CASES)
 def test_equals_plain_peft(
     case: Case,
     dataset: Path,

@@ -19,23 +19,29 @@ from transformers import AutoModelForCausalLM
 
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.engine.checkpoint.io import read_full_masters
-from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export.verified import Probe, export_model
 from bigtrain.models.transformers_patches import modules_of_experts
 from bigtrain.settings.run_config import ModelSection
-from tests.parity.comparison import assert_same_steps, assert_same_weights
-from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, llama, run_config, train_and_save
+from tests.parity.conftest import (
+    ARCHITECTURES,
+    STEPS,
+    TrainedCases,
+    each_case,
+    llama,
+    run_config,
+    save_models,
+)
+from tests.parity.expert_models import MODELS as EXPERT_MODELS
+from tests.parity.expert_models import OPTIMIZER, WEIGHTS
 from tests.parity.plain import Training, divided, plain_training
-from tests.parity.test_expert_parallel import MODELS as EXPERT_MODELS
 from tests.parity.test_zero_stages import LOSS, NORM
+from tests.support.comparison import assert_same_steps, assert_same_tensors, assert_same_weights
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 
-WEIGHTS = 1e-5
 AUXILIARY, Z_LOSS, RATE = 0.5, 0.05, 0.02  # so that they show
 SKIPPED = 2
-OPTIMIZER = {"lr": 3e-3, "clip_norm": 0.5, "eps": 1e-6}  # see test_pipeline.optimizer_of
 UNTIED = {**llama(), "tie_word_embeddings": False, "pad_token_id": 0}
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": llama(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
@@ -194,18 +200,6 @@ def config_of(case: Case, data: Path, directories: dict[str, Path]) -> dict[str,
     return config
 
 
-def train(
-    dataset: Path, directories: dict[str, Path], directory: Path, *, slow: bool
-) -> dict[str, Any]:
-    return train_and_save(
-        [case for case in CASES if case.slow == slow],
-        lambda case: config_of(case, dataset, directories),
-        directory,
-        lambda _: {"skipped": [SKIPPED], "observe": True},
-        {} if slow else {2: more_jobs(dataset, directories, directory)},
-    )
-
-
 def more_jobs(data: Path, directories: dict[str, Path], directory: Path) -> dict[str, Any]:
     """Of `RESUMED` in two parts with other degrees, and in 16 bit."""
     jobs = {}
@@ -247,25 +241,19 @@ IN_16_BIT = {"minimax_m2": "zero3", "lfm2_moe": "zero1", "ernie4_5_moe": "zero3"
 @pytest.fixture(scope="module")
 def trained(
     dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    return train(dataset, directories, tmp_path_factory.mktemp("balance"), slow=False)
-
-
-@pytest.fixture(scope="module")
-def slow_trained(
-    dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    return train(dataset, directories, tmp_path_factory.mktemp("balance_slow"), slow=True)
+) -> TrainedCases[Case]:
+    return TrainedCases(
+        tmp_path_factory.mktemp("balance"),
+        CASES,
+        lambda case: config_of(case, dataset, directories),
+        lambda _: {"skipped": [SKIPPED], "observe": True},
+        lambda directory: {2: more_jobs(dataset, directories, directory)},
+    )
 
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {}
-    for name, values in MODELS.items():
-        section = ModelSection(config=values)
-        found[name] = tmp_path_factory.mktemp("hf") / name
-        build_model(section, load_hf_config(section), seed=SEED).save_pretrained(found[name])
-    return found
+    return save_models(MODELS, tmp_path_factory.mktemp("hf"))
 
 
 class Reference:
@@ -348,11 +336,12 @@ def reference_of(
     return trained, reference
 
 
-def compare(
-    case: Case, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
+@each_case(CASES)
+def test_equals_plain_training(
+    case: Case, dataset: Path, directories: dict[str, Path], trained: TrainedCases[Case]
 ) -> None:
     expected, reference = reference_of(case, dataset, directories)
-    result = trained["results"][case.name]
+    result, place = trained.of(case)
     assert result["accumulation"] == case.accumulation
     assert_same_steps(result, expected, loss=LOSS["float32"], norm=NORM["float32"])
     for load, imbalance in zip(result["loads"], reference.imbalance, strict=True):
@@ -360,42 +349,23 @@ def compare(
         assert (load["sent_bytes"] is None) == (case.expert == 1)
         assert case.expert == 1 or (load["sent_bytes"] > 0 and load["seconds"] > 0)
     weights = assert_same_weights(
-        trained["directory"] / case.name,
+        place,
         {**expected.weights, **reference.biases},
         limit=WEIGHTS,
     )
-    for name, bias in reference.biases.items():
-        assert float((bias - weights[name]).abs().max()) <= 1e-6, name
     assert bool(reference.biases) == ("bias" in case.moe)
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if not c.slow], ids=lambda case: case.name)
-def test_equals_plain_training(
-    case: Case, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
-) -> None:
-    compare(case, dataset, directories, trained)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [c for c in CASES if c.slow], ids=lambda case: case.name)
-def test_more_equal_plain_training(
-    case: Case, dataset: Path, directories: dict[str, Path], slow_trained: dict[str, Any]
-) -> None:
-    compare(case, dataset, directories, slow_trained)
+    if reference.biases:
+        assert_same_tensors(weights, reference.biases, limit=1e-6)
 
 
 @pytest.mark.parametrize("model", RESUMED)
 def test_biases_continue_at_another_degree(
-    model: str, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
+    model: str, dataset: Path, directories: dict[str, Path], trained: TrainedCases[Case]
 ) -> None:
     expected, reference = reference_of(RESUMED[model], dataset, directories)
-    assert trained["results"][f"end {model}"]["losses"] == pytest.approx(
-        expected.losses[STOP:], abs=LOSS["float32"]
-    )
-    weights = read_full_masters(trained["directory"] / f"end {model}" / "tensors")
-    assert reference.biases
-    for name, bias in reference.biases.items():
-        assert float((bias - weights[name]).abs().max()) <= 1e-6, name
+    result, place = trained.also(f"end {model}")
+    assert result["losses"] == pytest.approx(expected.losses[STOP:], abs=LOSS["float32"])
+    assert_same_tensors(read_full_masters(place / "tensors"), reference.biases, limit=1e-6)
 
 
 def biases_of(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -403,8 +373,9 @@ def biases_of(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("model", IN_16_BIT)
-def test_biases_are_float32_in_a_run_in_16_bit(model: str, trained: dict[str, Any]) -> None:
-    biases = biases_of(read_full_masters(trained["directory"] / f"16 bit {model}" / "tensors"))
+def test_biases_are_float32_in_a_run_in_16_bit(model: str, trained: TrainedCases[Case]) -> None:
+    _, place = trained.also(f"16 bit {model}")
+    biases = biases_of(read_full_masters(place / "tensors"))
     assert len(biases) == (3 if model == "minimax_m2" else 2)
     for bias in biases.values():
         updates = bias / RATE
@@ -414,9 +385,10 @@ def test_biases_are_float32_in_a_run_in_16_bit(model: str, trained: dict[str, An
 
 
 def test_biases_are_exported_in_float32(
-    directories: dict[str, Path], trained: dict[str, Any], tmp_path: Path
+    directories: dict[str, Path], trained: TrainedCases[Case], tmp_path: Path
 ) -> None:
-    weights = read_full_masters(trained["directory"] / "end deepseek_v3" / "tensors")
+    _, place = trained.also("end deepseek_v3")
+    weights = read_full_masters(place / "tensors")
     biases = biases_of(weights)
     hf_config = load_hf_config(ModelSection(path=str(directories["deepseek_v3"])))
     model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)

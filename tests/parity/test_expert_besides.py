@@ -16,6 +16,7 @@ from tests.parity.plain import Spread, orders, plain_training, read_steps, root_
 from tests.parity.routing import Choices, checksum, differing
 from tests.parity.test_matrix import SPREADS
 from tests.parity.test_zero_stages import LOSS, NORM
+from tests.support.comparison import assert_same_steps, assert_same_tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(1200)]
 
@@ -188,7 +189,5 @@ def test_equals_plain_training_besides(
     found = besides[name]
     samples = [[checksum(row) for row in step.inputs] for step in read_steps(dataset, config)]
     assert differing(found["choices"], choices[0].of_one(samples)) == {}
-    assert found["losses"] == pytest.approx(expected.losses, abs=LOSS["float32"])
-    assert found["norms"] == pytest.approx(expected.norms, rel=NORM["float32"])
-    for key, tensor in expected.weights.items():
-        assert float((found["weights"][key] - tensor).abs().max()) <= WEIGHTS, key
+    assert_same_steps(found, expected, loss=LOSS["float32"], norm=NORM["float32"])
+    assert_same_tensors(found["weights"], expected.weights, limit=WEIGHTS)

@@ -18,8 +18,7 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.model_plan import try_model
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.settings.run_config import ModelSection, RunConfig
-from tests.parity.comparison import assert_same_steps, assert_same_weights
-from tests.parity.conftest import run_config, train_and_save
+from tests.parity.conftest import TrainedCases, each_case, run_config
 from tests.parity.expert_models import (
     BIASES,
     COEFFICIENT,
@@ -31,6 +30,7 @@ from tests.parity.expert_models import (
 from tests.parity.plain import divided, plain_training, read_steps
 from tests.parity.routing import Choices, checksum, differing
 from tests.parity.test_zero_stages import LOSS, NORM
+from tests.support.comparison import assert_same_steps, assert_same_weights
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 
@@ -138,29 +138,16 @@ def config_of(case: Case, data: Path, directories: dict[str, Path]) -> dict[str,
     return config
 
 
-def train(
-    dataset: Path, directories: dict[str, Path], directory: Path, *, slow: bool
-) -> dict[str, Any]:
-    return train_and_save(
-        [case for case in CASES if case.slow == slow],
-        lambda case: config_of(case, dataset, directories),
-        directory,
-        lambda _: {"watch_routing": True},
-    )
-
-
 @pytest.fixture(scope="module")
 def trained(
     dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    return train(dataset, directories, tmp_path_factory.mktemp("experts"), slow=False)
-
-
-@pytest.fixture(scope="module")
-def slow_trained(
-    dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    return train(dataset, directories, tmp_path_factory.mktemp("experts_slow"), slow=True)
+) -> TrainedCases[Case]:
+    return TrainedCases(
+        tmp_path_factory.mktemp("experts"),
+        CASES,
+        lambda case: config_of(case, dataset, directories),
+        lambda _: {"watch_routing": True},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +155,9 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: save_model(name, tmp_path_factory.mktemp("hf") / name) for name in MODELS}
 
 
-def compare(
-    case: Case, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
+@each_case(CASES)
+def test_equals_plain_training(
+    case: Case, dataset: Path, directories: dict[str, Path], trained: TrainedCases[Case]
 ) -> None:
     config = run_config(dataset, {}, micro_batch_size=8, optimizer=OPTIMIZER)
     choices: list[Choices] = []
@@ -182,7 +170,7 @@ def compare(
         watch=lambda model: choices.append(Choices(model)),
         experts="eager" if case.model == "odd" else "grouped_mm",
     )
-    result = trained["results"][case.name]
+    result, place = trained.of(case)
     assert result["accumulation"] == case.accumulation
     assert_same_steps(result, expected, loss=LOSS["float32"], norm=NORM["float32"])
     samples = [[checksum(row) for row in s.inputs] for s in read_steps(dataset, config)]
@@ -192,27 +180,11 @@ def compare(
     if case.model == "gpt_oss one":
         assert all(row == [2] for rows in chosen["experts"].values() for row in rows)
     bias = "e_score_correction_bias"
-    place = trained["directory"] / case.name
     weights = assert_same_weights(place, expected.weights, limit=WEIGHTS, buffers=bias)
     biases = [name for name in weights if name.endswith(bias)]
     for name in biases:
         assert torch.equal(weights[name], BIASES[: weights[name].numel()])
     assert bool(biases) == (case.model in ("deepseek_v3", "glm4_moe"))
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if not c.slow], ids=lambda case: case.name)
-def test_equals_plain_training(
-    case: Case, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
-) -> None:
-    compare(case, dataset, directories, trained)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [c for c in CASES if c.slow], ids=lambda case: case.name)
-def test_more_equal_plain_training(
-    case: Case, dataset: Path, directories: dict[str, Path], slow_trained: dict[str, Any]
-) -> None:
-    compare(case, dataset, directories, slow_trained)
 
 
 REFUSED = {  # what the models above are not trained with, and what a run says to it

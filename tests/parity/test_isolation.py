@@ -15,9 +15,9 @@ from bigtrain.data.loading.loader import open_training_data
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
-from tests.parity.comparison import assert_same_steps
 from tests.parity.conftest import ARCHITECTURES, llama, run_config, train_cases
 from tests.parity.plain import IGNORED, plain_training, read_steps, summed_loss
+from tests.support.comparison import assert_same_steps, assert_same_tensors, gradients
 
 LENGTH, SAMPLES, STEPS = 48, 6, 4
 MODELS: dict[str, dict[str, Any]] = {
@@ -50,12 +50,6 @@ def packed_loss(model: Any, batch: MicroBatch) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
 
 
-def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("architecture", sorted(MODELS))
 def test_packed_equals_separate(dataset: Path, architecture: str, attention: str) -> None:
@@ -73,8 +67,7 @@ def test_packed_equals_separate(dataset: Path, architecture: str, attention: str
     loss, expected = packed_loss(model, batch), summed / (step.labels != IGNORED).sum()
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
     found, wanted = gradients(model, loss), gradients(model, expected)
-    for name, gradient in wanted.items():
-        assert torch.allclose(found[name], gradient, rtol=0, atol=1e-6), name
+    assert_same_tensors(found, wanted, limit=1e-6)
     crossing = packed_loss(model, MicroBatch(batch.input_ids, batch.labels))
     assert abs(float((crossing - expected).detach())) > 1e-5
 

@@ -15,23 +15,21 @@ import pytest
 import torch
 
 from bigtrain.engine.checkpoint.io import read_full_masters
-from bigtrain.models.build import build_model
-from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.tracing.traced_costs import model_costs
 from bigtrain.planner.run_prediction import layout_of
 from bigtrain.planner.stages import matrix_exchange, stages_of
 from bigtrain.settings.resolve import resolve_run
-from bigtrain.settings.run_config import ModelSection, RunConfig
+from bigtrain.settings.run_config import RunConfig
 from tests.parity import one_file_optimizer, plain_optimizers
-from tests.parity.comparison import assert_same_steps
 from tests.parity.conftest import (
     ARCHITECTURES,
-    SEED,
     VOCAB_SIZE,
+    TrainedCases,
+    each_case,
     grid,
     llama,
     run_config,
-    train_and_save,
+    save_models,
 )
 from tests.parity.plain import (
     Spread,
@@ -40,6 +38,7 @@ from tests.parity.plain import (
     plain_training,
     root_mean_square,
 )
+from tests.support.comparison import assert_same_steps, assert_same_weights
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 
@@ -220,7 +219,7 @@ CASES += [
 
 
 ONE_FILE = {"optimizer_module": one_file_optimizer.__name__}
-BFLOAT16 = Case(2, "zero2", "muon bf16", accumulation=4)
+BFLOAT16 = Case(2, "zero2", "muon bf16", accumulation=4, slow=True)
 
 
 def config_of(case: Case, data: Path, directories: dict[str, Path]) -> dict[str, Any]:
@@ -236,31 +235,19 @@ def config_of(case: Case, data: Path, directories: dict[str, Path]) -> dict[str,
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {}
-    for name, values in MODELS.items():
-        section = ModelSection(config=values)
-        found[name] = tmp_path_factory.mktemp("hf") / name
-        model: Any = build_model(section, load_hf_config(section), seed=SEED)
-        model.save_pretrained(found[name])
-    return found
-
-
-def train(
-    dataset: Path, directories: dict[str, Path], directory: Path, *, slow: bool
-) -> dict[str, Any]:
-    return train_and_save(
-        [case for case in CASES if case.slow == slow] + ([BFLOAT16] if slow else []),
-        lambda case: config_of(case, dataset, directories),
-        directory,
-        lambda case: ONE_FILE if case.optimizer == one_file_optimizer.NAME else {},
-    )
+    return save_models(MODELS, tmp_path_factory.mktemp("hf"))
 
 
 @pytest.fixture(scope="module")
 def trained(
     dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    return train(dataset, directories, tmp_path_factory.mktemp("optimizers"), slow=False)
+) -> TrainedCases[Case]:
+    return TrainedCases(
+        tmp_path_factory.mktemp("optimizers"),
+        [*CASES, BFLOAT16],
+        lambda case: config_of(case, dataset, directories),
+        lambda case: ONE_FILE if case.optimizer == one_file_optimizer.NAME else {},
+    )
 
 
 def expected_of(case: Case, dataset: Path, directories: dict[str, Path], **options: Any) -> Any:
@@ -285,40 +272,16 @@ def expected_of(case: Case, dataset: Path, directories: dict[str, Path], **optio
     )
 
 
-def compare(
-    case: Case, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
+@each_case(CASES)
+def test_equals_plain_training(
+    case: Case, dataset: Path, directories: dict[str, Path], trained: TrainedCases[Case]
 ) -> None:
     expected = expected_of(case, dataset, directories)
-    result = trained["results"][case.name]
+    result, place = trained.of(case)
     assert result["accumulation"] == case.accumulation
-    weights = read_full_masters(trained["directory"] / case.name / "tensors")
-    buffers = {name for name in weights if name.endswith("e_score_correction_bias")}
-    assert weights.keys() - buffers == expected.weights.keys()
     assert_same_steps(result, expected, loss=LOSS, norm=NORM)
-    for name, tensor in expected.weights.items():
-        torch.testing.assert_close(weights[name], tensor, atol=WEIGHTS, rtol=WEIGHTS, msg=name)
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if not c.slow], ids=lambda case: case.name)
-def test_equals_plain_training(
-    case: Case, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
-) -> None:
-    compare(case, dataset, directories, trained)
-
-
-@pytest.fixture(scope="module")
-def slow_trained(
-    dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    return train(dataset, directories, tmp_path_factory.mktemp("optimizers_slow"), slow=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [c for c in CASES if c.slow], ids=lambda case: case.name)
-def test_equals_plain_training_everywhere(
-    case: Case, dataset: Path, directories: dict[str, Path], slow_trained: dict[str, Any]
-) -> None:
-    compare(case, dataset, directories, slow_trained)
+    bias = "e_score_correction_bias"
+    assert_same_weights(place, expected.weights, limit=WEIGHTS, relative=WEIGHTS, buffers=bias)
 
 
 COUNTED = [
@@ -330,7 +293,7 @@ COUNTED = [
 
 @pytest.mark.parametrize("case", COUNTED, ids=lambda case: case.name)
 def test_counted_bytes_are_the_planners(
-    case: Case, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
+    case: Case, dataset: Path, directories: dict[str, Path], trained: TrainedCases[Case]
 ) -> None:
     """The mean over ranks. Where ZeRO 1 and 2 cut the flat model in two, the formula's equal parts
     are a guess: nothing of a matrix may be at its owner, or all of it."""
@@ -339,7 +302,7 @@ def test_counted_bytes_are_the_planners(
     costs, _ = model_costs(config)
     stages = stages_of(costs, layout.pipeline_size, True)
     expected = [stage.num_alike * sum(matrix_exchange(stage, costs, layout)) for stage in stages]
-    counted = trained["results"][case.name]["optimizer_sent_bytes"]
+    counted = trained.of(case)[0]["optimizer_sent_bytes"]
     mean = sum(expected) / layout.pipeline_size
     if layout.zero_stage in (1, 2) and layout.partition_size > 1:
         assert 0 <= counted <= 2 * mean
@@ -373,7 +336,7 @@ def test_a_part_on_its_own_would_show(dataset: Path, directories: dict[str, Path
 
 @pytest.mark.slow
 def test_bfloat16_is_as_far_as_torch_is_from_itself(
-    dataset: Path, directories: dict[str, Path], slow_trained: dict[str, Any]
+    dataset: Path, directories: dict[str, Path], trained: TrainedCases[Case]
 ) -> None:
     """torch's iteration in bfloat16 makes of a gradient's last bits the third digit of an update:
     torch's own runs that add up in other orders are as far apart as ours is from them."""
@@ -390,8 +353,8 @@ def test_bfloat16_is_as_far_as_torch_is_from_itself(
         for chunks in orders()
     ]
     spread = Spread.of(runs)
-    result = slow_trained["results"][case.name]
-    weights = read_full_masters(slow_trained["directory"] / case.name / "tensors")
+    result, place = trained.of(case)
+    weights = read_full_masters(place / "tensors")
     assert max(abs(a - b) for a, b in zip(result["losses"], spread.losses, strict=True)) <= (
         2 * spread.loss
     )

@@ -23,6 +23,7 @@ from tests.parity.conftest import ARCHITECTURES, SEED, llama, run_config, train_
 from tests.parity.plain import adamw
 from tests.parity.test_isolation import gradients, packed_loss
 from tests.support.chats import CHATML, chat_tokenizer, save_chat_tokenizer, turns
+from tests.support.comparison import assert_same_tensors
 from tests.support.datasets import write_dataset
 
 LENGTH, SAMPLES, STEPS = 128, 4, 2
@@ -120,8 +121,7 @@ def test_packed_equals_separate(
     loss, expected = packed_loss(model, batch), separate_loss(model, pieces)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
     found, wanted = gradients(model, loss), gradients(model, expected)
-    for name, gradient in wanted.items():
-        assert torch.allclose(found[name], gradient, rtol=0, atol=1e-6), name
+    assert_same_tensors(found, wanted, limit=1e-6)
 
 
 def transformers_pieces(

@@ -16,13 +16,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bigtrain.engine.checkpoint.io import open_tensors, read_full_masters
-from bigtrain.models.build import build_model
-from bigtrain.models.configuration import load_hf_config
-from bigtrain.settings.run_config import ModelSection
 from tests.parity import plain_optimizers
-from tests.parity.comparison import assert_same_steps
-from tests.parity.conftest import COMPOSITE, SEED, VOCAB_SIZE, llama, run_config, train_and_save
+from tests.parity.conftest import (
+    COMPOSITE,
+    SEED,
+    VOCAB_SIZE,
+    TrainedCases,
+    each_case,
+    llama,
+    run_config,
+    save_models,
+)
 from tests.parity.plain import Training, adamw, divided, plain_training
+from tests.support.comparison import assert_same_steps, assert_same_tensors
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 
@@ -173,11 +179,7 @@ def config_of(case: Case, data: Path, directories: dict[str, Path]) -> dict[str,
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {}
-    for name, values in MODELS.items():
-        section = ModelSection(config=values)
-        found[name] = tmp_path_factory.mktemp("hf") / name
-        model: Any = build_model(section, load_hf_config(section), seed=SEED)
+    def change(name: str, model: Any) -> None:
         generator = torch.Generator().manual_seed(SEED)
         with torch.no_grad():  # what is zero or one would hide a decay
             for parameter in model.parameters():
@@ -185,32 +187,19 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             for key, parameter in model.named_parameters():
                 if key.endswith("e_score_correction_bias"):
                     parameter.add_(10)
-        model.save_pretrained(found[name])
-    return found
 
-
-def train(
-    dataset: Path, directories: dict[str, Path], directory: Path, *, slow: bool
-) -> dict[str, Any]:
-    return train_and_save(
-        [case for case in CASES if case.slow == slow],
-        lambda case: config_of(case, dataset, directories),
-        directory,
-    )
+    return save_models(MODELS, tmp_path_factory.mktemp("hf"), change)
 
 
 @pytest.fixture(scope="module")
 def trained(
     dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    return train(dataset, directories, tmp_path_factory.mktemp("roles"), slow=False)
-
-
-@pytest.fixture(scope="module")
-def slow_trained(
-    dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    return train(dataset, directories, tmp_path_factory.mktemp("roles_slow"), slow=True)
+) -> TrainedCases[Case]:
+    return TrainedCases(
+        tmp_path_factory.mktemp("roles"),
+        CASES,
+        lambda case: config_of(case, dataset, directories),
+    )
 
 
 def expected_of(
@@ -236,42 +225,28 @@ def expected_of(
     )
 
 
-def compare(
-    case: Case, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
+@each_case(CASES)
+def test_equals_plain_training(
+    case: Case, dataset: Path, directories: dict[str, Path], trained: TrainedCases[Case]
 ) -> None:
     expected = expected_of(case, dataset, directories)
-    result = trained["results"][case.name]
-    weights = read_full_masters(trained["directory"] / case.name / "tensors")
+    result, place = trained.of(case)
+    weights = read_full_masters(place / "tensors")
     assert_same_steps(result, expected, loss=LOSS, norm=NORM)
     written = AutoModelForCausalLM.from_pretrained(directories[case.model]).state_dict()
     untouched = 0
-    for name, tensor in expected.weights.items():
+    for name in expected.weights:
         if re.match(UNTOUCHED.get(case.model, "nothing"), name):
             assert torch.equal(weights[name], written[name]), name
             untouched += 1
-        torch.testing.assert_close(weights[name], tensor, atol=WEIGHTS, rtol=WEIGHTS, msg=name)
+    assert_same_tensors(weights, expected.weights, limit=WEIGHTS, relative=WEIGHTS)
     assert untouched == {"gemma3": 34, "ernie4_5_moe": 2}.get(case.model, 0)
-    tensors = open_tensors(trained["directory"] / case.name / "tensors")
+    tensors = open_tensors(place / "tensors")
     states = {
         key.partition("/")[2] for key in tensors if not key.startswith(("master/", "buffer/"))
     }
     assert not any(re.match(UNTOUCHED.get(case.model, "nothing"), name) for name in states)
     assert states
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if not c.slow], ids=lambda case: case.name)
-def test_equals_plain_training(
-    case: Case, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
-) -> None:
-    compare(case, dataset, directories, trained)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [c for c in CASES if c.slow], ids=lambda case: case.name)
-def test_equals_plain_training_everywhere(
-    case: Case, dataset: Path, directories: dict[str, Path], slow_trained: dict[str, Any]
-) -> None:
-    compare(case, dataset, directories, slow_trained)
 
 
 # --- bfloat16 ---
@@ -292,39 +267,28 @@ BFLOAT16 = {"precision": {"dtype": "bfloat16"}}
 LOSS_16, NORM_16, WEIGHTS_16 = 2e-3, 1e-2, 5e-3
 
 
-def train_in_16_bit(
-    dataset: Path, directories: dict[str, Path], directory: Path, *, slow: bool
-) -> dict[str, Any]:
-    return train_and_save(
-        [case for case in IN_16_BIT if case.slow == slow],
-        lambda case: config_of(case, dataset, directories) | BFLOAT16,
-        directory,
-    )
-
-
 @pytest.fixture(scope="module")
 def trained_in_16_bit(
     dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("roles16")
-    return train_in_16_bit(dataset, directories, directory, slow=False)
+) -> TrainedCases[Case]:
+    return TrainedCases(
+        tmp_path_factory.mktemp("roles16"),
+        IN_16_BIT,
+        lambda case: config_of(case, dataset, directories) | BFLOAT16,
+    )
 
 
-@pytest.fixture(scope="module")
-def slow_trained_in_16_bit(
-    dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("roles16_slow")
-    return train_in_16_bit(dataset, directories, directory, slow=True)
-
-
-def compare_in_16_bit(
-    case: Case, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
+@each_case(IN_16_BIT)
+def test_what_is_kept_in_float32_equals_plain_training(
+    case: Case,
+    dataset: Path,
+    directories: dict[str, Path],
+    trained_in_16_bit: TrainedCases[Case],
 ) -> None:
     """With plain transformers in bfloat16, which keeps the router in float32."""
     expected = expected_of(case, dataset, directories, dtype=torch.bfloat16, exact_masters=True)
-    result = trained["results"][case.name]
-    weights = read_full_masters(trained["directory"] / case.name / "tensors")
+    result, place = trained_in_16_bit.of(case)
+    weights = read_full_masters(place / "tensors")
     assert result["losses"] == pytest.approx(expected.losses, abs=LOSS_16)
     assert result["norms"] == pytest.approx(expected.norms, rel=NORM_16)
     for name, tensor in expected.weights.items():
@@ -332,21 +296,3 @@ def compare_in_16_bit(
             assert torch.equal(weights[name], tensor), name
         apart = float((weights[name] - tensor).square().mean().sqrt())
         assert apart < WEIGHTS_16, name
-
-
-@pytest.mark.parametrize("case", [c for c in IN_16_BIT if not c.slow], ids=lambda case: case.name)
-def test_what_is_kept_in_float32_equals_plain_training(
-    case: Case, dataset: Path, directories: dict[str, Path], trained_in_16_bit: dict[str, Any]
-) -> None:
-    compare_in_16_bit(case, dataset, directories, trained_in_16_bit)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [c for c in IN_16_BIT if c.slow], ids=lambda case: case.name)
-def test_what_is_kept_in_float32_equals_plain_training_everywhere(
-    case: Case,
-    dataset: Path,
-    directories: dict[str, Path],
-    slow_trained_in_16_bit: dict[str, Any],
-) -> None:
-    compare_in_16_bit(case, dataset, directories, slow_trained_in_16_bit)

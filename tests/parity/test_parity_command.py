@@ -23,11 +23,11 @@ from bigtrain.parity.comparison import compare, mean_of
 from bigtrain.parity.proxy import Proxy, micro_batches, shrink
 from bigtrain.parity.reference import TrainingTrace, train_reference, train_reordered
 from bigtrain.parity.run import reference_of, train_points
-from bigtrain.parity.topologies import Point, points
+from bigtrain.parity.topologies import points
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import ModelSection, MoeSection, RunConfig
 from tests.parity.conftest import ARCHITECTURES, llama, run_config
-from tests.parity.test_expert_parallel import MODELS as EXPERT_MODELS
+from tests.parity.expert_models import MODELS as EXPERT_MODELS
 from tests.support.lives import run_forked_world
 from tests.support.longrope import longrope
 from tests.support.worlds import ROOT
@@ -149,31 +149,30 @@ def test_another_model_is_found_out(
     changed = replace(point, config=point.config.model_copy(update={"model": model}))
     ((_, found),) = train_points([changed], 2, tmp_path)
     assert isinstance(found, TrainingTrace)
-    verdict = compare(point, [reference], found)
+    verdict = compare([reference], found)
     assert not verdict.passed
     assert "layers.0, in the forward pass" in verdict.where
 
 
-def test_where_a_difference_arises(small: Proxy, reference: TrainingTrace) -> None:
-    point: Point = points(small, 2)[0]
-    assert compare(point, [reference], reference).passed
+def test_where_a_difference_arises(reference: TrainingTrace) -> None:
+    assert compare([reference], reference).passed
 
     name = list(reference.first)[4]
     moved = {**reference.first, name: reference.first[name] + 1e-3}
     last = {**reference.last, name: reference.last[name] + 1e-3}
-    verdict = compare(point, [reference], replace(reference, first=moved, last=last))
+    verdict = compare([reference], replace(reference, first=moved, last=last))
     assert not verdict.passed
     assert verdict.where == f"the gradient of {name}, in the backward pass of the first step"
 
     losses = [reference.losses[0] + 1e-3, *reference.losses[1:]]
-    verdict = compare(point, [reference], replace(reference, losses=losses))
+    verdict = compare([reference], replace(reference, losses=losses))
     assert verdict.where == "after the last layer: norm, head or loss"
 
     norms = [*reference.norms[:-1], float("nan")]
-    assert not compare(point, [reference], replace(reference, norms=norms)).passed
+    assert not compare([reference], replace(reference, norms=norms)).passed
 
     missing = {key: value for key, value in reference.last.items() if key != name}
-    assert not compare(point, [reference], replace(reference, last=missing)).passed
+    assert not compare([reference], replace(reference, last=missing)).passed
 
 
 def test_the_proxy_is_as_the_run_says(tmp_path: Path) -> None:
@@ -488,11 +487,11 @@ def test_routers_and_adapters_are_compared(
     assert [point.refusal for point in chosen] == [None] * len(names)
     for point, found in train_points(chosen, 2, tmp_path):
         assert isinstance(found, TrainingTrace), found
-        assert compare(point, reference_of(point, 2), found).passed
+        assert compare(reference_of(point, 2), found).passed
         # Without the term the reference is another one.
         model = point.config.model.model_copy(update={"overrides": {"router_aux_loss_coef": 0.0}})
         other = replace(point, config=point.config.model_copy(update={"model": model, **without}))
-        assert not compare(point, train_reference(other.config), found).passed
+        assert not compare(train_reference(other.config), found).passed
 
 
 def test_the_proxy_says_what_it_changes_of_routers_and_adapters(tmp_path: Path) -> None:
@@ -520,9 +519,8 @@ def test_rounding_is_what_plain_training_shows_of_it(
     small: Proxy, reference: TrainingTrace
 ) -> None:
     """A weight may be as far off as sums in other orders take that very parameter, no farther."""
-    point = points(small, 2)[0]
     reordered = train_reordered(small.config)
-    assert all(compare(point, [reference], other, reordered).passed for other in reordered)
+    assert all(compare([reference], other, reordered).passed for other in reordered)
     assert any(
         not torch.equal(other.last[name], weight)
         for other in reordered
@@ -535,12 +533,12 @@ def test_rounding_is_what_plain_training_shows_of_it(
         return replace(reference, last={**reference.last, name: reference.last[name] + by})
 
     rough = [moved(name, 1e-4)]
-    assert not compare(point, [reference], moved(name, 1e-4)).passed
-    assert compare(point, [reference], moved(name, 3e-4), rough).passed
-    verdict = compare(point, [reference], moved(name, 5e-4), rough)
+    assert not compare([reference], moved(name, 1e-4)).passed
+    assert compare([reference], moved(name, 3e-4), rough).passed
+    verdict = compare([reference], moved(name, 5e-4), rough)
     assert not verdict.passed
     assert verdict.weight > 4e-4 > 0.9 * verdict.limits.weight
-    assert not compare(point, [reference], moved(second, 3e-4), rough).passed
+    assert not compare([reference], moved(second, 3e-4), rough).passed
 
 
 @pytest.mark.parametrize("isolates", [False, True])
@@ -573,5 +571,4 @@ def test_lengths_that_the_run_passes_show(
         values["rope_parameters"] |= ignored
     file.write_text(json.dumps(values))
     (other,) = train_reference(config)
-    point = Point("other", "zero0", config)
-    assert not compare(point, [expected], other, reordered).passed
+    assert not compare([expected], other, reordered).passed

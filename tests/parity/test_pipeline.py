@@ -17,6 +17,7 @@ from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, VOCAB_SIZE, llama,
 from tests.parity.conftest import train_cases as train
 from tests.parity.plain import Training, plain_training
 from tests.parity.test_zero_stages import LOSS, NORM
+from tests.support.comparison import assert_same_steps, assert_same_tensors
 
 # Worlds of up to four processes train in the first test's set-up: minutes on two busy cores.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
@@ -187,19 +188,15 @@ def everything(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def compare(case: Case, reference: Training, trained: dict[str, Any]) -> None:
     result = trained["results"][case.name]
     assert result["accumulation"] == case.accumulation
-    for step in range(STEPS):
-        loss, norm = reference.losses[step], reference.norms[step]
-        assert result["losses"][step] == pytest.approx(loss, abs=LOSS[case.dtype]), step
-        assert result["norms"][step] == pytest.approx(norm, rel=NORM[case.dtype]), step
+    assert_same_steps(result, reference, loss=LOSS[case.dtype], norm=NORM[case.dtype])
     if case.clip_norm:
         assert min(reference.norms) > case.clip_norm
     if case.dtype == "float32":
         masters = read_full_masters(trained["directory"] / case.name / "tensors")
         assert masters.keys() <= reference.weights.keys()
         assert sum(t.numel() for t in masters.values()) > 10_000
-        for name, tensor in masters.items():
-            difference = float((tensor - reference.weights[name]).abs().max())
-            assert difference <= WEIGHTS, name
+        own = {name: reference.weights[name] for name in masters}
+        assert_same_tensors(masters, own, limit=WEIGHTS)
 
 
 @pytest.mark.parametrize("case", COVERING, ids=lambda case: case.name)

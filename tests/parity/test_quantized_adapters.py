@@ -13,7 +13,7 @@ from peft.tuners.lora import LoraLayer
 from transformers import BitsAndBytesConfig
 
 from bigtrain.engine.checkpoint.io import read_full
-from tests.parity.conftest import STEPS, train_cases
+from tests.parity.conftest import STEPS, each_case, train_cases
 from tests.parity.plain import (
     Spread,
     Training,
@@ -172,13 +172,7 @@ def slow_results(
     return {"root": root, **run_cases(cases, dataset, bases, root)}
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else [])
-        for case in CASES
-    ],
-)
+@each_case(CASES)
 def test_equals_plain_peft(
     case: Case, dataset: Path, bases: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:

@@ -14,10 +14,20 @@ from bigtrain.engine.checkpoint.io import read_full
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.settings.run_config import ModelSection
-from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, llama, run_config, train_cases
+from tests.parity.conftest import (
+    ARCHITECTURES,
+    SEED,
+    STEPS,
+    TrainedCases,
+    each_case,
+    llama,
+    run_config,
+    train_cases,
+)
 from tests.parity.plain import Training, plain_training
 from tests.parity.test_isolation import config_for
 from tests.parity.test_zero_stages import LOSS, NORM
+from tests.support.comparison import assert_same_steps
 from tests.support.worlds import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
@@ -81,11 +91,6 @@ CASES = [
 ]
 
 
-def of_tier(*, slow: bool) -> list[Any]:
-    marks = [pytest.mark.slow] if slow else []
-    return [pytest.param(c, id=c.name, marks=marks) for c in CASES if c.slow == slow]
-
-
 @pytest.fixture(scope="module")
 def references(
     dataset: Path, tmp_path_factory: pytest.TempPathFactory, hf_directories: dict[str, Path]
@@ -112,54 +117,25 @@ def engine_file(name: str, directory: Path) -> str:
     return str(file)
 
 
-def trained(dataset: Path, directory: Path, *, slow: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for world_size in (2, 4):
-        place = directory / str(world_size)
-        place.mkdir()
-        cases = {
-            case.name: {
-                "config": case.config(dataset),
-                "deepspeed_config": engine_file(case.engine, place),
-            }
-            for case in CASES
-            if (case.world_size, case.slow) == (world_size, slow)
-        }
-        found.update(train_cases(world_size, cases, place) if cases else {})
-    return found
-
-
 @pytest.fixture(scope="module")
-def fast_results(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return trained(dataset, tmp_path_factory.mktemp("sequence"), slow=False)
+def trained(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainedCases[Case]:
+    directory = tmp_path_factory.mktemp("sequence")
+    return TrainedCases(
+        directory,
+        CASES,
+        lambda case: case.config(dataset),
+        lambda case: {"deepspeed_config": engine_file(case.engine, directory)},
+    )
 
 
-@pytest.fixture(scope="module")
-def slow_results(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return trained(dataset, tmp_path_factory.mktemp("sequence_slow"), slow=True)
-
-
-def compare(case: Case, reference: Training, result: dict[str, Any]) -> None:
+@each_case(CASES)
+def test_equals_plain_training(
+    case: Case, references: dict[str, Training], trained: TrainedCases[Case]
+) -> None:
+    reference, (result, _) = references[case.architecture], trained.of(case)
     assert result["accumulation"] == case.accumulation
     assert result["secondary_size"] == (2 if case.engine == "zero3_hpz" else None)
-    for step in range(STEPS):
-        loss, norm = reference.losses[step], reference.norms[step]
-        assert result["losses"][step] == pytest.approx(loss, abs=LOSS[case.dtype]), step
-        assert result["norms"][step] == pytest.approx(norm, rel=NORM[case.dtype]), step
-
-
-@pytest.mark.parametrize("case", of_tier(slow=False))
-def test_equals_plain_training(
-    case: Case, references: dict[str, Training], fast_results: dict[str, Any]
-) -> None:
-    compare(case, references[case.architecture], fast_results[case.name])
-
-
-@pytest.mark.parametrize("case", of_tier(slow=True))
-def test_more_points_equal_plain_training(
-    case: Case, references: dict[str, Training], slow_results: dict[str, Any]
-) -> None:
-    compare(case, references[case.architecture], slow_results[case.name])
+    assert_same_steps(result, reference, loss=LOSS[case.dtype], norm=NORM[case.dtype])
 
 
 FIRST_STOP, SECOND_STOP = STEPS // 4, STEPS // 2
@@ -212,5 +188,4 @@ def test_isolated_documents_equal_separate_ones(
     for name, result in results.items():
         directory = hf_directories[name.split("-")[0]]
         expected = plain_training(dataset, directory, cases[name]["config"], num_steps=4)
-        assert result["losses"] == pytest.approx(expected.losses, abs=1e-5)
-        assert result["norms"] == pytest.approx(expected.norms, rel=1e-4)
+        assert_same_steps(result, expected, loss=1e-5, norm=1e-4)

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bigtrain.engine.checkpoint.io import read_full
-from bigtrain.models.build import build_model
-from bigtrain.models.configuration import load_hf_config
-from bigtrain.settings.run_config import ModelSection
-from tests.parity.conftest import ARCHITECTURES, SEED, STEPS, llama, run_config
+from tests.parity.conftest import ARCHITECTURES, STEPS, llama, run_config, save_models
 from tests.parity.conftest import train_cases as train
 from tests.parity.plain import Training, plain_training
 from tests.parity.test_zero_stages import LOSS, NORM
+from tests.support.comparison import assert_same_steps, assert_same_tensors
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 
@@ -92,13 +89,7 @@ def everything() -> list[Case]:
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Every model as the run's seed makes it, saved by plain transformers."""
-    found = {}
-    for name, config in MODELS.items():
-        section = ModelSection(config=config)
-        model = build_model(section, load_hf_config(section), seed=SEED)
-        found[name] = tmp_path_factory.mktemp("tensor") / name
-        model.save_pretrained(found[name])
-    return found
+    return save_models(MODELS, tmp_path_factory.mktemp("tensor"))
 
 
 @pytest.fixture(scope="module")
@@ -145,20 +136,10 @@ def train_all(
 
 def assert_equal(case: Case, reference: Training, result: dict[str, Any]) -> None:
     assert result["accumulation"] == case.accumulation
-    for step in range(STEPS):
-        loss, norm = reference.losses[step], reference.norms[step]
-        assert result["losses"][step] == pytest.approx(loss, abs=LOSS[case.dtype]), step
-        assert result["norms"][step] == pytest.approx(norm, rel=NORM[case.dtype]), step
+    assert_same_steps(result, reference, loss=LOSS[case.dtype], norm=NORM[case.dtype])
     assert result["weights"].keys() == reference.weights.keys()
     if case.dtype == "float32":
-        for name, weight in reference.weights.items():
-            torch.testing.assert_close(
-                result["weights"][name],
-                weight,
-                rtol=0,
-                atol=WEIGHT,
-                msg=lambda m, n=name: f"{n}: {m}",
-            )
+        assert_same_tensors(result["weights"], reference.weights, limit=WEIGHT)
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.parity.comparison import assert_same_steps
 from tests.parity.conftest import ARCHITECTURES, STEPS, run_config, train_cases
 from tests.parity.plain import Training, plain_training
+from tests.support.comparison import assert_same_steps
 
 # All cases are trained in the first test's set-up.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]

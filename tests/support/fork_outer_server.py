@@ -2,7 +2,8 @@
 
 Reads one JSON object per line: the directory, the port, and the operation on files or connections
 at which the server is killed (0: none; `system_calls.c`). Answers with its process id, and with the
-exit code and the number of operations when it has ended. SIGTERM to the server ends it.
+exit code and the number of operations when it has ended. SIGTERM to the server ends it. Argument:
+the process to end with, see `parent_death`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from pathlib import Path
 
 from bigtrain.sites.server.app import Place, serve
 from bigtrain.sites.server.members import Rules
+from tests.support.parent_death import die_with_parent
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
 
 
-def child(request: dict[str, int | str], lives: int) -> None:
+def child(request: dict[str, int | str], lives: int, server: int) -> None:
+    die_with_parent(server)
     calls = ctypes.CDLL(None)
     calls.test_count.restype = ctypes.c_long
     os.dup2(2, 1)
@@ -40,12 +43,14 @@ def child(request: dict[str, int | str], lives: int) -> None:
 
 
 def main() -> None:
+    die_with_parent(int(sys.argv[1]))
+    server = os.getpid()
     answers = os.dup(1)
     for line in sys.stdin:
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
-            child(json.loads(line), write)
+            child(json.loads(line), write, server)
         os.close(write)
         os.write(answers, f"{pid}\n".encode())
         _, status = os.waitpid(pid, 0)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.parent_death import lasting_parent
 from tests.support.worlds import ROOT, free_port
 
 HERE = Path(__file__).parent
@@ -66,7 +67,7 @@ class ServerLives:
             "PYTHONPATH": str(ROOT),
             "TEST_DISK_FULL": str(self.full),
         }
-        script = [sys.executable, str(HERE / "fork_outer_server.py")]
+        script = [sys.executable, str(HERE / "fork_outer_server.py"), str(lasting_parent())]
         with self.log.open("ab") as log:
             forks = subprocess.Popen(
                 script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment

@@ -23,6 +23,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fsspec.utils import glob_translate
+
 from bigtrain.data.documents.files import (
     COMPRESSION_SUFFIXES,
     STANDARD_INPUT,
@@ -317,7 +319,7 @@ def find_remote_files(pattern: str) -> list[RemoteEntry]:
         folder = re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
     entries = with_retries(folder, "cannot be listed", lambda: store.find(folder))
     if is_pattern(pattern):
-        known = re.compile(_pattern_of(pattern))
+        known = _pattern_of(pattern)
         entries = [entry for entry in entries if known.fullmatch(entry[0])]
     if not entries:
         raise DataError(f"--input {without_secrets(pattern)}: no file there")
@@ -325,16 +327,10 @@ def find_remote_files(pattern: str) -> list[RemoteEntry]:
     return [RemoteEntry(address, address[begin:], stat) for address, stat in entries]
 
 
-def _pattern_of(pattern: str) -> str:
-    """Return a regular expression: a ``*`` stays within a folder, unless it is ``**``."""
-    known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    expressions = []
-    for token in re.findall(r"\*\*/|\*\*|\*|\?|\[[^\]]+\]|[^*?\[]+|\[", pattern):
-        if token in known:
-            expressions.append(known[token])
-        elif token.startswith("[") and len(token) > 1:
-            inner = token[1:-1].replace("\\", "\\\\")
-            expressions.append(f"[^{inner[1:]}]" if inner.startswith("!") else f"[{inner}]")
-        else:
-            expressions.append(re.escape(token))
-    return "".join(expressions)
+def _pattern_of(pattern: str) -> re.Pattern[str]:
+    """Return an expression for addresses; only a ``*`` that is ``**`` matches several folders."""
+    folders = re.sub(r"(?<=/)\*\*(?=[^/])", "**/*", pattern)
+    try:
+        return re.compile(glob_translate(folders))
+    except ValueError as error:
+        raise DataError(f"--input {without_secrets(pattern)}: {error}") from None

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.data.samples.packing_plan import plan_of
-from bigtrain.data.samples.token_stream import count_windows
+from bigtrain.data.samples.pairs import PairSamples, count_pairs
+from bigtrain.data.samples.source import with_source
+from bigtrain.data.samples.token_stream import count_windows, split_stream
 from bigtrain.data.shards.dataset import Level, TokenDataset, open_dataset
 from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, Split, TokenizerRecord
 from bigtrain.data.shards.shard_table import ShardTable
 from bigtrain.data.tokenizers.cache import foreign_file
 from bigtrain.errors import DataError, Problem
+from bigtrain.settings.objective import rows_per_sample
 from bigtrain.settings.run_config import ModelSection, RunConfig
 from bigtrain.system.storage.copies import local_path
 
@@ -29,10 +32,11 @@ this for speed and tensor parallelism; more indicates a different tokenizer."""
 
 
 def open_checked(
-    config: RunConfig, check: Level = "sizes"
+    config: RunConfig, check: Level = "sizes", given: object = None
 ) -> tuple[tuple[TokenDataset, ...], list[Problem]]:
     """Open the datasets of the mixture, in its order; return a problem for each that cannot be
-    opened. `check`: see `open_dataset`."""
+    opened. `check`: see `open_dataset`. `given`: samples of the calling program. Raises
+    ExtensionError and DataError for samples that cannot be read."""
     problems: list[Problem] = []
     datasets: list[TokenDataset] = []
     for number, source in enumerate(config.data.mixture):
@@ -40,7 +44,9 @@ def open_checked(
             datasets.append(open_dataset(source.path, check))
         except DataError as error:
             problems.append(_problem(config, number, str(error)))
-    return (() if problems else tuple(datasets)), problems
+    if problems:
+        return (), problems
+    return tuple(with_source(config, dataset, given) for dataset in datasets), []
 
 
 def _problem(config: RunConfig, number: int, rule: str, fix: str = "") -> Problem:
@@ -62,11 +68,8 @@ def check_datasets(
         return [Problem("data.packing", config.data.packing, str(error))]
     problems += check_same_directory(config)
     problems += check_tokenizer_files(config)
-    problems += (
-        check_rows(config, tables)
-        + check_masks(config, tables)
-        + check_same_tokenizer(config, tables)
-    )
+    problems += check_rows(config, tables) or check_pairs(config, datasets)
+    problems += check_masks(config, tables) + check_same_tokenizer(config, tables)
     problems += check_same_beginnings(config, tables) + check_same_templates(config, tables)
     if model_vocab_size is None:
         model_vocab_size = known_vocab_size(config.model)
@@ -220,6 +223,8 @@ def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Pr
 
 def count_samples(config: RunConfig, dataset: TokenDataset, split: Split) -> int:
     """Return the number of samples of a split, counted as in `bigtrain.data.loading.loader`."""
+    if rows_per_sample(config.objective) == 2:
+        return count_pairs(dataset, split)
     if config.data.packing == "best_fit":
         return plan_of(config, dataset, split).num_packs
     length = config.batch.sequence_length
@@ -229,27 +234,63 @@ def count_samples(config: RunConfig, dataset: TokenDataset, split: Split) -> int
 
 
 NOT_FOR_NEXT_TOKEN = {
-    "preference": "has preference pairs, and next_token would learn the rejected answers, too",
-    "kto": "has answers with labels (kto), and next_token would learn the undesirable ones, too",
+    "preference": (
+        "has preference pairs, and next_token would learn the rejected answers, too",
+        "objective.type=preference",
+    ),
+    "kto": (
+        "has answers with labels (kto), and next_token would learn the undesirable ones, too",
+        "tokenize the answers to learn as conversations: prompt and completion, or messages",
+    ),
 }
-"""Why the objective next_token refuses a dataset, by its rows."""
-TOKENIZE_ANSWERS = (
-    "tokenize the answers to learn as conversations: prompt and completion, or messages"
-)
+"""Why the objective next_token refuses a dataset, by its rows, and the remedy."""
 
 
 def check_rows(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
     """Check that the objective reads the rows of every source."""
-    return [
-        _problem(config, number, NOT_FOR_NEXT_TOKEN[table.rows], TOKENIZE_ANSWERS)
-        for number, table in enumerate(tables)
-        if table.rows is not None
-    ]
+    reads_pairs = rows_per_sample(config.objective) == 2
+    problems = []
+    for number, table in enumerate(tables):
+        if reads_pairs and table.rows != "preference":
+            rule = f"has no preference pairs, which {config.objective.type} reads"
+            problems.append(_problem(config, number, rule, "tokenize preference data"))
+        if table.rows is not None and not reads_pairs:
+            problems.append(_problem(config, number, *NOT_FOR_NEXT_TOKEN[table.rows]))
+    return problems
+
+
+def check_pairs(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Problem]:
+    """Check that every answer of a pair fits a sample. Reads the index of every shard."""
+    problems = []
+    for number, dataset in enumerate(datasets if rows_per_sample(config.objective) == 2 else ()):
+        for split in dataset.table.splits:
+            try:
+                open_pairs(config, dataset, split)
+            except DataError as error:
+                problems.append(_problem(config, number, f"{split}: {error}"))
+    return problems
+
+
+def pair_notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> tuple[str, ...]:
+    """Return a line on each dataset of pairs whose answers are truncated."""
+    if rows_per_sample(config.objective) == 1 or config.data.long_documents == "cut":
+        return ()
+    lost = [(dataset.path, open_pairs(config, dataset, "train")) for dataset in datasets]
+    return tuple(f"{path}: {pairs.lost}" for path, pairs in lost if pairs and pairs.lost)
+
+
+def open_pairs(config: RunConfig, dataset: TokenDataset, split: Split) -> PairSamples | None:
+    """Return the pairs of a split; None if it is empty. Raises DataError as `PairSamples`."""
+    if not dataset.table.num_documents(split):
+        return None
+    truncates = config.data.long_documents == "truncate"
+    length = config.batch.sequence_length
+    return PairSamples(split_stream(dataset, split), length, truncates=truncates)
 
 
 def check_masks(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
     """Check that conversations are isolated: attention must not see another conversation."""
-    if config.data.isolates:
+    if config.data.isolates or rows_per_sample(config.objective) == 2:
         return []
     return [
         Problem(
@@ -367,11 +408,19 @@ def _unfit(
             f"training data ({other.name}, {other.vocab_size} tokens)",
             "tokenize it with the tokenizer of the training data",
         )
+    split = measured_split(dataset)
+    if rows_per_sample(config.objective) == 2:
+        if dataset.table.rows != "preference":
+            return f"has no preference pairs, which {config.objective.type} reads", ""
+        try:
+            open_pairs(config, dataset, split)
+        except DataError as error:
+            return f"{error}", ""
+        return None
     if dataset.table.rows is not None:
-        return NOT_FOR_NEXT_TOKEN[dataset.table.rows], TOKENIZE_ANSWERS
+        return NOT_FOR_NEXT_TOKEN[dataset.table.rows]
     if dataset.table.is_masked and not config.data.isolates:
         return "has conversations, which would see each other", "data.packing=best_fit"
-    split = measured_split(dataset)
     if not count_samples(config, dataset, split):
         return (
             f"has {dataset.table.num_tokens(split)} tokens to measure, too few for one sample of "
@@ -389,6 +438,11 @@ def check_best(
     section, stopping = config.evaluation.best, config.evaluation.early_stopping
     if section.is_of_tasks or (config.checkpoint.keep_best == 0 and stopping is None):
         return []
+    if "held_out_loss" not in section.metric and config.objective.type != "next_token":
+        rule = (
+            f"is unknown for objective.type = {config.objective.type}, which is not a cross-entropy"
+        )
+        return [Problem("evaluation.best.metric", section.metric, rule, "held_out_loss")]
     key, value = (
         ("checkpoint.keep_best", config.checkpoint.keep_best)
         if config.checkpoint.keep_best

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
 from bigtrain.data.loading.collator import BatchOptions, BatchReader, Collator, StoredRows, new_rows
-from bigtrain.data.loading.dataset_checks import measured_split, tokens_per_byte
+from bigtrain.data.loading.dataset_checks import measured_split, open_pairs, tokens_per_byte
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.samples.mixture import MixedSamples, MixtureOrder
 from bigtrain.data.samples.packing_plan import packed_documents
 from bigtrain.data.samples.phases import JoinedWindows, Phase, first_phase, identify_sources
 from bigtrain.data.samples.shuffle import SampleOrder
-from bigtrain.data.samples.token_stream import PackedWindows, Samples, split_stream
+from bigtrain.data.samples.source import SourceDataset, with_source
+from bigtrain.data.samples.token_stream import Indices, PackedWindows, Samples, split_stream
 from bigtrain.data.shards.dataset import TokenDataset, open_sources
 from bigtrain.data.shards.manifest import Split
 from bigtrain.errors import DataError
 from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.objective import rows_per_sample
 from bigtrain.settings.run_config import RunConfig
 
 HELD_OUT_ORDER_SEED = 0
@@ -47,17 +53,18 @@ class TrainingBatches:
         workers: int = 1,
     ) -> None:
         assert 0 <= data_rank < plan.data_size
-        assert dataset.sequence_length == plan.sequence_length
+        assert dataset.sequence_length == _row_length(plan)
         assert workers >= 1
         self.dataset = dataset
         self.plan = plan
         self.data_rank = data_rank
         self.order = order
         self.options = options
+        self.scores: Scores | None = None
         self._order_lock = Lock()
         self._closed = Event()
         self._step_rows = plan.accumulation * plan.micro_batch_size
-        tokens = self._step_rows * plan.sequence_length
+        tokens = self._step_rows * _row_length(plan)
         self._steps_at_once = min(STEPS_AT_ONCE, max(1, TOKENS_AT_ONCE // tokens))
         self._collator = Collator(options.pin)
         self._workers = [_Worker(self._make_read()) for _ in range(workers)]
@@ -82,7 +89,27 @@ class TrainingBatches:
         rest = rows.part(self._step_rows, len(rows.tokens))
         following = first_sample + self.plan.global_batch_size
         self._ready = (following, rest) if len(rest.tokens) else None
-        return step.split(self.plan.micro_batch_size)
+        parts = step.split(self.plan.micro_batch_size)
+        if self.scores is None:
+            return [_as_model_input(part, self.plan) for part in parts]
+        with self._order_lock:
+            samples = self._own_samples(first_sample, 1)
+        own = self.scores[samples].reshape(len(parts), -1)
+        pairs = zip(parts, own, strict=True)
+        return [_as_model_input(part, self.plan, scores) for part, scores in pairs]
+
+    def _own_samples(self, first_sample: int, num_steps: int) -> Indices:
+        """Return the samples that this rank reads in steps from `first_sample` on."""
+        plan = self.plan
+        samples = self.order.windows(first_sample, num_steps * plan.global_batch_size)
+        steps = samples.reshape(num_steps, plan.global_batch_size)
+        own = steps[:, plan.site_begin : plan.site_begin + plan.site_batch_size]
+        divided = own.reshape(-1, plan.data_size, plan.micro_batch_size)
+        return divided[:, self.data_rank].reshape(-1)
+
+    def every_sample(self) -> EverySample:
+        """Return all samples of the data in the order of their numbers."""
+        return EverySample(self.dataset, self.plan, self.data_rank, self.options)
 
     def _wait(self, first_sample: int) -> StoredRows:
         """Return the rows of the request that begins with `first_sample`; prefetch further ones."""
@@ -126,21 +153,54 @@ class TrainingBatches:
         return request
 
     def _make_read(self) -> Callable[[_Request], None]:
-        plan = self.plan
         reader = BatchReader(self.dataset, self.options)
 
         def read(request: _Request) -> None:
             with self._order_lock:  # so that no block of it is computed twice
-                samples = self.order.windows(
-                    request.first_sample, request.num_steps * plan.global_batch_size
-                )
-            steps = samples.reshape(request.num_steps, plan.global_batch_size)
-            own = steps[:, plan.site_begin : plan.site_begin + plan.site_batch_size]
-            divided = own.reshape(-1, plan.data_size, plan.micro_batch_size)
-            mine = divided[:, self.data_rank].reshape(-1)
+                mine = self._own_samples(request.first_sample, request.num_steps)
             reader.read_rows(mine, request.rows.part(0, len(mine)), self._closed.is_set)
 
         return read
+
+
+def _row_length(plan: BatchPlan) -> int:
+    """Return the tokens of a row as it is read: of a pair, those of both, but for the last one."""
+    return plan.rows_per_sample * (plan.sequence_length + 1) - 1
+
+
+def _as_model_input(batch: MicroBatch, plan: BatchPlan, scores: Scores | None = None) -> MicroBatch:
+    """Return `batch` in rows of the sequence length; `scores`: of its samples."""
+    if plan.rows_per_sample == 2:
+        batch = batch.of_pairs()
+    if scores is None:
+        return batch
+    return replace(batch, reference=torch.from_numpy(scores.reshape(-1)))
+
+
+Scores = npt.NDArray[np.float32]
+"""Log-probabilities of the targets under the reference model, [samples, rows of a sample]."""
+
+
+@dataclass(frozen=True)
+class EverySample:
+    """All samples once, in the order of their numbers, divided over the data-parallel ranks. Every
+    rank gets the same number of micro-batches; rows beyond the last sample have no targets."""
+
+    dataset: Samples
+    plan: BatchPlan
+    data_rank: int
+    options: BatchOptions
+
+    def __iter__(self) -> Iterator[tuple[Indices, MicroBatch]]:
+        """Yield the numbers of samples, and their micro-batch."""
+        plan = self.plan
+        reader = BatchReader(self.dataset, self.options)
+        per_round = plan.micro_batch_size * plan.data_size
+        for begin in range(0, self.dataset.num_samples, per_round):
+            first = begin + self.data_rank * plan.micro_batch_size
+            last = max(first, min(first + plan.micro_batch_size, self.dataset.num_samples))
+            numbers = np.arange(first, last)
+            yield numbers, _as_model_input(reader.read(numbers, plan.micro_batch_size), plan)
 
 
 @dataclass(frozen=True)
@@ -184,6 +244,7 @@ class HeldOutBatches:
     data_rank: int
     samples: int
     options: BatchOptions
+    scores: Scores | None = None
 
     @property
     def num_samples(self) -> int:
@@ -199,7 +260,20 @@ class HeldOutBatches:
         for number in range(len(self)):
             first = (number * plan.data_size + self.data_rank) * plan.micro_batch_size
             count = max(0, min(plan.micro_batch_size, self.num_samples - first))
-            yield reader.read(order.windows(first, count), plan.micro_batch_size)
+            numbers = order.windows(first, count)
+            batch = reader.read(numbers, plan.micro_batch_size)
+            yield _as_model_input(batch, plan, self._scores_of(numbers))
+
+    def _scores_of(self, numbers: Indices) -> Scores | None:
+        if self.scores is None:
+            return None
+        found = np.zeros((self.plan.micro_batch_size, self.plan.rows_per_sample), np.float32)
+        found[: len(numbers)] = self.scores[numbers]
+        return found
+
+    def every_sample(self) -> EverySample:
+        """Return all samples of the split in the order of their numbers."""
+        return EverySample(self.dataset, self.plan, self.data_rank, self.options)
 
 
 @dataclass(frozen=True)
@@ -216,7 +290,8 @@ class HeldOutSource:
 def _opened(
     config: RunConfig, datasets: Sequence[TokenDataset] | None, phase: Phase | None
 ) -> tuple[Sequence[TokenDataset], Phase]:
-    datasets = open_sources(config.data) if datasets is None else datasets
+    if datasets is None:
+        datasets = [with_source(config, dataset) for dataset in open_sources(config.data)]
     return datasets, phase or first_phase(config, identify_sources(config, datasets))
 
 
@@ -314,6 +389,12 @@ def _samples(
     chunk_length: int | None = None,
 ) -> Samples:
     try:
+        if split == "train" and isinstance(dataset, SourceDataset):
+            return dataset.train
+        if rows_per_sample(config.objective) == 2:
+            pairs = open_pairs(config, dataset, split)
+            assert pairs is not None
+            return pairs
         if config.data.packing == "best_fit":
             return packed_documents(config, dataset, split)
         return PackedWindows(split_stream(dataset, split), sequence_length, chunk_length)

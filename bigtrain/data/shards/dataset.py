@@ -9,10 +9,11 @@ at once from a map less than 1 each (`bigtrain.data.samples.token_stream`).
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -123,9 +124,43 @@ class ShardList(Sequence[Shard]):
         return shard
 
 
+class Documents(Sequence[dict[str, npt.NDArray[np.int64]]]):
+    """Documents of shards in stream order, by number: ``input_ids`` int64 [n], with the
+    end-of-document token, and ``labels``, the same with -100 where a token is not learned. Reading
+    one raises DataError as `Shard.document`."""
+
+    def __init__(self, shards: Sequence[Shard], counts: npt.NDArray[np.int64]) -> None:
+        self._shards, self._ends = shards, np.cumsum(counts)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    @overload
+    def __getitem__(self, number: int) -> dict[str, npt.NDArray[np.int64]]: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[dict[str, npt.NDArray[np.int64]]]: ...
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[index] for index in range(*number.indices(len(self)))]
+        number = operator.index(number)
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"document {number} of {len(self)}")
+        number %= len(self)
+        shard_number = int(np.searchsorted(self._ends, number, side="right"))
+        before = int(self._ends[shard_number - 1]) if shard_number else 0
+        shard = self._shards[shard_number]
+        tokens = shard.document(number - before).astype(np.int64)
+        learned = shard.document_mask(number - before)
+        return {"input_ids": tokens, "labels": np.where(learned, tokens, _IGNORED_LABEL)}
+
+
+_IGNORED_LABEL = -100  # of torch's cross-entropy, which this module does not import
+
+
 @dataclass(frozen=True)
 class TokenDataset:
-    """Finished dataset: its manifest's data, and its shards by split in stream order."""
+    """Finished dataset: its manifest's data, and its shards by split in stream order. Its length,
+    items and iteration are those of ``documents("train")``."""
 
     path: Path
     table: ShardTable
@@ -134,6 +169,25 @@ class TokenDataset:
     def shards(self, split: Split) -> Sequence[Shard]:
         """Return the shards of `split`; empty if the dataset has no such split."""
         return self.splits.get(split, ())
+
+    def documents(self, split: Split = "train") -> Documents:
+        """Return the documents of `split`; none if the dataset has no such split."""
+        columns = self.table.splits.get(split)
+        counts = np.empty(0, np.int64) if columns is None else columns.rows["documents"]
+        return Documents(self.shards(split), counts.astype(np.int64))
+
+    @cached_property
+    def _training_documents(self) -> Documents:
+        return self.documents("train")
+
+    def __len__(self) -> int:
+        return len(self._training_documents)
+
+    def __getitem__(self, number: int) -> dict[str, npt.NDArray[np.int64]]:
+        return self._training_documents[number]
+
+    def __iter__(self) -> Iterator[dict[str, npt.NDArray[np.int64]]]:
+        return iter(self._training_documents)
 
     @cached_property
     def manifest(self) -> Manifest:

@@ -102,42 +102,31 @@ COMPACT = ConfigDict(extra="forbid", strict=True)
 class TokenizerRecord(Record):
     """Tokenizer that made the tokens."""
 
-    name: str = Field(description="directory or Hub name as given")
-    hash: str = Field(description="`bigtrain.data.tokenizers.tokenizer.tokenizer_hash`")
-    vocab_size: Annotated[int, Field(ge=1)] = Field(
-        description="token ids are below this, including added tokens"
-    )
+    name: str
+    """directory or Hub name as given"""
+    hash: str
+    """`bigtrain.data.tokenizers.tokenizer.tokenizer_hash`"""
+    vocab_size: Annotated[int, Field(ge=1)]
+    """token ids are below this, including added tokens"""
     end_of_document_id: Count
-    engine: str = Field(description="library and version of the encoder")
-    engine_reason: str = Field(
-        default="", description="reason if it was not the fastest encoder, else empty"
-    )
+    engine: str
+    """library and version of the encoder"""
+    engine_reason: str = ""
+    """reason if it was not the fastest encoder, else empty"""
 
-    files_xxh3: Checksum | None = Field(
-        default=None, description="`bigtrain.data.tokenizers.cache.fingerprint` of the files"
-    )
+    files_xxh3: Checksum | None = None
+    """`bigtrain.data.tokenizers.cache.fingerprint` of the files"""
 
-    chat_template: str | None = Field(
-        default=None,
-        description="for conversations: `bigtrain.data.tokenizers.chat_template.ChatTemplate.hash`",
-    )
-    beginning_ids: tuple[Count, ...] | None = Field(
-        default=None,
-        strict=False,
-        description="tokens that every document of plain text begins with; absent: none, made by a "
-        "version that had no setting for it",
-    )
-    answer_end_ids: tuple[Count, ...] | None = Field(
-        default=None,
-        strict=False,
-        description="for conversations: tokens that end learned answers, and thus generation",
-    )
+    chat_template: str | None = None
+    """for conversations: `bigtrain.data.tokenizers.chat_template.ChatTemplate.hash`"""
+    beginning_ids: tuple[Count, ...] | None = Field(default=None, strict=False)
+    """tokens that every document of plain text begins with; absent: none, made by a version that
+    had no setting for it"""
+    answer_end_ids: tuple[Count, ...] | None = Field(default=None, strict=False)
+    """for conversations: tokens that end learned answers, and thus generation"""
 
-    fill_in_middle_ids: tuple[Count, Count, Count] | None = Field(
-        default=None,
-        strict=False,
-        description="with fill-in-the-middle: tokens before prefix, suffix and middle",
-    )
+    fill_in_middle_ids: tuple[Count, Count, Count] | None = Field(default=None, strict=False)
+    """with fill-in-the-middle: tokens before prefix, suffix and middle"""
 
     @model_validator(mode="after")
     def _id_in_vocabulary(self) -> Self:
@@ -154,30 +143,25 @@ class PartRecord:
 
     begin: Count = 0
     end: Count | None = None
-    xxh3: Checksum = Field(
-        description="XXH3-64 of the bytes from begin to end, as stored in the file; for parquet "
-        "and arrow files that are not compressed, and datasets: of the documents' UTF-8"
-    )
-    layout_xxh3: Checksum | None = Field(
-        default=None,
-        description="if xxh3 is of documents: XXH3-64 of the documents' starts and of "
-        "the rejected rows",
-    )
+    xxh3: Checksum
+    """XXH3-64 of the bytes from begin to end, as stored in the file; for parquet and arrow files
+    that are not compressed, and datasets: of the documents' UTF-8"""
+    layout_xxh3: Checksum | None = None
+    """if xxh3 is of documents: XXH3-64 of the documents' starts and of the rejected rows"""
 
 
 @dataclass(config=COMPACT, frozen=True, slots=True, kw_only=True)
 class SourceRecord:
     """Input: a file with its size, or a dataset with its revision."""
 
-    path: str = Field(description="path of the file, or name of the dataset")
+    path: str
+    """path of the file, or name of the dataset"""
     bytes: Count | None = None
     modified_ns: int | None = None
-    changed_ns: int | None = Field(
-        default=None, description="when content, name, owner or mode last changed (ctime)"
-    )
-    revision: str | None = Field(
-        default=None, description="of a dataset: commit or files_fingerprint"
-    )
+    changed_ns: int | None = None
+    """when content, name, owner or mode last changed (ctime)"""
+    revision: str | None = None
+    """of a dataset: commit or files_fingerprint"""
     parts: tuple[PartRecord, ...] = Field(default=(), strict=False)
 
     @property
@@ -195,24 +179,23 @@ class FillInMiddleRecord(Record):
     """Fill-in-the-middle of the training documents
     (`bigtrain.data.tokenize_job.fill_in_middle`)."""
 
-    rate: Annotated[float, Field(gt=0, le=1)] = Field(description="share of the documents")
-    spm_rate: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.5, description="share of those with the suffix first"
-    )
+    rate: Annotated[float, Field(gt=0, le=1)]
+    """share of the documents"""
+    spm_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """share of those with the suffix first"""
     seed: Count = 0
-    tokens: tuple[str, str, str] | None = Field(
-        default=None,
-        strict=False,
-        description="names of the tokens before prefix, suffix and middle; absent: the first known "
-        "ones that the tokenizer has",
-    )
+    tokens: tuple[str, str, str] | None = Field(default=None, strict=False)
+    """names of the tokens before prefix, suffix and middle; absent: the first known ones that the
+    tokenizer has"""
 
 
 class TextFilterRecord(Record):
     """Filter of documents (`bigtrain.data.documents.text_filter`)."""
 
-    name: str = Field(description="package.module:function")
-    source_xxh3: Checksum = Field(description="XXH3-64 of the file that defines it")
+    name: str
+    """package.module:function"""
+    source_xxh3: Checksum
+    """XXH3-64 of the file that defines it"""
 
 
 class OptionsRecord(Record):
@@ -224,32 +207,23 @@ class OptionsRecord(Record):
     max_document_bytes: Annotated[int, Field(ge=1)] = DEFAULT_MAX_DOCUMENT_BYTES
     max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     parse_special_tokens: bool = False
-    chat: bool = Field(
-        default=False,
-        description="documents are conversations or other rows of chat_format",
-    )
-    chat_format: RowFormat = Field(
-        default="messages", description="format of the rows under text_keys"
-    )
-    learned: Literal["all", "last"] = Field(
-        default="all", description="answers of a conversation that have loss"
-    )
-    roles: tuple[Annotated[str, Field(pattern="^[^=]+=.+$")], ...] = Field(
-        default=(), strict=False, description="NAME=ROLE: meaning of role names in the data"
-    )
+    chat: bool = False
+    """documents are conversations or other rows of chat_format"""
+    chat_format: RowFormat = "messages"
+    """format of the rows under text_keys"""
+    learned: Literal["all", "last"] = "all"
+    """answers of a conversation that have loss"""
+    roles: tuple[Annotated[str, Field(pattern="^[^=]+=.+$")], ...] = Field(default=(), strict=False)
+    """NAME=ROLE: meaning of role names in the data"""
     dataset_config: str | None = None
     dataset_split: str = "train"
-    beginning_of_text: BeginningOfText | None = Field(
-        default=None,
-        description="start of plain-text documents; auto: tokens that the tokenizer itself "
-        "adds; absent: made by a version that added it to prompt-completion rows only",
-    )
-    end_of_document: str | None = Field(
-        default=None, description="token that ends documents; absent: the end-of-sequence token"
-    )
-    max_unrendered: Count = Field(
-        default=0, description="parts of conversations that the chat template may drop"
-    )
+    beginning_of_text: BeginningOfText | None = None
+    """start of plain-text documents; auto: tokens that the tokenizer itself adds; absent: made by a
+    version that added it to prompt-completion rows only"""
+    end_of_document: str | None = None
+    """token that ends documents; absent: the end-of-sequence token"""
+    max_unrendered: Count = 0
+    """parts of conversations that the chat template may drop"""
     fill_in_middle: FillInMiddleRecord | None = None
     text_filter: TextFilterRecord | None = None
 
@@ -257,24 +231,28 @@ class OptionsRecord(Record):
 class ShardRecord(Record):
     """Shard: a `.bin`, `.idx` and `.blocks`, and a `.mask` if not all tokens are targets."""
 
-    name: str = Field(description="file name without .bin", pattern=r"^[A-Za-z0-9_][\w.-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9_][\w.-]*$")
+    """file name without .bin"""
     documents: Count
     tokens: Count
-    bytes: Count = Field(description="size of the .bin")
-    text_bytes: Count = Field(description="UTF-8 bytes of the documents")
-    xxh3: Checksum = Field(description="XXH3-64 of the .bin")
-    index_xxh3: Checksum = Field(description="XXH3-64 of the .idx")
-    mask_xxh3: Checksum | None = Field(default=None, description="XXH3-64 of the .mask")
-    target_tokens: Count | None = Field(
-        default=None, description="tokens with a loss, if there is a .mask"
-    )
-    blocks_xxh3: Checksum | None = Field(
-        default=None, description="XXH3-64 of the .blocks, absent in older datasets"
-    )
-    labels_xxh3: Checksum | None = Field(default=None, description="XXH3-64 of the .labels")
-    desirable: Count | None = Field(
-        default=None, description="documents with label 1, if there is a .labels"
-    )
+    bytes: Count
+    """size of the .bin"""
+    text_bytes: Count
+    """UTF-8 bytes of the documents"""
+    xxh3: Checksum
+    """XXH3-64 of the .bin"""
+    index_xxh3: Checksum
+    """XXH3-64 of the .idx"""
+    mask_xxh3: Checksum | None = None
+    """XXH3-64 of the .mask"""
+    target_tokens: Count | None = None
+    """tokens with a loss, if there is a .mask"""
+    blocks_xxh3: Checksum | None = None
+    """XXH3-64 of the .blocks, absent in older datasets"""
+    labels_xxh3: Checksum | None = None
+    """XXH3-64 of the .labels"""
+    desirable: Count | None = None
+    """documents with label 1, if there is a .labels"""
 
     @property
     def checksums(self) -> dict[str, str]:
@@ -300,23 +278,18 @@ class Manifest(Record):
     version: Literal[2] = VERSION
     tokenizer: TokenizerRecord
     token_dtype: Literal["uint16", "int32"]
-    rows: Rows | None = Field(
-        default=None,
-        description="preference: two consecutive documents for each row, chosen then rejected; "
-        "kto: a label for each document; absent: documents",
-    )
+    rows: Rows | None = None
+    """preference: two consecutive documents for each row, chosen then rejected; kto: a label for
+    each document; absent: documents"""
     sources: tuple[SourceRecord, ...] = Field(strict=False)
     options: OptionsRecord
     skipped_documents: Count = 0
-    filtered: dict[str, Count] | None = Field(
-        default=None, description="documents that the text filter dropped, by reason"
-    )
-    unrendered: dict[str, Count] | None = Field(
-        default=None, description="parts of conversations that the chat template dropped, by kind"
-    )
-    fill_in_middle: dict[str, Count] | None = Field(
-        default=None, description="documents rearranged by fill-in-the-middle, by mode"
-    )
+    filtered: dict[str, Count] | None = None
+    """documents that the text filter dropped, by reason"""
+    unrendered: dict[str, Count] | None = None
+    """parts of conversations that the chat template dropped, by kind"""
+    fill_in_middle: dict[str, Count] | None = None
+    """documents rearranged by fill-in-the-middle, by mode"""
     splits: dict[Split, tuple[ShardRecord, ...]]
 
     @model_validator(mode="after")

@@ -33,8 +33,6 @@ from bigtrain.models.parallel.hidden_matrices import Matrix, hidden_matrices, ma
 from bigtrain.models.parallel.sharding import is_expert, shard_of
 from bigtrain.settings.sections.optimizer import MuonSection
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
 
 class Muon(UpdateRule):
     """State: `momentum_buffer`. Collective over the ranks that hold the same stage. sent_bytes: of
@@ -84,7 +82,7 @@ class Muon(UpdateRule):
                 store(held, held.float().lerp_(gradient, 1 - momentum), gradient)
         if self._parts is None or group["lr"] == 0:
             return  # DeepSpeed or `ensure_optimizer_states` only allocates states
-        exchange, dtype = self._exchange(masters, group), _DTYPES[self._section.ns_dtype]
+        exchange, dtype = self._exchange(masters, group), getattr(torch, self._section.ns_dtype)
         self.sent_bytes += exchange.num_elements_sent * dtype.itemsize
         exchange.run(
             dtype,

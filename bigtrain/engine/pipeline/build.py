@@ -23,6 +23,7 @@ from bigtrain.engine.deepspeed_patches.experts import (
 from bigtrain.engine.deepspeed_patches.marks import mark_replicated
 from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
 from bigtrain.engine.layer_options import apply_layer_options
+from bigtrain.engine.objectives import loss_terms
 from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker, parameter_groups
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.partitioning import copy_of, cutting, is_cut, run_dtype
@@ -51,7 +52,8 @@ def build_pipeline_engine(
     """Build this rank's stage of the run's model. Collective over all ranks."""
     stage = _build_stage(config, hf_config, mesh, model_plan)
     model_plan.isolation.install(stage.model)
-    computes_loss = stage.is_last and model_plan.loss.install(stage.model) is not None
+    terms = loss_terms(config)
+    computes_loss = stage.is_last and model_plan.loss.install(stage.model, terms) is not None
     compiled = apply_layer_options(stage.model, config, engine_config, device)
     module = StageModule(stage, device, model_plan.isolation, computes_loss=computes_loss)
     exact = ExactParameters(stage.model, model_plan.parameters.kept, device)
@@ -88,6 +90,7 @@ def build_pipeline_engine(
         is_compiled=compiled,
         moe=config.moe,
         exact=exact,
+        terms=terms,
     )
 
 

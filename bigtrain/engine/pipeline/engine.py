@@ -30,8 +30,8 @@ from bigtrain.engine.train_engine import (
     OPTIMIZER_UPDATE,
     StepResult,
     TrainEngine,
-    summed_cross_entropy,
 )
+from bigtrain.models.layers.token_loss import NO_TERMS, LossTerms, summed_token_loss
 from bigtrain.models.parallel.stages import Payload
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import MoeSection
@@ -54,6 +54,7 @@ class PipelineTrainEngine(TrainEngine):
         is_compiled: bool = False,
         moe: MoeSection | None = None,
         exact: ExactParameters | None = None,
+        terms: LossTerms = NO_TERMS,
     ) -> None:
         self._stage = stage
         super().__init__(
@@ -65,6 +66,7 @@ class PipelineTrainEngine(TrainEngine):
             is_compiled=is_compiled,
             moe=moe,
             exact=exact,
+            terms=terms,
         )
         time_reductions(engine, self.host_time)
         self._replicas = replicas
@@ -188,7 +190,10 @@ class PipelineTrainEngine(TrainEngine):
     ) -> torch.Tensor:
         answer, *added = (outputs,) if torch.is_tensor(outputs) else outputs
         computed = self._stage.computes_loss
-        cross_entropy = answer if computed else summed_cross_entropy(answer, labels)
+        cross_entropy = answer
+        if not computed:
+            logits = answer.flatten(0, 1).float()
+            cross_entropy = summed_token_loss(logits, labels.flatten(), self._terms)
         self._loss_sum += cross_entropy.detach()
         loss = cross_entropy * self._scale
         # DeepSpeed makes it the mean over micro-batches.

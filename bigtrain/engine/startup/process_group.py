@@ -28,9 +28,10 @@ from bigtrain.settings.sections.running import (
     COLLECTIVE_TIMEOUT_SECONDS,
     RENDEZVOUS_TIMEOUT_SECONDS,
 )
-from bigtrain.system.listening import is_loopback
+from bigtrain.system.listening import is_loopback, try_port
 from bigtrain.system.machine import library_versions
-from bigtrain.system.world import World, is_of_mpirun, without_foreign
+from bigtrain.system.slurm import srun_rendezvous
+from bigtrain.system.world import World, is_of_mpirun, is_of_srun, without_foreign
 
 # From this world size on, gloo connects two ranks when they first communicate, which few pairs do,
 # and not each rank to all others: with two CPU groups of 4,096 ranks those are 8,190 sockets per
@@ -74,6 +75,7 @@ def _opened_group(
     kind = device_kind()
     device = torch.device(kind, world.local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
+        _check_device(world)
         torch.cuda.set_device(device)
     with operators_without_locks():
         with all_ranks_joined(world, rendezvous_timeout_seconds):
@@ -114,17 +116,20 @@ def _gather_hosts(world: World) -> tuple[tuple[str, ...], str]:
 
 def _complete_environment(world: World) -> list[str]:
     """Set the variables that torch needs and the launcher did not set; return those added. Raises
-    LaunchError, on the main rank, if the rendezvous port is taken, or if mpirun was given another
-    host's address than the main rank's (the others would wait there for long)."""
+    LaunchError, on the main rank, if the rendezvous port is taken, or if mpirun or srun was given
+    another host's address than the main rank's (the others would wait there for long)."""
     values = {
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),
         "LOCAL_RANK": str(world.local_rank),
         "MASTER_PORT": DEFAULT_PORT,
     }
-    if "MASTER_ADDR" not in os.environ:
+    by_srun = is_of_srun(os.environ)
+    if by_srun:
+        values |= srun_rendezvous(os.environ)
+    elif "MASTER_ADDR" not in os.environ:
         assert world.size == 1
-        values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port(0))}
+        values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(try_port())}
     address = os.environ.get("MASTER_ADDR", values.get("MASTER_ADDR", ""))
     if is_loopback(address) and "lo" in (name for _, name in socket.if_nameindex()):
         values["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo listens where this host's name points
@@ -133,26 +138,27 @@ def _complete_environment(world: World) -> list[str]:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     added = [name for name in values if name not in os.environ]
-    if world.is_main and world.size > 1 and is_of_mpirun(world, os.environ):
-        _refuse_other_host(os.environ["MASTER_ADDR"])
+    if world.is_main and world.size > 1 and (by_srun or is_of_mpirun(world, os.environ)):
+        _refuse_other_host(address, "srun" if by_srun else "mpirun")
     # Under torchrun its agent holds the port already.
     if world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         port = os.environ.get("MASTER_PORT", values["MASTER_PORT"])
         try:
-            _free_port(int(port))
+            try_port(int(port), held=True)
         except (OSError, ValueError, OverflowError) as error:
             raise LaunchError(
                 f"port {port} of {socket.gethostname()} (MASTER_PORT), at which the ranks "
                 f"meet, cannot be used: {error} -> end what holds it, or give the launcher another "
                 "(deepspeed --master_port, torchrun --master_port, accelerate "
-                "--main_process_port)"
+                "--main_process_port; with srun, export MASTER_PORT)"
             ) from error
     os.environ.update({name: values[name] for name in added})
     return added
 
 
-def _refuse_other_host(address: str) -> None:
-    """Raise LaunchError if `address` is not one of this host's."""
+def _refuse_other_host(address: str, launcher: str) -> None:
+    """Raise LaunchError if `address` is not one of this host's, where `launcher` started rank
+    0."""
     try:
         addresses = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -162,16 +168,26 @@ def _refuse_other_host(address: str) -> None:
             probe.bind(socket_address)
             return
     host = socket.gethostname()
+    remedy = {
+        "mpirun": "that is mpirun's own host where the hostfile has it, else the file's first "
+        f"-> -x MASTER_ADDR={host}",
+        "srun": f"-> export MASTER_ADDR={host}, or give srun no --distribution",
+    }
     raise LaunchError(
-        f"MASTER_ADDR = {address}, the rendezvous address, is not {host}, where mpirun "
-        "started the first of them: that is mpirun's own host where the hostfile has it, else the "
-        f"file's first -> -x MASTER_ADDR={host}"
+        f"MASTER_ADDR = {address}, the rendezvous address, is not {host}, where {launcher} "
+        f"started the first of them: {remedy[launcher]}"
     )
 
 
-def _free_port(port: int) -> int:
-    """Return `port` of this machine, or any for 0. Raises OSError where it is taken."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's server does
-        probe.bind(("", port))
-        return int(probe.getsockname()[1])
+def _check_device(world: World) -> None:
+    """Raise LaunchError if this process does not see the GPU of its local rank."""
+    num_seen = torch.cuda.device_count()
+    if world.local_rank < num_seen:
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES = {visible!r})"
+    raise LaunchError(
+        f"rank {world.rank} has local rank {world.local_rank} and sees {num_seen} GPUs{shown}: "
+        "every process of a host must see all its GPUs -> with srun --gpus-per-node=N instead of "
+        "--gpus-per-task and --gpu-bind; else start no more processes than GPUs"
+    )

@@ -22,6 +22,7 @@ from typing import Any
 import bigtrain
 from bigtrain.launchers.deepspeed_env import NAME, inspect_environment_file
 from bigtrain.launchers.doctor.verdicts import SHARED_BUFFERS
+from bigtrain.system.listening import try_port
 from bigtrain.system.machine import available_memory_bytes, library_versions
 
 MARK = "BIGTRAIN-PROBE "
@@ -49,7 +50,7 @@ def facts(directory: str) -> dict[str, Any]:
             name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ
         },
         "own_address": _address(socket.gethostname()),
-        "free_port": _free_port(),
+        "free_port": try_port(),
         "environment_files": [p for path in sorted(files) for p in inspect_environment_file(path)],
         "time": time.time(),  # last, so that it is closest to when the reply is received
     }
@@ -171,12 +172,6 @@ def _address(name: str) -> str | None:
         return socket.gethostbyname(name)
     except OSError:
         return None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {

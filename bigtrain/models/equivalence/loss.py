@@ -28,13 +28,12 @@ from bigtrain.models.equivalence.trial import (
     pop_gradients,
 )
 from bigtrain.models.experts import auxiliary_loss
-from bigtrain.models.layers.chunked_loss import IGNORED_LABEL, ChunkedLoss, LossPlan
+from bigtrain.models.layers.chunked_loss import ChunkedLoss
+from bigtrain.models.layers.loss_plan import LossPlan
+from bigtrain.models.layers.token_loss import IGNORED_LABEL
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
-
-CHUNK_BYTES = 256 * 2**20
-"""Float32 logits of a chunk. Smaller chunks save little memory, and each costs an addition of the
-head's full gradient."""
+from bigtrain.settings.sections.model import chunk_tokens
 
 LIGER_REMEDY = "pip install 'bigtrain[gpu]', or set {key}"
 
@@ -46,26 +45,26 @@ def choose_loss(
     ``auto`` takes chunks if the logits exceed one and the proxy model computes the same with them.
     Takes a second at most, and no time if the logits are small."""
     section, vocabulary = config.model, vocabulary_size(hf_config)
-    num_tokens = plan.micro_batch_size * plan.sequence_length // config.parallel.sequence
-    chunk_tokens = section.loss_chunk_tokens or max(1, CHUNK_BYTES // (4 * vocabulary))
+    num_tokens = plan.micro_batch_tokens // config.parallel.sequence
+    num_chunk_tokens = chunk_tokens(vocabulary, section.loss_chunk_tokens)
     gib = 4 * num_tokens * vocabulary / 2**30
     size = f"logits of {num_tokens} tokens x {vocabulary} words take {gib:.2g} GiB in float32"
 
     def plain(reason: str) -> tuple[LossPlan, list[Problem]]:
-        return LossPlan("plain", chunk_tokens, f"loss: from all logits at once ({reason})"), []
+        return LossPlan("plain", num_chunk_tokens, f"loss: from all logits at once ({reason})"), []
 
     if section.loss == "plain":
         return plain("model.loss=plain")
-    if section.loss == "auto" and num_tokens <= chunk_tokens:
+    if section.loss == "auto" and num_tokens <= num_chunk_tokens:
         return plain(size)
     kind: Literal["liger", "chunked"] = "liger" if section.loss == "liger" else "chunked"
     softcap, reason = _try(hf_config, section.attention, kind, plan.sequence_length)
     if reason and section.loss == "auto":
         return plain(f"{size}; chunks are not supported for {hf_config.model_type}: {reason}")
-    text = f"loss: in chunks of {chunk_tokens} tokens ({size})"
+    text = f"loss: in chunks of {num_chunk_tokens} tokens ({size})"
     if kind == "liger":
         text = "loss: Liger's fused linear cross-entropy"
-    chosen = LossPlan(kind, chunk_tokens, text, softcap)
+    chosen = LossPlan(kind, num_chunk_tokens, text, softcap)
     problems = []
     if reason:
         rule = f"is not supported for model_type {hf_config.model_type}: {reason}"

@@ -29,8 +29,8 @@ from bigtrain.models.equivalence.parameter_plan import (
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
 from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
 from bigtrain.models.layers.adapters import check_adapters
-from bigtrain.models.layers.chunked_loss import LossPlan
 from bigtrain.models.layers.document_attention import Isolation
+from bigtrain.models.layers.loss_plan import LossPlan
 from bigtrain.models.layers.parameters import check_frozen, freeze
 from bigtrain.models.parallel.hidden_matrices import check_matrices
 from bigtrain.models.parallel.stage_layout import StagePlan

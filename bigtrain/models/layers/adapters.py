@@ -82,6 +82,26 @@ def peft_name(name: str) -> str:
     return f"base_model.model.{name.replace(COPY, '.')}".replace(f".{ADAPTER}.", ".").rstrip(".")
 
 
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Let LoRA adapters of `model` add nothing inside: they are scaled by 0. Not for DoRA, which
+    changes the weight itself, nor for complete layers that are trained. Does nothing without
+    adapters."""
+    scalings: list[dict[str, float]] = []
+    if has_adapters(model):
+        from peft.tuners.lora import LoraLayer
+
+        scalings = [one.scaling for one in model.modules() if isinstance(one, LoraLayer)]
+    kept = [dict(scaling) for scaling in scalings]
+    for scaling in scalings:
+        scaling.update(dict.fromkeys(scaling, 0.0))
+    try:
+        yield
+    finally:
+        for scaling, values in zip(scalings, kept, strict=True):
+            scaling.update(values)
+
+
 def has_adapters(model: nn.Module) -> bool:
     """Return whether `model` has adapters, and its own weights are frozen. True for every pipeline
     stage of such a model, even one whose layers have none."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +24,8 @@ from transformers.utils import ModelOutput
 
 from bigtrain.errors import ModelError
 from bigtrain.models.layers.adapters import trained_copy
+from bigtrain.models.layers.token_loss import IGNORED_LABEL, NO_TERMS, LossTerms, summed_token_loss
 from bigtrain.models.torch_patches import shadow, shadowed, unshadow
-
-IGNORED_LABEL = -100
 
 Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 """Summed cross-entropy of hidden states [N, H], a weight [V, H], a bias [V] and labels [N]."""
@@ -42,11 +41,14 @@ class SummedLoss(ModelOutput):  # type: ignore[misc]
 
 
 class ChunkedLoss:
-    """Gives `model` a forward method that takes `targets` and then returns a `SummedLoss`.
+    """Gives `model` a forward method that takes `targets` and then returns a `SummedLoss`, or, with
+    `per_token`, the log-probability of every target as its `loss`, whose gradient is computed in
+    chunks, too, from the logits of a chunk at a time, again.
 
     chunk_tokens: tokens whose logits exist at a time.
     fused: computes head and loss in one kernel, instead of chunks; only for models whose logits are
         the head's output (`bigtrain.models.equivalence.loss` checks).
+    terms: added to the cross-entropy in training; not with `fused`, nor to `per_token`.
 
     Install it when the model is complete: split, sharded, its head's forward final. Without
     `targets` the forward method is the model's own. Raises ModelError for a model whose parts are
@@ -54,9 +56,15 @@ class ChunkedLoss:
     """
 
     def __init__(
-        self, model: PreTrainedModel, chunk_tokens: int, fused: Fused | None = None
+        self,
+        model: PreTrainedModel,
+        chunk_tokens: int,
+        fused: Fused | None = None,
+        terms: LossTerms = NO_TERMS,
     ) -> None:
         assert chunk_tokens >= 1
+        assert fused is None or terms == NO_TERMS
+        self._terms = terms
         self._model = model
         self._chunk_tokens = chunk_tokens
         self._fused = fused
@@ -69,6 +77,7 @@ class ChunkedLoss:
         self._inputs: dict[str, Any] = {}
         self._labels: torch.Tensor | None = None
         self._factor: torch.Tensor | None = None
+        self._per_token = False
         self._base_outputs: Any = None
         self._loss: torch.Tensor | None = None
         shadow(model, "forward", self.forward)
@@ -84,9 +93,11 @@ class ChunkedLoss:
         *args: Any,
         targets: torch.Tensor | None = None,
         factor: torch.Tensor | None = None,
+        per_token: bool = False,
         **inputs: Any,
     ) -> Any:
-        """Run the model's own forward method; with `targets` int64 [B, T] a `SummedLoss`.
+        """Run the model's own forward method; with `targets` int64 [B, T] a `SummedLoss`, whose
+        loss is float32 [B, T] with `per_token`.
 
         `targets` are the labels of the tokens themselves (already shifted), -100 for none. They may
         be on the host: then tokens without a label take no time. `factor` float32 [], above zero:
@@ -97,6 +108,7 @@ class ChunkedLoss:
         if targets is None:
             return self._plain_forward(*args, **inputs)
         self._inputs, self._labels, self._factor = inputs, targets, factor
+        self._per_token = per_token
         try:
             with self._standing_in(self._run_base, self._run_head):
                 outputs = self._plain_forward(*args, **inputs)
@@ -131,6 +143,8 @@ class ChunkedLoss:
             output: torch.Tensor = self._plain_head(hidden, *args, **kwargs)
             return output
         weights = list(self._head.parameters())
+        if self._per_token:
+            return self._log_probabilities(hidden, weights)
         if not torch.is_grad_enabled():
             return self._compute(hidden, weights, None)
         mantissa = None if self._factor is None else torch.frexp(self._factor).mantissa
@@ -180,10 +194,91 @@ class ChunkedLoss:
             gradients.extend(total.value() if total is not None else None for total in sums)
         return loss
 
+    def _log_probabilities(
+        self, hidden: torch.Tensor, weights: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return log-probabilities float32 [B, T] of the targets of `hidden` [B, T, H]."""
+        assert self._labels is not None
+        shape, inputs = self._labels.shape, self._inputs
+        labels, index = _targets(self._labels, hidden.device)
+        outputs = type(self._base_outputs)(**{**self._base_outputs, "last_hidden_state": None})
+
+        def compute(hidden: torch.Tensor) -> torch.Tensor:
+            rows = hidden.detach().flatten(0, -2)
+            rows = rows if index is None else rows[index]
+            values = rows.new_zeros(len(labels), dtype=torch.float32)
+            with torch.no_grad():
+                for part in self._parts(len(labels)):
+                    values[part] = -self._entropies(rows[part], labels[part])
+            if index is None:
+                return values.view(shape)
+            return values.new_zeros(shape.numel()).index_copy_(0, index, values).view(shape)
+
+        def differentiate(
+            hidden: torch.Tensor, upstream: torch.Tensor
+        ) -> tuple[torch.Tensor | None, ...]:
+            weights = list(self._head.parameters())  # gathered again, with ZeRO 3
+            kept = self._inputs, self._base_outputs
+            self._inputs, self._base_outputs = inputs, outputs
+            try:
+                return self._gradients(hidden, weights, labels, index, -upstream.flatten())
+            finally:
+                self._inputs, self._base_outputs = kept
+
+        if not torch.is_grad_enabled():
+            return compute(hidden)
+        values: torch.Tensor = _PerToken.apply(compute, differentiate, hidden, *weights)  # type: ignore[no-untyped-call]
+        return values
+
+    def _gradients(
+        self,
+        hidden: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        labels: torch.Tensor,
+        index: torch.Tensor | None,
+        upstream: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of `hidden` and `weights` for those of the cross-entropy of every
+        token, `upstream` [N]."""
+        rows = hidden.detach().flatten(0, -2)
+        if index is not None:
+            rows, upstream = rows[index], upstream[index]
+        of_rows = torch.empty_like(rows)
+        sums = [_Sum(w) if w.requires_grad else None for w in weights]
+        for part in self._parts(len(labels)):
+            chunk = rows[part].requires_grad_()
+            leaves = [w.detach().requires_grad_(w.requires_grad) for w in weights]
+            with torch.enable_grad(), self._weights(leaves):
+                entropies = self._entropies(chunk, labels[part])
+            wanted = [chunk, *(leaf for leaf in leaves if leaf.requires_grad)]
+            found = torch.autograd.grad(entropies, wanted, upstream[part])
+            of_rows[part] = found[0]
+            trained = [total for total in sums if total is not None]
+            for total, gradient in zip(trained, found[1:], strict=True):
+                total.add(gradient)
+        if index is not None:
+            of_rows = torch.zeros_like(hidden).flatten(0, -2).index_copy_(0, index, of_rows)
+        of_weights = (total.value() if total is not None else None for total in sums)
+        return of_rows.view(hidden.shape), *of_weights
+
+    def _parts(self, count: int) -> Iterator[slice]:
+        """Yield the chunks of `count` tokens."""
+        for start in range(0, count, self._chunk_tokens):
+            yield slice(start, start + self._chunk_tokens)
+
     def _loss_of(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Summed loss of hidden states `rows` [N, H]."""
         if self._fused is not None:
             return self._fused(rows, self._head.weight, getattr(self._head, "bias", None), labels)
+        return summed_token_loss(self._logits(rows), labels, self._terms)
+
+    def _entropies(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the cross-entropy of each of the hidden states `rows` [N, H]: float32 [N]."""
+        logits = self._logits(rows)
+        return F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="none")
+
+    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the logits of hidden states `rows` [N, H]: float32 [N, V]."""
         outputs = type(self._base_outputs)(
             **{**self._base_outputs, "last_hidden_state": rows.unsqueeze(0)}
         )
@@ -192,10 +287,8 @@ class ChunkedLoss:
             return self._plain_head(*args, **kwargs)
 
         with self._standing_in(lambda *_, **__: outputs, head):
-            logits = self._plain_forward(**self._inputs).logits
-        return F.cross_entropy(
-            logits.flatten(0, 1).float(), labels, ignore_index=IGNORED_LABEL, reduction="sum"
-        )
+            logits: torch.Tensor = self._plain_forward(**self._inputs).logits
+        return logits.flatten(0, 1).float()
 
     @contextmanager
     def _standing_in(self, base: Callable[..., Any], head: Callable[..., Any]) -> Iterator[None]:
@@ -282,6 +375,27 @@ class _Loss(torch.autograd.Function):
         return (None, None, *(None if g is None else g.mul_(left) for g in gradients))
 
 
+class _PerToken(torch.autograd.Function):
+    """Computes log-probabilities without a graph, and their gradients when they are needed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        compute: Callable[[torch.Tensor], torch.Tensor],
+        differentiate: Callable[..., tuple[torch.Tensor | None, ...]],
+        hidden: torch.Tensor,
+        *_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.differentiate = differentiate
+        ctx.save_for_backward(hidden)
+        return compute(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (hidden,) = ctx.saved_tensors
+        return None, None, *ctx.differentiate(hidden, upstream[0])
+
+
 def _targets(
     labels: torch.Tensor, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -316,37 +430,3 @@ def _head_and_base(model: PreTrainedModel) -> tuple[str, str]:
 
 def _is_filled(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
-
-
-@dataclass(frozen=True)
-class LossPlan:
-    """Choice of the loss computation, and why, as a human-readable line. chunk_tokens: tokens whose
-    logits exist at a time. softcap: of the logits, for Liger's kernel."""
-
-    kind: Literal["plain", "chunked", "liger"]
-    chunk_tokens: int
-    reason: str
-    softcap: float | None = None
-
-    def install(self, model: PreTrainedModel) -> ChunkedLoss | None:
-        """Make `model` compute its loss in this way; None if it still returns logits."""
-        if self.kind == "plain":
-            return None
-        fused = _liger_loss(self.softcap) if self.kind == "liger" else None
-        return ChunkedLoss(model, self.chunk_tokens, fused)
-
-
-def _liger_loss(softcap: float | None) -> Fused:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    kernel = LigerFusedLinearCrossEntropyLoss(
-        ignore_index=IGNORED_LABEL, reduction="sum", softcap=softcap
-    )
-
-    def loss(
-        rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
-    ) -> torch.Tensor:
-        summed: torch.Tensor = kernel(weight, rows, labels, bias)
-        return summed.float()
-
-    return loss

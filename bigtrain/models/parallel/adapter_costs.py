@@ -26,6 +26,9 @@ from bigtrain.planner.model_costs import (
 from bigtrain.settings.hf_config_keys import CHOSEN_EXPERTS, number_of
 from bigtrain.settings.sections.adapters import AdaptersSection
 
+_GATHERED = ("colwise_gather_output", "colwise_rep")
+"""Styles of transformers' plans whose outputs every rank has in full."""
+
 
 def adapter_costs(model: PreTrainedModel, section: AdaptersSection) -> AdapterCosts:
     """Costs of the adapters that a run would add to `model`, which may be on the meta device."""
@@ -49,7 +52,7 @@ def adapter_costs(model: PreTrainedModel, section: AdaptersSection) -> AdapterCo
     for name in find_targets(model, section)[0]:
         product = _product(model, name, plan)
         lengths = product.out_size * section.dora
-        is_cut = product.cut == "out" and not _is_gathered(plan.get(name, ""))
+        is_cut = product.cut == "out" and plan.get(name) not in _GATHERED
         add(name, list(adapter_of(product, section.rank)), lengths, cut=is_cut)
     share = float(number_of(text, CHOSEN_EXPERTS) or 1)
     for name in find_parameters(model, section)[0]:
@@ -65,10 +68,6 @@ def adapter_costs(model: PreTrainedModel, section: AdaptersSection) -> AdapterCo
     packed = _packed(model, section, prefixes) if section.is_quantized else ()
     *inside, outside = (ExtraAdapterParameters(*parts) for parts in others)
     return AdapterCosts(tuple(map(tuple, products)), tuple(inside), outside, packed)
-
-
-def _is_gathered(style: str) -> bool:
-    return style in ("colwise_gather_output", "colwise_rep")
 
 
 def _side_of_stack(style: str) -> Literal["in", "out"] | None:

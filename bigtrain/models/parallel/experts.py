@@ -209,7 +209,9 @@ class _Dispatch:
         sent to each rank and received from it. The host waits for the device."""
         size = self._exchange.size
         each = [1] * size
-        counts = torch.bincount(chosen, minlength=self._num_experts).view(size, -1)
+        # Not `bincount`, whose output length makes the host wait once more.
+        counts = chosen.new_zeros(self._num_experts, dtype=torch.int64)
+        counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen)).view(size, -1)
         own = self._exchange.rows(counts, each, each)
         sent, received = torch.stack([counts.sum(1), own.sum(1)]).tolist()
         return own, sent, received

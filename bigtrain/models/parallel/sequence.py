@@ -24,7 +24,7 @@ from transformers.masking_utils import (
     packed_sequence_compatibility_function,
 )
 
-from bigtrain.errors import ModelError
+from bigtrain.errors import ModelError, one_line
 from bigtrain.models import experts
 from bigtrain.models.layers.document_attention import IMPLEMENTATIONS, attention_of
 from bigtrain.models.layers.document_masks import document_numbers
@@ -84,7 +84,7 @@ class SequenceParallel:
         try:
             model.set_attn_implementation(IMPLEMENTATION)
         except (ValueError, KeyError) as error:
-            raise _refusal(model, " ".join(str(error).split())) from error
+            raise _refusal(model, one_line(error, None)) from error
         if attention_name(model) != IMPLEMENTATION:
             raise _refusal(model, "its attention cannot be replaced")
         decoder: Module = model.get_decoder()

@@ -55,6 +55,7 @@ def trace_apart(source: ConfigurationSource, dtype: str) -> ModelCosts:
             "path": source.path,
             "config": source.config,
             "overrides": source.overrides,
+            "type": source.type,
             "dtype": dtype,
         }
         found = subprocess.run(
@@ -67,7 +68,7 @@ def trace_apart(source: ConfigurationSource, dtype: str) -> ModelCosts:
             timeout=_TIMEOUT_SECONDS,
         )
         return ModelCosts.from_json(json.loads(found.stdout))
-    except (OSError, ValueError, KeyError, TypeError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise NoTraceProcessError(str(error)) from error
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from bigtrain.errors import ConfigError, ModelError, Problem
+from bigtrain.errors import ConfigError, ModelError, Problem, one_line
 from bigtrain.models.tracing.trace_process import NoTraceProcessError, trace_apart
 from bigtrain.planner.model_costs import (
     AdapterCosts,
@@ -56,7 +56,7 @@ def _own_costs(config: RunConfig, hf_config: Any, traces: bool) -> tuple[ModelCo
     if key is not None:
         found = cache_get(KIND, key)
         if found is not None:
-            with suppress(KeyError, TypeError):
+            with suppress(ValueError):
                 return ModelCosts.from_json(found), ""
     try:
         if not traces:
@@ -66,7 +66,7 @@ def _own_costs(config: RunConfig, hf_config: Any, traces: bool) -> tuple[ModelCo
         kept = cached(KIND, key, lambda: _trace(config, hf_config).to_json())
         return ModelCosts.from_json(kept), ""
     except (ModelError, ImportError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error, None)
     shape = dense_shape(values)
     if shape is None and not traces:
         raise ModelError("the model's layers have no earlier trace")
@@ -90,7 +90,7 @@ def _adapter_costs(
     key = _key(config, values, None, section) if values else None
     found = cache_get(KIND, key) if key is not None else None
     if found is not None:
-        with suppress(KeyError, TypeError):
+        with suppress(ValueError):
             return AdapterCosts.from_json(found)
     if not traces:
         raise ModelError("which layers get adapters was not looked up yet")
@@ -108,6 +108,8 @@ def _key(
     config: RunConfig, values: Mapping[str, Any], hf_config: Any, *more: Section
 ) -> str | None:
     """`hf_config`: what is traced, whose vocabulary may have grown beyond the written one."""
+    if config.model.type is not None:
+        return None  # its code may change
     grown = ""
     if hf_config is not None and config.model.vocabulary is not None:
         grown = str(hf_config.get_text_config().vocab_size)

@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from bigtrain.errors import ModelError, first_line
+from bigtrain.errors import ModelError, first_line, one_line
 from bigtrain.models.layers.parameters import names_of
 from bigtrain.models.transformers_patches import computed_in_float32, dtype_plan, names_not_saved
 from bigtrain.models.weights.checksums import TOKENIZER_FILES
@@ -167,7 +167,7 @@ def write_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        what = "no such directory" if not source.is_dir() else " ".join(str(error).split())
+        what = "no such directory" if not source.is_dir() else one_line(error, None)
         raise ModelError(f"tokenizer {source}: cannot be loaded: {what}") from error
     notes: list[str] = []
     difference = _tokenizer_difference(tokenizer, base_files)

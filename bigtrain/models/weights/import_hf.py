@@ -28,7 +28,7 @@ from transformers.utils import (
     cached_file,
 )
 
-from bigtrain.errors import ModelError
+from bigtrain.errors import ModelError, one_line
 from bigtrain.models.transformers_patches import drop_expected_keys, only_errors, without_progress
 from bigtrain.models.weights.lazy_tensors import (
     BLOCK_BYTES,
@@ -118,7 +118,7 @@ def find_weights(source: str, hf_config: PreTrainedConfig, key: str = "model.pat
         files = tuple(weight_files(local_path(source), hf_config))
         found = _leaves_of(files)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ModelError(f"{setting}: {_sentence(error)}") from error
+        raise ModelError(f"{setting}: {one_line(error, None)}") from error
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), dtype=torch.float32)
     lazy = {name: LazyTensor(leaf.shape, leaf.dtype, leaf) for name, leaf in found.items()}
@@ -282,7 +282,7 @@ def _leaves(path: Path) -> Iterator[tuple[str, _Leaf]]:
             for name in opened.keys():
                 yield name, _Leaf(file, name, *_header(opened.get_slice(name)))
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"{path}: cannot be read: {_sentence(error)}") from error
+        raise ValueError(f"{path}: cannot be read: {one_line(error, None)}") from error
 
 
 def _header(part: Any) -> tuple[tuple[int, ...], torch.dtype]:
@@ -308,7 +308,7 @@ class _Safetensors:
             where = Box(offsets, tuple(out.shape)).slices
             out.copy_(part[where] if where else self._open.get_tensor(name))
         except (OSError, SafetensorError) as error:
-            raise _Unreadable(f"{self.path}: cannot be read: {_sentence(error)}") from error
+            raise _Unreadable(f"{self.path}: cannot be read: {one_line(error, None)}") from error
         self._num_bytes += num_bytes
         if self._num_bytes >= BLOCK_BYTES:
             self._open, self._num_bytes = None, 0
@@ -342,10 +342,6 @@ class _Leaf:
 
     def sources(self) -> Iterator[object]:
         yield self
-
-
-def _sentence(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 REWRITE = (

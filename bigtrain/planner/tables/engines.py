@@ -16,8 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from bigtrain.errors import ConfigError, Problem
-from bigtrain.planner.tables.hardware import TABLES, Device, Reach
+from bigtrain.planner.tables.hardware import TABLES, Device
 from bigtrain.system.user_cache import cache_get, cache_put, key_of, package_fingerprints, processor
 
 
@@ -136,14 +138,7 @@ def _table() -> Mapping[str, Any]:
 def cpu_engine() -> MeasuredEngine:
     """Return DeepSpeed's costs on the CPUs that the shipped tables were measured on."""
     tree = {key: item for key, item in _table()["cpu"].items() if key != "about"}
-    return measured_engine(tree)
-
-
-def measured_engine(tree: Mapping[str, Any]) -> MeasuredEngine:
-    """Build the engine from plain values. Raise KeyError, TypeError or ValueError if they are
-    invalid."""
-    zero = {int(stage): ZeroCosts(**costs) for stage, costs in tree["zero"].items()}
-    return MeasuredEngine(**{**tree, "zero": zero})
+    return TypeAdapter(MeasuredEngine).validate_python(tree)
 
 
 def engine_named(name: str) -> Engine:
@@ -154,7 +149,7 @@ def engine_named(name: str) -> Engine:
 
 
 KIND = "calibration"
-_NOT_ONE = (OSError, ValueError, KeyError, TypeError)
+_NOT_ONE = (OSError, ValueError)
 
 
 def write_calibration(device: Device, engine: MeasuredEngine | None, path: Path) -> None:
@@ -199,10 +194,17 @@ def _machine() -> str:
     return key_of([platform.node(), processor(), str(os.cpu_count()), libraries])
 
 
+@dataclass(frozen=True)
+class _Calibration:
+    device: Device
+    engine: MeasuredEngine | None
+
+
 def _tree(device: Device, engine: MeasuredEngine | None) -> dict[str, Any]:
-    return {"device": asdict(device), "engine": None if engine is None else asdict(engine)}
+    return asdict(_Calibration(device, engine))
 
 
-def _read(tree: dict[str, Any]) -> tuple[Device, MeasuredEngine | None]:
-    device = Device(**{**tree["device"], "reach": Reach(**tree["device"]["reach"])})
-    return device, None if tree["engine"] is None else measured_engine(tree["engine"])
+def _read(tree: Any) -> tuple[Device, MeasuredEngine | None]:
+    """Raise ValueError if it is invalid."""
+    calibration = TypeAdapter(_Calibration).validate_python(tree)
+    return calibration.device, calibration.engine

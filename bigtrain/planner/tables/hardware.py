@@ -147,11 +147,6 @@ def _device(name: str, figures: Mapping[str, Any]) -> Device:
     return Device(name=name, reach=reach, **value)
 
 
-def reach_name(device: Device) -> str:
-    """Return the device family whose share of the specifications `device` reaches: A100, H100."""
-    return str(_table()["devices"][device.name]["reach"])
-
-
 def with_network(device: Device, bits_per_second: float) -> Device:
     """Return `device` with its share of the network's bandwidth changed."""
     return replace(device, network_bandwidth=bits_per_second / 8)

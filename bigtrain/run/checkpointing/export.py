@@ -52,7 +52,8 @@ def export_run(
     config = RunConfig.model_validate(state["config"])
     model_config = run_directory / MODEL_CONFIG
     # Not from config.model: a directory or Hub name may be deleted or changed by now.
-    hf_config = load_hf_config(ModelSection(config=str(model_config)))
+    section = ModelSection(config=str(model_config), type=config.model.type)
+    hf_config = load_hf_config(section)
     weights: Mapping[str, torch.Tensor] = open_weights(
         directory / checkpoints.TENSORS, checkpoints.list_tensors(directory)
     )
@@ -166,13 +167,15 @@ def model_card(
     if base is not None and not Path(base).exists():
         front["base_model"] = base
     samples = config.batch.samples_per_step
-    tokens = step * samples * config.batch.sequence_length
+    tokens = (
+        step * samples * (2 if config.objective.reads_pairs else 1) * config.batch.sequence_length
+    )
     sources = [config.data.path, *(source.path for source in config.data.sources)]
     figures = {
         "step": f"{step:,} of {config.train.total_steps:,}",
         "tokens seen": f"{tokens:,}",
         "data": ", ".join(filter(None, sources)),
-        **_last_figures(metrics, step),
+        **_last_figures(metrics, step, "pair" if config.objective.reads_pairs else "token"),
     }
     dumped = config.model_dump(mode="json", exclude_defaults=True)
     chosen = {name: dumped[name] for name in _SECTIONS if name in dumped}
@@ -186,8 +189,8 @@ def model_card(
     )
 
 
-def _last_figures(metrics: Path, step: int) -> dict[str, str]:
-    """Return the last logged training and held-out loss in nats per token."""
+def _last_figures(metrics: Path, step: int, unit: str) -> dict[str, str]:
+    """Return the last logged training and held-out loss in nats per `unit`."""
     names = {"loss": "training loss", "held_out_loss": "held-out loss"}
     values: dict[str, str] = {}
     try:
@@ -205,7 +208,7 @@ def _last_figures(metrics: Path, step: int) -> dict[str, str]:
             continue
         for key, name in names.items():
             if isinstance(row.get(key), float):
-                values[name] = f"{row[key]:.4f} nats per token (step {row['step']:,})"
+                values[name] = f"{row[key]:.4f} nats per {unit} (step {row['step']:,})"
         tasks = row.get("tasks")
         for name, value in tasks.items() if isinstance(tasks, dict) else ():
             if isinstance(value, float):

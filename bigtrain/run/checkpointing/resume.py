@@ -62,6 +62,7 @@ def restore_or_start(
             BestSoFar.from_json(document.get("best")),
             (sent[0], sent[1]) if (sent := document.get("outer_sent")) else None,
             document.get("outer_tokens", 0),
+            document.get("stopped_steps", 0),
         )
         log.info(f"resumed at step {state.step} from {directory}")
         if jump := changed_rate(document, context.config):

@@ -89,9 +89,12 @@ class Saver:
         inputs: Inputs,
         base: BaseWeights | None = None,
         copies: RunCopies | None = None,
+        on_complete: Callable[[Path], object] = lambda _: None,
     ) -> None:
         """Remove leftovers of interrupted saves. The run directory must be claimed. `base`: the
-        weights below adapters. `copies`: of every checkpoint, on the main rank."""
+        weights below adapters. `copies`: of every checkpoint, on the main rank. `on_complete`: gets
+        the directory of each checkpoint, in the training thread, from `report` and `wait`."""
+        self._on_complete = on_complete
         self._context, self._log = context, log
         self._engine, self._copies = engine, copies
         self._section = context.config.checkpoint
@@ -177,6 +180,8 @@ class Saver:
                 f"are kept (failure {self._num_failures + 1} of checkpoint.max_failures = "
                 f"{self._section.max_failures})"
             )
+        else:
+            self._on_complete(checkpoints.checkpoint_path(self._context.directory, write.step))
 
     def wait(self, *, must_succeed: bool = False) -> None:
         """Wait until no save is in progress. Raises CheckpointError on every rank when

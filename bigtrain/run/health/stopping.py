@@ -1,17 +1,19 @@
-"""Agreement of all ranks to stop after the same step, for a signal or a write failure."""
+"""Agreement of all ranks to stop or save after the same step: a signal, a write failure, an error
+or a request of a callback."""
 
 from __future__ import annotations
 
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from bigtrain.engine.startup.cpu_collectives import maximum_of_all
-from bigtrain.engine.startup.long_work import on_main_rank
+from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.errors import BigtrainError
 from bigtrain.run.state import TrainState
 from bigtrain.system.stop_signals import StopSignals, ask_for_restart
@@ -23,57 +25,79 @@ _SECONDS_BETWEEN = 0.5
 _TROUBLE = 1 << 16  # above all signals
 
 
+@dataclass(frozen=True)
+class Agreed:
+    """Result of an agreement, the same on all ranks. signal: to stop for, with the run to be
+    continued later. ends, saves: whether a callback asked to end the run, and for a checkpoint."""
+
+    signal: signal.Signals | None = None
+    ends: bool = False
+    saves: bool = False
+
+    def __or__(self, other: Agreed) -> Agreed:
+        return Agreed(
+            self.signal or other.signal, self.ends or other.ends, self.saves or other.saves
+        )
+
+
 class StopAgreement:
-    """Agreement that stops all ranks after the same step when one received a signal, or the main
-    rank can no longer write. `group`: all ranks on the CPU (the training group would wait for a
-    GPU); None for one rank. `trouble`: why the main rank must end, or None."""
+    """Agreement that stops all ranks after the same step when one received a signal, or must
+    end. `group`: all ranks on the CPU (the training group would wait for a GPU); None for
+    one rank. `trouble`: why this rank must end, or None. `requests`: of the callbacks of this rank,
+    to end the run and to save; with them ranks agree after every step, not twice a second."""
 
     def __init__(
         self,
         signals: StopSignals,
         group: dist.ProcessGroup | None,
         trouble: Callable[[], BigtrainError | None] = lambda: None,
+        requests: Callable[[], tuple[bool, bool]] | None = None,
     ) -> None:
         self._signals = signals
         self._trouble = trouble
+        self._requests = requests
         self._group = group
         self._error: BigtrainError | None = None
         self._steps_between = self._steps_left = 1
         self._since = time.perf_counter()
 
-    def agreed(self) -> signal.Signals | None:
-        """Return the signal to stop for, the same on all ranks; call between two steps. Collective.
-        Raises the main rank's trouble on all of them."""
+    def agreed(self) -> Agreed:
+        """Return what to do after this step, the same on all ranks; call between two steps.
+        Collective. Raises the trouble of a rank on all of them."""
         if self._group is None:
-            return self._decision(self._own())
+            return self._decision(self._own(), self._own_requests())
         self._steps_left -= 1
-        if self._steps_left > 0:
-            return None
+        if self._steps_left > 0 and self._requests is None:
+            return Agreed()
         step_seconds = (time.perf_counter() - self._since) / self._steps_between
-        worst = torch.tensor([self._own(), step_seconds], dtype=torch.float64)
+        own = [self._own(), step_seconds, *self._own_requests()]
+        worst = torch.tensor(own, dtype=torch.float64)
         maximum_of_all(worst, self._group)
         # The same on every rank, like `worst`; at most doubling, if steps become slow.
         wanted = int(_SECONDS_BETWEEN / max(float(worst[1]), 1e-6))
         self._steps_between = max(1, min(wanted, 2 * self._steps_between))
         self._steps_left = self._steps_between
         self._since = time.perf_counter()
-        return self._decision(int(worst[0]))
+        return self._decision(int(worst[0]), (bool(worst[2]), bool(worst[3])))
 
     def _own(self) -> int:
         self._error = self._trouble()
         return _TROUBLE if self._error is not None else self._signals.received
 
-    def _decision(self, number: int) -> signal.Signals | None:
+    def _own_requests(self) -> tuple[bool, bool]:
+        return (False, False) if self._requests is None else self._requests()
+
+    def _decision(self, number: int, requests: tuple[bool, bool]) -> Agreed:
         if number != _TROUBLE:
-            return signal.Signals(number) if number else None
+            return Agreed(signal.Signals(number) if number else None, *requests)
         if self._group is None:
             self._raise()
-        on_main_rank(self._raise, self._group)
-        raise AssertionError("the main rank's failure has disappeared")
+        on_all_ranks(self._raise, self._group)
+        raise AssertionError("the failure has disappeared")
 
     def _raise(self) -> None:
-        assert self._error is not None
-        raise self._error
+        if self._error is not None:
+            raise self._error
 
 
 def leave_marker(run_directory: Path, received: signal.Signals, state: TrainState) -> None:

@@ -3,12 +3,13 @@
 ``metrics.jsonl`` contains one JSON object per line, of four kinds. Every logged step is a line of
 `bigtrain.report.step_metrics.StepMetrics`; trackers receive entries of its objects as
 ``breakdown/NAME``, ``peak_memory_gib/PHASE``, ``expert_imbalance/MODULE``,
-``expert_exchange/NAME`` and ``optimizer_exchange/NAME``. Every evaluation::
+``expert_exchange/NAME``, ``optimizer_exchange/NAME`` and ``recorded/NAME``. Every evaluation::
 
     {"step", "held_out_loss", "held_out_perplexity", "held_out_tokens", "held_out_bits_per_byte",
      "held_out_sources", "tasks"}
 
-where "held_out_bits_per_byte" is omitted for conversations, in which only some tokens have a loss.
+where "held_out_bits_per_byte" is omitted for conversations, in which only some tokens have a loss,
+and it and "held_out_perplexity" with an objective other than next_token, whose units are "tokens".
 "held_out_sources" exists if there are several: by name of the source its "loss", "perplexity",
 "tokens" and "bits_per_byte"; "held_out_loss" is then their mean by the weights of the mixture.
 Trackers receive them as ``held_out_loss/NAME``. "tasks" has the metrics of lm-eval's tasks by
@@ -174,8 +175,10 @@ class MetricsWriter:
             figures = {f"held_out_{key}": value for key, value in held_out.figures().items()}
             line |= figures
             shown |= figures
-            self._tally.held_out = (step, held_out.loss)
-            text = f"{begin} held-out {loss_text(held_out.loss)}"
+            shown_loss = f"loss {held_out.loss:.4f}"
+            shown_loss = loss_text(held_out.loss) if held_out.is_entropy else shown_loss
+            self._tally.held_out = (step, shown_loss)
+            text = f"{begin} held-out {shown_loss}"
             if held_out.bits_per_byte is not None:
                 text += f" bits/byte {held_out.bits_per_byte:.4f}"
             if len(sources) > 1:
@@ -306,11 +309,13 @@ def memory_gib(device_type: str) -> float:
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """Mean `loss` in nats over `tokens` held-out targets; `bits_per_byte` if known."""
+    """Mean `loss` in nats over `tokens` held-out targets (of another objective, its units);
+    `bits_per_byte` if known. is_entropy: whether it is a cross-entropy, which has a perplexity."""
 
     loss: float
     tokens: int
     bits_per_byte: float | None = None
+    is_entropy: bool = True
 
     @property
     def perplexity(self) -> float:
@@ -319,7 +324,9 @@ class HeldOutLoss:
 
     def figures(self) -> dict[str, float]:
         """Return metrics by name, as in a line of metrics.jsonl."""
-        metrics = {"loss": self.loss, "perplexity": self.perplexity, "tokens": self.tokens}
+        metrics: dict[str, float] = {"loss": self.loss}
+        metrics |= {"perplexity": self.perplexity} if self.is_entropy else {}
+        metrics["tokens"] = self.tokens
         if self.bits_per_byte is not None:
             metrics["bits_per_byte"] = self.bits_per_byte
         return metrics

@@ -10,7 +10,8 @@ from bigtrain.run.reporting.progress import format_duration, format_rate
 
 
 class Tally:
-    """Sums over the logged steps of a launch. held_out: step and loss of the last evaluation."""
+    """Sums over the logged steps of a launch. held_out: step and loss, as text, of the last
+    evaluation."""
 
     def __init__(self, resume_step: int, first_loss: float | None) -> None:
         self._resume_step = resume_step
@@ -21,7 +22,7 @@ class Tally:
         self._last: StepMetrics | None = None
         self.memory_gib = 0.0
         self._breakdown = MeanBreakdown()
-        self.held_out: tuple[int, float] | None = None
+        self.held_out: tuple[int, str] | None = None
 
     def add(self, metrics: StepMetrics) -> None:
         """Count a logged step."""
@@ -76,8 +77,8 @@ class Tally:
             f"memory    {self.memory_gib:.2f} GiB at most on the main rank",
         ]
         if self.held_out is not None:
-            step, loss = self.held_out
-            lines.insert(-1, f"held out  {loss_text(loss)} at step {step}")
+            step, text = self.held_out
+            lines.insert(-1, f"held out  {text} at step {step}")
         return lines
 
 

@@ -80,6 +80,11 @@ def _freezes(facts: Facts) -> bool:
     return run is not None and (run.adapters is not None or bool(run.model.frozen))
 
 
+def _adds_terms(facts: Facts) -> bool:
+    run = facts._run
+    return run is not None and bool(run.objective.label_smoothing or run.objective.z_loss)
+
+
 def _pipeline_settings(raw: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the keys of the JSON's pipeline block that differ from bigtrain's values."""
     block, free = raw.get("pipeline"), ("pipe_partitioned", "grad_partitioned")
@@ -149,6 +154,9 @@ class Facts:
     flops_profiler: bool = _json("flops_profiler.enabled", False)
     attention: str = _run("model.attention", "auto")
     isolates: bool = _run("data.isolates", False)
+    objective: str = _run("objective.type", "next_token")
+    loss_terms: bool = cast(bool, _Fact(False, "objective.z_loss", _adds_terms))
+    needs_reference: bool = _run("objective.needs_reference", False)
     loss: str = _run("model.loss", "auto")
     kernels: str = _run("model.kernels", "none")
     compiles: str = _run("model.compile", "off")

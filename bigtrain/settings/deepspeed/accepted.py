@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bigtrain.errors import Problem
-from bigtrain.settings.deepspeed.keys import AUTO, key_table, value_at
+from bigtrain.settings.deepspeed.keys import AUTO, value_at
 
 TEST = "tests/parity/test_deepspeed_keys.py"
 
@@ -159,17 +159,3 @@ def not_tried(tree: Mapping[str, Any], dtype: str) -> list[str]:
         for key, row in rows
         if row is not None and row.verdict == "untested" and not unused.get(row.needs, False)
     )
-
-
-def known_leaves() -> Iterator[str]:
-    """Yield every key of a value that DeepSpeed knows, dotted; blocks without known keys count as
-    one."""
-
-    def below(keys: Mapping[str, Any], parents: tuple[str, ...]) -> Iterator[str]:
-        for name, node in keys.items():
-            if "keys" in node:
-                yield from below(node["keys"], (*parents, name))
-            else:
-                yield ".".join((*parents, name))
-
-    yield from below(key_table()["keys"], ())

@@ -32,56 +32,38 @@ class AdaptersSection(Section):
     frozen."""
 
     type: Literal["lora"] = "lora"
-    rank: PositiveInt = Field(default=16, description="inner size of the two matrices")
-    alpha: Annotated[float, Field(gt=0)] = Field(
-        default=32.0, description="their product is scaled by alpha / rank; see rslora"
-    )
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="probability of dropping an element of the adapters' input"
-    )
-    target_parameters: tuple[str, ...] = Field(
-        default=(),
-        description="stacked weights of experts that get an adapter for each expert: shell "
-        "patterns of parameter names or of their last parts, such as [gate_up_proj, down_proj]",
-    )
-    targets: Literal["all-linear", "attention", "mlp"] | tuple[str, ...] = Field(
-        default="all-linear",
-        description="layers that get adapters: all-linear (every linear layer but the head); "
-        "attention or mlp (those of that kind in every decoder layer, by its modules; mlp also "
-        "every expert of a stack, and no router); or a list of such kinds and of shell patterns of "
-        "module names or of their last parts, such as [attention], [q_proj, v_proj] or "
-        "[model.layers.?.self_attn.*]",
-    )
-    rslora: bool = Field(
-        default=False,
-        description="scale the product by alpha / sqrt(rank) (Kalajdzievski 2023, "
-        "arXiv 2312.03732)",
-    )
-    dora: bool = Field(
-        default=False,
-        description="train magnitude and direction of the weights separately (DoRA, Liu et al. "
-        "2024, arXiv 2402.09353)",
-    )
-    modules_to_save: tuple[str, ...] = Field(
-        default=(),
-        description="modules of which a full copy is trained with the adapters and saved with "
-        "them (peft's modules_to_save): shell patterns as in targets, such as [lm_head] or [norm]",
-    )
+    rank: PositiveInt = 16
+    """inner size of the two matrices"""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """their product is scaled by alpha / rank; see rslora"""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """probability of dropping an element of the adapters' input"""
+    target_parameters: tuple[str, ...] = ()
+    """stacked weights of experts that get an adapter for each expert: shell patterns of parameter
+    names or of their last parts, such as [gate_up_proj, down_proj]"""
+    targets: Literal["all-linear", "attention", "mlp"] | tuple[str, ...] = "all-linear"
+    """layers that get adapters: all-linear (every linear layer but the head); attention or mlp
+    (those of that kind in every decoder layer, by its modules; mlp also every expert of a stack,
+    and no router); or a list of such kinds and of shell patterns of module names or of their last
+    parts, such as [attention], [q_proj, v_proj] or [model.layers.?.self_attn.*]"""
+    rslora: bool = False
+    """scale the product by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732)"""
+    dora: bool = False
+    """train magnitude and direction of the weights separately (DoRA, Liu et al. 2024, arXiv
+    2402.09353)"""
+    modules_to_save: tuple[str, ...] = ()
+    """modules of which a full copy is trained with the adapters and saved with them (peft's
+    modules_to_save): shell patterns as in targets, such as [lm_head] or [norm]"""
 
-    quantization: Literal["none", "nf4", "fp4"] = Field(
-        default="none",
-        description="keep the weights of the model's linear layers, but for the head, in 4 bits "
-        "(QLoRA, Dettmers et al. 2023, arXiv 2305.14314), by bitsandbytes: nf4 (NormalFloat) or "
-        "fp4; every 64 weights have a scale",
-    )
-    double_quantization: bool = Field(
-        default=True, description="of quantization: keep the scales in 8 bits, not in 32"
-    )
-    compute_dtype: Literal["float32", "bfloat16"] | None = Field(
-        default=None,
-        description="of quantization: the dtype to which weights are dequantized and in which "
-        "products are computed; absent: precision.dtype",
-    )
+    quantization: Literal["none", "nf4", "fp4"] = "none"
+    """keep the weights of the model's linear layers, but for the head, in 4 bits (QLoRA, Dettmers
+    et al. 2023, arXiv 2305.14314), by bitsandbytes: nf4 (NormalFloat) or fp4; every 64 weights have
+    a scale"""
+    double_quantization: bool = True
+    """of quantization: keep the scales in 8 bits, not in 32"""
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    """of quantization: the dtype to which weights are dequantized and in which products are
+    computed; absent: precision.dtype"""
 
     @property
     def is_quantized(self) -> bool:

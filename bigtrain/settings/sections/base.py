@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+from itertools import pairwise
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    field_validator,
+)
 
 from bigtrain.system.storage.stores import is_address, without_secrets
 
@@ -15,9 +25,33 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, no unknown keys, no NaN or infinity."""
+    """Base of every section: frozen, no unknown keys, no NaN or infinity. The text below a field
+    describes it in the reference, the schema and commented YAML."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @classmethod
+    def descriptions(cls) -> dict[str, str]:
+        """Return the text below each field in the source: what it sets, in one line. Read when it
+        is asked for, since most programs that read settings show none of it."""
+        (section,) = ast.parse(inspect.getsource(cls)).body
+        assert isinstance(section, ast.ClassDef)
+        texts = {}
+        for pair in pairwise(section.body):
+            match pair:
+                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    texts[name] = " ".join(text.split())
+        return texts
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: Any, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema)["properties"]
+        for name, text in cls.descriptions().items():
+            properties[name]["description"] = text
+        return schema
 
     @field_validator("*", mode="before")
     @classmethod

@@ -9,89 +9,66 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from bigtrain.settings.sections.base import PositiveInt, Section, refuse_secrets
+from bigtrain.settings.sections.extensions import SamplesSection
 
 
 class SourceSection(Section):
     """One dataset of a mixture."""
 
-    path: str = Field(description="directory written by `bigtrain tokenize`")
-    name: str | None = Field(
-        default=None,
-        description="name of its held-out loss; default: the directory's own name, or its path "
-        "where two have the same name",
-    )
-    weight: Annotated[float, Field(gt=0)] | None = Field(
-        default=None,
-        description="share of the run's samples, relative to the other sources' weights",
-    )
-    epochs: Annotated[float, Field(gt=0)] | None = Field(
-        default=None,
-        description="instead of weights: times this source is read while every other one is "
-        "read as often as its own epochs set; the share is epochs times its number of samples",
-    )
+    path: str
+    """directory written by `bigtrain tokenize`"""
+    name: str | None = None
+    """name of its held-out loss; default: the directory's own name, or its path where two have the
+    same name"""
+    weight: Annotated[float, Field(gt=0)] | None = None
+    """share of the run's samples, relative to the other sources' weights"""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """instead of weights: times this source is read while every other one is read as often as its
+    own epochs set; the share is epochs times its number of samples"""
 
 
 class DataSection(Section):
     """Token shards, and how documents are packed into samples."""
 
-    path: str | None = Field(
-        default=None, description="directory written by `bigtrain tokenize`: the only dataset"
-    )
-    sources: tuple[SourceSection, ...] = Field(
-        default=(),
-        description="instead of path: datasets to mix, each read without repetition until its own "
-        "epoch ends",
-    )
-    tokenizer: str | None = Field(
-        default=None,
-        description="tokenizer the shards must have been made with (directory or hub name); "
-        "default: the one stored with the shards",
-    )
-    allow_other_tokenizer: bool = Field(
-        default=False,
-        description="train weights (of model.path or checkpoint.initialize_from) on shards whose "
-        "token ids mean other tokens than to the tokenizer in their directory; without it that is "
-        "refused",
-    )
-    mask_end_of_document: bool = Field(
-        default=False,
-        description="give no loss to the token after an end-of-document token, which cannot be "
-        "predicted from the document before it (Megatron's eod_mask_loss)",
-    )
-    document_boundaries: Literal["ignore", "isolate"] = Field(
-        default="ignore",
-        description="where documents share a sample; ignore: attention also sees the documents "
-        "before; isolate: neither attention nor loss crosses a boundary, and positions, in tokens, "
-        "start at 0 with each document in the sample",
-    )
-    packing: Literal["concatenate", "best_fit"] = Field(
-        default="concatenate",
-        description="how documents become samples; concatenate: one after another, split where a "
-        "sample is full; best_fit: undivided, several in a sample that has room for them "
-        "(best-fit-decreasing), padded at the end, and always isolated",
-    )
-    long_documents: Literal["cut", "truncate"] = Field(
-        default="cut",
-        description="best_fit, for documents longer than a sample; cut: several samples, "
-        "the later ones without the context before; truncate: one sample, the rest is dropped",
-    )
-    chunk_length: PositiveInt | None = Field(
-        default=None,
-        description="tokens of the chunks that are shuffled, a multiple of batch.sequence_length "
-        "and by default equal to it; it is the longest sequence to which a running run can be "
-        "extended (batch.sequence_length) with contiguous tokens: beyond it, samples of the "
-        "current epoch are joined from several chunks",
-    )
-    verify: Literal["sizes", "contents"] = Field(
-        default="sizes",
-        description="of the shards before training; contents: also read all of them, divided over "
-        "the ranks, and compare their checksums. What a step reads is verified in any case",
-    )
-    workers: PositiveInt = Field(
-        default=1,
-        description="threads of each rank that read the batches of coming steps, one step each; "
-        "more hide the delays of a network file system",
-    )
+    path: str | None = None
+    """directory written by `bigtrain tokenize`: the only dataset"""
+    sources: tuple[SourceSection, ...] = ()
+    """instead of path: datasets to mix, each read without repetition until its own epoch ends"""
+    samples: SamplesSection | None = None
+    """train on samples of code of yours, instead of the training documents of path, whose tokenizer
+    and held-out documents the run uses; absent: on the shards"""
+    tokenizer: str | None = None
+    """tokenizer the shards must have been made with (directory or hub name); default: the one
+    stored with the shards"""
+    allow_other_tokenizer: bool = False
+    """train weights (of model.path or checkpoint.initialize_from) on shards whose token ids mean
+    other tokens than to the tokenizer in their directory; without it that is refused"""
+    mask_end_of_document: bool = False
+    """give no loss to the token after an end-of-document token, which cannot be predicted from the
+    document before it (Megatron's eod_mask_loss)"""
+    document_boundaries: Literal["ignore", "isolate"] = "ignore"
+    """where documents share a sample; ignore: attention also sees the documents before; isolate:
+    neither attention nor loss crosses a boundary, and positions, in tokens, start at 0 with each
+    document in the sample"""
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    """how documents become samples; concatenate: one after another, split where a sample is full;
+    best_fit: undivided, several in a sample that has room for them (best-fit-decreasing), padded at
+    the end, and always isolated"""
+    long_documents: Literal["cut", "truncate"] = "cut"
+    """best_fit, for documents longer than a sample; cut: several samples, the later ones without
+    the context before; truncate: one sample, the rest is dropped. Of preference pairs only truncate
+    is possible; cut: a longer answer is refused"""
+    chunk_length: PositiveInt | None = None
+    """tokens of the chunks that are shuffled, a multiple of batch.sequence_length and by default
+    equal to it; it is the longest sequence to which a running run can be extended
+    (batch.sequence_length) with contiguous tokens: beyond it, samples of the current epoch are
+    joined from several chunks"""
+    verify: Literal["sizes", "contents"] = "sizes"
+    """of the shards before training; contents: also read all of them, divided over the ranks, and
+    compare their checksums. What a step reads is verified in any case"""
+    workers: PositiveInt = 1
+    """threads of each rank that read the batches of coming steps, one step each; more hide the
+    delays of a network file system"""
 
     @model_validator(mode="after")
     def _one_kind_of_share(self) -> Self:
@@ -115,6 +92,29 @@ class DataSection(Section):
                 )
         if len(set(self.names)) != len(self.names):
             raise ValueError("data.sources: two sources have the same name")
+        return self
+
+    @model_validator(mode="after")
+    def _samples_are_complete(self) -> Self:
+        if self.samples is None:
+            return self
+        others = [
+            f"data.{name} = {value!r}"
+            for name, value, unset in (
+                ("packing", self.packing, "concatenate"),
+                ("chunk_length", self.chunk_length, None),
+                ("mask_end_of_document", self.mask_end_of_document, False),
+            )
+            if value != unset
+        ]
+        if self.path is None:
+            others.insert(0, "data.sources")
+        if others:
+            raise ValueError(
+                f"data.samples: {others[0]} has no meaning for items, each of which is one sample "
+                "-> omit it"
+                + ("; name a dataset with the tokenizer in data.path" * (not self.path))
+            )
         return self
 
     @model_validator(mode="after")
@@ -155,16 +155,14 @@ class DataSection(Section):
 class BatchSection(Section):
     """The global batch (mathematics) and the micro-batch (a memory knob)."""
 
-    sequence_length: PositiveInt = Field(description="tokens per sample")
-    global_batch_size: PositiveInt | None = Field(
-        default=None, description="samples per optimizer step over all ranks"
-    )
-    global_tokens: PositiveInt | None = Field(
-        default=None, description="the same in tokens; must be a multiple of sequence_length"
-    )
-    micro_batch_size: PositiveInt = Field(
-        default=1, description="samples per forward pass of one rank"
-    )
+    sequence_length: PositiveInt
+    """tokens per sample"""
+    global_batch_size: PositiveInt | None = None
+    """samples per optimizer step over all ranks"""
+    global_tokens: PositiveInt | None = None
+    """the same in tokens; must be a multiple of sequence_length"""
+    micro_batch_size: PositiveInt = 1
+    """samples per forward pass of one rank"""
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:
@@ -203,19 +201,14 @@ class TokenizerSection(Section):
     """Tokens added to a tokenizer. `bigtrain tokenizer --config` writes the grown one, the data is
     tokenized with it, and a run compares it with that of the data."""
 
-    base: str | None = Field(
-        default=None,
-        description="directory, hub name or address of the tokenizer that tokens are added to; "
-        "default: model.path",
-    )
-    add_special_tokens: tuple[str, ...] = Field(
-        default=(),
-        description="texts that become control tokens, such as <|im_start|>: the text of documents "
-        "never becomes them, and decoding can skip them; their ids come first",
-    )
-    add_tokens: tuple[str, ...] = Field(
-        default=(), description="texts that become one token each, wherever they occur"
-    )
+    base: str | None = None
+    """directory, hub name or address of the tokenizer that tokens are added to; default:
+    model.path"""
+    add_special_tokens: tuple[str, ...] = ()
+    """texts that become control tokens, such as <|im_start|>: the text of documents never becomes
+    them, and decoding can skip them; their ids come first"""
+    add_tokens: tuple[str, ...] = ()
+    """texts that become one token each, wherever they occur"""
 
     @property
     def added(self) -> tuple[str, ...]:

@@ -18,24 +18,21 @@ _OF_TASKS = re.compile(rf"{TASKS}/[^/]+/.+")
 class HeldOutSetSection(Section):
     """One more set to measure the loss on."""
 
-    name: str = Field(min_length=1, description="name of its metrics")
-    path: str = Field(
-        description="directory written by `bigtrain tokenize`, with the tokenizer of the training "
-        "data: its held-out documents or, where it has none, all of them"
-    )
+    name: str = Field(min_length=1)
+    """name of its metrics"""
+    path: str
+    """directory written by `bigtrain tokenize`, with the tokenizer of the training data: its
+    held-out documents or, where it has none, all of them"""
 
 
 class BestSection(Section):
     """Metric by which evaluations are compared."""
 
-    metric: str = Field(
-        default="held_out_loss",
-        description="held_out_loss, held_out_perplexity or held_out_bits_per_byte, with /NAME "
-        "appended of that set only; or tasks/TASK/METRIC, such as tasks/arc_easy/acc",
-    )
-    mode: Literal["min", "max"] = Field(
-        default="min", description="whether lower (min) or higher (max) is better"
-    )
+    metric: str = "held_out_loss"
+    """held_out_loss, held_out_perplexity or held_out_bits_per_byte, with /NAME appended of that set
+    only; or tasks/TASK/METRIC, such as tasks/arc_easy/acc"""
+    mode: Literal["min", "max"] = "min"
+    """whether lower (min) or higher (max) is better"""
 
     @property
     def is_of_tasks(self) -> bool:
@@ -70,63 +67,43 @@ class BestSection(Section):
 class EarlyStoppingSection(Section):
     """End of a run before train.steps; the run is then saved, exported and complete."""
 
-    patience: PositiveInt = Field(
-        description="evaluations in a row without a better evaluation.best.metric after which the "
-        "run ends"
-    )
-    min_delta: NonNegativeFloat = Field(
-        default=0.0,
-        description="the patience starts again only when the metric improves by more than this; "
-        "the best evaluation is the best one by any amount",
-    )
+    patience: PositiveInt
+    """evaluations in a row without a better evaluation.best.metric after which the run ends"""
+    min_delta: NonNegativeFloat = 0.0
+    """the patience starts again only when the metric improves by more than this; the best
+    evaluation is the best one by any amount"""
 
 
 class EvaluationSection(Section):
     """Measurements while the run trains: loss on held-out documents, samples, tasks."""
 
-    every_steps: PositiveInt | None = Field(
-        default=None,
-        description="optimizer steps between evaluations (held-out loss, prompts); default: only "
-        "at the end",
-    )
-    samples: PositiveInt = Field(
-        default=256,
-        description="held-out samples per evaluation, always the same ones; of each source",
-    )
-    held_out: tuple[HeldOutSetSection, ...] = Field(
-        default=(), description="sets to measure in addition to the held-out documents of the data"
-    )
-    prompts: tuple[str, ...] = Field(
-        default=(),
-        description="texts that the model continues at each evaluation, to samples.jsonl and the "
-        "trackers",
-    )
-    max_new_tokens: PositiveInt = Field(default=64, description="tokens of such a continuation")
-    temperature: NonNegativeFloat = Field(
-        default=0.0, description="for these, at which tokens are drawn; 0: the most probable token"
-    )
-    tasks: tuple[str, ...] = Field(
-        default=(), description="tasks and groups of lm-eval, of its own or of tasks_directory"
-    )
-    tasks_directory: str | None = Field(
-        default=None, description="directory with YAML files of further tasks"
-    )
-    tasks_every_steps: PositiveInt | None = Field(
-        default=None, description="optimizer steps between runs of the tasks; default: at the end"
-    )
-    tasks_limit: PositiveInt | None = Field(
-        default=None, description="documents of each task, the first ones; default: all"
-    )
-    tasks_fewshot: NonNegativeInt | None = Field(
-        default=None, description="examples before each question; default: the task's own number"
-    )
-    tasks_chat: bool = Field(
-        default=False, description="render questions with the tokenizer's chat template"
-    )
+    every_steps: PositiveInt | None = None
+    """optimizer steps between evaluations (held-out loss, prompts); default: only at the end"""
+    samples: PositiveInt = 256
+    """held-out samples per evaluation, always the same ones; of each source"""
+    held_out: tuple[HeldOutSetSection, ...] = ()
+    """sets to measure in addition to the held-out documents of the data"""
+    prompts: tuple[str, ...] = ()
+    """texts that the model continues at each evaluation, to samples.jsonl and the trackers"""
+    max_new_tokens: PositiveInt = 64
+    """tokens of such a continuation"""
+    temperature: NonNegativeFloat = 0.0
+    """for these, at which tokens are drawn; 0: the most probable token"""
+    tasks: tuple[str, ...] = ()
+    """tasks and groups of lm-eval, of its own or of tasks_directory"""
+    tasks_directory: str | None = None
+    """directory with YAML files of further tasks"""
+    tasks_every_steps: PositiveInt | None = None
+    """optimizer steps between runs of the tasks; default: at the end"""
+    tasks_limit: PositiveInt | None = None
+    """documents of each task, the first ones; default: all"""
+    tasks_fewshot: NonNegativeInt | None = None
+    """examples before each question; default: the task's own number"""
+    tasks_chat: bool = False
+    """render questions with the tokenizer's chat template"""
     best: BestSection = BestSection()
-    early_stopping: EarlyStoppingSection | None = Field(
-        default=None, description="end the run when the best metric gets no better; absent: never"
-    )
+    early_stopping: EarlyStoppingSection | None = None
+    """end the run when the best metric gets no better; absent: never"""
 
     @property
     def best_every_steps(self) -> int | None:

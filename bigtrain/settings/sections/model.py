@@ -7,23 +7,29 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from bigtrain.settings.sections.base import NonNegativeFloat, PositiveInt, Section, refuse_secrets
+from bigtrain.settings.sections.extensions import ImportedName
+
+_CHUNK_BYTES = 256 * 2**20
+"""Float32 logits of a chunk. Smaller chunks save little memory, and each costs an addition of the
+head's full gradient."""
+
+
+def chunk_tokens(vocabulary_size: int, loss_chunk_tokens: int | None) -> int:
+    """Return the tokens of a chunk of the loss: `ModelSection.loss_chunk_tokens`, or its
+    default."""
+    return loss_chunk_tokens or max(1, _CHUNK_BYTES // (4 * vocabulary_size))
 
 
 class VocabularySection(Section):
     """Growth of the vocabulary of trained weights to that of the data's tokenizer. It never
     shrinks."""
 
-    new_rows: Literal["mean_covariance", "mean", "normal"] = Field(
-        default="mean_covariance",
-        description="values of the new rows of the embedding and of the head; mean_covariance: "
-        "drawn around the mean of the old rows, with 1e-9 times their covariance (transformers' "
-        "resize_token_embeddings); mean: that mean; normal: as the architecture initializes them",
-    )
-    pad_to_multiple_of: PositiveInt | None = Field(
-        default=None,
-        description="add rows until their number is a multiple of this, such as 128 for tensor "
-        "cores",
-    )
+    new_rows: Literal["mean_covariance", "mean", "normal"] = "mean_covariance"
+    """values of the new rows of the embedding and of the head; mean_covariance: drawn around the
+    mean of the old rows, with 1e-9 times their covariance (transformers' resize_token_embeddings);
+    mean: that mean; normal: as the architecture initializes them"""
+    pad_to_multiple_of: PositiveInt | None = None
+    """add rows until their number is a multiple of this, such as 128 for tensor cores"""
 
     def size(self, before: int, tokens: int) -> int:
         """Return the number of rows of a vocabulary that has `before` and must hold `tokens`."""
@@ -35,72 +41,48 @@ class VocabularySection(Section):
 class ModelSection(Section):
     """Hugging Face causal LM, and how its layers run."""
 
-    path: str | None = Field(
-        default=None,
-        description="directory, hub name or address (s3://, ...) whose weights and configuration "
-        "the run starts from",
-    )
-    config: str | dict[str, Any] | None = Field(
-        default=None,
-        description="start from random weights: a directory or hub name whose configuration is "
-        "used, or the configuration itself with its model_type",
-    )
-    overrides: dict[str, Any] = Field(
-        default_factory=dict,
-        description="keys of the Hugging Face configuration to change (not the vocabulary when "
-        "weights are loaded: see vocabulary)",
-    )
-    vocabulary: VocabularySection | None = Field(
-        default=None,
-        description="give path's weights rows for the tokens that the data's tokenizer has beyond "
-        "theirs; absent: a larger tokenizer is refused",
-    )
+    path: str | None = None
+    """directory, hub name or address (s3://, ...) whose weights and configuration the run starts
+    from"""
+    config: str | dict[str, Any] | None = None
+    """start from random weights: a directory or hub name whose configuration is used, or the
+    configuration itself with its model_type"""
+    type: ImportedName | None = None
+    """model of yours, as package.module:Class: a PreTrainedModel of transformers whose config_class
+    has a model_type of its own; absent: transformers' model of the configuration's model_type"""
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """keys of the Hugging Face configuration to change (not the vocabulary when weights are loaded:
+    see vocabulary)"""
+    vocabulary: VocabularySection | None = None
+    """give path's weights rows for the tokens that the data's tokenizer has beyond theirs; absent:
+    a larger tokenizer is refused"""
     attention: Literal[
         "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
-    ] = Field(
-        default="auto",
-        description="attention implementation of transformers; auto: sdpa where the model has it, "
-        "or else eager",
-    )
-    gradient_checkpointing: Literal["none", "full"] | PositiveInt = Field(
-        default="none",
-        description="recompute activations in the backward pass: none, full (every layer), or n "
-        "(every n-th layer, starting with the first)",
-    )
-    frozen: tuple[str, ...] = Field(
-        default=(),
-        description="parameters that are not trained: shell patterns of their names, such as "
-        "model.embed_tokens.*; exported as stored in the files of path",
-    )
+    ] = "auto"
+    """attention implementation of transformers; auto: sdpa where the model has it, or else eager"""
+    gradient_checkpointing: Literal["none", "full"] | PositiveInt = "none"
+    """recompute activations in the backward pass: none, full (every layer), or n (every n-th layer,
+    starting with the first)"""
+    frozen: tuple[str, ...] = ()
+    """parameters that are not trained: shell patterns of their names, such as model.embed_tokens.*;
+    exported as stored in the files of path"""
 
-    loss: Literal["auto", "plain", "chunked", "liger"] = Field(
-        default="auto",
-        description="how the cross-entropy is computed, with the same result; plain: from all "
-        "logits of a micro-batch; chunked: some tokens at a time, so that the full logits never "
-        "exist; liger: by its fused kernel (CUDA); auto: chunked where the logits are larger than "
-        "one chunk",
-    )
-    loss_chunk_tokens: PositiveInt | None = Field(
-        default=None,
-        description="tokens whose logits exist at a time; default: as many as take 256 MiB in "
-        "float32",
-    )
+    loss: Literal["auto", "plain", "chunked", "liger"] = "auto"
+    """how the cross-entropy is computed, with the same result; plain: from all logits of a
+    micro-batch; chunked: some tokens at a time, so that the full logits never exist; liger: by its
+    fused kernel (CUDA); auto: chunked where the logits are larger than one chunk"""
+    loss_chunk_tokens: PositiveInt | None = None
+    """tokens whose logits exist at a time; default: as many as take 256 MiB in float32"""
 
-    kernels: Literal["none", "liger"] = Field(
-        default="none",
-        description="fused RMSNorm, RoPE and SwiGLU; liger: those of liger-kernel, for the "
-        "architectures it knows (CUDA)",
-    )
-    compile: Literal["auto", "on", "off"] = Field(
-        default="off",
-        description="torch.compile of the decoder layers, one compilation for all of them; auto: "
-        "on with CUDA where it is allowed, off on CPU",
-    )
-    activation_offload: bool = Field(
-        default=False,
-        description="keep what recomputation starts from, the inputs of checkpointed layers, in "
-        "host memory (CUDA); for long sequences",
-    )
+    kernels: Literal["none", "liger"] = "none"
+    """fused RMSNorm, RoPE and SwiGLU; liger: those of liger-kernel, for the architectures it knows
+    (CUDA)"""
+    compile: Literal["auto", "on", "off"] = "off"
+    """torch.compile of the decoder layers, one compilation for all of them; auto: on with CUDA
+    where it is allowed, off on CPU"""
+    activation_offload: bool = False
+    """keep what recomputation starts from, the inputs of checkpointed layers, in host memory
+    (CUDA); for long sequences"""
 
     @model_validator(mode="after")
     def _offload_has_inputs(self) -> Self:
@@ -130,7 +112,7 @@ class ModelSection(Section):
                 "model.vocabulary gives trained weights (model.path) more rows, and model.config "
                 "has none -> omit it, and set vocab_size in model.config (or overrides)"
             )
-        if isinstance(self.config, dict) and "model_type" not in self.config:
+        if isinstance(self.config, dict) and "model_type" not in self.config and not self.type:
             raise ValueError("model.config must name a model_type, for example model_type: llama")
         return self
 
@@ -138,44 +120,31 @@ class ModelSection(Section):
 class MoeSection(Section):
     """Load balancing of mixture-of-experts models; no effect on others."""
 
-    auxiliary_loss: Literal["micro_batch", "global_batch"] = Field(
-        default="micro_batch",
-        description="over which tokens the model's own load-balancing loss (output_router_logits "
-        "and router_aux_loss_coef of its configuration) is computed; micro_batch: a micro-batch of "
-        "one rank, as transformers does; global_batch: the fractions of tokens per expert are "
-        "those of all ranks, in this micro-batch and those before it in the step",
-    )
-    z_loss_coefficient: NonNegativeFloat = Field(
-        default=0.0,
-        description="weight of the router z-loss, the mean square of the router logits' "
-        "log-sum-exp (ST-MoE, arXiv 2202.08906); 0: none",
-    )
-    bias_update_rate: NonNegativeFloat = Field(
-        default=0.0,
-        description="by how much each step raises (lowers) the selection bias of an expert to "
-        "which fewer (more) tokens of the global batch than the mean were routed (DeepSeek-V3: "
-        "0.001); 0: biases stay as they are",
-    )
+    auxiliary_loss: Literal["micro_batch", "global_batch"] = "micro_batch"
+    """over which tokens the model's own load-balancing loss (output_router_logits and
+    router_aux_loss_coef of its configuration) is computed; micro_batch: a micro-batch of one rank,
+    as transformers does; global_batch: the fractions of tokens per expert are those of all ranks,
+    in this micro-batch and those before it in the step"""
+    z_loss_coefficient: NonNegativeFloat = 0.0
+    """weight of the router z-loss, the mean square of the router logits' log-sum-exp (ST-MoE, arXiv
+    2202.08906); 0: none"""
+    bias_update_rate: NonNegativeFloat = 0.0
+    """by how much each step raises (lowers) the selection bias of an expert to which fewer (more)
+    tokens of the global batch than the mean were routed (DeepSeek-V3: 0.001); 0: biases stay as
+    they are"""
 
 
 class PrecisionSection(Section):
     """Number formats."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        default="bfloat16",
-        description="of parameters in forward and backward, but for those that an architecture "
-        "keeps in float32; masters and optimizer are float32",
-    )
-    gradient_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None,
-        description="in which gradients are accumulated and reduced; default: float32, but the "
-        "dtype of the parameters with ZeRO 0 or float16",
-    )
-    tf32: bool = Field(
-        default=False,
-        description="let float32 matrix products round their inputs to TF32's 10 bits of mantissa "
-        "(CUDA): several times faster, with results that differ from a CPU's; false: full float32",
-    )
-    initial_loss_scale_power: Annotated[int, Field(ge=0, le=32)] = Field(
-        default=16, description="float16 only: dynamic loss scaling starts at 2 to this power"
-    )
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """of parameters in forward and backward, but for those that an architecture keeps in float32;
+    masters and optimizer are float32"""
+    gradient_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """in which gradients are accumulated and reduced; default: float32, but the dtype of the
+    parameters with ZeRO 0 or float16"""
+    tf32: bool = False
+    """let float32 matrix products round their inputs to TF32's 10 bits of mantissa (CUDA): several
+    times faster, with results that differ from a CPU's; false: full float32"""
+    initial_loss_scale_power: Annotated[int, Field(ge=0, le=32)] = 16
+    """float16 only: dynamic loss scaling starts at 2 to this power"""

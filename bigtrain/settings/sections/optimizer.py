@@ -91,68 +91,52 @@ Decay = Annotated[float, Field(ge=0)]
 class SplitSection(Section):
     """Split of a fused projection into its matrices for Muon."""
 
-    parts: tuple[PositiveInt, ...] | PositiveInt = Field(
-        description="output features of each matrix, in their order; or the number of equally "
-        "large ones"
-    )
-    interleaved: PositiveInt = Field(
-        default=1,
-        description="how many times the matrices alternate along the output, such as the number "
-        "of heads where each head has its query, key and value together (GPT-NeoX)",
-    )
+    parts: tuple[PositiveInt, ...] | PositiveInt
+    """output features of each matrix, in their order; or the number of equally large ones"""
+    interleaved: PositiveInt = 1
+    """how many times the matrices alternate along the output, such as the number of heads where
+    each head has its query, key and value together (GPT-NeoX)"""
 
 
 class MuonSection(Section):
     """Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/) as in `torch.optim.Muon`,
     for the matrices of hidden layers."""
 
-    lr: Rate | None = Field(
-        default=None,
-        description="peak learning rate of the matrices; default: optimizer.lr, which fits AdamW's "
-        "where adjust_lr is match_rms_adamw",
-    )
-    weight_decay: Decay | None = Field(
-        default=None, description="decoupled decay of the matrices; default: optimizer.weight_decay"
-    )
+    lr: Rate | None = None
+    """peak learning rate of the matrices; default: optimizer.lr, which fits AdamW's where adjust_lr
+    is match_rms_adamw"""
+    weight_decay: Decay | None = None
+    """decoupled decay of the matrices; default: optimizer.weight_decay"""
     momentum: Beta = 0.95
     nesterov: bool = True
-    ns_steps: Annotated[int, Field(ge=1, lt=100)] = Field(
-        default=5, description="Newton-Schulz iterations"
-    )
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
+    """Newton-Schulz iterations"""
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
-    ns_dtype: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16",
-        description="in which matrices are sent and iterated on; bfloat16 as torch.optim.Muon, "
-        "which turns differences in a gradient's last bits into some in a weight's fifth digit",
-    )
-    eps: Rate = Field(default=1e-7, description="least norm that a matrix is divided by")
-    adjust_lr: Literal["match_rms_adamw", "original"] = Field(
-        default="match_rms_adamw",
-        description="scale of an update of a matrix [rows, columns]: 0.2 sqrt(max(rows, columns)) "
-        "(Liu et al. 2025, arXiv 2502.16982, equation 4), or Jordan's "
-        "sqrt(max(1, rows / columns))",
-    )
-    split: dict[str, SplitSection] = Field(
-        default_factory=dict,
-        description="fused projections by patterns of parameter names, such as "
-        '"*.qkv_proj.weight": {parts: [4096, 1024, 1024]}; others are one matrix each',
-    )
+    ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """in which matrices are sent and iterated on; bfloat16 as torch.optim.Muon, which turns
+    differences in a gradient's last bits into some in a weight's fifth digit"""
+    eps: Rate = 1e-7
+    """least norm that a matrix is divided by"""
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """scale of an update of a matrix [rows, columns]: 0.2 sqrt(max(rows, columns)) (Liu et al.
+    2025, arXiv 2502.16982, equation 4), or Jordan's sqrt(max(1, rows / columns))"""
+    split: dict[str, SplitSection] = Field(default_factory=dict)
+    """fused projections by patterns of parameter names, such as "*.qkv_proj.weight": {parts: [4096,
+    1024, 1024]}; others are one matrix each"""
 
 
 class AdafactorSection(Section):
     """Adafactor's (Shazeer and Stern 2018, arXiv 1804.04235) parameters other than learning rate
     and decay, as in `torch.optim.Adafactor`."""
 
-    beta2_decay: Annotated[float, Field(lt=0)] = Field(
-        default=-0.8, description="the second moment's decay at step t is 1 - t ** beta2_decay"
-    )
-    eps1: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="least squared gradient; default: float32's epsilon"
-    )
-    eps2: Rate = Field(default=1e-3, description="least root mean square of a parameter")
-    clip_threshold: Annotated[float, Field(ge=1)] = Field(
-        default=1.0, description="largest root mean square of an update"
-    )
+    beta2_decay: Annotated[float, Field(lt=0)] = -0.8
+    """the second moment's decay at step t is 1 - t ** beta2_decay"""
+    eps1: Annotated[float, Field(gt=0)] | None = None
+    """least squared gradient; default: float32's epsilon"""
+    eps2: Rate = 1e-3
+    """least root mean square of a parameter"""
+    clip_threshold: Annotated[float, Field(ge=1)] = 1.0
+    """largest root mean square of an update"""
 
 
 class OptimizerSection(Section):
@@ -160,31 +144,26 @@ class OptimizerSection(Section):
     another optimizer with the same groups. Lion: Chen et al. 2023, arXiv 2302.06675."""
 
     type: Annotated[str, AfterValidator(known_optimizer)] = Field(
-        default="adamw",
-        json_schema_extra={"enum": list(OPTIMIZERS)},
-        description="muon is for matrices of hidden layers; embeddings, head, norms, biases, "
-        "routers and all other parameters use adamw",
+        default="adamw", json_schema_extra={"enum": list(OPTIMIZERS)}
     )
-    lr: Rate = Field(description="peak learning rate")
-    betas: tuple[Beta, Beta] = Field(
-        default=(0.9, 0.95),
-        description="of adamw, also together with muon; of lion, whose default is [0.9, 0.99]",
-    )
-    eps: Rate = Field(default=1e-8, description="of adamw, also together with muon")
-    weight_decay: Decay = Field(default=0.1, description="decoupled decay of the decay group")
-    decay_embeddings: bool = Field(
-        default=True,
-        description="whether tables of tokens and positions are in the decay group; biases, norms, "
-        "states of recurrent layers and other parameters that multiply no activations never are",
-    )
-    clip_norm: Annotated[float, Field(ge=0)] = Field(
-        default=1.0, description="global gradient norm to clip to; 0 turns clipping off"
-    )
-    state_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="of moments and momentum; bfloat16 halves their size, with stochastic "
-        "rounding; adafactor, which has none, supports only float32",
-    )
+    """muon is for matrices of hidden layers; embeddings, head, norms, biases, routers and all other
+    parameters use adamw"""
+    lr: Rate
+    """peak learning rate"""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """of adamw, also together with muon; of lion, whose default is [0.9, 0.99]"""
+    eps: Rate = 1e-8
+    """of adamw, also together with muon"""
+    weight_decay: Decay = 0.1
+    """decoupled decay of the decay group"""
+    decay_embeddings: bool = True
+    """whether tables of tokens and positions are in the decay group; biases, norms, states of
+    recurrent layers and other parameters that multiply no activations never are"""
+    clip_norm: Annotated[float, Field(ge=0)] = 1.0
+    """global gradient norm to clip to; 0 turns clipping off"""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """of moments and momentum; bfloat16 halves their size, with stochastic rounding; adafactor,
+    which has none, supports only float32"""
     muon: MuonSection = MuonSection()
     adafactor: AdafactorSection = AdafactorSection()
 

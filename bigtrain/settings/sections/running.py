@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -17,20 +17,27 @@ from bigtrain.settings.sections.base import (
     Section,
     refuse_secrets,
 )
+from bigtrain.settings.sections.extensions import (
+    CodeSettings,
+    ImportedName,
+    is_imported,
+    known_or_imported,
+)
 from bigtrain.system.storage.stores import is_address, scheme_of
 
 
 class ParallelSection(Section):
     """Parallel degrees; the data-parallel size is what remains of the world."""
 
-    tensor: PositiveInt = Field(default=1, description="tensor-parallel size")
-    pipeline: PositiveInt = Field(default=1, description="pipeline stages")
-    sequence: PositiveInt = Field(default=1, description="sequence-parallel (Ulysses) size")
-    expert: PositiveInt = Field(
-        default=1,
-        description="expert-parallel size: ranks, neighbours within data x sequence, which "
-        "share the experts of each layer; not a factor of the world size",
-    )
+    tensor: PositiveInt = 1
+    """tensor-parallel size"""
+    pipeline: PositiveInt = 1
+    """pipeline stages"""
+    sequence: PositiveInt = 1
+    """sequence-parallel (Ulysses) size"""
+    expert: PositiveInt = 1
+    """expert-parallel size: ranks, neighbours within data x sequence, which share the experts of
+    each layer; not a factor of the world size"""
 
     @property
     def degrees(self) -> ModelDegrees:
@@ -41,68 +48,52 @@ class ParallelSection(Section):
 class CheckpointSection(Section):
     """Writing and retention of checkpoints."""
 
-    every_steps: PositiveInt | None = Field(
-        default=None, description="optimizer steps between saves; default: only at the end"
-    )
-    keep_last: PositiveInt = Field(default=2, description="newest complete checkpoints kept")
-    keep_every_steps: PositiveInt | None = Field(
-        default=None, description="checkpoints of multiples of this many steps are kept permanently"
-    )
-    keep_best: NonNegativeInt = Field(
-        default=0, description="checkpoints kept because they are the best by evaluation.best"
-    )
-    verify: Literal["sizes", "contents"] = Field(
-        default="sizes",
-        description="of tensor files before a resume: compare sizes, or also read all of them and "
-        "compare checksums; what a resume reads of them is verified in either case",
-    )
-    asynchronous: bool = Field(
-        default=True,
-        description="continue training while a copy in host memory is written; false: wait for "
-        "the disk",
-    )
-    max_failures: PositiveInt = Field(
-        default=3, description="consecutive failed saves after which the run ends"
-    )
-    initialize_from: str | None = Field(
-        default=None,
-        description="run directory, checkpoint, Hugging Face directory or hub name from which a "
-        "new run takes its initial weights, and nothing else; the model is that of model.config",
-    )
-    allow_changes: tuple[str, ...] = Field(
-        default=(),
-        description="settings that may differ from the checkpoint's when a run resumes: sections "
-        "or keys, such as data, batch.sequence_length, optimizer.lr; with changed data each source "
-        "continues at its position, and nothing is read twice in its epoch",
-    )
+    every_steps: PositiveInt | None = None
+    """optimizer steps between saves; default: only at the end"""
+    keep_last: PositiveInt = 2
+    """newest complete checkpoints kept"""
+    keep_every_steps: PositiveInt | None = None
+    """checkpoints of multiples of this many steps are kept permanently"""
+    keep_best: NonNegativeInt = 0
+    """checkpoints kept because they are the best by evaluation.best"""
+    verify: Literal["sizes", "contents"] = "sizes"
+    """of tensor files before a resume: compare sizes, or also read all of them and compare
+    checksums; what a resume reads of them is verified in either case"""
+    asynchronous: bool = True
+    """continue training while a copy in host memory is written; false: wait for the disk"""
+    max_failures: PositiveInt = 3
+    """consecutive failed saves after which the run ends"""
+    initialize_from: str | None = None
+    """run directory, checkpoint, Hugging Face directory or hub name from which a new run takes its
+    initial weights, and nothing else; the model is that of model.config"""
+    allow_changes: tuple[str, ...] = ()
+    """settings that may differ from the checkpoint's when a run resumes: sections or keys, such as
+    data, batch.sequence_length, optimizer.lr; with changed data each source continues at its
+    position, and nothing is read twice in its epoch"""
 
 
 class LoggingSection(Section):
     """Log and trackers of the training."""
 
-    every_steps: PositiveInt = Field(
-        default=10,
-        description="optimizer steps between lines of metrics.jsonl and the log; the loss in a "
-        "line is the mean over them",
-    )
-    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "comet_ml"], ...] = Field(
-        default=(), description="trackers of accelerate.tracking that get the same metrics"
-    )
-    project: str = Field(default="bigtrain", description="project name given to the trackers")
-    deepspeed: Literal["file", "shown"] = Field(
-        default="file",
-        description="DeepSpeed's own log lines; file: only in log.txt, except errors; shown: "
-        "also on standard output",
-    )
+    every_steps: PositiveInt = 10
+    """optimizer steps between lines of metrics.jsonl and the log; the loss in a line is the mean
+    over them"""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "comet_ml"], ...] = ()
+    """trackers of accelerate.tracking that get the same metrics"""
+    project: str = "bigtrain"
+    """project name given to the trackers"""
+    deepspeed: Literal["file", "shown"] = "file"
+    """DeepSpeed's own log lines; file: only in log.txt, except errors; shown: also on standard
+    output"""
 
 
 class ProfileSection(Section):
     """Optimizer steps recorded by the torch profiler, to RUN/profile/."""
 
-    steps: tuple[PositiveInt, PositiveInt] | None = Field(
-        default=None, description="first and last optimizer step, counted from 1; default: none"
-    )
-    ranks: tuple[NonNegativeInt, ...] = Field(default=(0,), description="ranks that record")
+    steps: tuple[PositiveInt, PositiveInt] | None = None
+    """first and last optimizer step, counted from 1; default: none"""
+    ranks: tuple[NonNegativeInt, ...] = (0,)
+    """ranks that record"""
 
     @model_validator(mode="after")
     def _steps_ascend(self) -> Self:
@@ -116,19 +107,15 @@ class ProfileSection(Section):
 class OutputSection(Section):
     """Output directory of the run, its export and copies."""
 
-    directory: str = Field(description="run directory; everything a run writes is below it")
-    export: bool = Field(
-        default=True, description="write a verified Hugging Face directory at the end of the run"
-    )
-    copy_to: str | None = Field(
-        default=None,
-        description="address, such as s3://bucket/runs/mine, to which checkpoints and the export "
-        "are copied once they are written, while the run continues; `bigtrain fetch` "
-        "downloads them",
-    )
-    copy_wait_seconds: NonNegativeInt = Field(
-        default=600, description="how long the end of a run waits for copies that are under way"
-    )
+    directory: str
+    """run directory; everything a run writes is below it"""
+    export: bool = True
+    """write a verified Hugging Face directory at the end of the run"""
+    copy_to: str | None = None
+    """address, such as s3://bucket/runs/mine, to which checkpoints and the export are copied once
+    they are written, while the run continues; `bigtrain fetch` downloads them"""
+    copy_wait_seconds: NonNegativeInt = 600
+    """how long the end of a run waits for copies that are under way"""
 
     @field_validator("directory")
     @classmethod
@@ -160,26 +147,18 @@ class OutputSection(Section):
 class EngineSection(Section):
     """DeepSpeed JSON that configures the engine."""
 
-    deepspeed_config: str = Field(
-        default="zero1",
-        description="name in ds_configs/ or path of a DeepSpeed JSON; --deepspeed_config wins",
-    )
-    refuse_too_large: bool = Field(
-        default=True,
-        description="refuse to start a run that is predicted not to fit the device's memory; "
-        "false: warn and start",
-    )
-    cpu_threads: PositiveInt | None = Field(
-        default=None,
-        description="threads of each rank for computation on the CPU; default: its share of the "
-        "cores where there is any (an optimizer in host memory, or no GPU), unless OMP_NUM_THREADS "
-        "is set (other than to torchrun's 1)",
-    )
-    bind_cores: bool | None = Field(
-        default=None,
-        description="bind each rank to its share of the host's cores; default: where several ranks "
-        "of a host have GPUs and keep their optimizer in host memory, and are not bound yet",
-    )
+    deepspeed_config: str = "zero1"
+    """name in ds_configs/ or path of a DeepSpeed JSON; --deepspeed_config wins"""
+    refuse_too_large: bool = True
+    """refuse to start a run that is predicted not to fit the device's memory; false: warn and
+    start"""
+    cpu_threads: PositiveInt | None = None
+    """threads of each rank for computation on the CPU; default: its share of the cores where there
+    is any (an optimizer in host memory, or no GPU), unless OMP_NUM_THREADS is set (other than to
+    torchrun's 1)"""
+    bind_cores: bool | None = None
+    """bind each rank to its share of the host's cores; default: where several ranks of a host have
+    GPUs and keep their optimizer in host memory, and are not bound yet"""
 
 
 Seconds = Annotated[float, Field(gt=0)]
@@ -190,79 +169,51 @@ COLLECTIVE_TIMEOUT_SECONDS = 1800.0
 class WatchdogSection(Section):
     """Limits after which a run without progress ends and slow ranks are reported."""
 
-    timeout_seconds: Seconds | None = Field(
-        default=600.0,
-        description="without progress of any rank, after which all ranks dump their stacks and "
-        "exit (exit code 76); null turns the watchdog off",
-    )
-    slow_timeout_seconds: Seconds = Field(
-        default=1800.0,
-        description="the same while the run starts, in its first step, while it waits for a save "
-        "to be written and while it exports, where one operation may take long",
-    )
-    rendezvous_timeout_seconds: Seconds = Field(
-        default=RENDEZVOUS_TIMEOUT_SECONDS,
-        description="for all ranks to join at the start, after which the missing ranks are named "
-        "and the others exit",
-    )
-    collective_timeout_seconds: Seconds = Field(
-        default=COLLECTIVE_TIMEOUT_SECONDS,
-        description="for one collective operation, after which it fails on the ranks that wait in "
-        "it; work that only one rank does (exports, checks of data) is not waited for in a "
-        "collective",
-    )
-    straggler_factor: Annotated[float, Field(gt=1)] = Field(
-        default=1.5,
-        description="a rank whose own work takes more than this many times the median of its "
-        "peers is named in the log",
-    )
-    straggler_seconds: Seconds = Field(
-        default=60.0, description="shortest training time over which that work is averaged"
-    )
+    timeout_seconds: Seconds | None = 600.0
+    """without progress of any rank, after which all ranks dump their stacks and exit (exit code
+    76); null turns the watchdog off"""
+    slow_timeout_seconds: Seconds = 1800.0
+    """the same while the run starts, in its first step, while it waits for a save to be written and
+    while it exports, where one operation may take long"""
+    rendezvous_timeout_seconds: Seconds = RENDEZVOUS_TIMEOUT_SECONDS
+    """for all ranks to join at the start, after which the missing ranks are named and the others
+    exit"""
+    collective_timeout_seconds: Seconds = COLLECTIVE_TIMEOUT_SECONDS
+    """for one collective operation, after which it fails on the ranks that wait in it; work that
+    only one rank does (exports, checks of data) is not waited for in a collective"""
+    straggler_factor: Annotated[float, Field(gt=1)] = 1.5
+    """a rank whose own work takes more than this many times the median of its peers is named in the
+    log"""
+    straggler_seconds: Seconds = 60.0
+    """shortest training time over which that work is averaged"""
 
 
 class GuardSection(Section):
     """Rules for skipping updates and rolling a run back."""
 
-    enabled: bool = Field(
-        default=True,
-        description="skip the update of a step whose loss or gradient norm is not finite",
-    )
-    spike_sigma: Annotated[float, Field(gt=0)] | None = Field(
-        default=None,
-        description="also skip the update of a step whose loss or gradient norm is more than this "
-        "many standard deviations (estimated by the median absolute deviation) above the median of "
-        "the recent steps; default: off",
-    )
-    window: Annotated[int, Field(ge=2)] = Field(
-        default=100,
-        description="recent steps that a spike is compared with; until there are as many, no step "
-        "is a spike",
-    )
-    max_consecutive: PositiveInt = Field(
-        default=10,
-        description="bad steps in a row after which the run is rolled back to the last checkpoint "
-        "before them, and continues with the samples after them",
-    )
-    max_rollbacks: NonNegativeInt = Field(
-        default=3, description="rollbacks to the same checkpoint after which the run fails"
-    )
+    enabled: bool = True
+    """skip the update of a step whose loss or gradient norm is not finite"""
+    spike_sigma: Annotated[float, Field(gt=0)] | None = None
+    """also skip the update of a step whose loss or gradient norm is more than this many standard
+    deviations (estimated by the median absolute deviation) above the median of the recent steps;
+    default: off"""
+    window: Annotated[int, Field(ge=2)] = 100
+    """recent steps that a spike is compared with; until there are as many, no step is a spike"""
+    max_consecutive: PositiveInt = 10
+    """bad steps in a row after which the run is rolled back to the last checkpoint before them, and
+    continues with the samples after them"""
+    max_rollbacks: NonNegativeInt = 3
+    """rollbacks to the same checkpoint after which the run fails"""
 
 
 class TrainSection(Section):
     """Length of the training, in steps or in epochs. A run and its checkpoints have it in steps."""
 
-    epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        default=None,
-        description="instead of train.steps: times that all training samples are read, rounded up "
-        "to full steps (multiplies the epochs of data.sources); counted as train.steps before the "
-        "run starts",
-    )
-    steps: PositiveInt | None = Field(
-        default=None,
-        validate_default=True,
-        description="optimizer steps of the run; required without train.epochs",
-    )
+    epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """instead of train.steps: times that all training samples are read, rounded up to full steps
+    (multiplies the epochs of data.sources); counted as train.steps before the run starts"""
+    steps: PositiveInt | None = Field(default=None, validate_default=True)
+    """optimizer steps of the run; required without train.epochs"""
 
     @field_validator("steps")
     @classmethod
@@ -287,19 +238,52 @@ class TrainSection(Section):
         return self.steps
 
 
-class ScheduleSection(Section):
-    """Learning rate over steps: linear warm-up, then `type`. See
-    `bigtrain.settings.lr_schedule`."""
+KnownSchedule = Literal["cosine", "linear", "constant", "wsd"]
 
-    type: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    warmup_steps: NonNegativeInt = Field(
-        default=0, description="optimizer steps from zero to the peak"
-    )
-    decay_steps: PositiveInt | None = Field(
-        default=None,
-        description="cosine and linear: steps after warm-up until the minimum (default: the rest "
-        "of the run); wsd: length of the final decay (default: a tenth of the run)",
-    )
-    min_lr_ratio: Fraction = Field(
-        default=0.1, description="final learning rate as a fraction of the peak"
-    )
+
+class ScheduleSection(Section):
+    """Learning rate over steps: linear warm-up, then `type`; or a function of yours for all steps.
+    See `bigtrain.settings.lr_schedule` and docs/howto/extend.md."""
+
+    type: KnownSchedule | ImportedName = "cosine"
+    """after the warm-up; or, as package.module:function, a function of yours of step (from 0) and
+    total steps, which returns the factor of optimizer.lr for all steps"""
+    warmup_steps: NonNegativeInt = 0
+    """optimizer steps from zero to the peak"""
+    decay_steps: PositiveInt | None = None
+    """cosine and linear: steps after warm-up until the minimum (default: the rest of the run); wsd:
+    length of the final decay (default: a tenth of the run)"""
+    min_lr_ratio: Fraction = 0.1
+    """final learning rate as a fraction of the peak"""
+    settings: CodeSettings = Field(default_factory=dict)
+    """further arguments of a function of yours, by name"""
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _is_known(cls, name: object) -> object:
+        return known_or_imported(name, get_args(KnownSchedule))
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> Self:
+        if not is_imported(self.type):
+            if self.settings:
+                raise ValueError(
+                    f"schedule.settings are arguments of a function of yours, and schedule.type = "
+                    f"{self.type!r} is bigtrain's own -> omit them"
+                )
+            return self
+        shaping = [
+            f"schedule.{name} = {value}"
+            for name, value, unset in (
+                ("warmup_steps", self.warmup_steps, 0),
+                ("decay_steps", self.decay_steps, None),
+                ("min_lr_ratio", self.min_lr_ratio, 0.1),
+            )
+            if value != unset
+        ]
+        if shaping:
+            raise ValueError(
+                f"{' and '.join(shaping)} would have no effect: {self.type} returns the factor of "
+                "every step, warm-up and decay included -> pass it in schedule.settings"
+            )
+        return self

@@ -22,20 +22,14 @@ class OuterSection(Section):
     Nesterov as `torch.optim.SGD` has it, in DiLoCo (Douillard et al. 2023, arXiv 2311.08105).
     """
 
-    type: Literal["nesterov", "average", "momentum"] = Field(
-        default="nesterov",
-        description="average is local SGD: the mean of the sites' weights, or lr of the way there; "
-        "momentum is SGD with momentum, nesterov with Nesterov's",
-    )
-    lr: Annotated[float, Field(gt=0)] | None = Field(
-        default=None,
-        description="outer learning rate, constant; default: 1 for average, else by the number of "
-        "sites, 0.6 up to 4 and 0.8 beyond, which no size of model changes (Charles et al. 2025, "
-        "arXiv 2503.09799)",
-    )
-    momentum: Annotated[float, Field(ge=0, lt=1)] | None = Field(
-        default=None, description="of nesterov and momentum; default: 0.9"
-    )
+    type: Literal["nesterov", "average", "momentum"] = "nesterov"
+    """average is local SGD: the mean of the sites' weights, or lr of the way there; momentum is SGD
+    with momentum, nesterov with Nesterov's"""
+    lr: Annotated[float, Field(gt=0)] | None = None
+    """outer learning rate, constant; default: 1 for average, else by the number of sites, 0.6 up to
+    4 and 0.8 beyond, which no size of model changes (Charles et al. 2025, arXiv 2503.09799)"""
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """of nesterov and momentum; default: 0.9"""
 
     @model_validator(mode="after")
     def _average_has_no_momentum(self) -> Self:
@@ -61,68 +55,48 @@ class SitesSection(Section):
     """Local training with a rare outer step (DiLoCo): each site is a complete run of its own, with
     its own launcher and engine, and `inner_steps` apart they agree on one set of weights."""
 
-    count: PositiveInt = Field(description="sites that train together")
-    index: NonNegativeInt = Field(default=0, description="which of them this one is, from 0")
-    server: str | None = Field(
-        default=None,
-        description="http://host:port or https://host:port of the `bigtrain outer-server` at which "
-        "sites meet, the same for all; required for two sites or more",
-    )
-    token_file: str | None = Field(
-        default=None, description="file with the server's token; required with server"
-    )
-    certificate_file: str | None = Field(
-        default=None,
-        description="certificate of an https server, or of its issuer; default: the system's",
-    )
-    exchange: Literal["server", "direct"] = Field(
-        default="server",
-        description="how weights travel: to the server, which keeps the global weights and the "
-        "outer momentum, so that sites open connections only outwards; or direct, from rank to "
-        "rank between sites that the server introduces, whose hosts must reach each other",
-    )
-    start_server: bool = Field(
-        default=False,
-        description="site 0's main rank starts the server, at the port of server, in "
-        "output.directory/outer_server; it ends when all sites have left",
-    )
-    inner_steps: PositiveInt = Field(
-        description="optimizer steps of each site between two outer steps; the last window of a "
-        "run is shorter where train.steps is not a multiple"
-    )
-    shares: tuple[PositiveInt, ...] | None = Field(
-        default=None,
-        description="how the samples of a step are divided among the sites, by their speed: [2, 1] "
-        "gives the first twice as many; its weights count so much in the mean. Default: equally",
-    )
+    count: PositiveInt
+    """sites that train together"""
+    index: NonNegativeInt = 0
+    """which of them this one is, from 0"""
+    server: str | None = None
+    """http://host:port or https://host:port of the `bigtrain outer-server` at which sites meet, the
+    same for all; required for two sites or more"""
+    token_file: str | None = None
+    """file with the server's token; required with server"""
+    certificate_file: str | None = None
+    """certificate of an https server, or of its issuer; default: the system's"""
+    exchange: Literal["server", "direct"] = "server"
+    """how weights travel: to the server, which keeps the global weights and the outer momentum, so
+    that sites open connections only outwards; or direct, from rank to rank between sites that the
+    server introduces, whose hosts must reach each other"""
+    start_server: bool = False
+    """site 0's main rank starts the server, at the port of server, in
+    output.directory/outer_server; it ends when all sites have left"""
+    inner_steps: PositiveInt
+    """optimizer steps of each site between two outer steps; the last window of a run is shorter
+    where train.steps is not a multiple"""
+    shares: tuple[PositiveInt, ...] | None = None
+    """how the samples of a step are divided among the sites, by their speed: [2, 1] gives the first
+    twice as many; its weights count so much in the mean. Default: equally"""
     outer: OuterSection = OuterSection()
-    codec: Literal["float32", "bfloat16", "int8", "int4"] = Field(
-        default="float32",
-        description="what sites send: float32 weights, or differences to the global weights "
-        "rounded to bfloat16, or to integers in blocks with a scale each (256 elements of int8, 64 "
-        "of int4); what integers lose is added to what is sent next",
-    )
-    fragments: PositiveInt = Field(
-        default=1,
-        description="parts of the model that are exchanged in turn, inner_steps / fragments steps "
-        "apart (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512): layers in turn, what "
-        "is in no layer with the first; divides inner_steps",
-    )
-    overlap_steps: NonNegativeInt = Field(
-        default=0,
-        description="steps during the exchange of a fragment, before it takes effect (the paper's "
-        "tau); less than inner_steps / fragments",
-    )
-    mixing: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.0,
-        description="share of its own weights that a site keeps when a fragment takes effect (the "
-        "paper's alpha); after the last step none",
-    )
-    timeout_seconds: Seconds = Field(
-        default=600.0,
-        description="that sites wait for each other at the start, at each outer step, and within a "
-        "transfer; then they continue without the missing ones, which a new run names and ends",
-    )
+    codec: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
+    """what sites send: float32 weights, or differences to the global weights rounded to bfloat16,
+    or to integers in blocks with a scale each (256 elements of int8, 64 of int4); what integers
+    lose is added to what is sent next"""
+    fragments: PositiveInt = 1
+    """parts of the model that are exchanged in turn, inner_steps / fragments steps apart (Streaming
+    DiLoCo, Douillard et al. 2025, arXiv 2501.18512): layers in turn, what is in no layer with the
+    first; divides inner_steps"""
+    overlap_steps: NonNegativeInt = 0
+    """steps during the exchange of a fragment, before it takes effect (the paper's tau); less than
+    inner_steps / fragments"""
+    mixing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """share of its own weights that a site keeps when a fragment takes effect (the paper's alpha);
+    after the last step none"""
+    timeout_seconds: Seconds = 600.0
+    """that sites wait for each other at the start, at each outer step, and within a transfer; then
+    they continue without the missing ones, which a new run names and ends"""
 
     @model_validator(mode="after")
     def _index_is_one_of_them(self) -> Self:

@@ -14,7 +14,7 @@ from bigtrain.sites import protocol
 from bigtrain.sites.contribution import UnusableError
 from bigtrain.sites.metrics import LEFT_OUT, OuterEvent
 from bigtrain.sites.protocol import Header, RefusedError
-from bigtrain.sites.rectangles import Box
+from bigtrain.sites.rectangles import ParameterBox
 from bigtrain.sites.server.global_weights import GlobalWeights, NextStep
 from bigtrain.sites.server.members import UNUSABLE, Members, events_of, named
 from bigtrain.sites.server.store import Delivery
@@ -264,7 +264,9 @@ class ServerExchange:
             for record in self._store.records_after(delivery.base)
         )
 
-    def _read(self, site: int, delivery: Delivery) -> Iterator[tuple[list[Box], memoryview]]:
+    def _read(
+        self, site: int, delivery: Delivery
+    ) -> Iterator[tuple[list[ParameterBox], memoryview]]:
         """Yield the messages of a delivery, one at a time in memory. Raises RefusedError if some
         are missing."""
         files = self._store.parts(site, delivery.attempt)
@@ -274,8 +276,8 @@ class ServerExchange:
             header, payload = protocol.unpack(path.read_bytes())
             yield self._boxes(header["boxes"]), payload
 
-    def _boxes(self, trees: Sequence[Any]) -> list[Box]:
-        return [Box.from_json(tree, self._weights.shapes) for tree in trees]
+    def _boxes(self, trees: Sequence[Any]) -> list[ParameterBox]:
+        return [ParameterBox.from_json(tree, self._weights.shapes) for tree in trees]
 
 
 @contextmanager

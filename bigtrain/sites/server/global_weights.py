@@ -18,7 +18,7 @@ from bigtrain.sites.contribution import UnusableError, decoded, refuse_norm
 from bigtrain.sites.metrics import square
 from bigtrain.sites.outer_optimizer import outer_update
 from bigtrain.sites.protocol import MOST_TOKENS
-from bigtrain.sites.rectangles import Box, Update, join_cuts
+from bigtrain.sites.rectangles import ParameterBox, Update, join_cuts
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class NextStep:
     record: dict[str, Any]
 
 
-Parts = Callable[[], Iterable[tuple[list[Box], memoryview]]]
+Parts = Callable[[], Iterable[tuple[list[ParameterBox], memoryview]]]
 """Reads the messages of a site: rectangles, and the codes of their values one after the other."""
 
 
@@ -88,14 +88,14 @@ class GlobalWeights:
         """Expect all initial weights, whatever has come of them so far."""
         self._is_filled = torch.zeros(0, dtype=torch.bool)
 
-    def begin(self, boxes: Sequence[Box], payload: memoryview) -> None:
+    def begin(self, boxes: Sequence[ParameterBox], payload: memoryview) -> None:
         """Fill rectangles of the initial weights with float32 values; the same ones again change
         nothing. Raises ValueError for values that are not finite, for another number of them, and
         for rectangles that overlap with others that hold something else."""
         if len(payload) % 4 or not payload:
             raise ValueError(f"{len(payload)} bytes are not float32 values")
         values = torch.frombuffer(bytearray(payload), dtype=torch.float32)
-        count = sum(box.count for box in boxes)
+        count = sum(box.num_elements for box in boxes)
         if values.numel() != count:
             raise ValueError(f"{values.numel()} values where {count} were expected")
         if not is_finite(values):
@@ -103,8 +103,8 @@ class GlobalWeights:
         if not self._is_filled.numel():
             self._is_filled = torch.zeros(self._count, dtype=torch.bool)
         for box, given in _by_box(boxes, values):
-            place = box.of(self._of(self._weights, box.name))
-            is_filled = box.of(self._of(self._is_filled, box.name))
+            place = self._of(self._weights, box.name)[box.slices]
+            is_filled = self._of(self._is_filled, box.name)[box.slices]
             if is_filled.any() and not (is_filled.all() and torch.equal(place, given)):
                 raise ValueError(f"initial weights of {box.name} came twice, with other values")
             place.copy_(given)
@@ -120,10 +120,10 @@ class GlobalWeights:
         """Count the initial weights as the global ones."""
         self.is_ready, self._is_filled = True, torch.zeros(0, dtype=torch.bool)
 
-    def refuse_payload(self, boxes: Sequence[Box], payload: memoryview) -> None:
+    def refuse_payload(self, boxes: Sequence[ParameterBox], payload: memoryview) -> None:
         """Raise ValueError unless `payload` has the length of the codes of `boxes`, UnusableError
         unless these are such as a site makes of finite values."""
-        count = sum(box.count for box in boxes)
+        count = sum(box.num_elements for box in boxes)
         expected = self._codec.num_bytes(count)
         if len(payload) != expected:
             raise ValueError(f"{len(payload)} bytes where {expected} were expected")
@@ -135,11 +135,11 @@ class GlobalWeights:
         is_here = torch.zeros(self._count, dtype=torch.bool)
         change = 0.0
         for box, values in self._values(parts):
-            place = box.of(self._of(is_here, box.name))
+            place = self._of(is_here, box.name)[box.slices]
             if place.any():
                 raise ValueError(f"elements of {box.name} came twice")
             place.fill_(True)
-            before = box.of(self._of(self._weights, box.name))
+            before = self._of(self._weights, box.name)[box.slices]
             change += square(values, torch.zeros(()) if self.is_relative else before)
         count = int(is_here.sum())
         if count != self._count:
@@ -210,12 +210,12 @@ class GlobalWeights:
             error.copy_(change - told)
         return update
 
-    def cut(self, boxes: Sequence[Box], form: str) -> tuple[dict[str, Any], bytes]:
+    def cut(self, boxes: Sequence[ParameterBox], form: str) -> tuple[dict[str, Any], bytes]:
         """Rectangles of the last ``update`` where it is known, else of the weights (``full``)."""
         if form == "update" and self._updates is not None:
             cuts = [self._updates[box.name].cut(box) for box in boxes]
             return {"form": "update"}, join_cuts(self._codec, cuts)
-        full = [box.of(self._of(self._weights, box.name)).reshape(-1) for box in boxes]
+        full = [self._of(self._weights, box.name)[box.slices].reshape(-1) for box in boxes]
         plain = FloatCodec(torch.float32, is_relative=False)
         return {"form": "full"}, join_cuts(plain, [(one, None) for one in full])
 
@@ -224,20 +224,22 @@ class GlobalWeights:
         total = torch.zeros(self._count, dtype=torch.float64)
         for site in sorted(parts):
             for box, values in self._values(parts[site]):
-                box.of(self._of(total, box.name)).add_(values.double(), alpha=tokens[site])
+                self._of(total, box.name)[box.slices].add_(values.double(), alpha=tokens[site])
         return total.div_(sum(tokens.values()))
 
     def _distance(self, parts: Parts, mean: torch.Tensor) -> float:
         """Root mean square of the difference between what a site has sent and the mean."""
         total = 0.0
         for box, values in self._values(parts):
-            total += square(values.double(), box.of(self._of(mean, box.name)))
+            total += square(values.double(), self._of(mean, box.name)[box.slices])
         return math.sqrt(total / self._count)
 
-    def _values(self, parts: Parts) -> Iterator[tuple[Box, torch.Tensor]]:
+    def _values(self, parts: Parts) -> Iterator[tuple[ParameterBox, torch.Tensor]]:
         """Yield the rectangles of a site, with the values that it sent, float32."""
         for boxes, payload in parts():
-            yield from _by_box(boxes, self._decoded(payload, sum(box.count for box in boxes)))
+            yield from _by_box(
+                boxes, self._decoded(payload, sum(box.num_elements for box in boxes))
+            )
 
     def _decoded(self, payload: memoryview, count: int) -> torch.Tensor:
         """The values of a message, flat. Raises UnusableError."""
@@ -251,7 +253,9 @@ class GlobalWeights:
         return flat[self._places[name]].view(self.shapes[name])
 
 
-def _by_box(boxes: Sequence[Box], values: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+def _by_box(
+    boxes: Sequence[ParameterBox], values: torch.Tensor
+) -> Iterator[tuple[ParameterBox, torch.Tensor]]:
     """Yield the rectangles with their part of flat `values`."""
-    flats = values.split([box.count for box in boxes])
+    flats = values.split([box.num_elements for box in boxes])
     yield from ((box, flat.view(box.sizes)) for box, flat in zip(boxes, flats, strict=True))

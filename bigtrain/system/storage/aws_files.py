@@ -35,7 +35,7 @@ class AwsProfile:
 def read_profile() -> AwsProfile | None:
     """Return the profile that AWS_PROFILE names, or ``default``; None if it does not exist.
 
-    Raises Refused for a name that no file has, and for a file that cannot be read.
+    Raises AccessDeniedError for a name that no file has, and for a file that cannot be read.
     """
     import botocore.exceptions
     import botocore.session
@@ -64,7 +64,7 @@ def s3_options() -> dict[str, Any]:
     """Return the profile's settings that no variable overrides, as arguments of
     ``obstore.store.from_url``.
 
-    Raises Refused as `read_profile`, and if the profile's credentials are unavailable.
+    Raises AccessDeniedError as `read_profile`, and if the profile's credentials are unavailable.
     """
     profile = read_profile()
     if profile is None:
@@ -92,7 +92,7 @@ class ProfileCredentials:
     ones are detected early; later calls obtain them again."""
 
     def __init__(self, name: str) -> None:
-        """Raise Refused if the profile's credentials are unavailable."""
+        """Raise AccessDeniedError if the profile's credentials are unavailable."""
         self._name = name
         self._first: dict[str, Any] | None = self._obtained()
 

@@ -37,8 +37,8 @@ Wanted = Callable[[str], bool]
 
 
 def list_tree(address: str, wanted: Wanted = lambda name: True) -> dict[str, RemoteStat]:
-    """Return the files below `address` by their paths, with slashes. Raise Gone if there are
-    none."""
+    """Return the files below `address` by their paths, with slashes. Raise NotFoundError
+    if there are none."""
     store = store_of(address)
     entries = with_retries(address, "cannot be listed", lambda: store.find(address))
     begin = len(address.rstrip("/")) + 1

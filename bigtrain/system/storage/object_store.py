@@ -101,7 +101,7 @@ def _split(address: str) -> tuple[str, str]:
 
 def bucket_client(address: str) -> Any:
     """Return the client for a bucket, as variables and ``~/.aws`` configure it now. Raises
-    Refused."""
+    AccessDeniedError."""
     prefixes = ("AWS_", "GOOGLE_", "AZURE_", "GCP_", "GCS_", "HOME")
     environment = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
     profile = read_profile() if scheme_of(address).startswith("s3") else None

@@ -22,13 +22,12 @@ from collections.abc import Iterator
 from threading import Condition, Thread
 from typing import Any
 
+from bigtrain.system.storage import stores
 from bigtrain.system.storage.fsspec_store import FsspecStore
 from bigtrain.system.storage.http_store import HttpStore
 from bigtrain.system.storage.object_store import ObjectStore
 from bigtrain.system.storage.stores import (
-    PATIENCE,
     RemoteStat,
-    RetryPolicy,
     StorageError,
     Store,
     TransientError,
@@ -45,19 +44,13 @@ WINDOW_BYTES = 1 << 20
 
 
 def resumed(
-    store: Store,
-    address: str,
-    known: RemoteStat,
-    begin: int,
-    end: int | None,
-    patience: RetryPolicy | None = None,
+    store: Store, address: str, known: RemoteStat, begin: int, end: int | None
 ) -> Iterator[bytes | memoryview]:
     """Yield bytes [begin, end) of a file that matches `known`; without `end`, to its end.
 
     After a lost connection, reading resumes at the first byte that has not arrived. Raises
-    StorageError after `patience.tries` without another byte, Changed for a file that was changed.
+    StorageError after `stores.RETRIES` without another byte, ModifiedError for a changed file.
     """
-    patience = patience or PATIENCE
     failed = 0
     while True:
         try:
@@ -70,14 +63,14 @@ def resumed(
         except TransientError as error:
             failed += 1
             name, why = without_secrets(address), without_secrets(str(error))
-            if failed >= patience.tries:
+            if failed >= stores.RETRIES.tries:
                 raise StorageError(
                     f"{name} cannot be read beyond byte {begin:,} after {failed} attempts: {why}"
                 ) from None
             logger.warning(
                 "%s: connection lost at byte %s (%s); resuming there", name, f"{begin:,}", why
             )
-            patience.wait(failed)
+            stores.RETRIES.wait(failed)
 
 
 class RemoteFile(io.RawIOBase):

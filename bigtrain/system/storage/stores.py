@@ -1,9 +1,5 @@
-"""Interface and errors of every storage system; `open_store` selects the implementation.
-
-Addresses: detection, parts, and a form without credentials. Pure.
-
-Number of retries after transient errors, and the delays between them.
-"""
+"""Interface and errors of every storage system, addresses (detection, parts, a form without
+credentials), and retries after transient errors; `remote_file.store_of` selects the system."""
 
 from __future__ import annotations
 
@@ -66,11 +62,12 @@ class TransientError(Exception):
 
 
 class Store(ABC):
-    """Files of one scheme. Every method raises `Broken` if a retry may help."""
+    """Files of one scheme. Every method raises TransientError if a retry may
+    help."""
 
     @abstractmethod
     def stat(self, address: str) -> RemoteStat:
-        """Return the status. Raise Gone, Refused or StorageError."""
+        """Return the status. Raise NotFoundError, AccessDeniedError or StorageError."""
 
     @abstractmethod
     def read(
@@ -78,7 +75,7 @@ class Store(ABC):
     ) -> Iterator[bytes | memoryview]:
         """Yield bytes [begin, end) as they arrive; without `end`, to the end of the file.
 
-        Raises Changed if it does not match `known`, and the errors of `stat`.
+        Raises ModifiedError if it does not match `known`, and the errors of `stat`.
         """
 
     @abstractmethod
@@ -103,10 +100,9 @@ def changed(address: str) -> ModifiedError:
     )
 
 
-def unreadable(address: str, why: object, remedy: str = "") -> StorageError:
+def unreadable(address: str, why: object) -> StorageError:
     """Return the error for an unreadable `address`; its text contains no secret."""
-    text = f"{address} cannot be read: {why}"
-    return StorageError(without_secrets(text) + (f" -> {remedy}" if remedy else ""))
+    return StorageError(without_secrets(f"{address} cannot be read: {why}"))
 
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*(::|://)", re.IGNORECASE)
@@ -177,24 +173,21 @@ class RetryPolicy:
         self.sleep(seconds * random.uniform(0.5, 1.0))
 
 
-PATIENCE = RetryPolicy()
+RETRIES = RetryPolicy()
 
 
-def with_retries(
-    address: str, what: str, act: Callable[[], T], patience: RetryPolicy | None = None
-) -> T:
-    """Return `act()`, retried while it raises `Broken`. Raise StorageError after the last
-    attempt."""
-    patience = patience or PATIENCE
-    for failed in range(1, patience.tries + 1):
+def with_retries(address: str, what: str, act: Callable[[], T]) -> T:
+    """Return `act()`, retried by `RETRIES` while it raises TransientError. Raise StorageError after
+    the last attempt."""
+    for failed in range(1, RETRIES.tries + 1):
         try:
             return act()
         except TransientError as error:
             why = without_secrets(str(error))
-            if failed == patience.tries:
+            if failed == RETRIES.tries:
                 raise StorageError(
                     f"{without_secrets(address)} {what} after {failed} attempts: {why}"
                 ) from None
             logger.warning("%s: %s; retrying", without_secrets(address), why)
-            patience.wait(failed)
+            RETRIES.wait(failed)
     raise AssertionError("there is at least one attempt")

@@ -8,21 +8,20 @@ from pathlib import Path
 import pytest
 
 from bigtrain.cli import main
-from bigtrain.engine.calibration import device as calibration
-from bigtrain.engine.calibration import engine as engine_calibration
+from bigtrain.engine import calibrate_device, calibrate_engine
 from bigtrain.planner.tables.engines import MeasuredEngine, ZeroCosts, load_calibration
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "_SECONDS", 0.0)
-    monkeypatch.setattr(calibration, "_LARGE", {"cpu": 128, "cuda": 128})
-    monkeypatch.setattr(calibration, "_MIB", 2**14)
-    monkeypatch.setattr(calibration.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(calibrate_device, "_SECONDS", 0.0)
+    monkeypatch.setattr(calibrate_device, "_LARGE", {"cpu": 128, "cuda": 128})
+    monkeypatch.setattr(calibrate_device, "_MIB", 2**14)
+    monkeypatch.setattr(calibrate_device.torch.cuda, "is_available", lambda: False)
     # Twenty engines in two worlds: `test_the_engine_is_measured`.
     costs = {zero: ZeroCosts(1e-9, 2e-9, 3e-10, 1e-9 * (zero + 1)) for zero in range(4)}
     engine = MeasuredEngine(1e-5, 1e-4, costs)
-    monkeypatch.setattr(engine_calibration, "measure_engine", lambda: engine)
+    monkeypatch.setattr(calibrate_engine, "measure_engine", lambda: engine)
 
 
 def test_what_is_measured_is_what_is_planned_with(
@@ -33,7 +32,7 @@ def test_what_is_measured_is_what_is_planned_with(
     assert f"--hardware {path}" in capsys.readouterr().out
     device, engine = load_calibration(path)
     assert device.is_cpu
-    assert engine == engine_calibration.measure_engine()
+    assert engine == calibrate_engine.measure_engine()
     for name in ("peak_flops", "memory_bandwidth", "link_bandwidth", "host_memory_bandwidth"):
         assert 1e6 < getattr(device, name) < 1e15, name
     assert 0 < device.reach.attention < 10
@@ -60,7 +59,7 @@ def test_a_calibration_needs_a_place(capsys: pytest.CaptureFixture[str], tmp_pat
 
 @pytest.mark.slow
 def test_the_engine_is_measured() -> None:
-    found = engine_calibration.measure_engine()
+    found = calibrate_engine.measure_engine()
     assert 1e-7 < found.kernel_host_seconds < 1e-2
     assert 0 < found.parameter_host_seconds < 0.1
     assert sorted(found.zero) == [0, 1, 2, 3]

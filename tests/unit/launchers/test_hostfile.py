@@ -22,12 +22,12 @@ from bigtrain.launchers.deepspeed_env import (
 )
 from bigtrain.launchers.hostfile import (
     describe_unequal,
-    expand_nodelist,
     hosts_of_slurm,
     parse_hostfile,
     read_hostfile,
     render_hostfile,
 )
+from bigtrain.system.slurm import expand_nodelist
 from tests.support.worlds import ROOT
 
 EXAMPLES = ROOT / "hostfiles"

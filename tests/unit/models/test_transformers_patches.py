@@ -156,6 +156,7 @@ def asks_for_documents() -> bool:
 CONTRACTS = [
     has(patches.without_progress, lambda: logging, "disable_progress_bar"),
     has(patches.without_progress, lambda: logging, "enable_progress_bar"),
+    has(patches.without_progress, lambda: logging, "is_progress_bar_enabled"),
     Contract(
         patches.initialize_module,
         "PreTrainedModel._init_weights does not fill a module's parameters any more",

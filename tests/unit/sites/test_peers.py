@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from bigtrain.sites.peers import Layout, Patch, Ranks, overlapping_peers
-from bigtrain.sites.rectangles import Box
+from bigtrain.sites.rectangles import ParameterBox
 
 SHAPES = {"embed": (13, 6), "cube": (3, 4, 5), "norm": (7,), "single": (1,)}
 
 
-def cut(box: Box, draw: random.Random, pieces: int) -> list[Box]:
+def cut(box: ParameterBox, draw: random.Random, pieces: int) -> list[ParameterBox]:
     """A rectangle in so many pieces that tile it, or fewer where it is small."""
     found = [box]
     for _ in range(pieces):
@@ -26,17 +26,17 @@ def cut(box: Box, draw: random.Random, pieces: int) -> list[Box]:
         dim = draw.choice(dims)
         size = draw.randint(1, whole.sizes[dim] - 1)
         sizes = (*whole.sizes[:dim], size, *whole.sizes[dim + 1 :])
-        first = Box(whole.name, whole.offsets, sizes)
+        first = ParameterBox(whole.offsets, sizes, whole.name)
         found.remove(whole)
         found += [first, *whole.difference(first)]
     return found
 
 
-def layout(draw: random.Random, ranks: int, copied: Sequence[str]) -> list[list[Box]]:
+def layout(draw: random.Random, ranks: int, copied: Sequence[str]) -> list[list[ParameterBox]]:
     """Every parameter in pieces on random ranks; the `copied` ones as a whole on two as well."""
-    found: list[list[Box]] = [[] for _ in range(ranks)]
+    found: list[list[ParameterBox]] = [[] for _ in range(ranks)]
     for name, shape in SHAPES.items():
-        whole = Box(name, (0,) * len(shape), shape)
+        whole = ParameterBox((0,) * len(shape), shape, name)
         holders = list(range(ranks))
         if name in copied and ranks > 1:
             rank = draw.choice(holders)
@@ -57,11 +57,11 @@ def groups_of(layouts: Sequence[Layout]) -> dict[tuple[int, int], dict[Ranks, li
     }
 
 
-def counted(boxes: Sequence[Box]) -> dict[str, torch.Tensor]:
+def counted(boxes: Sequence[ParameterBox]) -> dict[str, torch.Tensor]:
     """How often every element is in one of them."""
     found = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in SHAPES.items()}
     for box in boxes:
-        box.of(found[box.name]).add_(1)
+        found[box.name][box.slices].add_(1)
     return found
 
 
@@ -71,7 +71,7 @@ def test_every_element_is_exchanged_by_the_same_ranks_of_all_sites(seed: int) ->
     copied = draw.sample(sorted(SHAPES), draw.randint(0, 3))
     layouts = [layout(draw, draw.randint(1, 4), copied) for _ in range(draw.randint(2, 3))]
     found = groups_of(layouts)
-    together: dict[Ranks, list[list[Box]]] = defaultdict(list)
+    together: dict[Ranks, list[list[ParameterBox]]] = defaultdict(list)
     for (site, rank), groups in found.items():
         assert list(groups) == sorted(groups)
         for ranks, patches in groups.items():
@@ -79,7 +79,7 @@ def test_every_element_is_exchanged_by_the_same_ranks_of_all_sites(seed: int) ->
             together[ranks].append([patch.box for patch in patches])
             for patch in patches:
                 own = layouts[site][rank][patch.index]
-                assert own.common(patch.box) == patch.box
+                assert own.intersect(patch.box) == patch.box
     # All ranks of a group exchange the same rectangles in the same order.
     for ranks, of_members in together.items():
         assert len(of_members) == len(layouts), ranks
@@ -98,27 +98,10 @@ def test_every_element_is_exchanged_by_the_same_ranks_of_all_sites(seed: int) ->
 
 def test_equal_layouts_meet_rank_by_rank() -> None:
     """Copies included: the second holder of one site with the second of the other."""
-    whole = Box("norm", (0,), (7,))
-    halves = [Box("embed", (0, 0), (6, 6)), Box("embed", (6, 0), (7, 6))]
+    whole = ParameterBox((0,), (7,), "norm")
+    halves = [ParameterBox((0, 0), (6, 6), "embed"), ParameterBox((6, 0), (7, 6), "embed")]
     site = [[halves[0], whole], [halves[1], whole]]
     for rank in (0, 1):
         (found,) = overlapping_peers([site, site], 0, rank).items()
         assert found[0] == (rank, rank)
         assert Counter(p.index for p in found[1]) == {0: 1, 1: 1}
-
-
-@pytest.mark.parametrize("most", [1, 7, 30, 100])
-def test_rectangles_in_pieces_of_a_size(most: int) -> None:
-    whole = Box("cube", (0, 0, 0), (3, 4, 5))
-    pieces = list(whole.split(most))
-    assert all(piece.count <= most for piece in pieces)
-    assert torch.equal(counted(pieces)["cube"], torch.ones(3, 4, 5, dtype=torch.int64))
-
-
-def test_a_part_of_a_rectangle_is_a_view_of_it() -> None:
-    full = torch.arange(78.0).view(13, 6)
-    whole, part = Box("embed", (4, 1), (5, 4)), Box("embed", (6, 2), (2, 3))
-    view = part.of(whole.of(full), whole)
-    assert torch.equal(view, part.of(full))
-    view.zero_()
-    assert not part.of(full).any()

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.format import Shard, token_dtype
-from bigtrain.data.shards.inspection import token_counts, unigram_entropy
 from bigtrain.data.shards.manifest import MANIFEST_NAME, read_manifest
 from bigtrain.data.shards.verification import corrupt_files
 from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.errors import DataError
 from tests.support.datasets import open_verified, write_dataset
 from tests.support.tiers import examples
+from tools.unigram_entropy import token_counts, unigram_entropy
 
 # By hand, from Megatron-LM's indexed_dataset.py: documents [5, 6, 0], none, [7, 0] of uint16.
 EXPECTED_BIN = bytes.fromhex("0500 0600 0000 0700 0000")
@@ -223,7 +223,7 @@ def test_corrupt_manifest_is_refused_or_harmless(corrupt: Path, data: st.DataObj
 
 
 def test_unigram_entropy_is_the_formula(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bigtrain.data.shards.inspection.CHUNK_ITEMS", 7)
+    monkeypatch.setattr("tools.unigram_entropy.CHUNK_ITEMS", 7)
     opened = open_dataset(dataset)
     train, held_out = (
         np.concatenate([shard.tokens for shard in opened.shards(split)])

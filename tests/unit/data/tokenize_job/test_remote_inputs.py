@@ -18,7 +18,7 @@ from pyarrow import csv, parquet
 
 from bigtrain.cli import main
 from bigtrain.data.documents.discovery import is_pattern
-from bigtrain.system.storage import remote_file, stores
+from bigtrain.system.storage import stores
 from bigtrain.system.storage.stores import RetryPolicy
 from tests.support.chats import save_chat_tokenizer
 from tests.support.remote_servers import S3_VARIABLES, BreakingLine, WebServer, s3_server
@@ -68,8 +68,7 @@ def stack() -> Iterator[ExitStack]:
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     soon = RetryPolicy(tries=4, sleep=lambda seconds: None)
-    monkeypatch.setattr(remote_file, "PATIENCE", soon)
-    monkeypatch.setattr(stores, "PATIENCE", soon)
+    monkeypatch.setattr(stores, "RETRIES", soon)
     for name, value in S3_VARIABLES.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterable
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch.distributed as dist
 
+from bigtrain.engine.startup import rendezvous
 from bigtrain.engine.startup.rendezvous import all_ranks_joined
 from bigtrain.errors import LaunchError
 from bigtrain.system.listening import listen_only_at
@@ -53,8 +57,25 @@ def test_all_join() -> None:
     assert meet(range(3), 3, timeout_seconds=60) == {0: "", 1: "", 2: ""}
 
 
-def test_one_does_not_join() -> None:
-    said = meet((0, 2), 4, timeout_seconds=0.5)
+def test_one_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock stands still until rank 2 has joined, and then after the timeout."""
+    is_waited_for, has_joined = threading.Event(), threading.Event()
+    wait_for_main, wait_for_all = rendezvous._wait_for_main, rendezvous._wait_for_all
+
+    def wait(store: dist.TCPStore, timeout_seconds: float) -> str:
+        assert is_waited_for.wait(30)
+        has_joined.set()
+        return wait_for_main(store, timeout_seconds)
+
+    def wait_for_ranks(store: dist.TCPStore, world: World, end: float) -> str:
+        is_waited_for.set()
+        return wait_for_all(store, world, end)
+
+    clock = SimpleNamespace(monotonic=lambda: 61.0 * has_joined.is_set(), sleep=time.sleep)
+    monkeypatch.setattr(rendezvous, "_wait_for_main", wait)
+    monkeypatch.setattr(rendezvous, "_wait_for_all", wait_for_ranks)
+    monkeypatch.setattr(rendezvous, "time", clock)
+    said = meet((0, 2), 4, timeout_seconds=60)
     joined = f"joined: {HOST} (rank 0, 2)"
     assert said[0].startswith(f"2 of 4 ranks have not joined: rank 1, 3; {joined} -> ")
     assert said[2] == said[0]

@@ -19,6 +19,7 @@ from bigtrain.launchers.doctor import verdicts as findings
 from bigtrain.launchers.doctor.transport import ask_all
 from bigtrain.launchers.doctor.verdicts import Finding
 from bigtrain.launchers.hostfile import Host
+from bigtrain.system.listening import try_port
 
 FACT: dict[str, Any] = {
     "versions": {"Python": "3.11.7", "torch": "2.13.0", "driver": "580.1"},
@@ -172,7 +173,7 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
 
 
 def test_network_probes_meet(tmp_path: Path) -> None:
-    ports = {"127.0.0.1": probe._free_port(), "localhost": probe._free_port()}
+    ports = {"127.0.0.1": try_port(), "localhost": try_port()}
     results: dict[str, Any] = {}
 
     def one(me: str, other: str) -> None:

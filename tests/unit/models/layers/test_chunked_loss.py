@@ -15,6 +15,7 @@ from bigtrain.models.equivalence.loss import choose_loss
 from bigtrain.models.layers.chunked_loss import ChunkedLoss
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
+from tests.support.comparison import assert_same_tensors, gradients
 from tests.support.worlds import ROOT
 
 VOCAB_SIZE = 97
@@ -56,12 +57,6 @@ def sample() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, labels
 
 
-def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def both(model: Any, chunk_tokens: int) -> tuple[Any, Any, Any, Any]:
     """Loss per target and gradients, plain and in chunks; the router's loss belongs to both."""
     ids, labels = sample()
@@ -84,8 +79,7 @@ def test_equals_the_plain_loss(model_type: str, chunk_tokens: int) -> None:
     plain, wanted, loss, found = both(model_of(model_type), chunk_tokens)
     assert float(loss) == pytest.approx(float(plain), abs=1e-6)
     assert wanted.keys() == found.keys()
-    for name, gradient in wanted.items():
-        assert torch.allclose(found[name], gradient, rtol=0, atol=1e-6), name
+    assert_same_tensors(found, wanted, limit=1e-6)
 
 
 def test_gradients_of_many_chunks_are_added_up_in_float32() -> None:

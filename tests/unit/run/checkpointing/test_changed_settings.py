@@ -13,8 +13,8 @@ from bigtrain.data.samples.phases import Phase, SourceIdentity, first_phase
 from bigtrain.errors import CheckpointError
 from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.equivalence.parameter_plan import ParameterPlan
-from bigtrain.models.layers.chunked_loss import LossPlan
 from bigtrain.models.layers.document_attention import Isolation
+from bigtrain.models.layers.loss_plan import LossPlan
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.changed_settings import (
     changed_rate,

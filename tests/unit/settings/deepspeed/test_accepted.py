@@ -13,7 +13,6 @@ from bigtrain.settings.deepspeed.accepted import (
     ROWS,
     TEST,
     Row,
-    known_leaves,
     not_tried,
     row_of,
     rows_of,
@@ -22,7 +21,7 @@ from bigtrain.settings.deepspeed.engine_config import check_file_alone
 from bigtrain.settings.deepspeed.keys import key_table
 from bigtrain.settings.deepspeed.ownership import OPTIMIZER_PARAMETERS
 from tests.support.worlds import ROOT
-from tests.unit.settings.deepspeed.test_engine_config import problems_of
+from tests.unit.settings.deepspeed.test_engine_config import known_leaves, problems_of
 
 ODD: list[Any] = [True, False, None, 0, 1, -1, 2, 3, 1000, 10**15, 0.0, 1.0, 0.5, 1.5, -0.5, 1e300]
 ODD += [float("inf"), "", "true", "1", "fp32", "bf16", "fp16", "cpu", "nvme", "none", "info"]

@@ -35,7 +35,7 @@ from bigtrain.sites.protocol import (
     request_signature,
     unpack,
 )
-from bigtrain.sites.rectangles import Box, split_cuts
+from bigtrain.sites.rectangles import ParameterBox, split_cuts
 from bigtrain.sites.server.app import HTTPServer, OuterServer, Place, _Marks
 from bigtrain.sites.server.members import Rules
 from bigtrain.sites.server.state import OuterServerState
@@ -130,7 +130,7 @@ def test_a_run_over_http_and_what_is_refused_on_the_way(tmp_path: Path) -> None:
         assert told >= {("message_refused", "corrupted", 1)}
         assert ("forged", "127.0.0.1") in {(e["reason"], e["who"]) for e in state["events"]}
         _, payload = ask(client, "weights", site=0, number=1, form="full", boxes=boxes)
-        found = split_cuts(CODECS["float32"], payload, [(Box("w", (0,), (4,)), (4,))])
+        found = split_cuts(CODECS["float32"], payload, [(ParameterBox((0,), (4,), "w"), (4,))])
         assert torch.equal(found, weights + 1)
         with pytest.raises(RefusedByServerError, match="outer step 1 was made meanwhile"):
             ask(client, "weights", site=0, number=0, form="full", boxes=boxes)

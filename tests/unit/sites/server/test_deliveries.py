@@ -15,7 +15,7 @@ from bigtrain.settings.sections.sites import SitesSection
 from bigtrain.sites.codecs import CODECS, BlockCodec
 from bigtrain.sites.outer_optimizer import outer_update
 from bigtrain.sites.protocol import RefusedError, parse_request
-from bigtrain.sites.rectangles import Box, Update, join_cuts, split_cuts, touched_blocks
+from bigtrain.sites.rectangles import ParameterBox, Update, join_cuts, split_cuts, touched_blocks
 from bigtrain.sites.server.deliveries import staleness_weight
 from bigtrain.sites.server.members import Rules
 from bigtrain.sites.server.state import OuterServerState
@@ -60,14 +60,14 @@ class Site:
         self.ledger, self.index, self.codec = ledger, index, CODECS[codec]
         self.relative = self.codec.is_relative or ledger.rules.is_asynchronous
         self.boxes = [
-            [Box(n, (0,) * len(s), s) for n, s in SHAPES.items()]
+            [ParameterBox((0,) * len(s), s, n) for n, s in SHAPES.items()]
             if not halves
-            else [Box(name, *HALVES[name][rank]) for name in SHAPES]
+            else [ParameterBox(*HALVES[name][rank], name) for name in SHAPES]
             for rank in range(2 if halves else 1)
         ]
         self.weights: Weights = {}
         self.errors: list[torch.Tensor] = [
-            torch.zeros(sum(box.count for box in boxes)) for boxes in self.boxes
+            torch.zeros(sum(box.num_elements for box in boxes)) for boxes in self.boxes
         ]
         self.number = self.step = 0
         facts = {"facts": {"data": "x"}, "sites": {**SITES, "codec": codec}}
@@ -78,7 +78,7 @@ class Site:
         state = self.ask("join", **self.request)
         if state["uploads"]:
             for boxes in self.boxes:
-                flat = torch.cat([box.of(start[box.name]).reshape(-1) for box in boxes])
+                flat = torch.cat([start[box.name][box.slices].reshape(-1) for box in boxes])
                 header = {"boxes": [box.to_json() for box in boxes]}
                 self.ask("upload", flat.numpy().tobytes(), **header)
             self.ask("uploaded")
@@ -96,9 +96,9 @@ class Site:
             values = torch.cat(
                 [
                     (
-                        box.of(local[box.name]) - box.of(self.weights[box.name])
+                        local[box.name][box.slices] - self.weights[box.name][box.slices]
                         if self.relative
-                        else box.of(local[box.name])
+                        else local[box.name][box.slices]
                     ).reshape(-1)
                     for box in boxes
                 ]
@@ -141,10 +141,10 @@ class Site:
             values = split_cuts(codec, memoryview(payload), pairs)
             begin = 0
             for box in boxes:
-                value = values[begin : begin + box.count].view(box.sizes)
-                place = box.of(self.weights[box.name])
+                value = values[begin : begin + box.num_elements].view(box.sizes)
+                place = self.weights[box.name][box.slices]
                 place.copy_(place + value if is_update and codec.is_relative else value)
-                begin += box.count
+                begin += box.num_elements
         self.number = number
 
 
@@ -239,18 +239,18 @@ def test_a_rectangle_of_an_update_means_the_same_whatever_else_is_cut() -> None:
     for name, codec in CODECS.items():
         update = Update(codec, full)
         for box in (
-            Box("w", (0, 0), (13, 70)),
-            Box("w", (3, 0), (5, 70)),
-            Box("w", (0, 11), (13, 7)),
-            Box("w", (12, 69), (1, 1)),
+            ParameterBox((0, 0), (13, 70), "w"),
+            ParameterBox((3, 0), (5, 70), "w"),
+            ParameterBox((0, 11), (13, 7), "w"),
+            ParameterBox((12, 69), (1, 1), "w"),
         ):
             payload = memoryview(join_cuts(codec, [update.cut(box)] * 2))
             found = split_cuts(codec, payload, [(box, (13, 70))] * 2)
-            assert torch.equal(found, box.of(update.values).reshape(-1).repeat(2)), (name, box)
+            assert torch.equal(found, update.values[box.slices].reshape(-1).repeat(2)), (name, box)
         if isinstance(codec, BlockCodec):
             whole = codec.decode(codec.encode(full.view(1, -1)), full.numel())
             assert torch.equal(update.values.view(1, -1), whole)
-    touched, places = touched_blocks((13, 70), Box("w", (0, 11), (2, 3)), 64)
+    touched, places = touched_blocks((13, 70), ParameterBox((0, 11), (2, 3), "w"), 64)
     assert touched.tolist() == [0, 1]
     assert places.tolist() == [0, 0, 0, 1, 1, 1]
 

@@ -15,7 +15,7 @@ import torch
 from bigtrain.errors import LaunchError
 from bigtrain.sites.codecs import CODECS
 from bigtrain.sites.protocol import HEARTBEAT_TIMEOUT, RefusedError
-from bigtrain.sites.rectangles import Box
+from bigtrain.sites.rectangles import ParameterBox
 from bigtrain.sites.server import store
 from bigtrain.sites.server.members import RECONNECT_SECONDS, Rules
 from bigtrain.sites.server.state import OuterServerState
@@ -242,7 +242,7 @@ def test_initial_weights_may_be_sent_again_and_gaps_are_refused(tmp_path: Path) 
 
     def upload(rank: int, by: float = 0.0) -> None:
         boxes = site.boxes[rank]
-        flat = torch.cat([box.of(weights[box.name]).reshape(-1) + by for box in boxes])
+        flat = torch.cat([weights[box.name][box.slices].reshape(-1) + by for box in boxes])
         header = {"boxes": [box.to_json() for box in boxes]}
         site.ask("upload", flat.numpy().tobytes(), **header)
 
@@ -274,18 +274,20 @@ def test_initial_weights_may_be_sent_again_and_gaps_are_refused(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("boxes", "reason"),
     [
-        ([Box("c.weight", (0, 0, 0), (2, 3, 4))], "elements of c.weight came twice"),
-        ([Box("b.weight", (0,), (150,))], "elements of b.weight came twice"),
+        ([ParameterBox((0, 0, 0), (2, 3, 4), "c.weight")], "elements of c.weight came twice"),
+        ([ParameterBox((0,), (150,), "b.weight")], "elements of b.weight came twice"),
     ],
 )
-def test_a_delivery_with_overlaps_is_refused(boxes: list[Box], reason: str, tmp_path: Path) -> None:
+def test_a_delivery_with_overlaps_is_refused(
+    boxes: list[ParameterBox], reason: str, tmp_path: Path
+) -> None:
     """Beside a gap of as many elements, and without one."""
     ledger = ledger_at(tmp_path)
     site = Site(ledger, 0, "float32")
     site.join(start())
     if boxes[0].name == "b.weight":
         full = [box for box in site.boxes[0] if box.name != "b.weight"]
-        site.boxes[0] = [*full, Box("b.weight", (0,), (150,))]
+        site.boxes[0] = [*full, ParameterBox((0,), (150,), "b.weight")]
     site.boxes.append(boxes)
     site.errors.append(torch.empty(0))
     with pytest.raises(RefusedError, match=reason):

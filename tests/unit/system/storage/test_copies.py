@@ -12,7 +12,7 @@ import fsspec
 import pytest
 
 from bigtrain.cli import main
-from bigtrain.system.storage import copies, object_store, remote_file, stores
+from bigtrain.system.storage import copies, object_store, stores
 from bigtrain.system.storage.copies import (
     MARK,
     copy_tree,
@@ -30,8 +30,7 @@ CONTENT = random.Random(2).randbytes(2_500_000)
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     soon = RetryPolicy(tries=4, sleep=lambda seconds: None)
-    monkeypatch.setattr(remote_file, "PATIENCE", soon)
-    monkeypatch.setattr(stores, "PATIENCE", soon)
+    monkeypatch.setattr(stores, "RETRIES", soon)
     monkeypatch.setenv("BIGTRAIN_CACHE", str(tmp_path / "cache"))
     fetched_copy.cache_clear()
 

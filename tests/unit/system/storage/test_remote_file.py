@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bigtrain.system.storage import remote_file
+from bigtrain.system.storage import remote_file, stores
 from bigtrain.system.storage.remote_file import RemoteFile, store_of
 from bigtrain.system.storage.stores import (
     AccessDeniedError,
@@ -34,7 +34,7 @@ def stack() -> Iterator[ExitStack]:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_file, "PATIENCE", SOON)
+    monkeypatch.setattr(stores, "RETRIES", SOON)
 
 
 def address_of(

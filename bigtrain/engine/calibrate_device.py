@@ -165,7 +165,7 @@ def _link(device: torch.device) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as name:
         output = Path(name) / "link.json"
         try:
-            run_local_world(2, ["-m", "bigtrain.engine.calibration.device", str(output)], {})
+            run_local_world(2, ["-m", __name__, str(output)], {})
         except LaunchError as error:
             raise LaunchError(f"two ranks cannot reach each other: {error}") from error
         link: dict[str, Any] = json.loads(output.read_text())

@@ -1,0 +1,125 @@
+"""Trace the cases of `make gpu-proof`, each in a process of its own, and compare them with the
+planner and with docs/gpu_proof.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_proof.cases import CASES, Case
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "gpu_proof.md"
+MARKER = "<!-- written by make gpu-proof -->"
+
+
+def trace_apart(cases: Sequence[tuple[Case, str]]) -> Iterator[tuple[Case, dict[str, Any] | str]]:
+    """Yield every case with what it did, or its error's last lines: traced in processes that one
+    process, which has imported everything, forks. cases: each with one of `step.FAULTS` to plant,
+    or an empty text."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "benchmarks.gpu_proof", "--serve"]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        for case, fault in cases:
+            server.stdin.write(f"{case.name}\t{fault}\n")
+            server.stdin.flush()
+            answer = server.stdout.readline()
+            yield case, json.loads(answer) if answer else "the process that traces has ended"
+        server.stdin.close()
+
+
+def _serve() -> None:
+    """Fork a process for each case named on the standard input; print its result as a line of
+    JSON."""
+    from benchmarks.gpu_proof.fake_cuda import load_before_torch
+
+    load_before_torch()
+    from benchmarks.gpu_proof.step import as_json, trace_case
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    cases = {case.name: case for case in CASES}
+    for line in sys.stdin:
+        name, _, fault = line.rstrip("\n").partition("\t")
+        with tempfile.TemporaryFile("w+") as result:
+            child = os.fork()
+            if child == 0:
+                try:
+                    text = as_json(cases[name], trace_case(cases[name], fault))
+                except BaseException:
+                    text = json.dumps("\n".join(traceback.format_exc().splitlines()[-12:]))
+                result.write(text)
+                result.flush()
+                os._exit(0)  # threads of the fake process group do not end
+            os.waitpid(child, 0)
+            result.seek(0)
+            answers.write((result.read() or json.dumps("its process died")) + "\n")
+            answers.flush()
+
+
+def section(case: Case, traced: dict[str, Any]) -> str:
+    """Return the lines of the page about one case."""
+    step = traced["step"]
+    memory = f"{step['peak'] / 2**20:.1f} MiB of tensors at the peak"
+    if case.follows_memory:
+        memory += f", planner {traced['predicted'] / 2**20:.1f} MiB"
+    lines = [f"### {case.name[0].upper()}{case.name[1:]}", "", f"{memory}.", ""]
+    ranks = "1 rank" if case.world_size == 1 else f"{case.world_size} ranks"
+    lines += [f"| Per step of one of {ranks} | |", "|---|---|"]
+    for operation, size, dtype, count in step["exchanged"]:
+        lines.append(f"| {operation}, groups of {size} | {count:,} {dtype} |")
+    for name, label in (("step", "waits"), ("logged", "waits if logged")):
+        for place, count in traced[name]["waits"].items():
+            lines.append(f"| {label} | {count} x {place} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trace all cases, or those whose name contains a text. Returns the exit code: 1 if a case
+    fails or contradicts the planner, or is not as on the page."""
+    parser = argparse.ArgumentParser(prog="gpu_proof", description=__doc__)
+    parser.add_argument("--only", default="", help="cases whose name contains this text")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} anew")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.serve:
+        _serve()
+        return 0
+    failed, sections, begun = 0, [], time.monotonic()
+    page = PAGE.read_text() if PAGE.exists() else ""
+    for case, traced in trace_apart([(case, "") for case in CASES if args.only in case.name]):
+        problems = [traced] if isinstance(traced, str) else traced["problems"]
+        if not isinstance(traced, str):
+            sections.append(section(case, traced))
+            if not args.write and sections[-1] not in page:
+                problems.append(f"is not as in docs/{PAGE.name}:\n{sections[-1]}")
+        failed += bool(problems)
+        print(f"{time.monotonic() - begun:.0f} s, {case.name}: {'FAILED' if problems else 'ok'}")
+        print("".join(f"  {problem}\n" for problem in problems), end="", flush=True)
+    if args.write and not failed:
+        head, marker, _ = page.partition(MARKER)
+        PAGE.write_text(f"{head}{marker}\n" + "\n".join(sections))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Runs that `make gpu-proof` traces: an optimizer step of a rank for each topology and feature."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 4096,
+    "max_position_embeddings": 2048,
+}  # fmt: skip
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+# Rows that a rank sends to experts, as if the router were balanced: micro-batch x tokens x chosen.
+EXPERT_ROWS = 2 * 1024 * MIXTRAL["num_experts_per_tok"]
+_RUN: dict[str, Any] = {
+    "model": {"config": LLAMA, "loss": "chunked"},
+    "data": {"path": "unused"},
+    "batch": {"sequence_length": 1024, "micro_batch_size": 2, "global_batch_size": 16},
+    "train": {"steps": 3},
+    "optimizer": {"lr": 1e-3, "clip_norm": 1.0},
+    "precision": {"dtype": "bfloat16"},
+    "output": {"directory": "unused"},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Run of `world_size` ranks, of which rank `rank` is traced. engine: a name in ds_configs/.
+    changes: to the run's settings, by section. isolated: the samples hold several documents. base:
+    the model is one with weights, in a folder made for the case. follows_memory: fake tensors free
+    what real ones free."""
+
+    name: str
+    engine: str = "zero1"
+    world_size: int = 4
+    rank: int = 0
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    isolated: bool = False
+    base: bool = False
+    follows_memory: bool = True
+
+    def run(self) -> dict[str, Any]:
+        """Return the settings of the run, as a YAML file has them."""
+        tree = deepcopy(_RUN)
+        tree["engine"] = {"deepspeed_config": self.engine}
+        for section, values in self.changes.items():
+            tree[section] = {**tree.get(section, {}), **values}
+        return tree
+
+
+def _with(**sections: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return dict(sections)
+
+
+NOT_FOLLOWED = {
+    "pipeline stages": "they send each other pickled outputs before the first step",
+    "Muon": "it finds its partitions by addresses, which fake tensors do not have",
+    "memory under tensor parallelism": "fake tensors keep what is set to another's storage",
+    "flex attention, torch.compile": "they compile kernels",
+    "asynchronous save, generation": "they read values that do not exist",
+}
+"""What fake tensors cannot follow, and why."""
+
+CASES = (
+    *(Case(f"zero {stage}", f"zero{stage}") for stage in range(4)),
+    *(Case(f"zero {stage}, one GPU", f"zero{stage}", world_size=1) for stage in (0, 1)),
+    # The planner counts a reduce bucket that so small a model does not fill.
+    Case("zero 2, optimizer in host memory", "zero2_offload", follows_memory=False),
+    Case("zero 3, optimizer and parameters in host memory", "zero3_offload"),
+    Case("zero 1, float16", changes=_with(precision={"dtype": "float16"})),
+    Case("zero 3, float32", "zero3", changes=_with(precision={"dtype": "float32"})),
+    Case("zero 1, recomputed layers", changes=_with(model={"gradient_checkpointing": "full"})),
+    Case("zero 3, recomputed layers", "zero3",
+         changes=_with(model={"gradient_checkpointing": "full"})),
+    Case("zero 1, plain loss", changes=_with(model={"loss": "plain"})),
+    Case("zero 1, tensor 2", changes=_with(parallel={"tensor": 2}), follows_memory=False),
+    Case("zero 3, tensor 2", "zero3", changes=_with(parallel={"tensor": 2}), follows_memory=False),
+    Case("zero 1, sequence 2", changes=_with(parallel={"sequence": 2})),
+    Case("zero 3, sequence 2", "zero3", changes=_with(parallel={"sequence": 2})),
+    Case("zero 1, experts 2", changes=_with(model={"config": MIXTRAL}, parallel={"expert": 2})),
+    Case("zero 3, experts not divided", "zero3", changes=_with(model={"config": MIXTRAL})),
+    Case("zero 1, LoRA", base=True, changes=_with(adapters={"rank": 8})),
+    Case("zero 3, LoRA", "zero3", base=True, changes=_with(adapters={"rank": 8})),
+    Case("zero 1, isolated documents", isolated=True),
+    Case("zero 3, 512 ranks", "zero3", world_size=512,
+         changes=_with(batch={"global_batch_size": 1024})),
+)  # fmt: skip

@@ -1,0 +1,177 @@
+"""Record of a step on fake CUDA tensors: where the host waits, its collectives, its live bytes."""
+
+from __future__ import annotations
+
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_HERE = str(Path(__file__).parent)
+_PACKAGES = ("bigtrain", "deepspeed", "transformers", "peft")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One exchange: torch's name of the operation, the ranks of its group, the elements of its
+    larger side, their dtype, and the place that asked for it."""
+
+    operation: str
+    group_size: int
+    num_elements: int
+    dtype: torch.dtype
+    place: str
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+
+@dataclass
+class Record:
+    """What was traced. waits: how often the host waits for the device, by "kind, place". peak: the
+    most bytes of tensors on the device at once."""
+
+    waits: Counter[str] = field(default_factory=Counter)
+    collectives: list[Collective] = field(default_factory=list)
+    peak: int = 0
+
+    def by_kind(self) -> dict[tuple[str, int, torch.dtype], int]:
+        """Return the elements exchanged by operation, group size and dtype."""
+        sums: Counter[tuple[str, int, torch.dtype]] = Counter()
+        for each in self.collectives:
+            sums[each.operation, each.group_size, each.dtype] += each.num_elements
+        return dict(sums)
+
+
+def _place() -> str:
+    """Return file and function of the innermost frames of bigtrain and, below it, of a library."""
+    inner = ""
+    for frame in reversed(traceback.extract_stack()):
+        if frame.filename.startswith(_HERE):
+            continue
+        parts = Path(frame.filename).parts
+        package = next((name for name in _PACKAGES if name in parts), None)
+        if package is None:
+            continue
+        start = len(parts) - 1 - parts[::-1].index(package)
+        name = f"{'/'.join(parts[start:])}:{frame.name}"
+        if package == "bigtrain":
+            return f"{name} -> {inner}" if inner else name
+        inner = inner or name
+    return inner or "elsewhere"
+
+
+class Tracer(TorchDispatchMode):
+    """Records while it is entered. Values that the host reads are 1, and 0 in flags (bool, uint8),
+    unless they are constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record = Record()
+        self._live = 0
+
+    def reset(self) -> None:
+        """Begin a new record; tensors that are live stay counted."""
+        self.record = Record(peak=self._live)
+
+    def waited(self, kind: str) -> None:
+        """Record that the host waits for the device, here."""
+        self.record.waits[f"{kind}, {_place()}"] += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default:
+            return self._value(args[0])
+        if func is aten._to_copy.default and _leaves_device(args[0], kwargs):
+            self.waited("copy to the host")
+        if func is aten.copy_.default and _is_on_device(args[1]) and not _is_on_device(args[0]):
+            if not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
+                self.waited("copy to the host")
+        if func is aten.nonzero.default:  # all elements, since none is known
+            if _is_on_device(args[0]):
+                self.waited("size of a result")
+            shape = (args[0].numel(), args[0].dim())
+            return torch.zeros(shape, dtype=torch.int64, device=args[0].device)
+        if func.namespace == "c10d":
+            self._exchange(func, args)
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            self._count(tensor)
+        return result
+
+    def _value(self, tensor: torch.Tensor) -> Any:
+        constant = getattr(tensor, "constant", None)
+        if _is_on_device(tensor):
+            self.waited("item")
+        if constant is not None:
+            return constant.item()
+        if tensor.dtype in (torch.bool, torch.uint8):
+            return 0
+        return 1.0 if tensor.dtype.is_floating_point else 1
+
+    def read_list(self, tensor: torch.Tensor, total: int) -> Any:
+        """Stand in for `Tensor.tolist` of counts [..., n], each row of which adds up to `total`."""
+        if _is_on_device(tensor):
+            self.waited("list")
+        count, left = divmod(total, tensor.shape[-1])
+        row: Any = [count + (index < left) for index in range(tensor.shape[-1])]
+        for size in reversed(tensor.shape[:-1]):
+            row = [row] * size
+        return row
+
+    def _exchange(self, func: Any, args: Any) -> None:
+        tensors = list(_tensors(args))
+        if not tensors:
+            return
+        groups = [value for value in args if isinstance(value, torch.ScriptObject)]
+        size = dist.get_world_size()
+        for value in groups:
+            try:
+                size = dist.ProcessGroup.unbox(value).size()
+                break
+            except (RuntimeError, AttributeError):
+                continue
+        widest = max(tensors, key=torch.Tensor.numel)
+        name = func.name().removeprefix("c10d::").strip("_")
+        self.record.collectives.append(
+            Collective(name, size, widest.numel(), widest.dtype, _place())
+        )
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        if not _is_on_device(tensor):
+            return
+        storage = tensor.untyped_storage()
+        if hasattr(storage, "_is_counted"):
+            return
+        storage._is_counted = True  # type: ignore[attr-defined]
+        num_bytes = storage.nbytes()
+        self._live += num_bytes
+        self.record.peak = max(self.record.peak, self._live)
+        weakref.finalize(storage, self._release, num_bytes)
+
+    def _release(self, num_bytes: int) -> None:
+        self._live -= num_bytes
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda"
+
+
+def _leaves_device(tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    target = kwargs.get("device")
+    leaves = target is not None and torch.device(target).type == "cpu" and _is_on_device(tensor)
+    return leaves and not kwargs.get("non_blocking", False)

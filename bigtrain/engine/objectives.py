@@ -1,0 +1,237 @@
+"""Objectives: the loss of a micro-batch, what it is a mean of, and metrics.
+
+An objective returns the loss summed over the units of a micro-batch (target tokens, rows, pairs);
+the engine divides by the units of the global batch, so that a step does not depend on micro-batches
+and ranks. `NextToken` leaves the cross-entropy to the engine; the others get the log-probabilities
+of the target tokens, which `bigtrain.models.layers.chunked_loss` computes without full logits.
+
+Shapes: R = rows of a micro-batch (of pairs: chosen and rejected alternate), T = tokens of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
+from bigtrain.engine.objective_batch import ObjectiveBatch
+from bigtrain.errors import ExtensionError
+from bigtrain.models.layers.token_loss import LossTerms
+from bigtrain.report.recording import record
+from bigtrain.settings.extensions import describe, import_named, location
+from bigtrain.settings.objective import Unit, unit_of
+from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.sections.extensions import is_imported
+from bigtrain.settings.sections.objective import ObjectiveSection
+
+
+class Passes(Protocol):
+    """Forward passes of the model that an engine offers an objective. Collective over the ranks
+    that share the sample. `moved` is `batch` on the device."""
+
+    def cross_entropy(
+        self, batch: MicroBatch, moved: MicroBatch, factor: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Any]: ...
+    def log_probabilities(
+        self, batch: MicroBatch, moved: MicroBatch
+    ) -> tuple[torch.Tensor, Any]: ...
+    def reference(self) -> AbstractContextManager[None]: ...
+
+
+class Objective(Protocol):
+    """Loss of a run."""
+
+    def count(self, labels: torch.Tensor) -> int:
+        """Return the units of `labels` int64 [R, T], on the host."""
+
+    def summed_loss(
+        self,
+        passes: Passes,
+        batch: MicroBatch,
+        moved: MicroBatch,
+        factor: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        """Return the loss summed over the units of a micro-batch, float32 [], and all else that the
+        model returned. `factor`: what the loss is going to be multiplied by."""
+
+
+class NextToken:
+    """Cross-entropy of the next token."""
+
+    def count(self, labels: torch.Tensor) -> int:
+        return int((labels != IGNORED_LABEL).sum())
+
+    def summed_loss(
+        self,
+        passes: Passes,
+        batch: MicroBatch,
+        moved: MicroBatch,
+        factor: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        return passes.cross_entropy(batch, moved, factor)
+
+
+class OfLogProbabilities:
+    """Objective that is a function of log-probabilities. `loss`: of an `ObjectiveBatch`, summed
+    over the units of the micro-batch."""
+
+    def __init__(
+        self,
+        loss: Callable[[ObjectiveBatch], torch.Tensor],
+        unit: Unit,
+        *,
+        needs_reference: bool = False,
+    ) -> None:
+        self._loss, self._unit = loss, unit
+        self._needs_reference = needs_reference
+
+    def count(self, labels: torch.Tensor) -> int:
+        targets = labels != IGNORED_LABEL
+        if self._unit == "tokens":
+            return int(targets.sum())
+        rows = targets.any(-1)
+        return int((rows[0::2] & rows[1::2]).sum() if self._unit == "pairs" else rows.sum())
+
+    def summed_loss(
+        self,
+        passes: Passes,
+        batch: MicroBatch,
+        moved: MicroBatch,
+        factor: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        reference, sums = None, moved.reference
+        if self._needs_reference and sums is None:
+            with torch.no_grad(), passes.reference():
+                reference = passes.log_probabilities(batch, moved)[0]
+            sums = reference.sum(-1)
+        values, outputs = passes.log_probabilities(batch, moved)
+        targets = moved.labels != IGNORED_LABEL
+        return self._loss(ObjectiveBatch(values, targets, moved.labels, reference, sums)), outputs
+
+
+class Preference:
+    """Losses of pairs of answers: `sigmoid` (DPO), `ipo`, `simpo`, `orpo`."""
+
+    def __init__(self, section: ObjectiveSection) -> None:
+        self._section = section
+        self._loss_of: Callable[[_Pairs], torch.Tensor] = getattr(self, f"_{section.loss}")
+
+    def loss(self, batch: ObjectiveBatch) -> torch.Tensor:
+        """Return the summed loss, and record rewards as TRL does."""
+        pairs = _Pairs(batch)
+        losses = self._loss_of(pairs)
+        rewards = self._section.beta * self._reward(batch).detach()
+        chosen, rejected = rewards[0::2], rewards[1::2]
+        weights = pairs.present.float()
+        count = float(len(losses))
+        for name, values in (
+            ("rewards/chosen", chosen),
+            ("rewards/rejected", rejected),
+            ("rewards/margins", chosen - rejected),
+            ("rewards/accuracies", (chosen > rejected).float()),
+            ("logps/chosen", batch.row_sums.detach()[0::2]),
+            ("logps/rejected", batch.row_sums.detach()[1::2]),
+        ):
+            record(name, (values * weights).mean(), weight=count)
+        return (losses * weights).sum()
+
+    def _reward(self, batch: ObjectiveBatch) -> torch.Tensor:
+        if batch.reference_sums is not None:
+            return batch.row_sums - batch.reference_sums
+        return batch.row_means
+
+    def _sigmoid(self, pairs: _Pairs) -> torch.Tensor:
+        return -F.logsigmoid(self._section.beta * pairs.difference(self._reward(pairs.batch)))
+
+    def _ipo(self, pairs: _Pairs) -> torch.Tensor:
+        means = self._reward(pairs.batch) / pairs.batch.row_lengths.clamp(min=1)
+        return (pairs.difference(means) - 1 / (2 * self._section.beta)) ** 2
+
+    def _simpo(self, pairs: _Pairs) -> torch.Tensor:
+        margin = self._section.beta * pairs.difference(pairs.batch.row_means)
+        return -F.logsigmoid(margin - self._section.gamma)
+
+    def _orpo(self, pairs: _Pairs) -> torch.Tensor:
+        means = pairs.batch.row_means
+        log_odds = pairs.difference(means - _log1mexp(means))
+        return -means[0::2] - self._section.beta * F.logsigmoid(log_odds)
+
+
+class _Pairs:
+    """Pairs of a micro-batch; `present`: bool [R / 2], false for padding."""
+
+    def __init__(self, batch: ObjectiveBatch) -> None:
+        self.batch = batch
+        rows = batch.targets.any(-1)
+        self.present = rows[0::2] & rows[1::2]
+
+    def difference(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return chosen minus rejected of a value of each row [R]; 0 for padding."""
+        difference = rows[0::2] - rows[1::2]
+        return torch.where(self.present, difference, torch.zeros_like(difference))
+
+
+def _log1mexp(values: torch.Tensor) -> torch.Tensor:
+    """Return log(1 - exp(x)) of x <= 0, stable at both ends (Maechler 2012); -inf at 0 is avoided
+    by the smallest normal number."""
+    values = values.clamp(max=-torch.finfo(values.dtype).tiny)
+    is_small = values > -math.log(2)
+    near = torch.log(-torch.expm1(torch.where(is_small, values, -torch.ones_like(values))))
+    far = torch.log1p(-torch.exp(torch.where(is_small, -torch.ones_like(values), values)))
+    return torch.where(is_small, near, far)
+
+
+class _UserLoss:
+    """Loss of a class of the user, with the location of its code in errors."""
+
+    def __init__(self, section: ObjectiveSection) -> None:
+        self._name = f"objective.type = {section.type!r}"
+        self.kind: Any = import_named("objective.type", section.type)
+        try:
+            self._objective = self.kind(**section.settings)
+        except Exception as error:
+            raise self._failure("its constructor", error) from error
+
+    def __call__(self, batch: ObjectiveBatch) -> torch.Tensor:
+        try:
+            loss = self._objective.loss(batch)
+        except Exception as error:
+            raise self._failure("loss", error) from error
+        if not torch.is_tensor(loss) or loss.numel() != 1:
+            shown = f"of shape {list(loss.shape)}" if torch.is_tensor(loss) else f"a {type(loss)}"
+            raise self._wrong(f"loss returned {shown}, not a tensor with one element")
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise self._wrong("loss returned a tensor without a graph, so that nothing would train")
+        return loss.float().reshape(())
+
+    def _failure(self, what: str, error: Exception) -> ExtensionError:
+        text = describe(error, self.kind)
+        return ExtensionError(f"{self._name}: {what} raised {text} -> correct it")
+
+    def _wrong(self, rule: str) -> ExtensionError:
+        defined_at = location(self.kind.loss)
+        return ExtensionError(f"{self._name}: {rule} ({defined_at}) -> sum the losses of its units")
+
+
+def loss_terms(config: RunConfig) -> LossTerms:
+    """Return the terms that a run adds to the cross-entropy of the next token."""
+    return LossTerms(config.objective.label_smoothing, config.objective.z_loss)
+
+
+def make_objective(config: RunConfig) -> Objective:
+    """Return the objective of a run. Raises ExtensionError if a class of the user fails."""
+    section = config.objective
+    if is_imported(section.type):
+        loss = _UserLoss(section)
+        needs = bool(getattr(loss.kind, "reference", False))
+        return OfLogProbabilities(loss, unit_of(section), needs_reference=needs)
+    if section.reads_pairs:
+        preference = Preference(section)
+        needs = section.needs_reference
+        return OfLogProbabilities(preference.loss, "pairs", needs_reference=needs)
+    return NextToken()

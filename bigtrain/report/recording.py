@@ -1,0 +1,154 @@
+"""Metrics that user code records in a run: `record`, and the sums of a rank between logged steps.
+
+Values of all ranks are joined when a step is logged (`bigtrain.run.callbacks`), by the reduction of
+each: the mean of all recorded values, their sum, maximum or minimum.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Reduction = Literal["mean", "sum", "max", "min"]
+"""Joins values that were recorded under one name, over steps and ranks."""
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
+_MAX_NAMES = 256
+
+
+def record(name: str, value: Any, reduce: Reduction = "mean", weight: float = 1.0) -> None:
+    """Record a value of the step that this rank trains; ``recorded/NAME`` of the next logged step.
+
+    Call it on any rank while a run trains: in a callback, a model's forward pass, an objective.
+    Ranks need not record the same names. Elsewhere (evaluations, trials before a run, other
+    programs) it does nothing. No collective.
+
+    value: a number, or a tensor with one element; a tensor stays on its device until a step is
+    logged. reduce: over all values since the last logged step, of all ranks: their "mean", "sum",
+    "max" or "min". weight: of the value in a mean. Raises ValueError for a name, value or reduction
+    that cannot be recorded.
+    """
+    recorder = _current.get()
+    if recorder is not None:
+        recorder.add(name, value, reduce, weight)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Values of one name on one rank. total: the sum with weights, maximum or minimum. weight: sum
+    of the weights; 0 of a name that was not recorded."""
+
+    reduce: Reduction
+    total: float
+    weight: float
+
+    def joined(self, other: Recorded) -> Recorded:
+        """Return this and the values of another rank."""
+        total, weight = _join(self.reduce, self.total, other.total), self.weight + other.weight
+        return Recorded(self.reduce, total, weight)
+
+    @property
+    def value(self) -> float:
+        """The metric."""
+        return self.total / self.weight if self.reduce == "mean" else self.total
+
+
+class Recorder:
+    """Values that this rank has recorded since they were last taken."""
+
+    def __init__(self) -> None:
+        self._reductions: dict[str, Reduction] = {}
+        self._totals: dict[str, Any] = {}
+        self._weights: dict[str, float] = {}
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Let `record` add to this recorder inside."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def add(self, name: str, value: Any, reduce: Reduction, weight: float) -> None:
+        """Add a value. Raises ValueError as `record`."""
+        if reduce not in get_args(Reduction):
+            raise ValueError(
+                f"record({name!r}): reduce = {reduce!r} is not one of mean, sum, max, min"
+            )
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ValueError(f"record({name!r}): a name has letters, digits and _ . / -")
+        if not (math.isfinite(weight) and weight > 0):
+            raise ValueError(f"record({name!r}): weight = {weight} is not a positive number")
+        value = _one_number(name, value)
+        known = self._reductions.setdefault(name, reduce)
+        if known != reduce:
+            raise ValueError(f"record({name!r}): reduce = {reduce!r}, and before it was {known!r}")
+        if len(self._reductions) > _MAX_NAMES:
+            raise ValueError(f"record({name!r}): more than {_MAX_NAMES} names in a logged step")
+        value = value * weight if reduce == "mean" else value
+        before = self._totals.get(name)
+        self._totals[name] = value if before is None else _join(reduce, before, value)
+        self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def take(self) -> dict[str, Recorded]:
+        """Return the values by name, and forget them. Waits for the devices of tensors."""
+        taken = {
+            name: Recorded(self._reductions[name], float(total), self._weights[name])
+            for name, total in self._totals.items()
+        }
+        self.clear()
+        return taken
+
+    def clear(self) -> None:
+        """Forget all values: the run has rolled back."""
+        self._reductions, self._totals, self._weights = {}, {}, {}
+
+
+def joined(ranks: Sequence[Mapping[str, Recorded]]) -> dict[str, float]:
+    """Return the metrics of all `ranks`, by name. Raises ValueError if two ranks reduce a name in
+    different ways."""
+    together: dict[str, Recorded] = {}
+    for number, own in enumerate(ranks):
+        for name, values in own.items():
+            other = together.setdefault(name, values)
+            if other is values:
+                continue
+            if other.reduce != values.reduce:
+                raise ValueError(
+                    f"record({name!r}): reduce = {values.reduce!r} on rank {number}, and "
+                    f"{other.reduce!r} on another"
+                )
+            together[name] = other.joined(values)
+    return {name: together[name].value for name in sorted(together)}
+
+
+_current: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+
+
+def _one_number(name: str, value: Any) -> Any:
+    """Return a number as float, a tensor as a scalar without a graph, in float64."""
+    if isinstance(value, (bool, int, float)):
+        return float(value)
+    if not hasattr(value, "detach"):
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"record({name!r}): {type(value).__name__} is not a number") from None
+    if value.numel() != 1:
+        shape = list(value.shape)
+        raise ValueError(f"record({name!r}): a tensor of shape {shape} is not one number")
+    return value.detach().reshape(()).double()
+
+
+def _join(reduce: Reduction, one: Any, other: Any) -> Any:
+    if reduce in ("mean", "sum"):
+        return one + other
+    if isinstance(one, float) and isinstance(other, float):
+        return max(one, other) if reduce == "max" else min(one, other)
+    return (one if one > other else other) if reduce == "max" else (one if one < other else other)

@@ -1,0 +1,186 @@
+"""Callbacks of a run: user code at its points, the requests it makes, and metrics it records.
+
+A callback is called at the same points on every rank on which it runs (``ranks = "main"`` or
+``"all"``), between two steps. What it asks for, and an error that it raises, take effect on all
+ranks after the same step, by `bigtrain.run.health.stopping.StopAgreement`. A run without user code
+makes no call and no collective here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from signal import Signals
+from types import MappingProxyType
+from typing import Any
+
+import torch.distributed as dist
+
+from bigtrain.engine.startup.cpu_collectives import gather_on_main
+from bigtrain.errors import BigtrainError, ExtensionError
+from bigtrain.report.recording import Recorder, joined
+from bigtrain.report.step_metrics import StepMetrics
+from bigtrain.run.context import RunContext
+from bigtrain.run.run_log import RunLog
+from bigtrain.run.run_view import Requests, RunView
+from bigtrain.run.state import TrainState
+from bigtrain.settings.extensions import describe, import_named
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Callbacks:
+    """Callbacks of a launch on this rank. uses_code: whether the run has code of the user, or an
+    objective, that may record metrics; the same on all ranks. failure: error of a callback, after
+    which no other is called; the ranks agree on it."""
+
+    def __init__(self, context: RunContext, log: RunLog, given: Sequence[object] = ()) -> None:
+        """Construct the callbacks of the run on the ranks that they run on. `given`: objects of the
+        calling program. Collective if there are any; raises ExtensionError on every rank if a
+        constructor fails."""
+        self._context, self._log = context, log
+        self._recorder = Recorder()
+        self._requests = Requests()
+        self._view: RunView | None = None
+        self.failure: BigtrainError | None = None
+        sections = context.config.callbacks
+        self.are_any = bool(sections or given)
+        self.uses_code = self.are_any or context.config.records_metrics
+        self._called: list[tuple[str, Any]] = []
+        if self.are_any:
+            context.long_work.on_every_rank(lambda: self._make(given))
+
+    def _make(self, given: Sequence[object]) -> None:
+        made = self._called
+        for number, section in enumerate(self._context.config.callbacks):
+            key = f"callbacks.{number}.type = {section.type!r}"
+            kind = import_named(f"callbacks.{number}.type", section.type)
+            if not self._runs_here(kind):
+                continue
+            try:
+                made.append((key, kind(**section.settings)))
+            except Exception as error:
+                raise ExtensionError(
+                    f"{key}: its constructor raised {describe(error, kind)} -> correct it, or "
+                    f"callbacks.{number}.settings"
+                ) from error
+        names = [f"callbacks[{n}] = {type(one).__name__}" for n, one in enumerate(given)]
+        pairs = zip(names, given, strict=True)
+        made.extend(pair for pair in pairs if self._runs_here(pair[1]))
+
+    def _runs_here(self, callback: object) -> bool:
+        return self._context.world.is_main or getattr(callback, "ranks", "main") == "all"
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Let user code record metrics inside."""
+        if not self.uses_code:
+            yield
+            return
+        with self._recorder.collecting():
+            yield
+
+    def start(self, state: TrainState) -> None:
+        """Call `start`, before the first step of this launch. Collective if there are callbacks;
+        raises ExtensionError on every rank if one fails."""
+        if self.are_any:
+            self._call("start", state)
+            self._raise_together()
+
+    def step(self, state: TrainState, row: StepMetrics | None) -> None:
+        """Call `step` after an optimizer step; `row`: its metrics on the main rank, if logged."""
+        if self.are_any:
+            more = {} if row is None else {"metrics": MappingProxyType(row.line())}
+            self._call("step", state, **more)
+
+    def evaluation(self, state: TrainState, metrics: Mapping[str, float]) -> None:
+        """Call `evaluation` with the metrics of one."""
+        if self.are_any:
+            self._call("evaluation", state, evaluation=MappingProxyType(dict(metrics)))
+
+    def checkpoint(self, path: Path) -> None:
+        """Call `checkpoint` once the checkpoint `path` is complete, as this rank has seen it: not
+        after the same step on every rank."""
+        if self.are_any and self._view is not None:
+            self._call("checkpoint", None, checkpoint=path)
+
+    def end(self, state: TrainState, received: Signals | None) -> None:
+        """Call `end`, after everything was written. Collective if there is user code; raises
+        ExtensionError on every rank if one fails, or failed since the last step."""
+        if self.are_any:
+            name = None if received is None else received.name
+            self._call("end", state, stopped_by=name)
+        if self.uses_code:
+            self._raise_together()
+
+    def take_requests(self) -> tuple[bool, bool]:
+        """Return whether a callback of this rank asked to stop, and to save, since the last
+        call."""
+        stop, save = self._requests.stop, self._requests.save
+        self._requests.stop, self._requests.save = None, False
+        if stop is not None and self._view is not None:
+            reason = f": {stop}" if stop else ""
+            self._log.info(f"step {self._view.step}: a callback asked to end the run{reason}")
+        return stop is not None, save
+
+    def recorded(self, group: dist.ProcessGroup | None) -> dict[str, float] | None:
+        """Return, on the main rank, the metrics that all ranks recorded since the last call; None
+        without any. Collective over `group` if the run has code of the user."""
+        if not self.uses_code:
+            return None
+        own = self._recorder.take()
+        ranks = [own] if group is None else gather_on_main(own, group)
+        try:
+            return joined(ranks) or None
+        except ValueError as error:
+            self.failure = self.failure or ExtensionError(f"{error} -> use one reduction")
+            return None
+
+    def forget(self) -> None:
+        """Forget recorded metrics: the run has rolled back."""
+        self._recorder.clear()
+
+    def _call(self, point: str, state: TrainState | None, **changes: Any) -> None:
+        view = self._look(state, changes)
+        for key, callback in self._called:
+            method: Callable[[RunView], object] | None = getattr(callback, point, None)
+            if method is None or self.failure is not None:
+                continue
+            self._context.heartbeat.set_phase(f"calling {point} of a callback", slow=True)
+            try:
+                with self._recorder.collecting():
+                    method(view)
+            except (Exception, SystemExit) as error:
+                self.failure = ExtensionError(
+                    f"{key}: {point} raised {describe(error, type(callback))} after step "
+                    f"{view.step} -> correct it, or remove the callback"
+                )
+
+    def _look(self, state: TrainState | None, changes: dict[str, Any]) -> RunView:
+        """Bring the view up to date, and return it."""
+        context = self._context
+        if state is not None:
+            changes |= {"step": state.step, "samples": state.samples, "tokens": state.tokens}
+        if self._view is not None:
+            self._view = replace(self._view, **{"checkpoint": None, "stopped_by": None, **changes})
+            return self._view
+        rank, size = context.world.rank, context.world.size
+        seen = {"metrics": _NOTHING, "evaluation": _NOTHING, **changes}
+        self._view = RunView(
+            **seen,
+            directory=context.directory,
+            config=context.config,
+            rank=rank,
+            world_size=size,
+            _requests=self._requests,
+        )
+        return self._view
+
+    def _raise_together(self) -> None:
+        def raise_own() -> None:
+            if self.failure is not None:
+                raise self.failure
+
+        self._context.long_work.on_every_rank(raise_own)

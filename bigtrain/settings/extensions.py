@@ -1,0 +1,314 @@
+"""Code of the user that a run names as ``package.module:Name``: import, signature, location. Pure.
+
+Names are looked up as Python does (installed packages, PYTHONPATH), and then in the directory in
+which the program was started. Everything wrong with user code is one problem that contains its file
+and line.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import json
+import linecache
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from bigtrain.errors import ConfigError, Problem
+from bigtrain.settings.suggestions import did_you_mean
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def import_named(key: str, name: str) -> Any:
+    """Return the object that `name`, ``package.module:Name``, means. `key`: the setting with it.
+    Raises ConfigError if it cannot be imported; with the file and line where its module fails."""
+    module_name, _, path = name.partition(":")
+    try:
+        found: Any = _import(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(_not_imported(key, name, error)) from error
+        rule = f"there is no module {error.name} in {os.getcwd()}, PYTHONPATH or what is installed"
+        remedy = "start the program in the directory that has it, or install its package"
+        raise ConfigError(Problem(key, name, rule, remedy)) from error
+    except BaseException as error:  # user code may raise anything, SystemExit too
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise ConfigError(_not_imported(key, name, error)) from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            file = getattr(sys.modules[module_name], "__file__", None) or module_name
+            names = [known for known in vars(found) if not known.startswith("_")]
+            rule = f"{file} has no {part}"
+            raise ConfigError(Problem(key, name, rule, did_you_mean(part, names)))
+        found = getattr(found, part)
+    return found
+
+
+def _import(name: str) -> ModuleType:
+    here = os.getcwd()
+    # Last, so that no file there hides a module of Python or of a package; it stays, because a
+    # module may import others when it is called.
+    if not {"", here} & {*sys.path}:
+        sys.path.append(here)
+    return importlib.import_module(name)
+
+
+def _not_imported(key: str, name: str, error: BaseException) -> Problem:
+    return Problem(key, name, f"its module fails: {describe(error)}", "correct it")
+
+
+def describe(error: BaseException, owner: object = None) -> str:
+    """Return type and text of an error that user code raised, with the file and line of that code.
+    `owner`: the function or class that was called."""
+    text = " ".join(str(error).split())[:300]
+    kind = type(error).__name__ + (f": {text}" if text else "")
+    defined_at = raised_at(error, owner)
+    return f"{kind} ({defined_at})" if defined_at else kind
+
+
+def raised_at(error: BaseException, owner: object = None) -> str:
+    """Return the file and line, as ``file.py:12``, of the innermost user code in the traceback of
+    `error`; of the code that does not parse, for a SyntaxError."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    own_file = source_file(owner)
+    frames = [frame for frame in _frames(error.__traceback__) if not _is_ours(frame[0])]
+    users = [frame for frame in frames if frame[0] == own_file or not _is_installed(frame[0])]
+    chosen = (users or frames[:1])[-1:]
+    return "".join(f"{file}:{line}" for file, line in chosen) or location(owner)
+
+
+def _frames(trace: TracebackType | None) -> list[tuple[str, int]]:
+    return [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith("<frozen ") or Path(file).is_relative_to(_PACKAGE)
+
+
+def _is_installed(file: str) -> bool:
+    """Return whether `file` is of Python or of an installed package."""
+    paths = sysconfig.get_paths()
+    roots = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return any(Path(file).is_relative_to(root) for root in roots)
+
+
+def source_file(found: object) -> str | None:
+    """Return the file in which a function or class is defined; None if unknown."""
+    try:
+        return inspect.getsourcefile(found)  # type: ignore[arg-type]
+    except TypeError:
+        module = sys.modules.get(getattr(found, "__module__", None) or "")
+        return getattr(module, "__file__", None)
+
+
+def location(found: object) -> str:
+    """Return file and line, as ``file.py:12``, of a function or class; empty if unknown."""
+    file = source_file(found)
+    if file is None:
+        return ""
+    linecache.checkcache(file)  # a notebook's cell may have changed
+    try:
+        return f"{file}:{inspect.getsourcelines(found)[1]}"  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        return file
+
+
+def call_problem(
+    key: str,
+    value: object,
+    function: Callable[..., Any],
+    arguments: Sequence[str],
+    settings: Mapping[str, Any],
+    what: str = "",
+) -> Problem | None:
+    """Return the problem if `function` cannot be called with positional `arguments` (their names)
+    and `settings` by name. `what`: how the text calls it (default: its name)."""
+    label = what or getattr(function, "__name__", str(value))
+    wanted = ", ".join([*arguments, *(f"{setting}=..." for setting in settings)])
+    try:
+        signature = inspect.signature(function)
+        signature.bind(*arguments, **settings)
+    except ValueError:  # of a builtin
+        return None
+    except TypeError as error:
+        rule = f"{label} is called as {label.split('.')[-1]}({wanted}), and takes {signature}"
+        remedy = f"correct it ({error}) in {location(function)}"
+        return Problem(key, value, rule, remedy)
+    return None
+
+
+CALLBACK_POINTS = ("start", "step", "evaluation", "checkpoint", "end")
+"""Methods of a callback, each called with the run's view."""
+_OTHER_POINTS = {
+    "on_train_begin": "start",
+    "on_step_end": "step",
+    "on_log": "step",
+    "on_train_batch_end": "step",
+    "on_evaluate": "evaluation",
+    "on_validation_end": "evaluation",
+    "on_save": "checkpoint",
+    "on_save_checkpoint": "checkpoint",
+    "on_train_end": "end",
+}
+"""Names of other programs (transformers' TrainerCallback, Lightning) for these points."""
+
+
+def check_callback(key: str, name: str, kind: Any) -> list[Problem]:
+    """Return the problems of a class (or object) whose methods are called at the points of a run:
+    none of them, names of other programs, signatures, the ranks that it runs on."""
+    defined_at = location(kind if isinstance(kind, type) else type(kind))
+    points = ", ".join(CALLBACK_POINTS)
+    others = [other for other in dir(kind) if other.startswith("on_")]
+    if others:
+        meant = _OTHER_POINTS.get(others[0])
+        rule = f"{others[0]} is not called; a callback has methods {points} ({defined_at})"
+        remedy = f"rename it to {meant}(self, view)" if meant else "rename it"
+        return [Problem(key, name, rule, remedy)]
+    methods = [point for point in CALLBACK_POINTS if callable(getattr(kind, point, None))]
+    if not methods:
+        rule = f"has none of the methods of a callback, {points} ({defined_at})"
+        return [Problem(key, name, rule, "write at least one: def step(self, view): ...")]
+    arguments = ["self", "view"] if isinstance(kind, type) else ["view"]
+    problems: list[Problem] = []
+    for point in methods:
+        method = getattr(kind, point)
+        if inspect.iscoroutinefunction(method):
+            rule = f"{point} is a coroutine, which would never run ({location(method)})"
+            problems.append(Problem(key, name, rule, "write def instead of async def"))
+        own = call_problem(key, name, method, arguments, {}, point)
+        problems += [own] if own else []
+    ranks = getattr(kind, "ranks", "main")
+    if ranks not in ("main", "all"):
+        rule = f"ranks = {ranks!r} is neither 'main' nor 'all' ({defined_at})"
+        problems.append(Problem(key, name, rule, "the ranks on which it is called: ranks = 'main'"))
+    return problems
+
+
+def check_callback_class(key: str, name: str, settings: Mapping[str, Any]) -> list[Problem]:
+    """Return the problems of a callback that the run names: import, constructor, methods."""
+    try:
+        kind = import_named(key, name)
+    except ConfigError as error:
+        return list(error.problems)
+    if not isinstance(kind, type):
+        rule = f"is not a class ({location(kind) or name})"
+        return [Problem(key, name, rule, "name the class, whose constructor gets the settings")]
+    made = call_problem(f"{key.removesuffix('.type')}.settings", settings, kind, [], settings)
+    return [*([made] if made else []), *check_callback(key, name, kind)]
+
+
+def check_samples_class(key: str, name: str, settings: Mapping[str, Any]) -> list[Problem]:
+    """Return the problems of a class of samples: import, constructor, length and items."""
+    try:
+        kind = import_named(key, name)
+    except ConfigError as error:
+        return list(error.problems)
+    if not isinstance(kind, type):
+        rule = f"is not a class ({location(kind) or name})"
+        return [Problem(key, name, rule, "name the class, whose constructor gets the settings")]
+    made = call_problem(f"{key.removesuffix('.type')}.settings", settings, kind, [], settings)
+    return [*([made] if made else []), *check_samples(key, name, kind)]
+
+
+def check_samples(key: str, name: str, kind: Any) -> list[Problem]:
+    """Return the problem of a class (or object) without length and items."""
+    for method in ("__len__", "__getitem__"):
+        if not callable(getattr(kind, method, None)):
+            defined_at = location(kind if isinstance(kind, type) else type(kind))
+            return [
+                Problem(key, name, f"has no {method} ({defined_at})", f"def {method}(self, ...)")
+            ]
+    return []
+
+
+def check_model_class(key: str, name: str, known_types: Container[str]) -> list[Problem]:
+    """Return the problems of a model class of the user: import, and what transformers' models have.
+    `known_types`: model types of transformers."""
+    try:
+        kind = import_named(key, name)
+    except ConfigError as error:
+        return list(error.problems)
+    defined_at = location(kind) or name
+    if not isinstance(kind, type) or not callable(getattr(kind, "from_pretrained", None)):
+        remedy = "class Mine(PreTrainedModel), with forward and config_class"
+        return [
+            Problem(key, name, f"is not a PreTrainedModel of transformers ({defined_at})", remedy)
+        ]
+    model_type = getattr(getattr(kind, "config_class", None), "model_type", "")
+    if not model_type or model_type in known_types:
+        owner = "transformers' own" if model_type else "empty"
+        rule = f"the model_type of its config_class is {model_type!r}, {owner} ({defined_at})"
+        remedy = (
+            "write a configuration class with a model_type of its own, and name it in config_class"
+        )
+        return [Problem(key, name, rule, remedy)]
+    return []
+
+
+def check_schedule(
+    key: str, name: str, settings: Mapping[str, Any], total_steps: int | None
+) -> list[Problem]:
+    """Return the problems of a learning-rate schedule of the user: import, signature, and the value
+    of every step of the run, unless their number is not known yet."""
+    try:
+        function = import_named(key, name)
+    except ConfigError as error:
+        return list(error.problems)
+    if not callable(function):
+        return [Problem(key, name, "is not a function", "name a function of step and total steps")]
+    if problem := call_problem(key, name, function, ("step", "total_steps"), settings):
+        return [problem]
+    if total_steps is None:
+        return []
+    fault = _schedule_fault(function, json.dumps(settings), total_steps)
+    return [] if fault is None else [Problem(key, name, *fault)]
+
+
+@functools.lru_cache(maxsize=8)
+def _schedule_fault(
+    function: Callable[..., Any], settings_json: str, total_steps: int
+) -> tuple[str, str] | None:
+    """Return the rule that a schedule breaks in any of its steps, and the fix; None if it is
+    sound."""
+    settings = json.loads(settings_json)
+    factors: list[float] = []
+    for step in range(total_steps):
+        try:
+            factors.append(schedule_factor(function, step, total_steps, settings))
+        except Exception as error:
+            rule = f"of step {step} of {total_steps}: {describe(error, function)}"
+            remedy = "return a finite number that is not negative for each step"
+            return rule, remedy
+    for step in {0, total_steps // 2, total_steps - 1}:
+        again = schedule_factor(function, step, total_steps, settings)
+        if again != factors[step]:
+            rule = (
+                f"returns {factors[step]} for step {step}, and {again} when it is called again "
+                f"({location(function)}): a run could not resume"
+            )
+            remedy = "let the result depend only on step, total steps and settings"
+            return rule, remedy
+    return None
+
+
+def schedule_factor(
+    function: Callable[..., Any], step: int, total_steps: int, settings: Mapping[str, Any]
+) -> float:
+    """Return the factor of the peak learning rate at `step`. Raises ValueError unless it is a
+    finite number that is not negative."""
+    value = function(step, total_steps, **settings)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"it is {value!r}, not a number")
+    if not 0.0 <= value < float("inf"):
+        raise ValueError(f"it is {value}")
+    return float(value)

@@ -1,0 +1,90 @@
+"""Objective of a run as its settings define it: the unit of its mean, and rows of a sample. Pure.
+
+For a class of the user this imports it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any, Literal, get_args
+
+from bigtrain.errors import ConfigError, Problem
+from bigtrain.settings.extensions import call_problem, import_named, location
+from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.sections.extensions import is_imported
+from bigtrain.settings.sections.objective import ObjectiveSection
+
+Unit = Literal["tokens", "rows", "pairs"]
+"""Units over which the loss of a step is the mean: target tokens of the global batch, rows (samples
+of one document, or packed) with a target, or pairs of rows."""
+
+
+def unit_of(section: ObjectiveSection) -> Unit:
+    """Return the unit of the mean loss. Raises ConfigError if a class of the user cannot be
+    imported."""
+    if is_imported(section.type):
+        unit: Unit = getattr(import_named("objective.type", section.type), "unit", "tokens")
+        return unit
+    return "pairs" if section.reads_pairs else "tokens"
+
+
+def rows_per_sample(section: ObjectiveSection) -> int:
+    """Return the rows of a sample: 2 for a pair."""
+    return 2 if unit_of(section) == "pairs" else 1
+
+
+def check_objective(section: ObjectiveSection) -> list[Problem]:
+    """Return the problems of an objective of the user: import, constructor, `loss`, unit."""
+    if not is_imported(section.type):
+        return []
+    key, name = "objective.type", section.type
+    try:
+        kind: Any = import_named(key, name)
+    except ConfigError as error:
+        return list(error.problems)
+    defined_at = location(kind) or name
+    if not inspect.isclass(kind):
+        remedy = "name the class, whose constructor gets objective.settings"
+        return [Problem(key, name, f"is not a class ({defined_at})", remedy)]
+    loss = getattr(kind, "loss", None)
+    if not callable(loss):
+        return [Problem(key, name, f"has no loss ({defined_at})", "def loss(self, batch): ...")]
+    problems = [
+        call_problem("objective.settings", section.settings, kind, [], section.settings),
+        call_problem(key, name, loss, ["self", "batch"], {}, "loss"),
+    ]
+    unit = getattr(kind, "unit", "tokens")
+    if unit not in get_args(Unit):
+        rule = f"unit = {unit!r} is not one of {', '.join(get_args(Unit))} ({defined_at})"
+        problems.append(Problem(key, name, rule, "the unit of the mean: unit = 'rows'"))
+    return [problem for problem in problems if problem is not None]
+
+
+def check_reference(config: RunConfig) -> list[Problem]:
+    """Return the problem of an objective of the user that asks for a reference without adapters."""
+    section = config.objective
+    if not is_imported(section.type) or config.adapters is not None:
+        return []
+    if not getattr(import_named("objective.type", section.type), "reference", False):
+        return []
+    rule = "reference = True asks for log-probabilities without adapters, and the run has none"
+    return [Problem("objective.type", section.type, rule, "adapters: {type: lora}")]
+
+
+def check_pairs(config: RunConfig) -> list[Problem]:
+    """Return the problems of settings of the data that have no meaning for pairs, whose answers
+    have rows of their own."""
+    if rows_per_sample(config.objective) == 1:
+        return []
+    data, rule = config.data, "each answer of a pair is a row of its own, padded at the end"
+    return [
+        Problem(f"data.{name}", value, rule, f"data.{name}={json.dumps(unset)}")
+        for name, value, unset in (
+            ("packing", data.packing, "concatenate"),
+            ("document_boundaries", data.document_boundaries, "ignore"),
+            ("chunk_length", data.chunk_length, None),
+            ("mask_end_of_document", data.mask_end_of_document, False),
+            ("samples", data.samples and data.samples.type, None),
+        )
+        if value != unset
+    ]

@@ -1,0 +1,82 @@
+"""Section on the objective: what a run minimizes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self, get_args
+
+from pydantic import Field, field_validator, model_validator
+
+from bigtrain.settings.sections.base import NonNegativeFloat, Section
+from bigtrain.settings.sections.extensions import (
+    CodeSettings,
+    ImportedName,
+    is_imported,
+    known_or_imported,
+)
+
+KnownObjective = Literal["next_token", "preference"]
+PreferenceLoss = Literal["sigmoid", "ipo", "simpo", "orpo"]
+REFERENCE_FREE: tuple[PreferenceLoss, ...] = ("simpo", "orpo")
+"""Losses that compare the answers of a pair without a reference model."""
+
+
+class ObjectiveSection(Section):
+    """Loss of the training. See docs/howto/objectives.md."""
+
+    type: KnownObjective | ImportedName = "next_token"
+    """next_token: cross-entropy of the next token; preference: pairs of a chosen and a rejected
+    answer (rows: preference in the data's manifest); or a class of yours, as
+    package.module:Class"""
+    loss: PreferenceLoss = "sigmoid"
+    """preference: sigmoid (DPO, arXiv 2305.18290), ipo (arXiv 2310.12036), simpo (arXiv 2405.14734)
+    or orpo (arXiv 2403.07691)"""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """preference: strength with which the loss keeps the model near the reference (sigmoid, ipo),
+    scale of the reward (simpo), weight of the odds ratio (orpo)"""
+    gamma: NonNegativeFloat = 0.0
+    """simpo: margin by which the chosen answer's reward is to be larger"""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """next_token: share of each target that is divided equally over the vocabulary (arXiv
+    1512.00567), in training only"""
+    z_loss: NonNegativeFloat = 0.0
+    """next_token: weight of the squared logarithm of the softmax's denominator, which keeps the
+    logits small (PaLM: 1e-4, arXiv 2204.02311), in training only"""
+    settings: CodeSettings = Field(default_factory=dict)
+    """arguments of the constructor of a class of yours"""
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether a sample is a pair of answers, for an objective of bigtrain."""
+        return self.type == "preference"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it compares with a reference model, for an objective of bigtrain."""
+        return self.reads_pairs and self.loss not in REFERENCE_FREE
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _is_known(cls, name: object) -> object:
+        return known_or_imported(name, get_args(KnownObjective))
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> Self:
+        if self.settings and not is_imported(self.type):
+            raise ValueError(
+                "objective.settings are arguments of a class of yours, and objective.type = "
+                f"{self.type!r} is bigtrain's own -> omit them"
+            )
+        unused = [] if self.reads_pairs else ["loss", "beta", "gamma"]
+        if self.reads_pairs and self.loss != "simpo":
+            unused = ["gamma"]
+        if self.type != "next_token":
+            unused += ["label_smoothing", "z_loss"]
+        for name in unused:
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                owner = f"type = {self.type}"
+                owner = f"loss = {self.loss}" if name == "gamma" and self.reads_pairs else owner
+                raise ValueError(
+                    f"objective.{name} = {value} has no effect with objective.{owner} -> omit it"
+                )
+        return self

@@ -1,0 +1,155 @@
+"""The page on code of one's own: its files are written, checked and run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bigtrain.errors import LaunchError
+from tests.launch.conftest import Inputs, inputs
+from tests.support.lives import run_script
+from tests.support.worlds import ROOT
+
+PAGE = (ROOT / "docs/howto/extend.md").read_text(encoding="utf-8")
+WORKER = ROOT / "tests/launch/extension_worker.py"
+
+__all__ = ["inputs"]
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", PAGE, flags=re.M | re.S)
+
+
+@pytest.fixture
+def folder(inputs: Inputs, tmp_path: Path) -> Path:
+    """A directory with the page's files and shards."""
+    shutil.copytree(inputs.shards, tmp_path / "shards")
+    names = ("mine.py", "mymodel.py", "arithmetic.py", "program.py")
+    for name, text in zip(names, blocks("python"), strict=True):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "extended.yaml").write_text(blocks("yaml")[0])
+    return tmp_path
+
+
+def lines(folder: Path) -> list[dict[str, object]]:
+    text = (folder / "runs/extended/metrics.jsonl").read_text()
+    return [line for line in map(json.loads, text.splitlines()) if "loss" in line]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_run_calls_the_code(folder: Path, world_size: int) -> None:
+    run_script(world_size, WORKER, folder, "--config", "extended.yaml")
+    rows = lines(folder)
+    rate = yaml.safe_load(blocks("yaml")[0])["optimizer"]["lr"]
+    assert [row["lr"] for row in rows] == [rate * 0.5 ** (step * 3 // 12) for step in range(12)]
+    assert [row["recorded"] for row in rows] == [
+        {"loss_over_target": pytest.approx(row["loss"] / 0.5)} for row in rows
+    ]
+    written = (folder / "runs/extended/watch.jsonl").read_text().splitlines()
+    names = [Path(json.loads(line)["checkpoint"]).name for line in written]
+    assert names == ["step-00000004", "step-00000008", "step-00000012"]
+
+
+@pytest.mark.distributed
+def test_two_ranks_end_after_the_step_that_reaches_the_target(folder: Path) -> None:
+    text = blocks("yaml")[0].replace("target_loss: 0.5", "target_loss: 5.6")
+    (folder / "extended.yaml").write_text(text)
+    output = run_script(2, WORKER, folder, "--config", "extended.yaml")
+    rows = lines(folder)
+    assert [float(str(row["loss"])) < 5.6 for row in rows] == [False] * (len(rows) - 1) + [True]
+    assert 1 < len(rows) < 12
+    assert f"step {len(rows)}: a callback asked to end the run: loss" in output
+    assert (folder / "runs/extended/hf/model.safetensors").exists()
+    # Again: nothing to do; with more steps it goes on.
+    assert "has stopped early; nothing to do" in run_script(
+        2, WORKER, folder, "--config", "extended.yaml"
+    )
+    more = ("train.steps=13", "checkpoint.allow_changes=[train.steps]", "callbacks=[]")
+    run_script(2, WORKER, folder, "--config", "extended.yaml", *more)
+    assert len(lines(folder)) == 13
+
+
+LAYOUTS = {
+    "ZeRO 0": (1, []),
+    "ZeRO 3": (2, ["engine.deepspeed_config=zero3"]),
+    "tensor parallelism": (2, ["parallel.tensor=2"]),
+    "sequence parallelism": (2, ["parallel.sequence=2"]),
+    "pipeline": (2, ["parallel.pipeline=2", "engine.deepspeed_config=zero1"]),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_model_trains_the_same_in_every_layout(folder: Path) -> None:
+    losses = {}
+    section = yaml.safe_load(blocks("yaml")[1])["model"]
+    for name, (world_size, layout) in LAYOUTS.items():
+        run_script(
+            *(world_size, WORKER, folder, "--config", "extended.yaml", *layout),
+            *(f"model={json.dumps(section)}", f"output.directory=runs/{name}", "train.steps=4"),
+        )
+        text = (folder / f"runs/{name}/metrics.jsonl").read_text()
+        rows = [line for line in map(json.loads, text.splitlines()) if "loss" in line]
+        losses[name] = [(row["loss"], row["grad_norm"]) for row in rows]
+        assert all(0 < row["recorded"]["active"] < 1 for row in rows)
+        config = json.loads((folder / f"runs/{name}/hf/config.json").read_text())
+        assert config["model_type"] == "squared_llama"
+    again = [
+        sys.executable,
+        "-m",
+        "bigtrain",
+        "export",
+        "--run",
+        "runs/pipeline",
+        "--output",
+        "again",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(again, cwd=folder, check=True, env=environment)
+    exported = [
+        (folder / one / "model.safetensors").read_bytes() for one in ("again", "runs/pipeline/hf")
+    ]
+    assert exported[0] == exported[1]
+    for name, values in losses.items():
+        assert len(values) == 4
+        for own, expected in zip(values, losses["ZeRO 0"], strict=True):
+            assert own == pytest.approx(expected, rel=1e-5), name
+
+
+def test_the_program_of_the_page(folder: Path) -> None:
+    output = run_script(1, WORKER, folder, "page", "program.py")
+    assert "12 {'active': " in output
+    assert (folder / "runs/python/watch.jsonl").exists()
+    assert (folder / "runs/python/again.jsonl").exists()
+    recorded = json.loads((folder / "runs/python/config.json").read_text())
+    assert recorded["model"]["type"] == "mymodel:SquaredForCausalLM"
+
+
+@pytest.mark.distributed
+def test_a_source_of_samples_resumes_at_another_world_size(folder: Path) -> None:
+    data = json.dumps(yaml.safe_load(blocks("yaml")[2])["data"])
+    arguments = ["--config", "extended.yaml", f"data={data}", "callbacks=[]"]
+    arguments.append("schedule={type: constant}")
+    run_script(1, WORKER, folder, *arguments, "output.directory=runs/whole")
+    run_script(2, WORKER, folder, *arguments, "output.directory=runs/parts", "train.steps=4")
+    more = ("output.directory=runs/parts", "checkpoint.allow_changes=[train.steps]")
+    run_script(1, WORKER, folder, *arguments, *more)
+    losses = {}
+    for name in ("whole", "parts"):
+        text = (folder / f"runs/{name}/metrics.jsonl").read_text()
+        rows = [line for line in map(json.loads, text.splitlines()) if "loss" in line]
+        losses[name] = [row["loss"] for row in rows]
+    assert losses["parts"] == pytest.approx(losses["whole"], rel=1e-5)
+    assert len(losses["parts"]) == 12
+    arguments[2] = arguments[2].replace("400", "401")
+    with pytest.raises(LaunchError, match="not have the training tokens that this run"):
+        run_script(1, WORKER, folder, *arguments, *more)

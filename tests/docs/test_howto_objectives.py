@@ -1,0 +1,162 @@
+"""The page on objectives: its runs train, and its loss is that of next_token where it should be."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bigtrain.data.shards.dataset import open_dataset
+from bigtrain.errors import LaunchError
+from tests.launch.conftest import Inputs, finished_run, inputs, metrics, run_tree
+from tests.support.lives import run_script
+from tests.support.pairs import write_pairs
+from tests.support.worlds import ROOT
+
+PAGE = (ROOT / "docs/howto/objectives.md").read_text(encoding="utf-8")
+WORKER = ROOT / "tests/launch/extension_worker.py"
+
+__all__ = ["finished_run", "inputs"]
+pytestmark = pytest.mark.distributed
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", PAGE, flags=re.M | re.S)
+
+
+@pytest.fixture
+def folder(inputs: Inputs, tmp_path: Path) -> Path:
+    """A directory with the page's files, and a run of the shards."""
+    (tmp_path / "losses.py").write_text(blocks("python")[0])
+    tree = run_tree(inputs.shards, tmp_path / "run") | {"train": {"steps": 4}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    return tmp_path
+
+
+def own(folder: Path, world_size: int, name: str, gamma: float, *more: str) -> dict[int, float]:
+    section = yaml.safe_load(blocks("yaml")[2])["objective"]
+    section["settings"]["gamma"] = gamma
+    objective = f"objective={json.dumps(section)}"
+    arguments = ("--config", "run.yaml", objective, f"output.directory={name}", *more)
+    run_script(world_size, WORKER, folder, *arguments)
+    return metrics(folder / name)
+
+
+def test_focal_loss_without_focus_is_the_cross_entropy(folder: Path) -> None:
+    run_script(1, WORKER, folder, "--config", "run.yaml")
+    expected = metrics(folder / "run"), metrics(folder / "run", "held_out_loss")
+    for name, more in (
+        ("plain", ()),
+        ("chunks", ("model.loss=chunked", "model.loss_chunk_tokens=9")),
+    ):
+        losses = own(folder, 2, name, 0.0, *more)
+        assert losses == pytest.approx(expected[0], rel=1e-6)
+        assert metrics(folder / name, "held_out_loss") == pytest.approx(expected[1], rel=1e-6)
+    chances = [row["chance"] for row in metrics(folder / "chunks", "recorded").values()]
+    assert all(0 < chance < 1 for chance in chances)
+    focused = own(folder, 1, "focused", 2.0)
+    assert all(focused[step] < expected[0][step] for step in focused)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ("return batch.row_sums", "loss returned of shape [2]"),
+        ("return batch.log_probabilities.detach().sum()", "a tensor without a graph"),
+        ("return batch.nothing", "AttributeError: 'ObjectiveBatch' object has no attribute"),
+        ("return 1.0", "loss returned a <class 'float'>"),
+    ],
+)
+def test_a_faulty_loss_names_its_line(folder: Path, body: str, text: str) -> None:
+    (folder / "losses.py").write_text(
+        "class Focal:\n    def __init__(self, gamma): ...\n"
+        f"    def loss(self, batch):\n        {body}\n"
+    )
+    with pytest.raises(LaunchError) as caught:
+        own(folder, 2, "faulty", 1.0)
+    assert text in str(caught.value)
+    assert re.search(rf"{folder}/losses.py:[34]", str(caught.value))
+    assert "exit codes [2, 2]" in str(caught.value)
+
+
+def test_the_preference_run_of_the_page(inputs: Inputs, folder: Path, finished_run: Path) -> None:
+    shutil.copytree(finished_run / "hf", folder / "base")
+    write_pairs(folder / "pairs", vocab_size=320, longest=60)
+    shutil.rmtree(folder / "pairs/tokenizer")
+    shutil.copytree(inputs.shards / "tokenizer", folder / "pairs/tokenizer")
+    (folder / "preference.yaml").write_text(blocks("yaml")[0])
+    write_pairs(folder / "others", vocab_size=320, longest=60, seed=1)
+    more = (
+        "data.allow_other_tokenizer=true",
+        "evaluation.held_out=[{name: others, path: others}]",
+    )
+    run_script(2, WORKER, folder, "--config", "preference.yaml", *more)
+    rows = metrics(folder / "runs/preference", "recorded")
+    assert list(rows) == [5, 10]
+    assert rows[10]["rewards/margins"] > rows[5]["rewards/margins"] > 0
+    sets = metrics(folder / "runs/preference", "held_out_sources")[10]
+    assert sets.keys() == {"pairs", "others"}
+    assert sets["pairs"].keys() == {"loss", "tokens"}
+    assert [one["tokens"] for one in sets.values()] == [8, 8]
+    losses = metrics(folder / "runs/preference")
+    assert losses[10] < losses[5]
+    assert (folder / "runs/preference/hf/adapter_model.safetensors").exists()
+    lengths = [len(document["input_ids"]) for document in open_dataset(folder / "pairs")]
+    short = f"batch.sequence_length={max(lengths) - 2}"
+    other = (*more, short, "output.directory=runs/short")
+    with pytest.raises(LaunchError, match="longer than a sample"):
+        run_script(1, WORKER, folder, "--config", "preference.yaml", *other)
+    assert not (folder / "runs/short").exists()
+    run_script(
+        *(1, WORKER, folder, "--config", "preference.yaml", *other),
+        *("data.long_documents=truncate", "output.export=false", "train.steps=2"),
+    )
+    log = (folder / "runs/short/log.txt").read_text()
+    assert re.search(r"pairs: [12] of 96 answers are truncated, which loses 0.0\d% ", log)
+
+
+def refused(folder: Path, *overrides: str) -> str:
+    with pytest.raises(LaunchError) as caught:
+        run_script(1, WORKER, folder, "--config", "run.yaml", *overrides)
+    return str(caught.value)
+
+
+def test_settings_that_pairs_do_not_have(folder: Path) -> None:
+    text = refused(folder, "objective={type: preference, loss: simpo}", "data.packing=best_fit")
+    assert "data.packing = 'best_fit': each answer of a pair is a row of its own" in text
+    text = refused(folder, "objective={type: preference, loss: sigmoid, gamma: 1.0}")
+    assert "objective.gamma = 1.0 has no effect with objective.loss = sigmoid" in text
+    text = refused(folder, "objective={type: preference, loss: simpo}")
+    assert "longer than a sample" in text or "no preference pairs" in text
+    assert "predicted" not in text  # before the process group
+
+
+LAYOUTS = {
+    "chunks": ["model.loss=chunked", "model.loss_chunk_tokens=9"],
+    "zero3": ["engine.deepspeed_config=zero3"],
+    "tensor": ["parallel.tensor=2"],
+    "sequence": ["parallel.sequence=2"],
+    "pipeline": ["parallel.pipeline=2", "engine.deepspeed_config=zero1"],
+}
+
+
+@pytest.mark.slow
+def test_terms_are_the_same_in_every_layout(folder: Path) -> None:
+    section = json.dumps(yaml.safe_load(blocks("yaml")[1])["objective"] | {"z_loss": 0.01})
+    run_script(1, WORKER, folder, "--config", "run.yaml")
+    run_script(
+        1, WORKER, folder, "--config", "run.yaml", f"objective={section}", "output.directory=one"
+    )
+    losses, norms = metrics(folder / "one"), metrics(folder / "one", "grad_norm")
+    assert all(losses[step] > loss + 0.2 for step, loss in metrics(folder / "run").items())
+    for name, layout in LAYOUTS.items():
+        arguments = (f"objective={section}", f"output.directory={name}", *layout)
+        run_script(2, WORKER, folder, "--config", "run.yaml", *arguments)
+        assert metrics(folder / name) == pytest.approx(losses, rel=1e-5), name
+        assert metrics(folder / name, "grad_norm") == pytest.approx(norms, rel=1e-4), name
+        held_out = metrics(folder / name, "held_out_loss")
+        assert held_out == pytest.approx(metrics(folder / "one", "held_out_loss"), rel=1e-5), name

@@ -1,0 +1,195 @@
+"""Callbacks in worlds of two: what they see, requests of any rank, and errors on any rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bigtrain.errors import LaunchError
+from tests.launch.conftest import Inputs, metrics
+from tests.support.lives import run_script
+from tests.support.worlds import ROOT
+
+WORKER = ROOT / "tests/launch/extension_worker.py"
+CODE = """
+import json
+import bigtrain
+
+class Trace:
+    ranks = "all"
+
+    def __init__(self, ends=None, saves=None, fails=None):
+        self.ends, self.saves, self.fails = ends, saves, fails
+
+    def _note(self, point, view):
+        if [point, view.step, view.rank] == self.fails:
+            raise ValueError("as asked")
+        if [point, view.step, view.rank] == self.ends:
+            view.request_stop("enough")
+        if [point, view.step, view.rank] == self.saves:
+            view.request_save()
+        seen = {
+            "point": point, "step": view.step, "samples": view.samples, "tokens": view.tokens,
+            "logged": view.metrics.get("step"), "evaluation": sorted(view.evaluation),
+            "checkpoint": view.checkpoint and view.checkpoint.name, "by": view.stopped_by,
+            "exported": (view.directory / "hf").exists(), "lr": view.config.optimizer.lr,
+        }
+        with open(f"trace-{view.rank}.jsonl", "a") as file:
+            file.write(json.dumps(seen) + "\\n")
+
+    def start(self, view): self._note("start", view)
+    def step(self, view):
+        bigtrain.record("ranks", 1, "sum")
+        bigtrain.record(f"rank{view.rank}", view.step)
+        self._note("step", view)
+    def evaluation(self, view): self._note("evaluation", view)
+    def checkpoint(self, view): self._note("checkpoint", view)
+    def end(self, view): self._note("end", view)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "traced.py").write_text(CODE)
+    return tmp_path
+
+
+def run(folder: Path, inputs: Inputs, world_size: int, *overrides: str, **settings: Any) -> str:
+    callbacks = json.dumps([{"type": "traced:Trace", "settings": settings}])
+    return run_script(
+        world_size,
+        WORKER,
+        folder,
+        *("--config", inputs.run_yaml, f"callbacks={callbacks}", "output.directory=run"),
+        *("train.steps=6", "checkpoint.every_steps=4", "evaluation.every_steps=3", *overrides),
+    )
+
+
+def trace(folder: Path, rank: int) -> list[dict[str, Any]]:
+    text = (folder / f"trace-{rank}.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.mark.distributed
+def test_every_point_on_every_rank(inputs: Inputs, folder: Path) -> None:
+    run(folder, inputs, 2, "logging.every_steps=2")
+    first, second = trace(folder, 0), trace(folder, 1)
+    for seen in (first, second):
+        points = [(one["point"], one["step"]) for one in seen if one["point"] != "checkpoint"]
+        steps = [("step", step) for step in range(1, 7)]
+        middle, last = ("evaluation", 3), ("evaluation", 6)
+        assert points == [("start", 0), *steps[:3], middle, *steps[3:], last, ("end", 6)]
+        written = [one["checkpoint"] for one in seen if one["point"] == "checkpoint"]
+        assert written == ["step-00000004", "step-00000006"]
+        assert (seen[-1]["exported"], seen[-1]["by"], seen[-1]["lr"]) == (True, None, 5e-3)
+        assert [one["samples"] for one in seen if one["point"] == "step"] == [8, 16, 24, 32, 40, 48]
+        assert {one["tokens"] // 32 for one in seen} == {0, 8, 16, 24, 32, 40, 48}
+    logged = [one["logged"] for one in first if one["point"] == "step"]
+    assert logged == [None, 2, 2, 4, 4, 6]
+    assert {one["logged"] for one in second} == {None}
+    assert "held_out_loss" in first[-1]["evaluation"]
+    assert metrics(folder / "run", "recorded") == {
+        step: {"ranks": 4.0, "rank0": step - 0.5, "rank1": step - 0.5} for step in (2, 4, 6)
+    }
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("point", "step", "rank", "ended"),
+    [("start", 0, 1, 1), ("step", 2, 1, 2), ("evaluation", 3, 0, 3), ("checkpoint", 4, 0, None)],
+)
+def test_one_rank_asks_to_end(
+    inputs: Inputs, folder: Path, point: str, step: int, rank: int, ended: int | None
+) -> None:
+    more = ["checkpoint.asynchronous=false"] if point == "checkpoint" else []
+    run(folder, inputs, 2, *more, ends=[point, step, rank])
+    losses = metrics(folder / "run")
+    ended = ended or 5
+    assert sorted(losses) == [*range(1, ended + 1)]
+    assert (folder / f"run/checkpoints/step-{ended:08d}").is_dir()
+    assert (folder / "run/hf").is_dir()
+    assert sorted(metrics(folder / "run", "held_out_loss"))[-1] == ended
+    assert [trace(folder, each)[-1]["point"] for each in (0, 1)] == ["end", "end"]
+
+
+@pytest.mark.distributed
+def test_one_rank_asks_to_save(inputs: Inputs, folder: Path) -> None:
+    run(folder, inputs, 2, "checkpoint.keep_last=9", saves=["step", 3, 1])
+    saved = sorted(path.name for path in (folder / "run/checkpoints").glob("step-*"))
+    assert saved == [f"step-{step:08d}" for step in (3, 4, 6)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("point", "step", "rank", "world_size"),
+    [("start", 0, 1, 2), ("step", 2, 1, 2), ("evaluation", 3, 0, 2), ("step", 6, 1, 2)],
+)
+def test_an_error_ends_all_ranks(
+    inputs: Inputs, folder: Path, point: str, step: int, rank: int, world_size: int
+) -> None:
+    with pytest.raises(LaunchError) as caught:
+        run(folder, inputs, world_size, fails=[point, step, rank])
+    text = str(caught.value)
+    assert f"exit codes {[2] * world_size}" in text
+    line = CODE.splitlines().index('            raise ValueError("as asked")') + 1
+    assert (
+        f"callbacks.0.type = 'traced:Trace': {point} raised ValueError: as asked "
+        f"({folder}/traced.py:{line}) after step {step}" in text
+    )
+    assert "Traceback" not in text
+    # Nobody went on.
+    assert max([*metrics(folder / "run"), 0]) <= step
+
+
+@pytest.mark.distributed
+def test_callbacks_change_no_step_and_a_resume_calls_them_again(
+    inputs: Inputs, folder: Path
+) -> None:
+    run(folder, inputs, 2, "train.steps=4")
+    run(folder, inputs, 2, "checkpoint.allow_changes=[train.steps]")
+    points = [(one["point"], one["step"]) for one in trace(folder, 0)]
+    assert ("start", 4) in points
+    run_script(
+        *(2, WORKER, folder, "--config", inputs.run_yaml, "output.directory=plain"),
+        *("train.steps=4", "checkpoint.every_steps=4", "evaluation.every_steps=3"),
+    )
+    run_script(
+        *(2, WORKER, folder, "--config", inputs.run_yaml, "output.directory=plain"),
+        *("train.steps=6", "checkpoint.every_steps=4", "evaluation.every_steps=3"),
+        "checkpoint.allow_changes=[train.steps]",
+    )
+    assert metrics(folder / "run") == metrics(folder / "plain")
+    assert metrics(folder / "run", "grad_norm") == metrics(folder / "plain", "grad_norm")
+
+
+PROGRAM = """
+import bigtrain
+
+class Last:
+    def __init__(self): self.steps, self.ended = [], None
+    def step(self, view):
+        self.steps.append(view.step)
+        if view.step == 3: view.request_stop()
+    def end(self, view): self.ended = view.step
+
+last = Last()
+result = bigtrain.train_run("{run_yaml}", "output.directory=python", callbacks=[last])
+assert (last.steps, last.ended, result.step, result.is_complete) == ([1, 2, 3], 3, 3, True)
+for wrong, text in ((Last, "is a class"), (3, "none of the methods")):
+    try:
+        bigtrain.train_run("{run_yaml}", "output.directory=never", callbacks=[wrong])
+    except bigtrain.ConfigError as error:
+        assert text in str(error) and "callbacks[0]" in str(error), error
+    else:
+        raise AssertionError(wrong)
+print("program done")
+"""
+
+
+def test_objects_of_a_program(inputs: Inputs, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM.replace("{run_yaml}", str(inputs.run_yaml)))
+    assert "program done" in run_script(1, WORKER, tmp_path, "page", tmp_path / "program.py")
+    assert not (tmp_path / "never").exists()

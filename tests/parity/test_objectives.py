@@ -1,0 +1,232 @@
+"""Preference losses under DeepSpeed against plain transformers and PyTorch in one process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import bigtrain
+from bigtrain.data.loading.loader import open_training_data
+from bigtrain.parity.adapters import with_adapters
+from bigtrain.settings.batch_plan import plan_batch
+from bigtrain.settings.loading import parse_run_config
+from tests.support.lives import shared_server
+from tests.support.pairs import write_pairs
+
+pytestmark = [pytest.mark.distributed]
+
+VOCAB_SIZE, LENGTH, STEPS, BETA = 96, 32, 20, 0.3
+ADAPTERS = {"type": "lora", "rank": 4, "alpha": 16.0}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pairs, and a small model with weights."""
+    directory = tmp_path_factory.mktemp("objectives")
+    write_pairs(directory / "pairs", vocab_size=VOCAB_SIZE)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory / "base")
+    return directory
+
+
+def run_of(root: Path, loss: str, *, full: bool = False, **sections: Any) -> dict[str, Any]:
+    gamma = {"gamma": 0.4} if loss == "simpo" else {}
+    return {
+        "model": {"path": str(root / "base")},
+        "objective": {"type": "preference", "loss": loss, "beta": BETA, **gamma},
+        "data": {"path": str(root / "pairs"), "allow_other_tokenizer": True},
+        "batch": {"sequence_length": LENGTH, "global_batch_size": 8, "micro_batch_size": 2},
+        "train": {"steps": STEPS},
+        "optimizer": {"lr": 3e-3, "weight_decay": 0.0, "clip_norm": 1.0},
+        "schedule": {"type": "constant"},
+        "precision": {"dtype": "float32"},
+        "logging": {"every_steps": 1},
+        "checkpoint": {"every_steps": 10},
+        "output": {"directory": str(root / "run"), "export": False},
+        **({} if full or loss in ("simpo", "orpo") else {"adapters": ADAPTERS}),
+        **sections,
+    }
+
+
+def log_probabilities(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Of the targets: float32 [R, T]; 0 elsewhere."""
+    logits = model(input_ids=ids, use_cache=False).logits.float()
+    values = logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return values * (labels != -100)
+
+
+def plain_loss(
+    loss: str, policy: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss of each pair, and rewards of rows; formulas of TRL 1.16 (dpo_trainer.py,
+    experimental/cpo, experimental/orpo), ORPO's first term as in its paper: the mean of a row."""
+    if loss in ("sigmoid", "ipo"):
+        ratios = policy - reference
+        rewards = BETA * ratios
+        if loss == "sigmoid":
+            return -F.logsigmoid(BETA * (ratios[0::2] - ratios[1::2])), rewards
+        means = ratios / lengths
+        return (means[0::2] - means[1::2] - 1 / (2 * BETA)) ** 2, rewards
+    means = policy / lengths
+    chosen, rejected = means[0::2], means[1::2]
+    if loss == "simpo":
+        return -F.logsigmoid(BETA * (chosen - rejected - 0.4 / BETA)), BETA * means
+    log_odds = (chosen - rejected) - (
+        torch.log1p(-torch.exp(chosen)) - torch.log1p(-torch.exp(rejected))
+    )
+    return -chosen - BETA * F.logsigmoid(log_odds), BETA * means
+
+
+@cache
+def plain_run(
+    root: Path, loss: str, full: bool = False
+) -> tuple[list[float], list[dict[str, float]], dict[str, Any]]:
+    """Losses and rewards of every step, and the trained weights."""
+    config = parse_run_config(run_of(root, loss, full=full))
+    model: Any = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32).eval()
+    if config.adapters is not None:
+        model = with_adapters(model, config.adapters, config.seed)
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    section = config.optimizer
+    optimizer = torch.optim.AdamW(
+        trained, section.lr, tuple(section.betas), section.eps, weight_decay=0.0
+    )
+    plan, _ = plan_batch(config.batch, 1)
+    assert plan is not None
+    batches = open_training_data(config, replace(plan, rows_per_sample=2), 0)
+    losses, rewards = [], []
+    for step in range(STEPS):
+        parts = batches.step(8 * step)
+        ids = torch.cat([part.input_ids for part in parts])
+        labels = torch.cat([part.labels for part in parts])
+        lengths = (labels != -100).sum(-1)
+        with torch.no_grad():
+            reference = log_probabilities(base, ids, labels).sum(-1)
+        policy = log_probabilities(model, ids, labels).sum(-1)
+        values, reward = plain_loss(loss, policy, reference, lengths)
+        optimizer.zero_grad()
+        values.mean().backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        losses.append(float(values.detach().mean()))
+        chosen, rejected = reward.detach()[0::2], reward.detach()[1::2]
+        rewards.append(
+            {
+                "rewards/accuracies": float((chosen > rejected).float().mean()),
+                "rewards/chosen": float(chosen.mean()),
+                "rewards/margins": float((chosen - rejected).mean()),
+                "rewards/rejected": float(rejected.mean()),
+            }
+        )
+    batches.close()
+    return losses, rewards, model.state_dict()
+
+
+def train(root: Path, name: str, tree: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
+    tree = {**tree, "output": {"directory": str(root / name), "export": False}}
+    path = root / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    codes, output = shared_server().live(["--config", str(path)], world_size=world_size)
+    assert codes == [0] * world_size, output[-6000:]
+    lines = (root / name / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "loss" in row]
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "loss", ["sigmoid", pytest.param("ipo", marks=SLOW), "orpo", pytest.param("simpo", marks=SLOW)]
+)
+@pytest.mark.parametrize(
+    ("engine", "sections"),
+    [
+        pytest.param("zero0", {}, marks=SLOW),
+        pytest.param("zero1", {}, marks=SLOW),
+        ("zero3", {}),
+        pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
+    ],
+    ids=["zero0", "zero1", "zero3", "tensor"],
+)
+def test_a_preference_loss_is_that_of_a_plain_loop(
+    root: Path, loss: str, engine: str, sections: dict[str, Any]
+) -> None:
+    tree = run_of(root, loss, engine={"deepspeed_config": engine}, **sections)
+    tree["model"] = {**tree["model"], "loss": "chunked", "loss_chunk_tokens": 7}
+    name = f"{loss}-{engine}-{len(sections)}"
+    rows = train(root, name, tree, 2)
+    losses, rewards, _ = plain_run(root, loss)
+    assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
+    assert losses[-1] < losses[0]
+    for row, expected in zip(rows, rewards, strict=True):
+        found = {key: row["recorded"][key] for key in expected}
+        assert found == pytest.approx(expected, abs=2e-5, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", pytest.param("ipo", marks=SLOW)])
+@pytest.mark.parametrize(
+    ("engine", "sections"),
+    [
+        pytest.param("zero1", {}, marks=SLOW),
+        ("zero3", {}),
+        pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
+    ],
+    ids=["zero1", "zero3", "tensor"],
+)
+def test_all_weights_are_trained_against_scores_of_the_first_ones(
+    root: Path, loss: str, engine: str, sections: dict[str, Any]
+) -> None:
+    """Half of it on two ranks, the rest on one, which reads the scores."""
+    tree = run_of(root, loss, full=True, engine={"deepspeed_config": engine}, **sections)
+    name = f"full-{loss}-{engine}-{len(sections)}"
+    train(root, name, tree | {"train": {"steps": 10}}, 2)
+    scores = np.load(root / name / "reference/train.npy")
+    assert scores.shape == (48, 2)
+    assert (scores < 0).all()
+    more = {"checkpoint": {"allow_changes": ["train.steps"]}, "parallel": {}}
+    rows = train(root, name, tree | more, 1)
+    losses, rewards, weights = plain_run(root, loss, full=True)
+    assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
+    for row, expected in zip(rows, rewards, strict=True):
+        found = {key: row["recorded"][key] for key in expected}
+        assert found == pytest.approx(expected, abs=2e-5, rel=1e-5)
+    trained = bigtrain.load_state_dict(root / name)
+    for key, tensor in weights.items():
+        if key in trained:
+            torch.testing.assert_close(trained[key], tensor, atol=1e-5, rtol=1e-5)
+    assert len(trained) >= 20
+
+
+def test_lost_scores_are_refused(root: Path) -> None:
+    tree = run_of(root, "sigmoid", full=True, train={"steps": 2}, checkpoint={"every_steps": 1})
+    train(root, "lost", tree, 1)
+    (root / "lost/reference/train.npy").unlink()
+    again = root / "lost.yaml"
+    more = ("train.steps=3", "checkpoint.allow_changes=[train.steps]")
+    codes, output = shared_server().live(["--config", str(again), *more], world_size=2)
+    assert codes == [2, 2]
+    assert "the reference model of this run is gone with it" in output

@@ -1,0 +1,160 @@
+"""Samples of user code: rows, order, identity, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bigtrain.data.loading.loader import open_training_data
+from bigtrain.data.samples.source import SourceSamples, with_source
+from bigtrain.data.shards.dataset import open_dataset
+from bigtrain.errors import BigtrainError, DataError
+from bigtrain.settings.batch_plan import plan_batch
+from bigtrain.settings.loading import parse_run_config
+from tests.support.datasets import write_dataset
+
+LENGTH = 8
+
+
+def items(count: int = 30) -> list[dict[str, list[int]]]:
+    found = []
+    for number in range(count):
+        tokens = [1 + number % 50] * (2 + number % LENGTH)
+        labels = [-100, *tokens[1:]]
+        labels[len(tokens) // 2] = -100
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("data") / "shards", vocab_size=64)
+
+
+def config(shards: Path) -> Any:
+    return parse_run_config(
+        {
+            "model": {"config": {"model_type": "llama", "vocab_size": 64}},
+            "data": {"path": str(shards), "samples": {"type": "bigtrain:given"}},
+            "batch": {"sequence_length": LENGTH, "global_batch_size": 6, "micro_batch_size": 3},
+            "train": {"steps": 10},
+            "optimizer": {"lr": 0.5},
+            "output": {"directory": "runs/x"},
+        }
+    )
+
+
+def test_an_epoch_reads_every_item_once_and_ranks_share_it(shards: Path) -> None:
+    run = config(shards)
+    source = items()
+    dataset = with_source(run, open_dataset(shards), source)
+    seen = []
+    for rank in (0, 1):
+        plan, _ = plan_batch(run.batch, 2)
+        assert plan is not None
+        batches = open_training_data(run, plan, rank, datasets=[dataset])
+        for step in range(5):
+            for batch in batches.step(step * 6):
+                seen += [(a.tolist(), b.tolist()) for a, b in zip(*_parts(batch), strict=True)]
+        batches.close()
+    expected = []
+    for item in source:
+        tokens = item["input_ids"] + [0] * (LENGTH + 1 - len(item["input_ids"]))
+        labels = item["labels"] + [-100] * (LENGTH + 1 - len(item["labels"]))
+        expected.append((tokens[:-1], labels[1:]))
+    assert sorted(seen) == sorted(expected)
+
+
+def _parts(batch: Any) -> tuple[Any, Any]:
+    return batch.input_ids, batch.labels
+
+
+def test_the_identity_follows_items_and_length(shards: Path) -> None:
+    run, dataset = config(shards), open_dataset(shards)
+
+    def identity(source: object) -> int:
+        return int(with_source(run, dataset, source).table.splits["train"].rows["xxh3"][0])
+
+    source = items()
+    changed = copy.deepcopy(source)
+    changed[-1]["labels"] = changed[-1]["input_ids"]
+    assert identity(source) == identity(items())
+    assert len({identity(source), identity(changed), identity(items(31))}) == 3
+
+
+class Faulty:
+    """A source with one item that is wrong."""
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        return self.item() if callable(self.item) else self.item
+
+
+def _draw() -> list[int]:
+    return np.random.default_rng().integers(0, 64, 8).tolist()
+
+
+def _fail() -> Any:
+    raise KeyError("nothing")
+
+
+@pytest.mark.parametrize(
+    ("item", "text"),
+    [
+        ([1], "has 1 tokens; a sample has 2 to 9"),
+        ([1] * 10, "has 10 tokens; a sample has 2 to 9"),
+        ([1, 64], "has token 1 or 64; the vocabulary is 64"),
+        ([1.0, 2.0], "input_ids is of type float64 and shape [2]"),
+        ([[1, 2]], "shape [1, 2]"),
+        ({"labels": [1, 2]}, "has no input_ids"),
+        ({"input_ids": [1, 2], "attention_mask": [1, 1]}, "has 'attention_mask'"),
+        ({"input_ids": [1, 2], "labels": [1]}, "has 2 input_ids and 1 labels"),
+        ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "labels[0] = 2 is not input_ids[0] = 1"),
+        (_draw, "is another one when it is read again"),
+        (_fail, f"item 0 raised KeyError: 'nothing' ({__file__}:"),
+    ],
+)
+def test_a_faulty_item(shards: Path, item: Any, text: str) -> None:
+    with pytest.raises(BigtrainError) as caught:
+        with_source(config(shards), open_dataset(shards), Faulty(item))
+    assert text in str(caught.value)
+    assert __file__ in str(caught.value)
+
+
+def test_no_items(shards: Path) -> None:
+    with pytest.raises(DataError, match="has no items"):
+        SourceSamples([], "data = list", LENGTH, open_dataset(shards))
+
+
+def test_a_dataset_is_the_sequence_of_its_documents(tmp_path: Path) -> None:
+    path = write_dataset(tmp_path / "masked", vocab_size=64, masked=True, num_shards=3)
+    dataset = open_dataset(path)
+    documents = list(dataset)
+    assert len(dataset) == len(documents) == dataset.table.num_documents("train")
+    stored = [
+        (shard.document(n).tolist(), shard.document_mask(n).tolist())
+        for shard in dataset.shards("train")
+        for n in range(shard.num_documents)
+    ]
+    read = [(d["input_ids"].tolist(), (d["labels"] != -100).tolist()) for d in documents]
+    assert read == stored
+    assert all(
+        (d["labels"] == np.where(d["labels"] == -100, -100, d["input_ids"])).all()
+        for d in documents
+    )
+    assert (dataset[-1]["input_ids"] == documents[-1]["input_ids"]).all()
+    assert [len(d["input_ids"]) for d in dataset.documents("held_out")[1:3]] == [
+        len(dataset.documents("held_out")[n]["input_ids"]) for n in (1, 2)
+    ]
+    with pytest.raises(IndexError, match=f"document {len(dataset)} of"):
+        dataset[len(dataset)]
+    assert len(open_dataset(path).documents("held_out")) == 6

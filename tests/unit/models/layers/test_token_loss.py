@@ -1,0 +1,59 @@
+"""Label smoothing and z-loss, against transformers' label smoother and the formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.trainer_pt_utils import LabelSmoother
+
+from bigtrain.models.layers.chunked_loss import ChunkedLoss
+from bigtrain.models.layers.token_loss import LossTerms, summed_token_loss
+
+LOGITS = 5 * torch.randn(12, 30, generator=torch.Generator().manual_seed(0))
+LABELS = torch.randint(0, 30, (12,), generator=torch.Generator().manual_seed(1))
+LABELS[3:6] = -100
+COUNT = int((LABELS != -100).sum())
+
+
+def test_label_smoothing_is_that_of_transformers() -> None:
+    logits = LOGITS.requires_grad_()
+    expected = LabelSmoother(0.1)({"logits": logits}, LABELS.clone())
+    loss = summed_token_loss(logits, LABELS, LossTerms(label_smoothing=0.1)) / COUNT
+    torch.testing.assert_close(loss, expected)
+
+
+def test_z_loss_is_the_square_of_the_logarithm_of_the_denominator() -> None:
+    logits = LOGITS.requires_grad_()
+    plain = summed_token_loss(logits, LABELS)
+    loss = summed_token_loss(logits, LABELS, LossTerms(z_loss=1e-2))
+    squares = logits.double().exp().sum(-1).log().square()[LABELS != -100]
+    torch.testing.assert_close((loss - plain).double(), 1e-2 * squares.sum(), rtol=1e-5, atol=1e-4)
+    with torch.no_grad():
+        assert torch.equal(summed_token_loss(logits, LABELS, LossTerms(0.1, 1e-2)), plain)
+
+
+@pytest.mark.parametrize("terms", [LossTerms(label_smoothing=0.2), LossTerms(z_loss=0.05)])
+def test_chunks_have_the_same_loss_and_gradients(terms: LossTerms) -> None:
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING["gpt2"](vocab_size=40, n_embd=16, n_layer=1, n_head=2)
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    ids, labels = torch.randint(1, 40, (2, 9)), torch.randint(1, 40, (2, 9))
+    labels[0, 2:5] = -100
+    found = []
+    for in_chunks in (False, True):
+        if in_chunks:
+            chunked = ChunkedLoss(model, 5, terms=terms)
+            loss = model(input_ids=ids, use_cache=False, targets=labels).loss
+            chunked.remove()
+        else:
+            logits = model(input_ids=ids, use_cache=False).logits
+            loss = summed_token_loss(logits.flatten(0, 1).float(), labels.flatten(), terms)
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        model.zero_grad()
+        found.append({"loss": loss.detach(), **gradients})
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5)

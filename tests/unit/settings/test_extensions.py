@@ -1,0 +1,219 @@
+"""User code that a run names: everything wrong with it is one problem with file and line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bigtrain.errors import ConfigError
+from bigtrain.settings.loading import parse_run_config
+from bigtrain.settings.lr_schedule import learning_rate_at
+from bigtrain.settings.resolve import resolve_run
+
+RUN: dict[str, Any] = {
+    "model": {"config": {"model_type": "llama", "vocab_size": 64}},
+    "data": {"path": "shards"},
+    "batch": {"sequence_length": 8, "global_batch_size": 8, "micro_batch_size": 1},
+    "train": {"steps": 10},
+    "optimizer": {"lr": 0.5},
+    "output": {"directory": "runs/x"},
+}
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file of the module `user_code`, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    yield tmp_path / "user_code.py"
+    sys.modules.pop("user_code", None)
+
+
+def resolved(**sections: Any) -> Any:
+    return resolve_run(parse_run_config({**RUN, **sections}), 1)
+
+
+def schedule_of(name: str, **settings: Any) -> dict[str, Any]:
+    return {"type": f"user_code:{name}", "settings": settings}
+
+
+def callback_of(name: str, **settings: Any) -> list[dict[str, Any]]:
+    return [{"type": f"user_code:{name}", "settings": settings}]
+
+
+def test_a_schedule_is_the_factor_of_every_step(code: Path) -> None:
+    code.write_text("def half(step, total, start=1.0):\n    return start * (1 - step / total)\n")
+    config = resolved(schedule=schedule_of("half", start=0.5)).config
+    rates = [learning_rate_at(step, 0.5, config.schedule, 10) for step in range(10)]
+    assert rates == [0.5 * (0.5 * (1 - step / 10)) for step in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "expected"),
+    [
+        ("x = 1\n", "half", "user_code.py has no half"),
+        ("halve = len\n", "half", "did you mean halve?"),
+        ("half = 1\n", "half", "is not a function"),
+        ("import no_such_module\n", "half", "No module named 'no_such_module' ({file}:1)"),
+        ("\n\nx = 1 / 0\n", "half", "its module fails: ZeroDivisionError: {zero} ({file}:3)"),
+        ("\ndef half(:\n", "half", "SyntaxError"),
+        ("\ndef half(:\n", "half", "({file}:2)"),
+        ("import sys\nsys.exit(3)\n", "half", "SystemExit: 3 ({file}:2)"),
+        ("def half(step):\n    return 1.0\n", "half", "and takes (step)"),
+        ("\ndef half(step):\n    return 1.0\n", "half", "in {file}:2"),
+        ("def half(step, total):\n    return 'a'\n", "half", "it is 'a', not a number"),
+        ("def half(step, total):\n    return step - 5\n", "half", "of step 0 of 10: ValueError"),
+        ("def half(s, t):\n    return 1 / (7 - s)\n", "half", "of step 7 of 10: ZeroDivisionError"),
+        ("def half(s, t):\n    return 1 / (7 - s)\n", "half", "({file}:2)"),
+        ("def half(s, t):\n    return float('nan') if s == 9 else 1\n", "half", "it is nan"),
+        ("a = []\ndef half(s, t):\n    a.append(1)\n    return len(a)\n", "half", "called again"),
+    ],
+)
+def test_a_faulty_schedule(code: Path, text: str, name: str, expected: str) -> None:
+    code.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        resolved(schedule=schedule_of(name))
+    message = str(caught.value)
+    assert expected.format(file=code, zero="division by zero") in message
+    assert f"schedule.type = 'user_code:{name}'" in message
+    assert len(caught.value.problems) == 1
+
+
+def test_a_module_that_is_nowhere(code: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(schedule=schedule_of("half"))
+    assert f"there is no module user_code in {code.parent}, PYTHONPATH" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("class Watch:\n    x = 1\n", "has none of the methods of a callback"),
+        ("class Watch:\n    def on_step_end(self, v): ...\n", "rename it to step(self, view)"),
+        ("class Watch:\n    def step(self): ...\n", "step is called as step(self, view)"),
+        ("class Watch:\n\n    def step(self): ...\n", "in {file}:3"),
+        ("class Watch:\n    async def step(self, view): ...\n", "step is a coroutine"),
+        (
+            "class Watch:\n    ranks = 'one'\n    def end(self, v): ...\n",
+            "ranks = 'one' is neither",
+        ),
+        ("def Watch(): ...\n", "is not a class ({file}:1)"),
+        (
+            "class Watch:\n    def __init__(self, a): ...\n    def end(self, v): ...\n",
+            "callbacks.0.settings = {{}}: Watch is called as Watch(), and takes (a)",
+        ),
+    ],
+)
+def test_a_faulty_callback(code: Path, text: str, expected: str) -> None:
+    code.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        resolved(callbacks=callback_of("Watch"))
+    assert expected.format(file=code) in str(caught.value)
+    assert len(caught.value.problems) == 1
+
+
+def test_settings_that_are_not_plain_data() -> None:
+    with pytest.raises(ConfigError, match=r"callbacks.0.settings = .*not a valid JSON"):
+        parse_run_config({**RUN, "callbacks": callback_of("Watch", a=object())})
+
+
+@pytest.mark.parametrize("name", ["mine", "mine:", ":Watch", "mine.py:Watch:x", "my-code:Watch"])
+def test_a_name_that_is_not_one(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"package\.module:Name"):
+        parse_run_config({**RUN, "callbacks": [{"type": name}]})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ({"type": "cosin"}, "did you mean cosine?"),
+        ({"type": "mine:f", "warmup_steps": 3}, "schedule.warmup_steps = 3 would have no effect"),
+        ({"type": "linear", "settings": {"a": 1}}, "schedule.type = 'linear' is bigtrain's own"),
+    ],
+)
+def test_settings_without_effect(schedule: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_run_config({**RUN, "schedule": schedule})
+    assert expected in str(caught.value)
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("class Own: ...\n", "is not a PreTrainedModel of transformers ({file}:1)"),
+        ("def Own(config): ...\n", "is not a PreTrainedModel of transformers ({file}:1)"),
+        (
+            "class Own:\n    from_pretrained = print\n",
+            "the model_type of its config_class is '', empty ({file}:1)",
+        ),
+        (
+            "class C:\n    model_type = 'llama'\nclass Own:\n    config_class = C\n"
+            "    from_pretrained = print\n",
+            "the model_type of its config_class is 'llama', transformers' own ({file}:3)",
+        ),
+    ],
+)
+def test_a_faulty_model_class(code: Path, text: str, expected: str) -> None:
+    code.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        resolved(model={"type": "user_code:Own", "config": {"vocab_size": 64}})
+    assert expected.format(file=code) in str(caught.value)
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("def Own(batch): ...\n", "is not a class ({file}:1)"),
+        ("class Own:\n    def lose(self, batch): ...\n", "has no loss ({file}:1)"),
+        ("class Own:\n    def loss(self): ...\n", "loss is called as loss(self, batch)"),
+        (
+            "class Own:\n    unit = 'words'\n    def loss(self, batch): ...\n",
+            "unit = 'words' is not one of tokens, rows, pairs ({file}:1)",
+        ),
+        (
+            "class Own:\n    def __init__(self, a): ...\n    def loss(self, batch): ...\n",
+            "objective.settings = {{}}: Own is called as Own(), and takes (a)",
+        ),
+        (
+            "class Own:\n    reference = True\n    def loss(self, batch): ...\n",
+            "reference = True asks for log-probabilities without adapters",
+        ),
+    ],
+)
+def test_a_faulty_objective(code: Path, text: str, expected: str) -> None:
+    code.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        resolved(objective={"type": "user_code:Own"})
+    assert expected.format(file=code) in str(caught.value)
+    assert len(caught.value.problems) == 1
+
+
+def test_an_objective_of_pairs_reads_two_rows_of_a_sample(code: Path) -> None:
+    code.write_text("class Own:\n    unit = 'pairs'\n    def loss(self, batch): ...\n")
+    run = resolved(objective={"type": "user_code:Own"})
+    assert run.plan.tokens_per_step == 2 * 8 * 8
+    assert "8 samples x 2 rows x 8 tokens" in run.plan.equation()
+    with pytest.raises(ConfigError, match="each answer of a pair is a row of its own"):
+        resolved(objective={"type": "user_code:Own"}, data={"path": "x", "packing": "best_fit"})
+
+
+@pytest.mark.parametrize(
+    ("objective", "expected"),
+    [
+        ({"beta": 0.2}, "objective.beta = 0.2 has no effect with objective.type = next_token"),
+        ({"type": "preference", "gamma": 1.0}, "no effect with objective.loss = sigmoid"),
+        ({"type": "preference", "z_loss": 0.1}, "no effect with objective.type = preference"),
+        ({"type": "next_tokn"}, "did you mean next_token?"),
+        ({"type": "preference", "loss": "dpo"}, "input should be 'sigmoid', 'ipo'"),
+    ],
+)
+def test_settings_of_an_objective_without_effect(objective: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_run_config({**RUN, "objective": objective})
+    assert expected in str(caught.value)
