@@ -23,11 +23,15 @@ def with_steps(
     run: ResolvedRun, datasets: Sequence[TokenDataset]
 ) -> tuple[ResolvedRun, tuple[str, ...]]:
     """Return `run` with its epochs of `datasets`, those of the mixture, as steps, and lines on
-    them: none if it is given in steps. Raises ConfigError if the steps do not fit the schedule."""
+    them: none if it is given in steps. Raises ConfigError if the steps do not fit the schedule, and
+    without samples."""
     config = run.config
     if config.train.epochs is None:
         return run, ()
     samples = [count_samples(config, dataset, "train") for dataset in datasets]
+    if not sum(samples):
+        rule = "the number of the training samples is not known, so an epoch has no length"
+        raise ConfigError(Problem("train.epochs", config.train.epochs, rule, "train.steps=N"))
     steps, line = count_steps(config, samples)
     warmup = config.schedule.warmup_steps
     if warmup > steps:
