@@ -13,8 +13,10 @@ from fractions import Fraction
 from bigtrain.data.loading.dataset_checks import count_samples, open_checked
 from bigtrain.data.shards.dataset import TokenDataset
 from bigtrain.errors import ConfigError, DataError, Problem
+from bigtrain.settings.extensions import check_schedule
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.sections.extensions import is_imported
 
 UNKNOWN = "train.epochs = {:g}: its steps are counted with the data, which is not here"
 
@@ -37,6 +39,11 @@ def with_steps(
     if warmup > steps:
         rule = f"more than the run's steps; {line}"
         raise ConfigError(Problem("schedule.warmup_steps", warmup, rule, f"{steps} or less"))
+    schedule = config.schedule
+    if is_imported(schedule.type):  # its values were not checked without the steps
+        settings = schedule.settings
+        if problems := check_schedule("schedule.type", schedule.type, settings, steps):
+            raise ConfigError(problems, "the run's settings")
     train = config.train.model_copy(update={"steps": steps, "epochs": None})
     return replace(run, config=config.model_copy(update={"train": train})), (line,)
 

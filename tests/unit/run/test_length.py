@@ -121,3 +121,17 @@ def test_a_counted_run_is_one_of_steps(tmp_path: Path) -> None:
     # A checkpoint has the steps, and a resume compares them: of grown data they are others.
     by_steps = parse_run_config(tree(tmp_path, {"steps": steps}))
     assert mathematics(counted.config) == mathematics(by_steps)
+
+
+def test_a_schedule_of_the_user_is_checked_for_every_counted_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "falling_schedule.py").write_text(
+        "def factor(step, total_steps):\n    return 1.0 - step / 3\n"
+    )
+    write_dataset(tmp_path / "shards", vocab_size=50)
+    schedule = {"schedule": {"type": "falling_schedule:factor"}}
+    run = resolve_run(parse_run_config(tree(tmp_path, {"epochs": 2}, **schedule)), 1)
+    with pytest.raises(ConfigError, match="of step 4 of"):
+        with_steps(run, [open_dataset(tmp_path / "shards")])
