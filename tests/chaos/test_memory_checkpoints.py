@@ -203,7 +203,7 @@ def test_steps_that_a_later_launch_trained_again_are_not_resumed(
     """As when the run moved to another host, was killed there, and is back."""
     run, command = killed
     [own] = memory.glob("bigtrain-*/*")
-    aside = memory.with_name(f"{memory.name}-aside")
+    aside = memory / "aside"
     shutil.move(own, aside)
     codes, text = server.live(command, die=(0, 120))
     assert -signal.SIGKILL in codes, text

@@ -81,10 +81,14 @@ def forked(inputs: Inputs, tmp_path: Path) -> Iterator[Forked]:
 
 
 def end(one: Forked) -> None:
-    family = [*one.agent.children(recursive=True), one.agent] if one.agent.is_running() else []
-    for process in family:
-        process.kill()
+    """Kill the agent; the rest of its family ends with it, and removes its semaphores."""
+    family = one.agent.children(recursive=True) if one.agent.is_running() else []
+    if one.agent.is_running():
+        one.agent.kill()
     one.agent.wait()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    for process in alive:
+        process.kill()
 
 
 def test_a_killed_rank_restarts_without_imports(forked: Forked) -> None:
