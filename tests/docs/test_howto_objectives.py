@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +18,6 @@ from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.errors import LaunchError
 from tests.launch.conftest import Inputs, finished_run, inputs, metrics, run_tree
 from tests.support.lives import run_script
-from tests.support.pairs import write_pairs
 from tests.support.worlds import ROOT
 
 PAGE = (ROOT / "docs/howto/objectives.md").read_text(encoding="utf-8")
@@ -35,6 +38,17 @@ def folder(inputs: Inputs, tmp_path: Path) -> Path:
     tree = run_tree(inputs.shards, tmp_path / "run") | {"train": {"steps": 4}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
     return tmp_path
+
+
+def write_rows(path: Path) -> None:
+    """Sums with a right and a wrong answer, as JSON lines."""
+    chooser = random.Random(0)
+    with path.open("w") as file:
+        for _ in range(60):
+            left, right = chooser.randint(1, 9), chooser.randint(1, 9)
+            chosen, rejected = f" {left + right}.", f" {left * right + 1}, or so."
+            row = {"prompt": f"{left} + {right} =", "chosen": chosen, "rejected": rejected}
+            file.write(json.dumps(row) + "\n")
 
 
 def own(folder: Path, world_size: int, name: str, gamma: float, *more: str) -> dict[int, float]:
@@ -85,15 +99,13 @@ def test_a_faulty_loss_names_its_line(folder: Path, body: str, text: str) -> Non
 
 def test_the_preference_run_of_the_page(inputs: Inputs, folder: Path, finished_run: Path) -> None:
     shutil.copytree(finished_run / "hf", folder / "base")
-    write_pairs(folder / "pairs", vocab_size=320, longest=60)
-    shutil.rmtree(folder / "pairs/tokenizer")
-    shutil.copytree(inputs.shards / "tokenizer", folder / "pairs/tokenizer")
+    write_rows(folder / "pairs.jsonl")
+    (command,) = re.findall(r"^bigtrain (tokenize .*)", PAGE, flags=re.M)
+    run = [sys.executable, "-m", "bigtrain", *command.split()]
+    subprocess.run(run, cwd=folder, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     (folder / "preference.yaml").write_text(blocks("yaml")[0])
-    write_pairs(folder / "others", vocab_size=320, longest=60, seed=1)
-    more = (
-        "data.allow_other_tokenizer=true",
-        "evaluation.held_out=[{name: others, path: others}]",
-    )
+    shutil.copytree(folder / "pairs", folder / "others")
+    more = ("evaluation.held_out=[{name: others, path: others}]",)
     run_script(2, WORKER, folder, "--config", "preference.yaml", *more)
     rows = metrics(folder / "runs/preference", "recorded")
     assert list(rows) == [5, 10]
@@ -101,7 +113,7 @@ def test_the_preference_run_of_the_page(inputs: Inputs, folder: Path, finished_r
     sets = metrics(folder / "runs/preference", "held_out_sources")[10]
     assert sets.keys() == {"pairs", "others"}
     assert sets["pairs"].keys() == {"loss", "tokens"}
-    assert [one["tokens"] for one in sets.values()] == [8, 8]
+    assert sets["pairs"] == sets["others"]
     losses = metrics(folder / "runs/preference")
     assert losses[10] < losses[5]
     assert (folder / "runs/preference/hf/adapter_model.safetensors").exists()
@@ -116,7 +128,7 @@ def test_the_preference_run_of_the_page(inputs: Inputs, folder: Path, finished_r
         *("data.long_documents=truncate", "output.export=false", "train.steps=2"),
     )
     log = (folder / "runs/short/log.txt").read_text()
-    assert re.search(r"pairs: [12] of 96 answers are truncated, which loses 0.0\d% ", log)
+    assert re.search(r"pairs: \d+ of \d+ answers are truncated, which loses \d.\d\d% ", log)
 
 
 def refused(folder: Path, *overrides: str) -> str:
