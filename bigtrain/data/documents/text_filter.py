@@ -7,13 +7,8 @@ directory in which the command was started.
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
 import re
-import sys
-import sysconfig
-import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,7 +18,8 @@ from typing import Any
 import orjson
 import xxhash
 
-from bigtrain.errors import DataError
+from bigtrain.errors import ConfigError, DataError
+from bigtrain.settings.extensions import describe, import_named, location
 
 Function = Callable[[str, Mapping[str, Any]], bool | str]
 
@@ -55,7 +51,7 @@ class TextFilter:
         function: Function = _imported(self.name)
         if source_hash(function) != self.source_xxh3:
             raise DataError(
-                f"--filter {self.name}: {_place(function)} has changed since the start -> "
+                f"--filter {self.name}: {location(function)} has changed since the start -> "
                 "start again"
             )
         return function
@@ -69,10 +65,8 @@ class TextFilter:
         except DataError:
             raise
         except (Exception, SystemExit) as error:
-            message = " ".join(str(error).split())[:300]
-            kind = type(error).__name__ + (f": {message}" if message else "")
             raise DataError(
-                f"--filter {self.name} fails for {where}: {kind} ({_raised_at(error)}) -> "
+                f"--filter {self.name} fails for {where}: {describe(error, self.function)} -> "
                 "correct it"
             ) from error
         if type(answer).__name__ in ("bool", "bool_"):  # also numpy's
@@ -81,7 +75,7 @@ class TextFilter:
             return " ".join(answer.split())[:MAX_REASON]
         raise DataError(
             f"--filter {self.name} returns {answer!r} for {where} -> True to keep it, False or a "
-            f"reason to drop it ({_place(self.function)})"
+            f"reason to drop it ({location(self.function)})"
         )
 
     def count(self, reasons: Counter[str], why: str) -> None:
@@ -90,7 +84,7 @@ class TextFilter:
             raise DataError(
                 f"--filter {self.name} gives more than {MAX_REASONS:,} different reasons, such as "
                 f"{why!r}, and each is counted in the manifest -> return kinds of reasons "
-                f"({_place(self.function)})"
+                f"({location(self.function)})"
             )
         reasons[why] += 1
 
@@ -106,8 +100,8 @@ def load_filter(name: str) -> TextFilter:
         raise DataError(f"--filter {name} is not a function but {kind}")
     if inspect.iscoroutinefunction(function):
         raise DataError(
-            f"--filter {name} is a coroutine, which would never run ({_place(function)}) -> write "
-            "def instead of async def"
+            f"--filter {name} is a coroutine, which would never run ({location(function)}) -> "
+            "write def instead of async def"
         )
     try:
         inspect.signature(function).bind("", {})
@@ -116,7 +110,7 @@ def load_filter(name: str) -> TextFilter:
     except TypeError as error:
         raise DataError(
             f"--filter {name} is called as {name.rpartition(':')[2]}(text, row), and takes "
-            f"{inspect.signature(function)} ({_place(function)}) -> correct it: {error}"
+            f"{inspect.signature(function)} ({location(function)}) -> correct it: {error}"
         ) from error
     return TextFilter(name, source_hash(function))
 
@@ -161,55 +155,7 @@ def _texts(tree: Any) -> list[str]:
 
 
 def _imported(name: str) -> Any:
-    module_name, _, path = name.partition(":")
-    here = os.getcwd()
-    # Last, so that no file there hides a module of Python or of a package.
-    if not {"", here} & {*sys.path}:
-        sys.path.append(here)
     try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise _not_imported(name, error) from error
-        raise DataError(
-            f"--filter {name}: there is no module {error.name} in {here}, PYTHONPATH or what is "
-            "installed -> start the command in the directory that has it"
-        ) from error
-    except (Exception, SystemExit) as error:
-        raise _not_imported(name, error) from error
-    for part in path.split("."):
-        if not hasattr(found, part):
-            file = getattr(sys.modules[module_name], "__file__", None) or module_name
-            raise DataError(f"--filter {name}: {file} has no {part}")
-        found = getattr(found, part)
-    return found
-
-
-def _not_imported(name: str, error: BaseException) -> DataError:
-    message = " ".join(str(error).split())[:300]
-    return DataError(
-        f"--filter {name}: its module fails: {type(error).__name__}: {message} "
-        f"({_raised_at(error)}) -> correct it"
-    )
-
-
-def _raised_at(error: BaseException) -> str:
-    """Return file and line of the innermost code in the traceback of `error`, outside of Python's
-    import; of the code that does not parse, for a SyntaxError."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    frames = [
-        (frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)
-    ]
-    users = [(f, n) for f, n in frames if f != __file__ and not f.startswith("<frozen")]
-    roots = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "purelib"))
-    own = [(file, line) for file, line in users if not file.startswith(roots)]
-    return "".join(f"{file}:{line}" for file, line in (own or users)[-1:])
-
-
-def _place(function: object) -> str:
-    try:
-        file = inspect.getsourcefile(function)  # type: ignore[arg-type]
-        return f"{file}:{inspect.getsourcelines(function)[1]}"  # type: ignore[arg-type]
-    except (OSError, TypeError):
-        return repr(function)
+        return import_named("--filter", name)
+    except ConfigError as error:
+        raise DataError("\n".join(map(str, error.problems))) from error
