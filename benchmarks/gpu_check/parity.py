@@ -32,7 +32,6 @@ from benchmarks.gpu_check.training import (
 from bigtrain.engine.checkpoint.snapshot import restore_engine
 from bigtrain.parity.comparison import Verdict, compare
 from bigtrain.parity.reference import TrainingTrace
-from bigtrain.parity.topologies import Point
 
 # A first loss scale at which gradients overflow, and steps enough to come down from it.
 _OVERFLOWING = {"scale_power": 28, "num_steps": 18}
@@ -137,7 +136,7 @@ def compare_case(
         return trained
     if trained.scales != alike[0].scales:
         part.fail(f"{case.name}: loss scales {trained.scales}, plain PyTorch's {alike[0].scales}")
-    verdict = verdict_of(setup, case, alike, trained)
+    verdict = verdict_of(case, alike, trained)
     figures |= {
         "loss": verdict.loss,
         "loss_limit": verdict.limits.loss,
@@ -155,13 +154,12 @@ def compare_case(
     return trained
 
 
-def verdict_of(setup: Setup, case: Case, plain: Sequence[Trained], trained: Trained) -> Verdict:
+def verdict_of(case: Case, plain: Sequence[Trained], trained: Trained) -> Verdict:
     """Return how far `trained` is from the plain runs, and how far rounding may take it."""
-    point = Point(case.name, case.engine, run_of(setup, case).config)
     first, *others = [_figures(run) for run in plain]
     if case.dtype == "float32":
-        return compare(point, [first], _figures(trained), others)
-    return compare(point, [first, *others], _figures(trained))
+        return compare([first], _figures(trained), others)
+    return compare([first, *others], _figures(trained))
 
 
 _REFERENCES: dict[tuple[Any, ...], list[Trained]] = {}

@@ -26,6 +26,7 @@ from bigtrain.models import build
 from bigtrain.models.build import WHOLE, Partitioning, build_model
 from bigtrain.models.layers.compilation import compile_layers
 from bigtrain.models.layers.parameter_roles import split_by_decay
+from bigtrain.run.callbacks import Callbacks
 from bigtrain.run.checkpointing.resume import roll_back
 from bigtrain.run.checkpointing.saver import Saver
 from bigtrain.run.context import RunContext
@@ -179,6 +180,7 @@ class Bigtrain:
                 evaluator=self.evaluator,
                 saver=self.saver,
                 outer=self.outer,
+                callbacks=Callbacks(self.context, self.log),
                 roll_back=partial(roll_back, self.context, self.log, self.engine),
                 memory=self.memory,
             )

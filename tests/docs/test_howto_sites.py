@@ -67,6 +67,7 @@ def test_all_that_is_refused_is_named() -> None:
         "sites with parameters on NVMe": "NVMe",
         "sites with SuperOffload": "SuperOffload",
         "sites over quantized or secondary partitions": "ZeRO++",
+        "sites with checkpoints in memory": "checkpoints in memory",
         "sites that stop early": "early stopping",
         "fragments without a layer": "more fragments than layers",
         "sites under accelerate's own settings": "accelerate without",

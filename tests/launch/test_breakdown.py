@@ -20,6 +20,7 @@ from bigtrain.engine.deepspeed_patches import host_time, zero3_hooks
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.models import torch_patches
 from bigtrain.run import loop
+from bigtrain.run.callbacks import Callbacks
 from bigtrain.run.checkpointing.resume import roll_back
 from bigtrain.run.checkpointing.saver import Saver
 from bigtrain.run.context import RunContext
@@ -123,6 +124,7 @@ def train(
             evaluator=Evaluator(context, log, engine, inputs, []),
             saver=saver,
             outer=OuterSteps(context, log, inputs.data_hash, engine),
+            callbacks=Callbacks(context, log),
             roll_back=partial(roll_back, context, log, engine),
             memory=PhaseMemory("cpu"),
         )
