@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_proof.cases import CASES, Case
+from benchmarks.gpu_proof.fake_cuda import load_before_torch, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "gpu_proof.md"
@@ -50,8 +51,6 @@ def trace_apart(cases: Sequence[tuple[Case, str]]) -> Iterator[tuple[Case, dict[
 def _serve() -> None:
     """Fork a process for each case named on the standard input; print its result as a line of
     JSON."""
-    from benchmarks.gpu_proof.fake_cuda import load_before_torch
-
     load_before_torch()
     from benchmarks.gpu_proof.step import as_json, trace_case
 
@@ -104,6 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.serve:
         _serve()
         return 0
+    if reason := why_not():
+        print(f"gpu_proof: {reason}", file=sys.stderr)
+        return 2
     failed, sections, begun = 0, [], time.monotonic()
     page = PAGE.read_text() if PAGE.exists() else ""
     for case, traced in trace_apart([(case, "") for case in CASES if args.only in case.name]):

@@ -24,6 +24,17 @@ NAME = "NVIDIA H100 80GB HBM3"
 MEMORY_BYTES = 80 * 2**30
 
 
+def why_not() -> str | None:
+    """Return why this machine's torch cannot have a fake device; None if it can."""
+    import torch
+
+    if torch.version.cuda is not None:
+        return f"torch {torch.__version__} is built for CUDA: make gpu-check runs on the GPU itself"
+    if torch.torch_version.TorchVersion(torch.__version__) < "2.13":
+        return f"the fake device was built for torch 2.13, and this is {torch.__version__}"
+    return None
+
+
 def load_before_torch() -> None:
     """Load the device's library, compiled once per torch in the folder for temporary files. Raises
     RuntimeError without a C++ compiler."""

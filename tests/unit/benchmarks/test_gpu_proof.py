@@ -8,6 +8,10 @@ import pytest
 
 from benchmarks.gpu_proof.__main__ import PAGE, section, trace_apart
 from benchmarks.gpu_proof.cases import CASES, NOT_FOLLOWED, Case
+from benchmarks.gpu_proof.fake_cuda import why_not
+
+REASON = why_not()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 
 BY_NAME = {case.name: case for case in CASES}
 CORE = ("zero 1", "zero 3, tensor 2", "zero 1, experts 2")
