@@ -524,7 +524,7 @@ def test_a_step_reads_nothing_from_the_device(matrix: Matrix, point: Point) -> N
         assert waits == 4  # the norms of two groups of parameters, twice each: not every gradient
     assert step.get("c10d::allreduce_ in _figures", 0) == (point.world_size > 1)
     # Labels, which are on the host: how many targets there are, and whether all are.
-    assert reads.pop(f"{READ}_count_targets") == point.accumulation
+    assert reads.pop(f"{READ}count") == point.accumulation
     assert set(reads) <= {f"{READ}_targets"}
     assert step["c10d::allreduce_ in _count_targets"] == 1
     assert log.pop(f"{READ}gradient_norm", 1) == 1  # some of DeepSpeed's optimizers have read it

@@ -312,7 +312,10 @@ MUTATIONS = {
         )
     },
     "labels are smoothed": {
-        "engine/train_engine.py": ('reduction="sum",', 'reduction="sum", label_smoothing=0.01,')
+        "models/layers/token_loss.py": (
+            'ignore_index=IGNORED_LABEL, reduction="sum")',
+            'ignore_index=IGNORED_LABEL, reduction="sum", label_smoothing=0.01)',
+        )
     },
     "nothing is frozen": {
         "models/layers/parameters.py": (
