@@ -63,6 +63,8 @@ PAGES_ELSEWHERE = {
     "docs/howto/object_stores.md": "tests/docs/test_howto_data.py",
     "docs/howto/vocabulary.md": "tests/launch/test_vocabulary.py",
     "docs/howto/evaluation.md": "tests/launch/test_evaluation.py",
+    "docs/howto/extend.md": "tests/docs/test_howto_extend.py",
+    "docs/howto/objectives.md": "tests/docs/test_howto_objectives.py",
     "docs/howto/llama_cpp.md": "tests/launch/test_gguf.py",
 }
 
