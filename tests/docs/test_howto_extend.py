@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -44,10 +45,24 @@ def lines(folder: Path) -> list[dict[str, object]]:
     return [line for line in map(json.loads, text.splitlines()) if "loss" in line]
 
 
+def type_lines(folder: Path) -> None:
+    """Type the page's command lines, as in a checkout that has its files."""
+    (folder / "bigtrain").symlink_to(ROOT / "bigtrain")
+    path = f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    typed = re.findall(r"^(?:bigtrain|python) .*", PAGE, flags=re.M)
+    assert len(typed) == 2
+    for line in typed:
+        subprocess.run(shlex.split(line), cwd=folder, check=True, env=environment)
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_run_calls_the_code(folder: Path, world_size: int) -> None:
-    run_script(world_size, WORKER, folder, "--config", "extended.yaml")
+    if world_size == 1:
+        type_lines(folder)
+    else:
+        run_script(world_size, WORKER, folder, "--config", "extended.yaml")
     rows = lines(folder)
     rate = yaml.safe_load(blocks("yaml")[0])["optimizer"]["lr"]
     assert [row["lr"] for row in rows] == [rate * 0.5 ** (step * 3 // 12) for step in range(12)]
