@@ -77,14 +77,18 @@ def _serve() -> None:
 
 def section(case: Case, traced: dict[str, Any]) -> str:
     """Return the lines of the page about one case."""
-    step = traced["step"]
-    memory = f"{step['peak'] / 2**20:.1f} MiB of tensors at the peak"
+    memory = f"{traced['step']['peak'] / 2**20:.0f} MiB of tensors at the peak"
     if case.follows_memory:
-        memory += f", planner {traced['predicted'] / 2**20:.1f} MiB"
-    lines = [f"### {case.name[0].upper()}{case.name[1:]}", "", f"{memory}.", ""]
+        memory += f", planner {traced['predicted'] / 2**20:.0f} MiB"
+    name = f"{case.name[0].upper()}{case.name[1:]}"
+    return f"### {name}\n\n{memory}.\n\n{table(case, traced)}"
+
+
+def table(case: Case, traced: dict[str, Any]) -> str:
+    """Return the table of a case: what a step exchanges, and where the host waits."""
     ranks = "1 rank" if case.world_size == 1 else f"{case.world_size} ranks"
-    lines += [f"| Per step of one of {ranks} | |", "|---|---|"]
-    for operation, size, dtype, count in step["exchanged"]:
+    lines = [f"| {case.name}: per step of one of {ranks} | |", "|---|---|"]
+    for operation, size, dtype, count in traced["step"]["exchanged"]:
         lines.append(f"| {operation}, groups of {size} | {count:,} {dtype} |")
     for name, label in (("step", "waits"), ("logged", "waits if logged")):
         for place, count in traced[name]["waits"].items():
@@ -112,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         problems = [traced] if isinstance(traced, str) else traced["problems"]
         if not isinstance(traced, str):
             sections.append(section(case, traced))
-            if not args.write and sections[-1] not in page:
+            if not args.write and table(case, traced) not in page:
                 problems.append(f"is not as in docs/{PAGE.name}:\n{sections[-1]}")
         failed += bool(problems)
         print(f"{time.monotonic() - begun:.0f} s, {case.name}: {'FAILED' if problems else 'ok'}")

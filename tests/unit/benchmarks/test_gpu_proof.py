@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_proof.__main__ import PAGE, section, trace_apart
+from benchmarks.gpu_proof.__main__ import PAGE, table, trace_apart
 from benchmarks.gpu_proof.cases import CASES, NOT_FOLLOWED, Case
 from benchmarks.gpu_proof.fake_cuda import why_not
 
@@ -30,7 +30,7 @@ def traced() -> dict[str, Traced]:
 def is_on_the_page(case: Case, traced: Traced) -> None:
     assert not isinstance(traced, str), traced
     assert traced["problems"] == []
-    lines = section(case, traced)
+    lines = table(case, traced)
     assert lines in PAGE.read_text(), f'make gpu-proof ARGS="--write"\n{lines}'
 
 
@@ -65,7 +65,7 @@ def test_an_item_in_a_layer_is_found(traced: dict[str, Traced]) -> None:
     spoiled = traced["item in the loop"]
     assert not isinstance(spoiled, str), spoiled
     page = PAGE.read_text()
-    lines = section(BY_NAME[CORE[0]], spoiled).splitlines()
+    lines = table(BY_NAME[CORE[0]], spoiled).splitlines()
     (new,) = [line for line in lines if line not in page]
     assert new.startswith("| waits | 2 x item, ")
     assert "models/layers/chunked_loss.py:_run_base -> transformers/" in new
