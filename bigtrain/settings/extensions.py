@@ -194,8 +194,14 @@ def check_callback(key: str, name: str, kind: Any) -> list[Problem]:
     return problems
 
 
-def check_callback_class(key: str, name: str, settings: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems of a callback that the run names: import, constructor, methods."""
+def _check_class(
+    key: str,
+    name: str,
+    settings: Mapping[str, Any],
+    check: Callable[[str, str, Any], list[Problem]],
+) -> list[Problem]:
+    """Return the problems of a class that the run names: import, constructor, and what `check`
+    finds."""
     try:
         kind = import_named(key, name)
     except ConfigError as error:
@@ -204,20 +210,17 @@ def check_callback_class(key: str, name: str, settings: Mapping[str, Any]) -> li
         rule = f"is not a class ({location(kind) or name})"
         return [Problem(key, name, rule, "name the class, whose constructor gets the settings")]
     made = call_problem(f"{key.removesuffix('.type')}.settings", settings, kind, [], settings)
-    return [*([made] if made else []), *check_callback(key, name, kind)]
+    return [*([made] if made else []), *check(key, name, kind)]
+
+
+def check_callback_class(key: str, name: str, settings: Mapping[str, Any]) -> list[Problem]:
+    """Return the problems of a callback that the run names: import, constructor, methods."""
+    return _check_class(key, name, settings, check_callback)
 
 
 def check_samples_class(key: str, name: str, settings: Mapping[str, Any]) -> list[Problem]:
     """Return the problems of a class of samples: import, constructor, length and items."""
-    try:
-        kind = import_named(key, name)
-    except ConfigError as error:
-        return list(error.problems)
-    if not isinstance(kind, type):
-        rule = f"is not a class ({location(kind) or name})"
-        return [Problem(key, name, rule, "name the class, whose constructor gets the settings")]
-    made = call_problem(f"{key.removesuffix('.type')}.settings", settings, kind, [], settings)
-    return [*([made] if made else []), *check_samples(key, name, kind)]
+    return _check_class(key, name, settings, check_samples)
 
 
 def check_samples(key: str, name: str, kind: Any) -> list[Problem]:
