@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -43,7 +42,6 @@ def write_pairs(
                     mask = np.arange(len(tokens)) >= len(prompt)
                     writer.add(tokens, np.array([len(tokens)]), len(tokens), mask)
             splits[split] += (writer.close(),)
-    rows: dict[str, Any] = {"rows": "preference"} if "rows" in Manifest.model_fields else {}
     write_manifest(
         directory,
         Manifest(
@@ -58,7 +56,7 @@ def write_pairs(
             sources=(),
             options=OptionsRecord(held_out=0.1),
             splits=splits,
-            **rows,
+            rows="preference",
         ),
     )
     return directory
