@@ -110,6 +110,8 @@ class Layout(Degrees):
         degrees = {"TP": self.tensor_size, "PP": self.pipeline_size, "SP": self.sequence_size,
                    "EP": self.expert_size}  # fmt: skip
         words += [f"{name} {size}" for name, size in degrees.items() if size > 1]
+        if self.ring_size > 1:
+            words.append(f"ring {self.ring_size}")
         words.append(f"micro {self.micro_batch_size}")
         if self.recompute != "none":
             fraction = f" 1/{self.recompute_every}" if self.recompute_every > 1 else ""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import LayerCosts, ModelCosts
+from bigtrain.planner.seconds.sequence_bytes import sequence_bytes
 from bigtrain.planner.stages import Stage, StageSizes, stage_sizes, stages_of
 from bigtrain.planner.tables.engines import Engine
 
@@ -185,7 +186,8 @@ def _layer_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: E
     t = layout.tensor_size
     whole = layer.saved_bytes_whole / (t if layout.tensor_sequence else 1)
     per_token = whole + layer.saved_bytes_cut / t
-    if layer.score_bytes and layer.attention is not None and layout.recompute != "attention":
+    keeps_scores = layer.score_bytes and layout.recompute != "attention" and layout.ring_size == 1
+    if keeps_scores and layer.attention is not None:
         per_token += (
             layer.score_bytes
             * layer.attention.num_heads
@@ -232,16 +234,34 @@ def _kept(
              for kind, _ in stage.counts}  # fmt: skip
     everything = sum(count * sizes[kind] for kind, count in stage.counts)
     largest = max(sizes.values(), default=0.0)
+    ring = 0.0
+    if engine.is_deepspeed:
+        ring = max((_ring_bytes(model.kinds[kind], model, layout) for kind in sizes), default=0.0)
     if layout.recompute == "operators":
         kept = {kind: _results_kept(model.kinds[kind], model, layout) for kind in sizes}
-        return sum(count * kept[kind] for kind, count in stage.counts), largest / 2
+        return sum(count * kept[kind] for kind, count in stage.counts), largest / 2 + ring
     if layout.recompute != "full":
-        return everything, 0.0
+        return everything, ring
     anew = stage.every(layout.recompute_every)
     # The output of a stage is kept too, for the backward pass from the next stage.
     inputs = hidden * (sum(n for _, n in anew) + (1 if layout.pipeline_size > 1 else 0))
     left = everything - sum(count * sizes[kind] for kind, count in anew)
-    return (inputs if anew is stage.counts else left + inputs), largest
+    return (inputs if anew is stage.counts else left + inputs), largest + ring
+
+
+def _ring_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
+    """Return the bytes that the backward pass of a ring takes in one layer
+    (models/parallel/ring_attention.py): the keys and values of two ranks, in float32 the gradients
+    of queries, of keys and values, and those of one rank's as they are computed, sent and
+    received."""
+    if layout.ring_size == 1 or layer.attention is None:
+        return 0.0
+    own, t = layer.attention, layout.tensor_size
+    tokens = layout.tokens_per_micro_batch
+    degrees = (t, layout.ulysses_size, layout.ring_size)
+    sent = sequence_bytes(own, tokens, model.element_bytes, degrees)
+    queries = 4.0 * tokens * own.num_heads * own.head_size / t
+    return queries + 2 * sent.keys + 4 * sent.gradients
 
 
 def _results_kept(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:

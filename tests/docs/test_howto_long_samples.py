@@ -1,0 +1,79 @@
+"""The page on long samples: its run trains as one process does, and its commands work."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bigtrain.cli import main as bigtrain
+from tests.launch.conftest import Inputs, finished_run, inputs, metrics, train
+from tests.support.pages import page_blocks, page_text
+
+__all__ = ["finished_run", "inputs"]
+
+PAGE = page_text("docs/howto/long_samples.md")
+WORLD_SIZE = 4
+
+
+@pytest.fixture
+def folder(inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the page's run and its shards, in which commands are typed."""
+    (block,) = page_blocks(PAGE, "yaml")
+    (tmp_path / "long.yaml").write_text(block)
+    shutil.copytree(inputs.shards, tmp_path / "shards")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_run_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    check = ["check", "--config", "long.yaml", "--world-size"]
+    assert bigtrain([*check, str(WORLD_SIZE)]) == 0
+    assert "ring: 2" in capsys.readouterr().out
+    assert bigtrain([*check, str(WORLD_SIZE), "parallel.sequence=4"]) == 2
+    refused = capsys.readouterr().err
+    assert "parallel.sequence={ulysses: 2, ring: 2}" in refused
+    assert bigtrain([*check, "3", "parallel.sequence={ring: 3}"]) == 2
+    assert "batch.sequence_length = 64" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+def test_kinds_train_as_one_process(folder: Path) -> None:
+    """Losses, held-out losses and a resume with another kind; every run is exported, which compares
+    its logits."""
+    (line,) = (line for block in page_blocks(PAGE) for line in block.splitlines()
+               if line.startswith("torchrun"))  # fmt: skip
+    words = shlex.split(line)
+    assert words[:4] == ["torchrun", "--nproc-per-node", str(WORLD_SIZE), "bigtrain/train.py"]
+    finished = train(*words[4:], num_processes=WORLD_SIZE)
+    assert finished.code == 0, finished.output
+    alone = ["--config", "long.yaml", "parallel.sequence=1", "output.directory=runs/one"]
+    finished = train(*alone)
+    assert finished.code == 0, finished.output
+    for key in ("loss", "grad_norm", "held_out_loss"):
+        expected = metrics(folder / "runs/one", key)
+        assert metrics(folder / "runs/long", key) == pytest.approx(expected, rel=1e-4), key
+    assert (folder / "runs/long/hf/model.safetensors").is_file()
+    (last,) = (folder / "runs/long").glob("**/step*8")
+    shutil.rmtree(last)
+    ring = ["--config", "long.yaml", "parallel.sequence={ring: 2}", "logging.every_steps=1"]
+    finished = train(*ring, num_processes=2)
+    assert finished.code == 0, finished.output
+    again = [metrics(folder / name)[8] for name in ("runs/long", "runs/one")]
+    assert again[0] == pytest.approx(again[1], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_plan_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = (line for block in page_blocks(PAGE) for line in block.splitlines()
+               if line.startswith("bigtrain"))  # fmt: skip
+    assert bigtrain([*shlex.split(line)[1:], "--write", "plans"]) == 0
+    assert "SP 16, ring 2" in capsys.readouterr().out
+    sequence = yaml.safe_load((folder / "plans/run.yaml").read_text())["parallel"]["sequence"]
+    assert sequence == {"ulysses": 8, "ring": 2}
