@@ -51,10 +51,13 @@ def test_kinds_train_as_one_process(folder: Path) -> None:
                if line.startswith("torchrun"))  # fmt: skip
     words = shlex.split(line)
     assert words[:4] == ["torchrun", "--nproc-per-node", str(WORLD_SIZE), "bigtrain/train.py"]
-    finished = train(*words[4:], num_processes=WORLD_SIZE)
+    assert words[4:] == ["--config", "long.yaml"]
+    # Ranks are forked from a process with another working directory.
+    run = ["--config", str(folder / "long.yaml"), f"data.path={folder / 'shards'}"]
+    own = f"output.directory={folder / 'runs/long'}"
+    finished = train(*run, own, num_processes=WORLD_SIZE)
     assert finished.code == 0, finished.output
-    alone = ["--config", "long.yaml", "parallel.sequence=1", "output.directory=runs/one"]
-    finished = train(*alone)
+    finished = train(*run, "parallel.sequence=1", f"output.directory={folder / 'runs/one'}")
     assert finished.code == 0, finished.output
     for key in ("loss", "grad_norm", "held_out_loss"):
         expected = metrics(folder / "runs/one", key)
@@ -62,8 +65,7 @@ def test_kinds_train_as_one_process(folder: Path) -> None:
     assert (folder / "runs/long/hf/model.safetensors").is_file()
     (last,) = (folder / "runs/long").glob("**/step*8")
     shutil.rmtree(last)
-    ring = ["--config", "long.yaml", "parallel.sequence={ring: 2}", "logging.every_steps=1"]
-    finished = train(*ring, num_processes=2)
+    finished = train(*run, own, "parallel.sequence={ring: 2}", num_processes=2)
     assert finished.code == 0, finished.output
     again = [metrics(folder / name)[8] for name in ("runs/long", "runs/one")]
     assert again[0] == pytest.approx(again[1], rel=1e-4)
