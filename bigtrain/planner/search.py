@@ -393,14 +393,20 @@ def _offloads(degrees: _Degrees, request: SearchSpace) -> list[dict[str, Any]]:
     options: list[dict[str, Any]] = []
     if degrees.zero_stage < 1 or degrees.pipeline_size > 1:
         return options
+    activations = {"offload_activations": True, "recompute": "full"}
+    if not is_legal(request.facts.changed(activation_offload=True), degrees.zero_stage, degrees):
+        activations = {}
+    options += [activations] if activations else []
     facts = request.facts.changed(offload_optimizer="cpu")
     optimizer = {"offload_optimizer": True}
     if is_legal(facts, degrees.zero_stage, degrees):
         options += [optimizer, {**optimizer, "recompute": "full"}]
+        options += [{**optimizer, **activations}] if activations else []
     if degrees.zero_stage == 3:
         facts = facts.changed(offload_param="cpu")
         if is_legal(facts, 3, degrees):
-            options.append({**optimizer, "offload_parameters": True, "recompute": "full"})
+            everything = {**optimizer, "offload_parameters": True, "recompute": "full"}
+            options += [everything, {**everything, **activations}] if activations else [everything]
     return options
 
 

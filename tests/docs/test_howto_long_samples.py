@@ -72,10 +72,15 @@ def test_kinds_train_as_one_process(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (line,) = (line for block in page_blocks(PAGE) for line in block.splitlines()
+def test_plans_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line, one_device = (line for block in page_blocks(PAGE) for line in block.splitlines()
                if line.startswith("bigtrain"))  # fmt: skip
     assert bigtrain([*shlex.split(line)[1:], "--write", "plans"]) == 0
     assert "SP 16, ring 2" in capsys.readouterr().out
     sequence = yaml.safe_load((folder / "plans/run.yaml").read_text())["parallel"]["sequence"]
     assert sequence == {"ulysses": 8, "ring": 2}
+    assert bigtrain([*shlex.split(one_device)[1:], "--write", "offloaded"]) == 0
+    assert "activation offload" in capsys.readouterr().out
+    model = yaml.safe_load((folder / "offloaded/run.yaml").read_text())["model"]
+    assert model["activation_offload"]
+    assert model["gradient_checkpointing"] == "full"

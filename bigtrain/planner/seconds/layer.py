@@ -107,6 +107,12 @@ def layer_work(
     backward.host = _excess(backward.device, repeated * host, engine.launch_overlap)
     if layout.zero_stage == 3 and engine.measured is None:
         _partitioned(layer, model, layout, device, engine, groups, forward, backward)
+    if layout.offload_activations:
+        # Copies of its input on the compute stream (models/layers/compilation.py).
+        hidden = model.element_bytes * model.hidden_size * layout.tokens_per_micro_batch
+        copied = hidden / layout.recompute_every / device.host_bandwidth
+        forward.zero += copied
+        backward.zero += copied
     forward.add(backward)
     return forward
 
