@@ -76,6 +76,7 @@ class Case:
     accumulation: int = 1
     expert: int = 1
     dtype: str = "float32"
+    loss: str = "auto"
 
     @property
     def world_size(self) -> int:
@@ -87,7 +88,7 @@ class Case:
         expert = "" if self.expert == 1 else f"-expert{self.expert}"
         return (
             f"ulysses{self.ulysses}-ring{self.ring}-tensor{self.tensor}-dp{self.data_size}-"
-            f"{self.engine}-{self.architecture}-{self.data}{recompute}{expert}-{self.dtype}"
+            f"{self.engine}-{self.architecture}-{self.data}{recompute}{expert}-{self.dtype}-{self.loss}"
         )
 
     def config(self, datasets: dict[str, Path]) -> dict[str, Any]:
@@ -101,6 +102,7 @@ class Case:
             "expert": self.expert,
         }
         config["precision"] = {"dtype": self.dtype}
+        config["model"] |= {"loss": self.loss, "loss_chunk_tokens": 5}
         return config
 
 
@@ -152,6 +154,7 @@ CASES = [
     Case(1, 2, "zero1", "mixtral", "isolated", expert=2),
     Case(2, 2, "zero3", "mixtral", "chat", expert=4),
     Case(1, 2, "zero1", "qwen3", "isolated", dtype="bfloat16"),
+    Case(2, 2, "zero3", "llama", "chat", loss="chunked"),
     Case(2, 1, "zero3", "gpt_oss", "chat", data_size=2),
     Case(4, 1, "zero1", "gpt_oss", "isolated"),
 ]
