@@ -33,7 +33,8 @@ from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan, check
 from bigtrain.models.equivalence.trial import GRADIENT, LOSS, OUTPUT, Tolerance
 from bigtrain.models.experts import auxiliary_loss
 from bigtrain.models.parallel.grouped_experts import fit_experts
-from bigtrain.models.parallel.sequence import GroupExchange, SequenceParallel
+from bigtrain.models.parallel.sequence import SequenceParallel
+from bigtrain.models.parallel.sequence_exchange import GroupExchange, SequenceExchange
 from bigtrain.models.parallel.sharding import cut_parameter, shard_of
 from bigtrain.models.parallel.stage_layout import StagePlan
 from bigtrain.models.parallel.stages import Stage
@@ -281,7 +282,7 @@ class Trial:
 
     def _sequence(self) -> None:
         model = copy.deepcopy(self.pristine)
-        sequence = SequenceParallel(model, GroupExchange(self.group))
+        sequence = SequenceParallel(model, SequenceExchange.of_ulysses(GroupExchange(self.group)))
         labels = sequence.part(self.objective.labels)
 
         def step() -> float:

@@ -39,7 +39,8 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.build import build_model
 from bigtrain.models.equivalence.model_plan import ModelPlan, require_model_plan
 from bigtrain.models.layers.adapters import has_adapters
-from bigtrain.models.parallel.sequence import GroupExchange, SequenceParallel
+from bigtrain.models.parallel.sequence import SequenceParallel
+from bigtrain.models.parallel.sequence_exchange import GroupExchange, SequenceExchange
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
@@ -79,7 +80,8 @@ def build_engine(
     model_plan.isolation.install(model)
     sequence = None
     if mesh.topology.sequence_size > 1:
-        sequence = SequenceParallel(model, GroupExchange(mesh.sequence))
+        exchanges = map(GroupExchange, (mesh.sequence, mesh.ulysses, mesh.ring))
+        sequence = SequenceParallel(model, SequenceExchange(*exchanges))
     computes_loss = model_plan.loss.install(model, loss_terms(config)) is not None
     exact = ExactParameters(model, model_plan.parameters.kept, device)
     compiled = apply_layer_options(model, config, engine_config, device)

@@ -38,7 +38,7 @@ from bigtrain.models.layers.adapters import adapters_off
 from bigtrain.models.layers.compilation import uncompiled
 from bigtrain.models.layers.document_attention import Isolation
 from bigtrain.models.layers.token_loss import NO_TERMS, LossTerms, summed_token_loss
-from bigtrain.models.parallel.sequence import SequenceParallel
+from bigtrain.models.parallel.sample_parts import SampleParts
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import MoeSection
 
@@ -79,7 +79,7 @@ class TrainEngine:
         device: torch.device,
         mesh: Mesh,
         isolation: Isolation,
-        sequence: SequenceParallel | None = None,
+        sequence: SampleParts | None = None,
         *,
         computes_loss: bool = False,
         is_compiled: bool = False,
@@ -379,7 +379,8 @@ class TrainEngine:
 
     def _inputs(self, batch: MicroBatch, moved: MicroBatch) -> dict[str, Any]:
         if self.sequence is not None:
-            return dict(self.sequence.inputs(moved.input_ids, moved.position_ids))
+            positions = (moved.position_ids, batch.position_ids)
+            return dict(self.sequence.inputs(moved.input_ids, *positions))
         # Some models flatten them with `view`.
         inputs: dict[str, Any] = {"input_ids": moved.input_ids.contiguous()}
         if moved.position_ids is not None:

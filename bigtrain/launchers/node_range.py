@@ -116,7 +116,8 @@ def _batch_for_all(
     inner = run.parallel.degrees.replica_size
     worlds = [n * processes_per_node for n in range(smallest, largest + 1)]
     experts = run.parallel.expert
-    if any(world % inner or world // inner * run.parallel.sequence % experts for world in worlds):
+    sequence = run.parallel.degrees.sequence_size
+    if any(world % inner or world // inner * sequence % experts for world in worlds):
         return None
     divisor = run.batch.micro_batch_size * math.lcm(*(world // inner for world in worlds))
     samples = run.batch.samples_per_step

@@ -287,3 +287,50 @@ def is_forked_from_cuda() -> bool:
     """Return whether this process was forked from one that had initialized CUDA (also to count
     devices), so that it cannot use CUDA. torch/cuda/__init__.py, `_lazy_init`, asks the same."""
     return bool(torch.cuda._is_in_bad_fork())
+
+
+# --- attention with its log-sum-exp, which `scaled_dot_product_attention` does not return ---
+
+
+def flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output [B, H, m, D] of queries to keys [B, H, n, D], and the log-sum-exp of their
+    scores, float32 [B, H, m], by the kernels that `scaled_dot_product_attention` calls
+    (aten/src/ATen/native/transformers/attention.cpp): on the CPU, and on CUDA in 16 bit."""
+    if query.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, scale=scale
+        )
+        return out, lse
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, is_causal, False, scale=scale
+    )
+    return out, lse
+
+
+def flash_attention_gradients(
+    grad_out: torch.Tensor,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of query, key and value (`states`) by the kernels of `flash_attention`.
+    With `out` and `lse` over more keys than these, they are their part of the full gradients."""
+    query, key, value = states
+    if query.device.type == "cpu":
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, query, key, value, out, lse, 0.0, is_causal, scale=scale
+        )
+    else:
+        seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of no dropout
+        lengths = (None, None, query.shape[2], key.shape[2])
+        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *(grad_out, query, key, value, out, lse, *lengths, 0.0, is_causal, seed, seed),
+            scale=scale,
+        )
+    of_query, of_key, of_value = found
+    return of_query, of_key, of_value

@@ -98,11 +98,11 @@ def _degrees(world_size: int, *, has_experts: bool) -> Iterator[ParallelSection]
 
 def _name(config: RunConfig, engine: Engine, world_size: int) -> str:
     parallel = config.parallel
-    degrees = [
-        f"{name} {getattr(parallel, name)}"
-        for name in ("tensor", "pipeline", "sequence", "expert")
-        if getattr(parallel, name) > 1
-    ]
+    sizes = {
+        name: getattr(parallel.degrees, f"{name}_size")
+        for name in ("tensor", "pipeline", "sequence", "ring", "expert")
+    }
+    degrees = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     data_size = world_size // parallel.degrees.replica_size
     return ", ".join([engine.label, f"data {data_size}", *degrees])
 

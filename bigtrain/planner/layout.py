@@ -45,7 +45,8 @@ class Layout(Degrees):
     `loss_chunk_tokens` None: the logits of a full micro-batch exist at once. `tensor_sequence`:
     norms and residuals are split along the sequence inside a tensor-parallel group (Megatron's
     sequence parallelism, which bigtrain does not have but published rows do). `recompute_every`
-    n: "full" recomputes every n-th layer. `num_virtual_stages`: per rank, of interleaved pipelines.
+    n: "full" recomputes every n-th layer. `offload_activations`: the inputs of recomputed layers
+    are in main memory. `num_virtual_stages`: per rank, of interleaved pipelines.
     `copies_states`: a checkpoint is written from a copy in main memory while training continues.
     `memory_copies`: of a rank's part of a checkpoint that its host holds for checkpoints in memory.
     """
@@ -58,6 +59,7 @@ class Layout(Degrees):
     recompute_every: int = 1
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    offload_activations: bool = False
     loss_chunk_tokens: int | None = None
     tensor_sequence: bool = False
     num_virtual_stages: int = 1
@@ -110,6 +112,8 @@ class Layout(Degrees):
         degrees = {"TP": self.tensor_size, "PP": self.pipeline_size, "SP": self.sequence_size,
                    "EP": self.expert_size}  # fmt: skip
         words += [f"{name} {size}" for name, size in degrees.items() if size > 1]
+        if self.ring_size > 1:
+            words.append(f"ring {self.ring_size}")
         words.append(f"micro {self.micro_batch_size}")
         if self.recompute != "none":
             fraction = f" 1/{self.recompute_every}" if self.recompute_every > 1 else ""
@@ -117,4 +121,6 @@ class Layout(Degrees):
             words.append(f"recompute{kind}{fraction}")
         if self.offload_optimizer:
             words.append("offload" if self.offload_parameters else "optimizer offload")
+        if self.offload_activations:
+            words.append("activation offload")
         return ", ".join(words)

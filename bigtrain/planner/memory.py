@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import LayerCosts, ModelCosts
+from bigtrain.planner.seconds.sequence_bytes import sequence_bytes
 from bigtrain.planner.stages import Stage, StageSizes, stage_sizes, stages_of
 from bigtrain.planner.tables.engines import Engine
 
@@ -26,7 +27,8 @@ class MemoryUse:
     time, or a 4-bit weight dequantized for its product; `buckets`: of collectives; `loss`: logits
     and their gradient; `context`: of the CUDA context and communicators, and memory that the
     allocator reserves without using it. Main memory of the same rank is not in `total`:
-    `host_offload`; `host_checkpoint`: the copy that is written while training continues;
+    `host_offload`; `host_activations`: inputs of recomputed layers; `host_checkpoint`: the copy
+    that is written while training continues;
     `host_memory_checkpoints`: checkpoints in shared memory, with the copy that they are written of;
     `host_export`: on the main rank after training, one file and one layer. A save takes no device
     memory: fragments are copied one by one.
@@ -44,17 +46,19 @@ class MemoryUse:
     host_export: float
     stage: int
     host_memory_checkpoints: float = 0.0
+    host_activations: float = 0.0
 
     @property
     def host(self) -> float:
         """Bytes of main memory at the peak."""
-        while_training = self.host_offload + self.host_checkpoint
+        while_training = self.host_offload + self.host_activations + self.host_checkpoint
         return max(while_training, self.host_export) + self.host_memory_checkpoints
 
     def host_terms(self) -> dict[str, float]:
         """Return bytes of main memory by kind."""
         return {
             "offload": self.host_offload,
+            "activations": self.host_activations,
             "checkpoint": self.host_checkpoint,
             "memory checkpoints": self.host_memory_checkpoints,
             "export": self.host_export,
@@ -136,7 +140,7 @@ def _stage(stage: Stage, model: ModelCosts, layout: Layout, engine: Engine) -> M
             gradients = layout.parameter_bytes * divided if zero == 2 else 0.0
     if layout.offload_parameters:
         host, parameters = host + parameters, 0.0
-    activations, loss = _activations_and_loss(stage, model, layout, engine)
+    activations, loss, inputs = _activations_and_loss(stage, model, layout, engine)
     gathered, buckets = _buckets(sizes, model, layout, engine)
     gathered += model.packed.largest * model.element_bytes
     if _plans_reduction(layout, engine):
@@ -164,6 +168,7 @@ def _stage(stage: Stage, model: ModelCosts, layout: Layout, engine: Engine) -> M
         _export(model) if engine.is_deepspeed else 0.0,
         stage.index,
         checkpoint * layout.memory_copies,
+        inputs,
     )
 
 
@@ -185,7 +190,8 @@ def _layer_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: E
     t = layout.tensor_size
     whole = layer.saved_bytes_whole / (t if layout.tensor_sequence else 1)
     per_token = whole + layer.saved_bytes_cut / t
-    if layer.score_bytes and layer.attention is not None and layout.recompute != "attention":
+    keeps_scores = layer.score_bytes and layout.recompute != "attention" and layout.ring_size == 1
+    if keeps_scores and layer.attention is not None:
         per_token += (
             layer.score_bytes
             * layer.attention.num_heads
@@ -198,8 +204,9 @@ def _layer_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: E
 
 def _activations_and_loss(
     stage: Stage, model: ModelCosts, layout: Layout, engine: Engine
-) -> tuple[float, float]:
-    """Return the bytes that autograd keeps at the peak, and those of the logits at that moment.
+) -> tuple[float, float, float]:
+    """Return the bytes that autograd keeps at the peak, those of the logits at that moment, and
+    those that it keeps in main memory.
 
     The peak is when the loss is computed, or later, when a layer is recomputed and only the logits
     remain of the loss.
@@ -211,37 +218,59 @@ def _activations_and_loss(
     hidden = model.element_bytes * model.hidden_size * layout.tokens_per_micro_batch
     if layout.tensor_sequence:
         hidden //= layout.tensor_size
-    kept, working = _kept(stage, model, layout, engine, hidden)
-    kept *= in_flight
+    kept, working, inputs = _kept(stage, model, layout, engine, hidden)
+    kept, inputs = kept * in_flight, inputs * in_flight
     if stage.is_last:
         kept += model.saved_bytes_outside * layout.tokens_per_micro_batch
     else:
         working += 2 * hidden  # received from the next stage, and sent to the previous one
     loss, left = _loss(model, layout, engine) if stage.is_last else (0.0, 0.0)
     if loss >= left + working:
-        return kept, loss
-    return kept + working, left
+        return kept, loss, inputs
+    return kept + working, left, inputs
 
 
 def _kept(
     stage: Stage, model: ModelCosts, layout: Layout, engine: Engine, hidden: int
-) -> tuple[float, float]:
-    """Return the bytes kept per micro-batch in a stage's layers, and those of recomputing one
-    layer."""
+) -> tuple[float, float, float]:
+    """Return the bytes kept per micro-batch in a stage's layers, those of recomputing one layer,
+    and those kept in main memory."""
     sizes = {kind: _layer_bytes(model.kinds[kind], model, layout, engine)
              for kind, _ in stage.counts}  # fmt: skip
     everything = sum(count * sizes[kind] for kind, count in stage.counts)
     largest = max(sizes.values(), default=0.0)
+    ring = 0.0
+    if engine.is_deepspeed:
+        ring = max((_ring_bytes(model.kinds[kind], model, layout) for kind in sizes), default=0.0)
     if layout.recompute == "operators":
         kept = {kind: _results_kept(model.kinds[kind], model, layout) for kind in sizes}
-        return sum(count * kept[kind] for kind, count in stage.counts), largest / 2
+        return sum(count * kept[kind] for kind, count in stage.counts), largest / 2 + ring, 0.0
     if layout.recompute != "full":
-        return everything, 0.0
+        return everything, ring, 0.0
     anew = stage.every(layout.recompute_every)
     # The output of a stage is kept too, for the backward pass from the next stage.
     inputs = hidden * (sum(n for _, n in anew) + (1 if layout.pipeline_size > 1 else 0))
     left = everything - sum(count * sizes[kind] for kind, count in anew)
-    return (inputs if anew is stage.counts else left + inputs), largest
+    if anew is stage.counts:
+        left = 0.0
+    if layout.offload_activations:  # all but the input of the layer that is recomputed
+        return left, largest + ring + hidden, float(inputs)
+    return left + inputs, largest + ring, 0.0
+
+
+def _ring_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
+    """Return the bytes that the backward pass of a ring takes in one layer
+    (models/parallel/ring_attention.py): the keys and values of two ranks, in float32 the gradients
+    of queries, of keys and values, and those of one rank's as they are computed, sent and
+    received."""
+    if layout.ring_size == 1 or layer.attention is None:
+        return 0.0
+    own, t = layer.attention, layout.tensor_size
+    tokens = layout.tokens_per_micro_batch
+    degrees = (t, layout.ulysses_size, layout.ring_size)
+    sent = sequence_bytes(own, tokens, model.element_bytes, degrees)
+    queries = 4.0 * tokens * own.num_heads * own.head_size / t
+    return queries + 2 * sent.keys + 4 * sent.gradients
 
 
 def _results_kept(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:

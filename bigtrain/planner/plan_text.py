@@ -128,7 +128,7 @@ def _main_memory_lacks(best: Candidate, cluster: Cluster) -> tuple[str, str]:
     need, has = memory.host, cluster.host_memory_per_rank
     terms = memory.host_terms()
     is_export = need == memory.host_export + memory.host_memory_checkpoints
-    names = ["export"] if is_export else ["offload", "checkpoint"]
+    names = ["export"] if is_export else ["offload", "activations", "checkpoint"]
     names.append("memory checkpoints")
     parts = ", ".join(f"{name} {terms[name] / GIB:.1f}" for name in names if terms[name])
     rule = (
@@ -140,6 +140,6 @@ def _main_memory_lacks(best: Candidate, cluster: Cluster) -> tuple[str, str]:
     remedy = f"nodes with {need * nodes / GIB:.0f} GiB of main memory (--host-memory)"
     if memory.host_memory_checkpoints > 0 and need - memory.host_memory_checkpoints <= has:
         remedy = f"checkpoint.memory=null, or {remedy}"
-    elif max(memory.host_offload, memory.host_export) <= has:
+    elif max(memory.host_offload + memory.host_activations, memory.host_export) <= has:
         remedy = f"checkpoint.asynchronous: false, which saves without a copy; or {remedy}"
     return rule, remedy

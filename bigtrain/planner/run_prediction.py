@@ -156,6 +156,7 @@ def layout_of(run: ResolvedRun, loss_chunk_tokens: int | None = None) -> Layout:
         recompute_every=checkpointing if isinstance(checkpointing, int) else 1,
         offload_optimizer=offload_device(run.engine.deepspeed, "offload_optimizer") is not None,
         offload_parameters=offload_device(run.engine.deepspeed, "offload_param") is not None,
+        offload_activations=config.model.activation_offload,
         loss_chunk_tokens=config.model.loss_chunk_tokens or loss_chunk_tokens,
         parameter_bytes=DTYPE_BYTES[dtype],
         gradient_bytes=DTYPE_BYTES.get(str(gradients), DTYPE_BYTES[dtype]),

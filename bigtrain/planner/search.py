@@ -128,7 +128,8 @@ def search(
     assessed: every term of memory grows with it (`prunes` False assesses all)."""
     ranking = Ranking([], [], 0)
     larger = 0
-    for degrees in _degrees(request, cluster.num_devices):
+    per_node = cluster.device.devices_per_node
+    for degrees in _degrees(request, cluster.num_devices, per_node):
         larger += _of_degrees(degrees, request, cluster, engine, ranking, prunes)
     ranking.fitting.sort(key=_preference)
     if request.varies:
@@ -302,18 +303,19 @@ class _Degrees(Degrees):
     zero_stage: int
 
 
-def _degrees(request: SearchSpace, world_size: int) -> Iterator[_Degrees]:
+def _degrees(request: SearchSpace, world_size: int, devices_per_node: int) -> Iterator[_Degrees]:
     """Yield parallel degrees that pass the compatibility rules and divide the batch.
 
     A run checks plans on a proxy model. A trace shows beforehand: a model without a plan of its own
     is not divided by tensor parallelism, and if a layer mixes tokens without attention
-    (state spaces), ranks cannot divide a sample.
+    (state spaces), ranks cannot divide a sample. Sequence parallelism is Ulysses, and a ring of as
+    few ranks as the heads need, or one with Ulysses inside of nodes.
     """
     kinds = request.model.kinds
     has_plan = any(kind.num_parameters_cut for kind in kinds)
     attends = all(kind.attention is not None for kind in kinds)
     shapes = [
-        (t, p, s, e)
+        (t, p, s, r, e)
         for t in _divisors(world_size)
         for p in _divisors(world_size // t)
         for s in _divisors(world_size // t // p)
@@ -322,14 +324,30 @@ def _degrees(request: SearchSpace, world_size: int) -> Iterator[_Degrees]:
         and p <= len(request.model.layers)
         and request.sequence_length % s == 0
         and request.global_batch_size % (world_size // (t * p * s)) == 0
+        for r in _rings(request, t, s, devices_per_node)
         for e in _divisors(math.gcd(world_size // t // p, request.model.num_experts))
     ]
     for zero in request.zero_stages:
-        for t, p, s, e in shapes:
-            model = ModelDegrees(tensor_size=t, pipeline_size=p, sequence_size=s, expert_size=e)
+        for t, p, s, r, e in shapes:
+            model = ModelDegrees(
+                tensor_size=t, pipeline_size=p, sequence_size=s, ring_size=r, expert_size=e
+            )
             degrees = Degrees.of_world(world_size, model)
             if is_legal(request.facts, zero, degrees):
                 yield _Degrees(zero_stage=zero, **degrees.degrees())
+
+
+def _rings(
+    request: SearchSpace, tensor_size: int, sequence_size: int, devices_per_node: int
+) -> list[int]:
+    """Return the sizes of the ring to search among `sequence_size` ranks."""
+    heads = request.facts.attention_heads
+    own = sequence_size if heads is None else heads // math.gcd(heads, tensor_size)
+    needed = sequence_size // math.gcd(sequence_size, own)
+    inside = math.gcd(sequence_size, max(1, devices_per_node // tensor_size))
+    nodes = sequence_size // inside
+    # Both divide the number of ranks, and so does their least common multiple.
+    return sorted({needed, math.lcm(needed, nodes)})
 
 
 def _micro_sizes(degrees: _Degrees, request: SearchSpace) -> list[tuple[int, int]]:
@@ -375,14 +393,20 @@ def _offloads(degrees: _Degrees, request: SearchSpace) -> list[dict[str, Any]]:
     options: list[dict[str, Any]] = []
     if degrees.zero_stage < 1 or degrees.pipeline_size > 1:
         return options
+    activations = {"offload_activations": True, "recompute": "full"}
+    if not is_legal(request.facts.changed(activation_offload=True), degrees.zero_stage, degrees):
+        activations = {}
+    options += [activations] if activations else []
     facts = request.facts.changed(offload_optimizer="cpu")
     optimizer = {"offload_optimizer": True}
     if is_legal(facts, degrees.zero_stage, degrees):
         options += [optimizer, {**optimizer, "recompute": "full"}]
+        options += [{**optimizer, **activations}] if activations else []
     if degrees.zero_stage == 3:
         facts = facts.changed(offload_param="cpu")
         if is_legal(facts, 3, degrees):
-            options.append({**optimizer, "offload_parameters": True, "recompute": "full"})
+            everything = {**optimizer, "offload_parameters": True, "recompute": "full"}
+            options += [everything, {**everything, **activations}] if activations else [everything]
     return options
 
 

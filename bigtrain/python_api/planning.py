@@ -239,8 +239,13 @@ def run_and_engine(
         "expert": layout.expert_size,
     }
     tree["parallel"] = {name: degree for name, degree in parallel.items() if degree > 1}
+    if layout.ring_size > 1:
+        kinds = {"ulysses": layout.ulysses_size, "ring": layout.ring_size}
+        tree["parallel"]["sequence"] = {kind: size for kind, size in kinds.items() if size > 1}
     tree["batch"]["micro_batch_size"] = layout.micro_batch_size
     tree["model"]["gradient_checkpointing"] = layout.gradient_checkpointing
+    if layout.offload_activations or config.model.activation_offload:
+        tree["model"]["activation_offload"] = layout.offload_activations
     section, tokens = config.model, layout.tokens_per_micro_batch
     if layout.loss_chunk_tokens != auto_loss_chunk(
         section.loss, section.loss_chunk_tokens, vocabulary_size, tokens

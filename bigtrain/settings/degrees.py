@@ -1,6 +1,6 @@
 """Parallel degrees and their products, listed only here. Pure.
 
-A new degree is a field here and one of the same name in section ``parallel`` of the run YAML.
+A new degree is a field here and a key in section ``parallel`` of the run YAML.
 """
 
 from __future__ import annotations
@@ -15,13 +15,20 @@ class ModelDegrees:
     """Numbers of ranks that share one replica of the model, by axis.
 
     expert_size: ranks that share the experts, neighbors within data x sequence. It is not a factor
-    of the world size, since these ranks also compute samples of their own.
+    of the world size, since these ranks also compute samples of their own. ring_size: the factor of
+    `sequence_size` that passes keys around; the other one, Ulysses, divides the heads.
     """
 
     tensor_size: int = 1
     pipeline_size: int = 1
     sequence_size: int = 1
     expert_size: int = 1
+    ring_size: int = 1
+
+    @property
+    def ulysses_size(self) -> int:
+        """Ranks that share samples and divide the heads."""
+        return self.sequence_size // self.ring_size
 
     @property
     def replica_size(self) -> int:
@@ -34,8 +41,6 @@ class ModelDegrees:
 
 
 _MODEL_FIELDS = fields(ModelDegrees)
-MODEL_AXES = tuple(field.name.removesuffix("_size") for field in _MODEL_FIELDS)
-"""Names of the degrees in section ``parallel`` of the run YAML."""
 
 
 @dataclass(frozen=True, kw_only=True)

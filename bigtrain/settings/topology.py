@@ -92,6 +92,21 @@ class Topology(Degrees):
             groups.setdefault(tuple(getattr(coordinates, name) for name in fixed), []).append(rank)
         return list(groups.values())
 
+    def ulysses_groups(self) -> list[list[int]]:
+        """Return the groups of ranks that share samples and divide the heads: neighbors within the
+        sequence-parallel group."""
+        size = self.ulysses_size
+        return [
+            group[first : first + size]
+            for group in self.groups("sequence")
+            for first in range(0, len(group), size)
+        ]
+
+    def ring_groups(self) -> list[list[int]]:
+        """Return the groups of ranks that pass keys and values of the same heads around."""
+        size = self.ulysses_size
+        return [group[place::size] for group in self.groups("sequence") for place in range(size)]
+
     def expert_groups(self) -> list[list[int]]:
         """Return the groups of ranks that divide the experts: neighbours within data x sequence."""
         size = self.expert_size
@@ -134,7 +149,7 @@ def derive_topology(
         nearest = f"{below} or {below + inner}" if below else str(inner)
         rule = (
             f"must be a multiple of parallel.tensor x pipeline x sequence = {parallel.tensor} x "
-            f"{parallel.pipeline} x {parallel.sequence} = {inner}"
+            f"{parallel.pipeline} x {degrees.sequence_size} = {inner}"
         )
         return None, [Problem("world size", world_size, rule, f"start {nearest} processes")]
     return Topology.of_world(world_size, degrees), []

@@ -20,6 +20,8 @@ def groups_of(topology: Topology) -> dict[str, list[list[int]]]:
     return {
         "tensor": topology.groups("tensor"),
         "sequence": topology.groups("sequence"),
+        "ulysses": topology.ulysses_groups(),
+        "ring": topology.ring_groups(),
         "pipeline": topology.groups("pipeline"),
         "data": topology.groups("data"),
         "replicas": topology.groups("data", "sequence"),
@@ -33,13 +35,16 @@ def groups_of(topology: Topology) -> dict[str, list[list[int]]]:
 class Mesh:
     """Rank's position in a topology and the groups it belongs to, all of them real ones: to torch
     and DeepSpeed None means the full world. replicas: the ranks with the same parameters. model:
-    the ranks that hold one copy of the model together. expert: the replicas that divide the
-    experts. expert_replicas: those that hold the same experts."""
+    the ranks that hold one copy of the model together. ulysses, ring: the ranks that share samples
+    and divide the heads, or pass keys around. expert: the replicas that divide the experts.
+    expert_replicas: those that hold the same experts."""
 
     topology: Topology
     rank: int
     tensor: dist.ProcessGroup
     sequence: dist.ProcessGroup
+    ulysses: dist.ProcessGroup
+    ring: dist.ProcessGroup
     pipeline: dist.ProcessGroup
     data: dist.ProcessGroup
     replicas: dist.ProcessGroup

@@ -45,7 +45,7 @@ def choose_loss(
     ``auto`` takes chunks if the logits exceed one and the proxy model computes the same with them.
     Takes a second at most, and no time if the logits are small."""
     section, vocabulary = config.model, vocabulary_size(hf_config)
-    num_tokens = plan.micro_batch_tokens // config.parallel.sequence
+    num_tokens = plan.micro_batch_tokens // config.parallel.degrees.sequence_size
     num_chunk_tokens = chunk_tokens(vocabulary, section.loss_chunk_tokens)
     gib = 4 * num_tokens * vocabulary / 2**30
     size = f"logits of {num_tokens} tokens x {vocabulary} words take {gib:.2g} GiB in float32"

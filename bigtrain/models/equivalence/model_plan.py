@@ -99,6 +99,7 @@ def try_model(
     """Return problems of `config` with the model's code, its stages and document isolation.
     `reach`: of the model, if it is known."""
     attention, parallel = config.model.attention, config.parallel
+    degrees = parallel.degrees
     length = config.batch.sequence_length
     problems: list[Problem] = []
     if config.model.frozen:
@@ -112,14 +113,15 @@ def try_model(
     problems += check_expert_balance(config, hf_config, reach)
     isolation, not_isolated = plan_isolation(config, hf_config)
     problems += not_isolated
-    if parallel.sequence > 1 and not problems:
+    if degrees.sequence_size > 1 and not problems:
         problems += check_sequence_parallel(
             hf_config,
             attention,
-            parallel.sequence,
+            degrees.sequence_size,
             sequence_length=length,
             isolate=config.data.isolates,
             tensor_size=parallel.tensor,
+            ring_size=degrees.ring_size,
         )
     if parallel.expert > 1 and not problems:
         problems += check_expert_parallel(

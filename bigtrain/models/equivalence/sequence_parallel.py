@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bigtrain.errors import BigtrainError, Problem, one_line
+from bigtrain.errors import BigtrainError, ModelError, Problem, one_line
 from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
@@ -23,13 +23,22 @@ from bigtrain.models.equivalence.trial import (
     LOSS,
     OUTPUT,
     RankThreads,
+    RankThreadsOfGroup,
     Tolerance,
     Trial,
     Values,
     run_forward,
 )
+from bigtrain.models.layers.document_attention import (
+    IMPLEMENTATIONS,
+    attend_by_document,
+    per_document_attention,
+)
+from bigtrain.models.layers.document_masks import document_boundaries
 from bigtrain.models.layers.rotary import choose_by_document
 from bigtrain.models.parallel.sequence import SequenceParallel
+from bigtrain.models.parallel.sequence_exchange import SequenceExchange
+from bigtrain.models.transformers_patches import attention_name
 from bigtrain.settings.compatibility.check import Facts, check_model
 
 TOLERANCES = {OUTPUT: Tolerance(own=1e-4), LOSS: Tolerance(own=1e-4)}
@@ -46,9 +55,10 @@ def check_sequence_parallel(
     sequence_length: int,
     isolate: bool,
     tensor_size: int = 1,
+    ring_size: int = 1,
 ) -> list[Problem]:
-    """Return problems with splitting samples of a model of `hf_config` over `size` ranks; empty if
-    none.
+    """Return problems with splitting samples of a model of `hf_config` over `size` ranks, of which
+    `ring_size` are a ring; empty if none.
 
     `sequence_length`: tokens of these samples. `isolate`: documents in a sample are isolated.
     `tensor_size`: tensor-parallel ranks, which divide the attention heads already. Builds a proxy
@@ -59,6 +69,7 @@ def check_sequence_parallel(
     problems = check_model(
         Facts(
             sequence_size=size,
+            ring_size=ring_size,
             tensor_size=tensor_size,
             attention_heads=heads if isinstance(heads, int) else None,
         )
@@ -70,29 +81,45 @@ def check_sequence_parallel(
         model = build_proxy_model(
             hf_config,
             attention,
-            [with_heads(2 * size)],
+            [with_heads(2 * size // ring_size)],
             sequence_length=sequence_length,
             tokens=size * _TOKENS_OF_PART,
         )
         rescale_weights(model).eval()
-        difference = _trial(model, size, isolate=isolate).difference(model)
+        difference = _trial(model, size, ring_size, isolate=isolate).difference(model)
+        if ring_size > 1:
+            _require_no_dropout(model, size, ring_size)
     except BigtrainError as error:
-        return [_refusal(size, str(error))]
+        return [_refusal(size, ring_size, str(error))]
     except MODEL_FAILURES as error:
-        return [_refusal(size, f"a proxy model of {kind} failed: {one_line(error)}")]
+        reason = f"a proxy model of {kind} failed: {one_line(error)}"
+        return [_refusal(size, ring_size, reason)]
     if difference is None:
         return []
     rule = f"splitting the sequence changes the {difference.where} of {kind} ({difference.size})"
     if difference.kind == OUTPUT:
         rule += ": it mixes tokens outside attention"
-    return [_refusal(size, rule)]
+    return [_refusal(size, ring_size, rule)]
 
 
-def _refusal(size: int, reason: str) -> Problem:
-    return Problem("parallel.sequence", size, reason, "parallel.sequence=1")
+def _refusal(size: int, ring_size: int, reason: str) -> Problem:
+    kinds = {"ulysses": size // ring_size, "ring": ring_size}
+    value = size if ring_size == 1 else kinds
+    return Problem("parallel.sequence", value, reason, "parallel.sequence=1")
 
 
-def _trial(model: PreTrainedModel, size: int, *, isolate: bool) -> Trial:
+def _require_no_dropout(model: PreTrainedModel, size: int, ring_size: int) -> None:
+    """Raise ModelError if attention drops weights in training: a ring cannot, and comparisons are
+    in evaluation mode."""
+    ids = proxy_tokens(model, size * _TOKENS_OF_PART)
+    model.train()
+    try:
+        run_in_parts(model, ids, None, size, ring_size)
+    finally:
+        model.eval()
+
+
+def _trial(model: PreTrainedModel, size: int, ring_size: int, *, isolate: bool) -> Trial:
     """Compare full samples with `size` parts that exchange tokens; parts that do not are the
     control."""
     length = size * _TOKENS_OF_PART
@@ -108,9 +135,7 @@ def _trial(model: PreTrainedModel, size: int, *, isolate: bool) -> Trial:
         if not isolate:  # with the model's own positions: some do not count from 0
             results = run_forward(model, input_ids=ids)
         else:  # tested by `find_isolation`
-            undo = choose_by_document(model)
-            results = run_forward(model, input_ids=ids, position_ids=positions)
-            undo()
+            results = _run_isolated(model, ids, positions)
         losses = {name: loss.expand(size) for name, loss in results[LOSS].items()}
         return {OUTPUT: results[OUTPUT], LOSS: losses}
 
@@ -121,27 +146,65 @@ def _trial(model: PreTrainedModel, size: int, *, isolate: bool) -> Trial:
         )
 
     def in_parts(model: PreTrainedModel) -> dict[str, Values]:
-        return run_in_parts(model, ids, positions if isolate else None, size)
+        return run_in_parts(model, ids, positions if isolate else None, size, ring_size)
 
     return Trial(full, in_parts, TOLERANCES, without_exchange)
 
 
-def run_in_parts(
-    model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor | None, size: int
+def _run_isolated(
+    model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor
 ) -> dict[str, Values]:
-    """Return the results of `size` ranks, played by threads, that divide each sample."""
-    exchange = RankThreads(size)
-    sequence = SequenceParallel(model, exchange)
+    """Return the results of full samples with isolated documents, as a run computes them: by
+    document where it can (some models make no masks from positions), else by masks."""
+    undo_rotary = choose_by_document(model)
+    undo = attend_by_document(model) if attention_name(model) in IMPLEMENTATIONS else undo_rotary
+    try:
+        with per_document_attention(positions), document_boundaries(packed=False):
+            return run_forward(model, input_ids=ids, position_ids=positions)
+    except ModelError:
+        undo()
+        return run_forward(model, input_ids=ids, position_ids=positions)
+    finally:
+        undo()
+        undo_rotary()
 
-    def compute(rank: int) -> dict[str, Values]:
-        with exchange.as_rank(rank):
-            return run_forward(model, **sequence.inputs(ids, positions))
+
+def run_in_parts(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    positions: torch.Tensor | None,
+    size: int,
+    ring_size: int = 1,
+) -> dict[str, Values]:
+    """Return the results of `size` ranks, played by threads, that divide each sample; `ring_size`
+    of them, a stride of the others apart, are a ring."""
+    threads = RankThreads(size)
+    sequence = SequenceParallel(model, exchange_of_threads(threads, ring_size))
+    length = ids.shape[1]
+
+    def compute(rank: int) -> tuple[list[tuple[int, int]], dict[str, Values]]:
+        with threads.as_rank(rank):
+            return sequence.places(length), run_forward(model, **sequence.inputs(ids, positions))
 
     try:
         with ThreadPoolExecutor(size) as pool:
-            return _joined(list(pool.map(compute, range(size))))
+            parts = list(pool.map(compute, range(size)))
     finally:
         sequence.close()
+    joined = _joined([results for _, results in parts])
+    order = torch.cat([torch.arange(*place) for places, _ in parts for place in places])
+    logits = joined[OUTPUT]["logits"][:, order.argsort()]
+    return {**joined, OUTPUT: {"logits": logits}}
+
+
+def exchange_of_threads(threads: RankThreads, ring_size: int) -> SequenceExchange:
+    """Return the exchanges of threads as ranks, as `SequenceExchange` orders them."""
+    ranks, stride = range(threads.size), threads.size // ring_size
+    neighbors = [ranks[first : first + stride] for first in ranks[::stride]]
+    rings = [ranks[place::stride] for place in range(stride)]
+    return SequenceExchange(
+        threads, RankThreadsOfGroup(threads, neighbors), RankThreadsOfGroup(threads, rings)
+    )
 
 
 def _joined(parts: Sequence[Mapping[str, Values]]) -> dict[str, Values]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from bigtrain.models.equivalence.proxy_model import proxy_tokens
 from bigtrain.models.experts import auxiliary_loss
+from bigtrain.models.parallel.ring_attention import Message, Wait
 from bigtrain.models.parallel.sharding import Shard
 
 OUTPUT, LOSS, GRADIENT = "output", "loss", "gradient"
@@ -221,8 +222,18 @@ class RankThreads:
             raise
 
     def all_to_all(self, blocks: torch.Tensor) -> torch.Tensor:
-        """See `bigtrain.models.parallel.sequence.Exchange`."""
+        """See `bigtrain.models.parallel.sequence_exchange.Exchange`."""
         return torch.stack(self._exchange(list(blocks)))
+
+    def start(self, to: int, sent: Message, source: int, received: Message) -> Wait:
+        """See `bigtrain.models.parallel.ring_attention.RingExchange`."""
+        empty = torch.empty(0)
+        parts = [empty] * self.size
+        parts[to] = empty if sent is None else sent
+        arrived = self._exchange(parts)[source]
+        if received is not None:
+            received.copy_(arrived)
+        return _already_done
 
     def rows(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """See `bigtrain.models.parallel.collectives.RowExchange`."""
@@ -236,3 +247,36 @@ class RankThreads:
         received = [sent[self.rank].clone() for sent in self._sent]
         self._barrier.wait()
         return received
+
+
+class RankThreadsOfGroup:
+    """Exchange within groups of equal size of the threads of `everyone`. groups: which ranks are
+    in each. All threads exchange at the same time."""
+
+    def __init__(self, everyone: RankThreads, groups: Sequence[Sequence[int]]) -> None:
+        self._everyone = everyone
+        self._group_of = {rank: group for group in groups for rank in group}
+        self.size = len(groups[0])
+
+    @property
+    def _group(self) -> Sequence[int]:
+        return self._group_of[self._everyone.rank]
+
+    @property
+    def rank(self) -> int:
+        return self._group.index(self._everyone.rank)
+
+    def all_to_all(self, blocks: torch.Tensor) -> torch.Tensor:
+        """See `bigtrain.models.parallel.sequence_exchange.Exchange`."""
+        sent = blocks.new_empty(self._everyone.size, *blocks.shape[1:])
+        group = torch.tensor(self._group)
+        sent[group] = blocks
+        return self._everyone.all_to_all(sent)[group]
+
+    def start(self, to: int, sent: Message, source: int, received: Message) -> Wait:
+        """See `bigtrain.models.parallel.ring_attention.RingExchange`."""
+        return self._everyone.start(self._group[to], sent, self._group[source], received)
+
+
+def _already_done() -> None:
+    pass

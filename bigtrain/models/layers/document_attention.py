@@ -100,15 +100,40 @@ def _mask(
             config=config,
             **more,
         )
+    window = require_causal_window(
+        "documents of a sample cannot be kept apart: {} -> set data.document_boundaries=ignore",
+        q_length=q_length,
+        kv_length=kv_length,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip,
+        local_size=local_size,
+        config=config,
+    )
+    return Documents(sizes, window)
+
+
+def require_causal_window(
+    refusal: str,
+    *,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., torch.Tensor] | None,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    config: Any = None,
+    **_: Any,
+) -> int | None:
+    """Return the sliding window of a mask that a model asks for, None without one; arguments as of
+    transformers' mask interface. Raises ModelError if the mask is not causal: `refusal` with the
+    reason."""
     plain = allow_is_causal_skip and attention_mask is None and q_length == kv_length
     # Evaluated on the CPU: only the functions excluded here hold tensors of the device.
     plain = plain and getattr(config, "attention_chunk_size", None) is None
-    if not plain or not _is_band(mask_function, q_length, local_size):
-        raise ModelError(
-            "documents of a sample cannot be kept apart: the model asks for other masks than "
-            "causal ones -> set data.document_boundaries=ignore"
-        )
-    return Documents(sizes, local_size)
+    if not plain or mask_function is None or not _is_band(mask_function, q_length, local_size):
+        raise ModelError(refusal.format("the model asks for other masks than causal ones"))
+    return local_size
 
 
 def _is_band(mask_function: Callable[..., torch.Tensor], tokens: int, window: int | None) -> bool:
@@ -179,10 +204,12 @@ def _blocks(
 
 
 def attention_of(name: str, module: Any) -> Callable[..., Any]:
-    """Attention `name`; eager attention is a function of each architecture's own file."""
+    """Attention `name`; eager attention is a function of each architecture's own file. `module` may
+    wrap another one, its `attention_module`."""
     if name != "eager":
         return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]
-    source = __import__(type(module).__module__, fromlist=["eager_attention_forward"])
+    owner = getattr(module, "attention_module", module)
+    source = __import__(type(owner).__module__, fromlist=["eager_attention_forward"])
     return source.eager_attention_forward  # type: ignore[no-any-return]
 
 

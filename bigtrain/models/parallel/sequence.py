@@ -1,5 +1,7 @@
-"""Sequence parallelism (Ulysses, arXiv 2309.14509): ranks divide a sample's tokens, and in
-attention the heads, by two all-to-all exchanges around it.
+"""Sequence parallelism: ranks divide a sample's tokens. In attention they divide the heads, by two
+all-to-all exchanges around it (Ulysses, arXiv 2309.14509), or pass keys and values around a ring
+(`bigtrain.models.parallel.ring_attention`), or both: Ulysses in groups of neighbors, each of which
+has one rank in the ring.
 
 It uses transformers' extension points `AttentionInterface` and `AttentionMaskInterface`, so that
 any attention behind them and any of its masks work unchanged. DeepSpeed 0.19.8's
@@ -13,10 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.nn import Module
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import (
@@ -26,40 +27,20 @@ from transformers.masking_utils import (
 
 from bigtrain.errors import ModelError, one_line
 from bigtrain.models import experts
-from bigtrain.models.layers.document_attention import IMPLEMENTATIONS, attention_of
+from bigtrain.models.layers.attention_kernels import Scores
+from bigtrain.models.layers.document_attention import (
+    IMPLEMENTATIONS,
+    attention_of,
+    require_causal_window,
+)
 from bigtrain.models.layers.document_masks import document_numbers
 from bigtrain.models.layers.rotary import choose_by_document, document_lengths
+from bigtrain.models.parallel.ring_attention import ring_attention
+from bigtrain.models.parallel.ring_plan import RingPlan, tokens_of
+from bigtrain.models.parallel.sequence_exchange import SequenceExchange, all_to_all
 from bigtrain.models.transformers_patches import attention_name
 
 IMPLEMENTATION = "bigtrain_ulysses"
-
-
-class Exchange(Protocol):
-    """The ranks that share samples, and how they exchange."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    def all_to_all(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Send ``blocks[i]`` to rank i; block i of the result came from there. Collective."""
-
-
-class GroupExchange:
-    """Exchange over a process group."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
-
-    def all_to_all(self, blocks: torch.Tensor) -> torch.Tensor:
-        """See `Exchange`."""
-        received = torch.empty_like(blocks)
-        dist.all_to_all_single(received, blocks, group=self.group)
-        return received
 
 
 class SequenceParallel:
@@ -71,13 +52,15 @@ class SequenceParallel:
     not take its attention from transformers' registry.
     """
 
-    def __init__(self, model: PreTrainedModel, exchange: Exchange) -> None:
+    def __init__(self, model: PreTrainedModel, exchange: SequenceExchange) -> None:
         self.exchange = exchange
-        self.size = exchange.size
+        self.size = exchange.everyone.size
         self._model = model
         self._base = attention_name(model)
         self._documents: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
+        self._edges: list[list[int]] = []
+        self._plans: dict[tuple[int, int | None], RingPlan] = {}
         self._exchanging = True
         AttentionInterface.register(IMPLEMENTATION, self._attention)
         AttentionMaskInterface.register(IMPLEMENTATION, self._mask)
@@ -99,20 +82,32 @@ class SequenceParallel:
 
     def part(self, tokens: torch.Tensor) -> torch.Tensor:
         """This rank's tokens of `tokens` [B, T, ...]: [B, t, ...]."""
-        assert tokens.shape[1] % self.size == 0
-        length = tokens.shape[1] // self.size
-        return tokens.narrow(1, self.exchange.rank * length, length)
+        parts = [tokens[:, start:stop] for start, stop in self.places(tokens.shape[1])]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def places(self, length: int) -> list[tuple[int, int]]:
+        """Return where this rank's tokens are in a sample of `length`, in their order."""
+        ulysses, ring = self.exchange.ulysses, self.exchange.ring
+        return tokens_of(length, ulysses.size, ring.size, self.exchange.everyone.rank)
 
     def inputs(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        on_host: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """Return the model's inputs for this rank's part of samples, `input_ids` int64 [B, T].
-        `position_ids` int64 [B, T] isolate documents; None: each sample is one document. The masks
+        `position_ids` int64 [B, T] isolate documents; None: each sample is one document. `on_host`:
+        the same positions on the host, where they are on a device: a ring plans by them. The masks
         of the next forward pass are those of these samples."""
         # Each assigned once: threads that share a model bring the same samples, and one may make
         # its masks while another is here (`bigtrain.models.equivalence.sequence_parallel`).
         self._documents = None if position_ids is None else document_numbers(position_ids)
         self._positions = position_ids
+        if self.exchange.ring.size > 1:
+            positions = position_ids if on_host is None else on_host
+            self._edges = _edges_of_samples(positions, *input_ids.shape)
+            self._plans = {}
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
             position_ids = position_ids.expand_as(input_ids)
@@ -155,17 +150,24 @@ class SequenceParallel:
         if not self._exchanging:
             output, _ = base(module, query, key, value, attention_mask, **kwargs)
             return output, None
+        ulysses = self.exchange.ulysses
         heads, key_heads = query.shape[1], key.shape[1]
-        if heads % self.size:
+        if heads % ulysses.size:
             raise ModelError(
-                f"parallel.sequence = {self.size}: {type(module).__name__} has {heads} attention "
-                "heads, which it does not divide"
+                f"parallel.sequence = {ulysses.size}: {type(module).__name__} has {heads} "
+                "attention heads, which it does not divide"
             )
-        copies = math.lcm(key_heads, self.size) // key_heads
+        copies = math.lcm(key_heads, ulysses.size) // key_heads
+        sinks = kwargs.get("s_aux")
+        if sinks is not None and ulysses.size > 1:
+            sinks = kwargs["s_aux"] = sinks.unflatten(0, (ulysses.size, -1))[ulysses.rank]
         if copies > 1:
             key = key.repeat_interleave(copies, dim=1)
             value = value.repeat_interleave(copies, dim=1)
-            module = cast(Module, _Grouped(module, heads // (key_heads * copies)))
+        if isinstance(attention_mask, RingPlan):
+            return self._around_the_ring(module, query, key, value, attention_mask, kwargs), None
+        if copies > 1 or sinks is not None:
+            module = cast(Module, _OwnHeads(module, heads // (key_heads * copies), sinks))
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = self._positions
         output, _ = base(
@@ -177,6 +179,35 @@ class SequenceParallel:
             **kwargs,
         )
         return self._to_tokens(output), None
+
+    def _around_the_ring(
+        self,
+        module: Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: RingPlan,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
+        """Return the attention of `query` [B, H, t, D] to the keys of all ranks: [B, t, H, D]."""
+        if kwargs.get("dropout"):
+            raise ModelError("a ring has no dropout of attention weights")
+        if kwargs.get("is_causal") is False or kwargs.get("position_bias") is not None:
+            raise ModelError(f"{type(module).__name__} attends to more than the tokens before")
+        scale = kwargs.get("scaling")
+        is_sdpa = self._base in ("sdpa", IMPLEMENTATIONS["sdpa"])  # which ignores caps and sinks
+        cap = None if is_sdpa else kwargs.get("softcap")
+        scores = Scores(query.shape[-1] ** -0.5 if scale is None else scale, cap)
+        output = ring_attention(
+            self._to_heads(query),
+            self._to_heads(key),
+            self._to_heads(value),
+            None if is_sdpa else kwargs.get("s_aux"),
+            plan,
+            self.exchange.ring,
+            scores,
+        )
+        return self._to_tokens(output.transpose(1, 2))
 
     def _mask(
         self,
@@ -190,6 +221,16 @@ class SequenceParallel:
         **kwargs: Any,
     ) -> Any:
         """transformers' mask interface: always the mask of full samples."""
+        if self._exchanging and self.exchange.ring.size > 1:
+            length = q_length * self.size
+            window = require_causal_window(
+                "{}",
+                q_length=length,
+                kv_length=kv_length * self.size,
+                mask_function=mask_function,
+                **kwargs,
+            )
+            return self._plan(length, window)
         build: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[self._base]
         if self._exchanging:
             q_length *= self.size
@@ -211,54 +252,67 @@ class SequenceParallel:
             **kwargs,
         )
 
+    def _plan(self, length: int, window: int | None) -> RingPlan:
+        """Return the plan for the samples of the last `inputs`."""
+        key = (self.exchange.ring.rank, window)
+        plans = self._plans
+        if key not in plans:
+            plans[key] = RingPlan(self.exchange.ring.size, length, self._edges, window)
+        return plans[key]
+
     def _all_router_logits(self, _module: Module, _args: Any, outputs: Any) -> None:
         """Append every rank's router logits as those of further layers: the auxiliary loss averages
         over layers and tokens, so it is that of full samples on every rank."""
         own = getattr(outputs, experts.KEY, None)
         if self._exchanging and own:
             layers = torch.stack(own)
-            everyone = _all_to_all(self.exchange, layers.expand(self.size, *layers.shape))
+            everyone = all_to_all(self.exchange.everyone, layers.expand(self.size, *layers.shape))
             outputs[experts.KEY] = tuple(everyone.flatten(0, 1))
 
     def _to_heads(self, states: torch.Tensor) -> torch.Tensor:
-        """Exchange all heads of own tokens [B, H, t, D] for own heads of all tokens [B, H / size,
-        T, D]."""
-        blocks = states.unflatten(1, (self.size, -1)).movedim(1, 0)
-        return _all_to_all(self.exchange, blocks).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        """Exchange all heads of own tokens [B, H, t, D] for own heads of the tokens of all ranks of
+        Ulysses [B, H / size, size * t, D]."""
+        ulysses = self.exchange.ulysses
+        if ulysses.size == 1:
+            return states
+        blocks = states.unflatten(1, (ulysses.size, -1)).movedim(1, 0)
+        return all_to_all(ulysses, blocks).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def _to_tokens(self, states: torch.Tensor) -> torch.Tensor:
-        """My heads of all tokens [B, T, H / size, D] to all heads of my tokens [B, t, H, D]."""
-        blocks = states.unflatten(1, (self.size, -1)).movedim(1, 0)
-        return _all_to_all(self.exchange, blocks).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        """Reverse `_to_heads`: own heads of all tokens [B, size * t, H / size, D] to all heads of
+        own tokens [B, t, H, D]."""
+        ulysses = self.exchange.ulysses
+        if ulysses.size == 1:
+            return states
+        blocks = states.unflatten(1, (ulysses.size, -1)).movedim(1, 0)
+        return all_to_all(ulysses, blocks).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
-class _AllToAll(torch.autograd.Function):
-    """Block i of the first dimension goes to rank i, and comes from it. Its own transpose."""
+class _OwnHeads:
+    """An attention module as attention functions see it that compute some of its heads: with copied
+    key heads, and with the sinks of these heads (gpt-oss)."""
 
-    @staticmethod
-    def forward(ctx: Any, exchange: Exchange, blocks: torch.Tensor) -> torch.Tensor:
-        ctx.exchange = exchange
-        return exchange.all_to_all(blocks.contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, _all_to_all(ctx.exchange, gradients[0])
-
-
-def _all_to_all(exchange: Exchange, blocks: torch.Tensor) -> torch.Tensor:
-    received: torch.Tensor = _AllToAll.apply(exchange, blocks)  # type: ignore[no-untyped-call]
-    return received
-
-
-class _Grouped:
-    """An attention module whose key heads were copied, as attention functions see it."""
-
-    def __init__(self, module: Module, num_key_value_groups: int) -> None:
-        self._module = module
+    def __init__(
+        self, module: Module, num_key_value_groups: int, sinks: torch.Tensor | None
+    ) -> None:
+        self.attention_module = module
         self.num_key_value_groups = num_key_value_groups
+        if sinks is not None:
+            self.sinks = sinks
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        return getattr(self.attention_module, name)
+
+
+def _edges_of_samples(
+    positions: torch.Tensor | None, num_samples: int, length: int
+) -> list[list[int]]:
+    """Return the starts of the documents of each sample, and its end."""
+    if positions is None:
+        return [[0, length]] * num_samples
+    starts = positions.cpu() == 0
+    starts[:, 0] = True
+    return [[*row.nonzero().flatten().tolist(), length] for row in starts]
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> ModelError:

@@ -201,6 +201,7 @@ def _layout(
         tensor_size=tp,
         pipeline_size=min(pp, len(model.layers)),
         sequence_size=cp,
+        ring_size=1 if engine.is_deepspeed else cp,
         expert_size=min(ep, model.num_experts),
         zero_stage=zero,
         sequence_length=sequence_length(row),

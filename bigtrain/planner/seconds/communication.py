@@ -107,7 +107,8 @@ class Groups:
     """Groups of a layout on nodes of a given size, from innermost to outermost."""
 
     tensor: Group
-    sequence: Group
+    ulysses: Group
+    ring: Group
     pipeline: Group
     data: Group
     partition: Group
@@ -128,6 +129,7 @@ def groups_of(layout: Layout, devices_per_node: int, *, pipeline_outermost: bool
     (`bigtrain.settings.topology.AXES`), or the pipeline outermost."""
     world = layout.world_size
     t, s, p = layout.tensor_size, layout.sequence_size, layout.pipeline_size
+    u = layout.ulysses_size
 
     def group(inner: int, size: int) -> Group:
         return place(world, inner, size, devices_per_node)
@@ -141,7 +143,8 @@ def groups_of(layout: Layout, devices_per_node: int, *, pipeline_outermost: bool
         partition = Group(layout.partition_size, layout.partition_size)
     return Groups(
         group(1, t),
-        group(t, s),
+        group(t, u),
+        group(t * u, layout.ring_size),
         group(t * s * (layout.data_size if pipeline_outermost else 1), p),
         data,
         partition,

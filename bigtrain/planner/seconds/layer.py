@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from bigtrain.planner.layout import Layout
-from bigtrain.planner.model_costs import Attention, LayerCosts, ModelCosts
+from bigtrain.planner.model_costs import LayerCosts, ModelCosts
 from bigtrain.planner.seconds.communication import Group, Groups
 from bigtrain.planner.seconds.kernels import (
     attention_seconds,
@@ -20,6 +20,7 @@ from bigtrain.planner.seconds.kernels import (
     memory_seconds,
     weight_seconds,
 )
+from bigtrain.planner.seconds.sequence_bytes import sequence_bytes
 from bigtrain.planner.stages import Stage, matrix_exchange, stage_sizes
 from bigtrain.planner.tables.engines import Engine
 from bigtrain.planner.tables.hardware import Device
@@ -71,8 +72,10 @@ def layer_work(
 ) -> Work:
     """Return the work of a micro-batch forward and backward through one layer."""
     size = (layout.micro_batch_size, layout.sequence_length)
-    degrees = (layout.tensor_size, layout.sequence_size, layout.expert_size)
-    apart = (groups.tensor, groups.sequence, groups.expert)
+    degrees = (
+        layout.tensor_size, layout.ulysses_size, layout.ring_size, layout.expert_size,
+    )  # fmt: skip
+    apart = (groups.tensor, groups.ulysses, groups.ring, groups.expert)
     of_model = (model.element_bytes, model.hidden_size, model.is_frozen)
     of_engine = (
         engine.moved, engine.attention, engine.products, engine.score_passes, engine.is_deepspeed,
@@ -104,6 +107,12 @@ def layer_work(
     backward.host = _excess(backward.device, repeated * host, engine.launch_overlap)
     if layout.zero_stage == 3 and engine.measured is None:
         _partitioned(layer, model, layout, device, engine, groups, forward, backward)
+    if layout.offload_activations:
+        # Copies of its input on the compute stream (models/layers/compilation.py).
+        hidden = model.element_bytes * model.hidden_size * layout.tokens_per_micro_batch
+        copied = hidden / layout.recompute_every / device.host_bandwidth
+        forward.zero += copied
+        backward.zero += copied
     forward.add(backward)
     return forward
 
@@ -113,8 +122,8 @@ def _passes(
     layer: LayerCosts,
     of_model: tuple[int, int, bool],
     size: tuple[int, int],
-    degrees: tuple[int, int, int],
-    apart: tuple[Group, Group, Group],
+    degrees: tuple[int, int, int, int],
+    apart: tuple[Group, Group, Group, Group],
     tensor_sequence: bool,
     device: Device,
     of_engine: tuple[float, float, float, tuple[float, float] | None, bool],
@@ -124,7 +133,8 @@ def _passes(
     ZeRO, and the forward time of attention only. Cached: layouts with one micro-batch and degrees
     differ in stages, ZeRO and recomputation. The caller copies the result before changing it."""
     (element_bytes, hidden_size, is_frozen), (samples, length) = of_model, size
-    tensor, sequence, expert = degrees
+    tensor, ulysses, ring, expert = degrees
+    sequence = ulysses * ring
     moved, speed, products, score_passes, is_deepspeed = of_engine
     tokens = samples * length // sequence
     forward, backward = Work(), Work()
@@ -149,7 +159,8 @@ def _passes(
     forward.memory_bound += elementwise + unpacking
     backward.memory_bound += 2 * elementwise + unpacking
     if layer.attention is not None:
-        passes = score_passes if layer.score_bytes else None
+        # A ring computes its blocks with fused kernels whatever the architecture's attention is.
+        passes = score_passes if layer.score_bytes and ring == 1 else None
         again, back = attention_seconds(
             device, layer.attention, samples, length, tensor * sequence, passes, speed
         )
@@ -159,23 +170,25 @@ def _passes(
     _exchange(layer, hidden, degrees, apart, device, forward, deduplicates=not is_deepspeed)
     backward.tensor, backward.expert = forward.tensor, forward.expert
     if sequence > 1 and layer.attention is not None:
-        of_sequence = (layer.attention, hidden / tensor, apart[1], device)
-        if is_deepspeed:
-            forward.sequence = backward.sequence = _all_to_all_heads(*of_sequence)
-        else:
-            # The ring passes keys and values, and in the backward pass also their gradients,
-            # in parallel with attention to the local ones.
-            sent = _ring_of_keys(*of_sequence)
-            forward.sequence = max(0.0, sent - again)
-            backward.sequence = max(0.0, 2 * sent - back)
+        sent = sequence_bytes(layer.attention, tokens, element_bytes, degrees[:3])
+        if ulysses > 1:
+            exchange = apart[1].all_to_all(device, sent.heads) + 3 * apart[1].latency(device)
+            forward.sequence = backward.sequence = exchange
+        if ring > 1:
+            # Keys and values go around in parallel with attention to those that are here; the first
+            # rank needs those of all. Other engines return gradients in the dtype of the keys.
+            keys = apart[2].around(device, sent.keys)
+            back_again = apart[2].around(device, sent.gradients if is_deepspeed else sent.keys)
+            forward.sequence += max(0.0, keys - again)
+            backward.sequence += max(0.0, keys + back_again - back)
     return forward, backward, again
 
 
 def _exchange(
     layer: LayerCosts,
     hidden: int,
-    degrees: tuple[int, int, int],
-    apart: tuple[Group, Group, Group],
+    degrees: tuple[int, int, int, int],
+    apart: tuple[Group, Group, Group, Group],
     device: Device,
     forward: Work,
     *,
@@ -184,7 +197,7 @@ def _exchange(
     """Return the exchanges of a forward pass: two all-reduces of the hidden states (in bytes) under
     tensor parallelism, and tokens to their experts. `deduplicates`: a token is sent to another node
     once regardless of how many of its experts are there (DeepEP, HybridEP)."""
-    (tensor, _, expert), (in_tensor, _, in_expert) = degrees, apart
+    (tensor, *_, expert), (in_tensor, *_, in_expert) = degrees, apart
     if tensor > 1:
         forward.tensor = 2 * in_tensor.all_reduce(device, hidden)
     if expert > 1:
@@ -194,21 +207,6 @@ def _exchange(
             far = once * in_expert.far_nodes(rows / once) if deduplicates else None
             forward.expert = 2 * in_expert.all_to_all(device, rows, far)
             forward.expert += in_expert.latency(device)
-
-
-def _all_to_all_heads(heads: Attention, hidden: float, group: Group, device: Device) -> float:
-    """Return the seconds of Ulysses' exchange of queries, keys, values and outputs, of `hidden`
-    bytes each."""
-    ratio = heads.num_key_value_heads / heads.num_heads
-    exchange = group.all_to_all(device, hidden * (2 + 2 * ratio))
-    return exchange + 3 * group.latency(device)
-
-
-def _ring_of_keys(heads: Attention, hidden: float, group: Group, device: Device) -> float:
-    """Return the seconds until keys and values of all ranks have passed; queries have `hidden`
-    bytes."""
-    width = 2 * heads.num_key_value_heads / heads.num_heads
-    return group.around(device, hidden * width)
 
 
 def bytes_to_experts(layer: LayerCosts, hidden: float, tensor_size: int) -> float:

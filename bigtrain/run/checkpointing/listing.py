@@ -159,7 +159,7 @@ def _topology(document: dict[str, Any]) -> str:
         stage = document["deepspeed"]["zero_optimization"]["stage"]
         count = topology["world_size"]
         words = [f"{count} rank{'s' if count != 1 else ''}", f"ZeRO {stage}"]
-        for axis in ("tensor", "pipeline", "sequence", "expert"):
+        for axis in ("tensor", "pipeline", "sequence", "ring", "expert"):
             degree = topology.get(f"{axis}_size", 1)  # older checkpoints lack the newest degrees
             words += [f"{axis} {degree}"] if degree > 1 else []
     except (KeyError, TypeError):

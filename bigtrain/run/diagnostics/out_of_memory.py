@@ -93,7 +93,11 @@ def remedies(config: RunConfig, zero_stage: int, held: MemoryUse) -> list[str]:
         elif not config.model.activation_offload:
             settings.append("model.activation_offload=true")
         if config.model.gradient_checkpointing == "full":
-            settings.append(f"parallel.sequence={2 * config.parallel.sequence}")
+            degrees = config.parallel.degrees
+            more = {"ulysses": degrees.ulysses_size, "ring": 2 * degrees.ring_size}
+            is_ring = degrees.ring_size > 1
+            setting = str(more).replace("'", "") if is_ring else 2 * degrees.sequence_size
+            settings.append(f"parallel.sequence={setting}")
     if held.parameters + held.gradients + held.optimizer >= held.total / 4:
         if zero_stage < 3:
             settings.append(f"ds_configs/zero{zero_stage + 1}.json on more ranks")

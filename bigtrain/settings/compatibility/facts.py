@@ -116,7 +116,8 @@ class Facts:
 
     tensor_size: int = _run("parallel.tensor", 1)
     pipeline_size: int = _run("parallel.pipeline", 1)
-    sequence_size: int = _run("parallel.sequence", 1)
+    sequence_size: int = _run("parallel.sequence", 1, lambda kinds: getattr(kinds, "size", kinds))
+    ring_size: int = _run("parallel.sequence.ring", 1)
     expert_size: int = _run("parallel.expert", 1)
     zero_stage: int = _json("zero_optimization.stage", 0, zero_stage_of)
     world_size: int = _given(1)
@@ -259,9 +260,21 @@ class Facts:
         return largest_divisor(self.world_size, self.partition_size)
 
     @property
+    def ulysses_size(self) -> int:
+        """Ranks that share samples and divide the heads."""
+        return max(1, self.sequence_size // self.ring_size)
+
+    @property
+    def parts_of_sample(self) -> int:
+        """Number that divides the length of a sample: every rank has equally many tokens, in a ring
+        in two equal chunks."""
+        two = 2 * self.ring_size if self.ring_size > 1 else 1
+        return math.lcm(self.sequence_size, two)
+
+    @property
     def padded_length(self) -> int:
         """The next sequence length that divides among sequence-parallel ranks."""
-        return -(-self.sequence_length // self.sequence_size) * self.sequence_size
+        return -(-self.sequence_length // self.parts_of_sample) * self.parts_of_sample
 
     @property
     def sequence_size_of_length(self) -> int:
@@ -270,16 +283,34 @@ class Facts:
 
     @property
     def sequence_size_of_heads(self) -> int:
-        """The largest smaller sequence-parallel size that divides the attention heads."""
+        """The largest smaller size of Ulysses that divides the attention heads."""
         heads = self.attention_heads or 1
         if heads % self.tensor_size:
             return 1
-        return largest_divisor(heads // self.tensor_size, self.sequence_size - 1)
+        return largest_divisor(heads // self.tensor_size, self.ulysses_size - 1)
+
+    @property
+    def ring_of_heads(self) -> int:
+        """Size of the ring with which the same ranks share samples, where the heads limit
+        Ulysses."""
+        return self.sequence_size // self._ulysses_in_ring
+
+    @property
+    def _ulysses_in_ring(self) -> int:
+        heads = self.attention_heads or 1
+        own = 1 if heads % self.tensor_size else heads // self.tensor_size
+        return math.gcd(own, self.sequence_size)
+
+    @property
+    def kinds_of_heads(self) -> str:
+        """The setting of `ring_of_heads`."""
+        kinds = f"ulysses: {self._ulysses_in_ring}, ring: {self.ring_of_heads}"
+        return "{" + kinds + "}"
 
     @property
     def ranks_of_heads(self) -> int:
         """Ranks that attention heads are divided among."""
-        return self.sequence_size * self.tensor_size
+        return self.ulysses_size * self.tensor_size
 
     @property
     def splits_heads(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from bigtrain.settings.degrees import MODEL_AXES, ModelDegrees
+from bigtrain.settings.degrees import ModelDegrees
 from bigtrain.settings.sections.base import (
     Fraction,
     NonNegativeInt,
@@ -26,6 +26,24 @@ from bigtrain.settings.sections.extensions import (
 from bigtrain.system.storage.stores import is_address, scheme_of
 
 
+class SequenceSection(Section):
+    """Kinds of sequence parallelism, which multiply: ranks that share a sample are ulysses x
+    ring."""
+
+    ulysses: PositiveInt = 1
+    """ranks that exchange tokens for heads around attention (all-to-all): must divide the attention
+    heads; neighbors, so that they are on one host"""
+    ring: PositiveInt = 1
+    """ranks, or groups of them, that pass keys and values on during attention: any number, since
+    every rank has all heads; each has two chunks of a sample, so that causal attention is
+    balanced"""
+
+    @property
+    def size(self) -> int:
+        """Ranks that share a sample."""
+        return self.ulysses * self.ring
+
+
 class ParallelSection(Section):
     """Parallel degrees; the data-parallel size is what remains of the world."""
 
@@ -33,8 +51,8 @@ class ParallelSection(Section):
     """tensor-parallel size"""
     pipeline: PositiveInt = 1
     """pipeline stages"""
-    sequence: PositiveInt = 1
-    """sequence-parallel (Ulysses) size"""
+    sequence: PositiveInt | SequenceSection = 1
+    """sequence-parallel size, by Ulysses; or the sizes of both kinds, as {ulysses: 2, ring: 4}"""
     expert: PositiveInt = 1
     """expert-parallel size: ranks, neighbours within data x sequence, which share the experts of
     each layer; not a factor of the world size"""
@@ -42,7 +60,16 @@ class ParallelSection(Section):
     @property
     def degrees(self) -> ModelDegrees:
         """The degrees, as the rest of the package uses them."""
-        return ModelDegrees(**{f"{axis}_size": getattr(self, axis) for axis in MODEL_AXES})
+        kinds = self.sequence
+        if isinstance(kinds, int):
+            kinds = SequenceSection(ulysses=kinds)
+        return ModelDegrees(
+            tensor_size=self.tensor,
+            pipeline_size=self.pipeline,
+            sequence_size=kinds.size,
+            expert_size=self.expert,
+            ring_size=kinds.ring,
+        )
 
 
 DEFAULT_MEMORY_DIRECTORY = "/dev/shm"

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from bigtrain.models import torch_patches
@@ -196,6 +197,44 @@ def knows_backward() -> bool:
     return seen == [False, True] and not torch_patches.is_in_backward()
 
 
+def attends() -> bool:
+    """Gradients of a block, from the output and log-sum-exp over two, are its part of all."""
+    torch.manual_seed(0)
+    query, *blocks = (torch.randn(1, 2, 8, 8, requires_grad=True) for _ in range(5))
+    keys, values = torch.cat(blocks[:2], 2), torch.cat(blocks[2:], 2)
+    scores = query @ keys.mT * 0.5
+    out, lse = scores.softmax(-1) @ values, scores.logsumexp(-1)
+    gradient = torch.randn_like(out)
+    expected = torch.autograd.grad(out, [blocks[1], blocks[3]], gradient)
+    own = (query.detach(), blocks[1].detach(), blocks[3].detach())
+    found = torch_patches.flash_attention_gradients(
+        gradient, own, out.detach(), lse.detach(), is_causal=False, scale=0.5
+    )
+    _, alone = torch_patches.flash_attention(*own, is_causal=False, scale=0.5)
+    close = torch.allclose(alone, scores[..., 8:].logsumexp(-1), atol=1e-5)
+    pairs = zip(found[1:], expected, strict=True)
+    return close and all(torch.allclose(*pair, atol=1e-5) for pair in pairs)
+
+
+def attends_on_cuda() -> bool:
+    """Shapes and dtypes only: no kernel runs."""
+    with FakeTensorMode():
+        query = torch.empty(2, 4, 16, 8, dtype=torch.bfloat16, device="cuda")
+        key = torch.empty(2, 4, 24, 8, dtype=torch.bfloat16, device="cuda")
+        out, lse = torch_patches.flash_attention(query, key, key, is_causal=False, scale=0.5)
+        found = torch_patches.flash_attention_gradients(
+            out, (query, key, key), out, lse, is_causal=False, scale=0.5
+        )
+        shapes = [x.shape for x in (out, *found)]
+        return lse.dtype == torch.float32 and [lse.shape, *shapes] == [
+            query.shape[:3],
+            query.shape,
+            query.shape,
+            key.shape,
+            key.shape,
+        ]
+
+
 CONTRACTS = [
     Contract(
         torch_patches.is_in_backward,
@@ -289,6 +328,17 @@ CONTRACTS = [
         torch_patches.is_forked_from_cuda,
         "torch.cuda has no _is_in_bad_fork, which is false in a process of its own, any more",
         lambda: torch_patches.is_forked_from_cuda() is False,
+    ),
+    Contract(
+        torch_patches.flash_attention,
+        "aten._scaled_dot_product_flash_attention of CUDA has other arguments or results",
+        attends_on_cuda,
+    ),
+    Contract(
+        torch_patches.flash_attention_gradients,
+        "aten._scaled_dot_product_flash_attention_for_cpu gives no log-sum-exp, or its backward "
+        "takes none over more keys, any more",
+        attends,
     ),
     Contract(
         torch_patches.dump_memory_snapshot,

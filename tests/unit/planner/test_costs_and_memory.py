@@ -113,6 +113,29 @@ def test_offload_moves_states_to_main_memory() -> None:
     assert kept.allocated - moved.allocated == pytest.approx(16 / 8 * model.num_parameters)
 
 
+def test_offload_moves_inputs_of_recomputed_layers_to_main_memory() -> None:
+    """All but the one that a layer is recomputed from."""
+    model = closed_form(LLAMA)
+    full: dict[str, Any] = {"recompute": "full", "sequence_length": 8192, "num_accumulation": 4}
+    full["loss_chunk_tokens"] = 512
+    kept, moved = (use_of(model, **full, offload_activations=off) for off in (False, True))
+    one = 2.0 * 4096 * 8192
+    assert kept.host_activations == 0
+    assert moved.host_activations == pytest.approx(32 * one)
+    assert kept.allocated - moved.allocated == pytest.approx(31 * one)
+    assert moved.host_terms()["activations"] == moved.host_activations
+
+
+def test_a_ring_holds_keys_of_two_ranks_and_gradients_in_float32() -> None:
+    model = closed_form(LLAMA)
+    changes: dict[str, Any] = {"sequence_size": 4, "sequence_length": 32768, "recompute": "full"}
+    changes["loss_chunk_tokens"] = 512
+    heads, ring = (use_of(model, **changes, ring_size=size) for size in (1, 4))
+    tokens, queries, keys = 8192, 32 * 128, 2 * 8 * 128
+    expected = tokens * (4 * queries + 2 * 2 * keys + 4 * 4 * keys)
+    assert ring.allocated - heads.allocated == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     ("zero", "accumulation", "device", "host"),
     # Bytes of a parameter on one of 8 ranks, beside a buffer of the largest one on both sides.

@@ -247,7 +247,8 @@ def test_offload_is_tried_where_nothing_else_fits() -> None:
     assert "--host-memory" in remedy
     # What fits but for the copy of an asynchronous save needs none of one that waits.
     usable = cluster(8, "A100-80GB").usable_memory
-    least = min(c.memory.host_offload for c in others if c.memory.total <= usable)
+    memories = [c.memory for c in others if c.memory.total <= usable]
+    least = min(memory.host_offload + memory.host_activations for memory in memories)
     enough = cluster(8, "A100-80GB", host_memory=8.1 * least)
     none, others = search(request, enough, ENGINE)
     assert not none
@@ -256,6 +257,35 @@ def test_offload_is_tried_where_nothing_else_fits() -> None:
     assert "checkpoint" in rule
     assert "checkpoint.asynchronous: false" in remedy
     assert search(replace(request, copies_states=False), enough, ENGINE)[0]
+
+
+def test_a_ring_extends_ulysses_where_heads_or_hosts_limit_it() -> None:
+    facts = REQUEST.facts.changed(attention_heads=32)
+    request = replace(REQUEST, facts=facts, sequence_length=65536, global_batch_size=1)
+    fitting, others = search(request, cluster(64), ENGINE)
+    kinds = {(c.layout.ulysses_size, c.layout.ring_size) for c in (*fitting, *others)
+             if c.layout.tensor_size == 1 and c.layout.sequence_size == 64}  # fmt: skip
+    assert kinds == {(32, 2), (8, 8)}
+    assert all(c.layout.ring_size == 1 for c in (*fitting, *others)
+               if c.layout.tensor_size * c.layout.sequence_size <= 8)  # fmt: skip
+
+
+def test_activations_are_offloaded_where_nothing_else_fits() -> None:
+    """A sample of 131,072 tokens of a model of 8B on one device."""
+    model = closed_form(DenseShape(32, 4096, 32, 8, 14336, 128256))
+    facts = FACTS.changed(max_positions=None)
+    request = replace(REQUEST, model=model, facts=facts, sequence_length=131072, loss="chunked")
+    fitting, _ = search(replace(request, global_batch_size=1), cluster(1), ENGINE)
+    assert fitting
+    for candidate in fitting:
+        assert candidate.layout.offload_activations
+        assert candidate.layout.recompute == "full"
+        assert candidate.memory.host_activations > 0
+        assert candidate.layout.describe().endswith("activation offload")
+    refused = FACTS.changed(max_positions=None, adapters="lora")
+    request = replace(request, facts=refused, global_batch_size=1)
+    every = itertools.chain(*search(request, cluster(1), ENGINE))
+    assert not any(candidate.layout.offload_activations for candidate in every)
 
 
 def test_a_larger_micro_batch_is_no_reason_to_offload() -> None:

@@ -110,9 +110,11 @@ def test_keys_go_around_a_ring_beside_attention() -> None:
     """Of another engine than DeepSpeed: on one node nothing of it is left, between nodes it may."""
     ring = replace(ENGINE, is_deepspeed=False)
     slow = replace(A100, network_bandwidth=1e9, devices_per_node=1)
-    layout = Layout(sequence_size=4, sequence_length=4096)
+    layout = Layout(sequence_size=4, ring_size=4, sequence_length=4096)
     assert "sequence" not in step_time(MODEL, layout, A100, ring).communication
-    assert step_time(MODEL, layout, A100, ENGINE).communication["sequence"] > 0
+    assert (
+        step_time(MODEL, replace(layout, ring_size=1), A100, ENGINE).communication["sequence"] > 0
+    )
     left = step_time(MODEL, layout, slow, ring).communication["sequence"]
     keys = 3 * (1024 * 4096 * 2 * 2 / 4) / (1e9 * DIRECT)
     forward, backward = attention_seconds(slow, MODEL.kinds[0].attention, 1, 4096, 4, None)  # type: ignore[arg-type]

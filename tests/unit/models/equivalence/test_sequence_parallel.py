@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
 from bigtrain.models.parallel import sequence as sequence_parallel
 from bigtrain.models.parallel.sequence import IMPLEMENTATION, SequenceParallel
+from bigtrain.models.parallel.sequence_exchange import SequenceExchange
 
 COMMON = {
     "vocab_size": 128,
@@ -29,6 +30,7 @@ def problems(
     sequence_length: int = 32,
     isolate: bool = False,
     tensor_size: int = 1,
+    ring_size: int = 1,
     **changes: Any,
 ) -> list[Any]:
     hf_config = CONFIG_MAPPING[model_type](**{**COMMON, **changes})
@@ -39,6 +41,7 @@ def problems(
         sequence_length=sequence_length,
         isolate=isolate,
         tensor_size=tensor_size,
+        ring_size=ring_size,
     )
 
 
@@ -55,7 +58,10 @@ def test_a_part_is_prepared_while_another_makes_its_masks(monkeypatch: pytest.Mo
         size, rank = 2, 0
 
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**COMMON))
-    sequence: Any = SequenceParallel(model, Exchange())  # type: ignore[arg-type]
+    sequence: Any = SequenceParallel(
+        model,
+        SequenceExchange.of_ulysses(Exchange()),  # type: ignore[arg-type]
+    )
     monkeypatch.setattr(sequence_parallel, "document_numbers", watched)
     ids = torch.arange(8).reshape(1, 8)
     for _ in range(2):
@@ -67,10 +73,38 @@ def test_a_part_is_prepared_while_another_makes_its_masks(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("isolate", [False, True])
 @pytest.mark.parametrize(
-    "model_type", ["llama", "qwen3", "gemma3_text", "olmo2", "phi3", "gpt_neox"]
+    "model_type", ["llama", "qwen3", "gemma3_text", "olmo2", "phi3", "gpt_neox", "gpt_oss"]
 )
 def test_attention_in_the_registry_divides(model_type: str, *, isolate: bool) -> None:
     assert problems(model_type, isolate=isolate) == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "size", "ring_size"),
+    [
+        ("llama", 3, 3),  # heads do not limit it
+        ("qwen3", 4, 4),
+        ("gemma3_text", 4, 2),  # a window
+        ("gpt_oss", 4, 2),  # sinks
+        ("mixtral", 2, 2),
+    ],
+)
+def test_a_ring_divides_any_attention(model_type: str, size: int, ring_size: int) -> None:
+    for isolate in (False, True):
+        assert problems(model_type, size, ring_size=ring_size, isolate=isolate) == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason", "changes"),
+    [
+        ("jamba", "outside attention", {}),
+        ("llama", "dropout", {"attention_dropout": 0.1}),
+    ],
+)
+def test_a_ring_refuses(model_type: str, reason: str, changes: dict[str, Any]) -> None:
+    (problem,) = problems(model_type, ring_size=2, **changes)
+    assert "{'ulysses': 1, 'ring': 2}" in str(problem)
+    assert reason in str(problem)
 
 
 def test_more_processes_than_key_heads() -> None:
@@ -95,7 +129,6 @@ def test_heads_are_divided_among_tensor_parallel_processes_first() -> None:
     [
         ("bloom", "cannot be replaced"),
         ("qwen3_next", "outside attention"),
-        ("gpt_oss", "failed"),
         ("roberta", "roberta"),  # it counts positions from its padding token on
     ],
 )

@@ -1,0 +1,87 @@
+"""The page on long samples: its run trains as one process does, and its commands work."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bigtrain.cli import main as bigtrain
+from tests.launch.conftest import Inputs, finished_run, inputs, metrics, train
+from tests.support.pages import page_blocks, page_text
+
+__all__ = ["finished_run", "inputs"]
+
+PAGE = page_text("docs/howto/long_samples.md")
+WORLD_SIZE = 4
+
+
+@pytest.fixture
+def folder(inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the page's run and its shards, in which commands are typed."""
+    (block,) = page_blocks(PAGE, "yaml")
+    (tmp_path / "long.yaml").write_text(block)
+    shutil.copytree(inputs.shards, tmp_path / "shards")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_run_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    check = ["check", "--config", "long.yaml", "--world-size"]
+    assert bigtrain([*check, str(WORLD_SIZE)]) == 0
+    assert "ring: 2" in capsys.readouterr().out
+    assert bigtrain([*check, str(WORLD_SIZE), "parallel.sequence=4"]) == 2
+    refused = capsys.readouterr().err
+    assert "parallel.sequence={ulysses: 2, ring: 2}" in refused
+    assert bigtrain([*check, "3", "parallel.sequence={ring: 3}"]) == 2
+    assert "batch.sequence_length = 64" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+def test_kinds_train_as_one_process(folder: Path) -> None:
+    """Losses, held-out losses and a resume with another kind; every run is exported, which compares
+    its logits."""
+    (line,) = (line for block in page_blocks(PAGE) for line in block.splitlines()
+               if line.startswith("torchrun"))  # fmt: skip
+    words = shlex.split(line)
+    assert words[:4] == ["torchrun", "--nproc-per-node", str(WORLD_SIZE), "bigtrain/train.py"]
+    assert words[4:] == ["--config", "long.yaml"]
+    # Ranks are forked from a process with another working directory.
+    run = ["--config", str(folder / "long.yaml"), f"data.path={folder / 'shards'}"]
+    run.append("logging.every_steps=1")
+    own = f"output.directory={folder / 'runs/long'}"
+    finished = train(*run, own, num_processes=WORLD_SIZE)
+    assert finished.code == 0, finished.output
+    finished = train(*run, "parallel.sequence=1", f"output.directory={folder / 'runs/one'}")
+    assert finished.code == 0, finished.output
+    for key in ("loss", "grad_norm", "held_out_loss"):
+        expected = metrics(folder / "runs/one", key)
+        assert metrics(folder / "runs/long", key) == pytest.approx(expected, rel=1e-4), key
+    assert (folder / "runs/long/hf/model.safetensors").is_file()
+    (last,) = (folder / "runs/long").glob("**/step*8")
+    shutil.rmtree(last)
+    finished = train(*run, own, "parallel.sequence={ring: 2}", num_processes=2)
+    assert finished.code == 0, finished.output
+    expected = metrics(folder / "runs/one")
+    assert metrics(folder / "runs/long") == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_plans_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line, one_device = (line for block in page_blocks(PAGE) for line in block.splitlines()
+               if line.startswith("bigtrain"))  # fmt: skip
+    assert bigtrain([*shlex.split(line)[1:], "--write", "plans"]) == 0
+    assert "SP 16, ring 2" in capsys.readouterr().out
+    sequence = yaml.safe_load((folder / "plans/run.yaml").read_text())["parallel"]["sequence"]
+    assert sequence == {"ulysses": 8, "ring": 2}
+    assert bigtrain([*shlex.split(one_device)[1:], "--write", "offloaded"]) == 0
+    assert "activation offload" in capsys.readouterr().out
+    model = yaml.safe_load((folder / "offloaded/run.yaml").read_text())["model"]
+    assert model["activation_offload"]
+    assert model["gradient_checkpointing"] == "full"
