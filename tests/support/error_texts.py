@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
@@ -36,12 +35,6 @@ def error_texts() -> str:
     return "\n".join(sorted(map(markdown_cell, texts)))
 
 
-@functools.cache
-def _nodes(tree: ast.Module) -> list[ast.AST]:
-    """Return all nodes of a module, which five readers go through; walking it takes seconds."""
-    return list(ast.walk(tree))
-
-
 def _strings(tree: Any) -> set[str]:
     """Return all strings of a tree of YAML or JSON."""
     if isinstance(tree, str):
@@ -58,10 +51,10 @@ def _returned(trees: Collection[ast.Module]) -> Strings:
     package."""
     nodes: Strings = {}
     names = Counter(
-        node.name for tree in trees for node in _nodes(tree) if isinstance(node, ast.FunctionDef)
+        node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
     )
     for tree in trees:
-        for function in _nodes(tree):
+        for function in ast.walk(tree):
             if isinstance(function, ast.FunctionDef) and names[function.name] == 1:
                 for node in ast.walk(function):
                     if isinstance(node, ast.Return | ast.Yield) and node.value is not None:
@@ -74,7 +67,7 @@ def _makers(trees: Collection[ast.Module]) -> set[str]:
     return {
         node.name
         for tree in trees
-        for node in _nodes(tree)
+        for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef)
         and node.returns is not None
         and _is_error(ast.unparse(node.returns))
@@ -85,7 +78,7 @@ def _assigned(tree: ast.Module) -> Strings:
     """Collect the values of names anywhere in a module: by assignment, loops, `append` and
     arguments."""
     nodes: Strings = {}
-    for node in _nodes(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 names = target.elts if isinstance(target, ast.Tuple) else [target]
@@ -111,10 +104,10 @@ def _arguments(tree: ast.Module) -> Strings:
     nodes: Strings = {}
     names = {
         node.name: [argument.arg for argument in node.args.args if argument.arg != "self"]
-        for node in _nodes(tree)
+        for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef)
     }
-    for node in _nodes(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func).rpartition(".")[2]
             given = list(zip(names.get(called, []), node.args, strict=False))
@@ -134,8 +127,8 @@ def _texts_of(
     """Yield the name of the error and its text, for every error of bigtrain, and what is put into
     it."""
     assigned = _assigned(tree)
-    raised = {id(node.exc) for node in _nodes(tree) if isinstance(node, ast.Raise)}
-    for node in _nodes(tree):
+    raised = {id(node.exc) for node in ast.walk(tree) if isinstance(node, ast.Raise)}
+    for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func).rpartition(".")[2]
