@@ -112,7 +112,7 @@ SPEED_PATCHES = (
         "replace_reduction",
         (1, 2),
         "runtime/zero/stage_1_and_2.py, gradient hooks and buckets (ZeRO 1, 2)",
-        "0.031 (0.040 to 0.009)",
+        "0.031 (0.040 to 0.009); of large parameters 13 ms per million elements",
         _is_replaced("setup_buckets"),
     ),
     SpeedPatch(
