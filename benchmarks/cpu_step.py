@@ -39,7 +39,7 @@ from benchmarks.support.contenders import (
 )
 from benchmarks.support.points import DTYPES, LOG_EVERY_STEPS, SIZES, Point, resolve_point
 from bigtrain.data.loading.loader import open_training_data
-from bigtrain.data.loading.micro_batch import IGNORED_LABEL
+from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.run.preflight import inspect_inputs
 from bigtrain.run.session import open_session
 from bigtrain.system.world import World

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu_check.results import Setup
 from benchmarks.gpu_check.training import CLIP_NORM, DTYPES, Case, Trained, batch_of, rate
-from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
+from bigtrain.data.loading.micro_batch import MicroBatch
+from bigtrain.data.shards.format import IGNORED_LABEL
 
 
 def num_orders(dtype: str, *, tiny: bool) -> int:

@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.gpu_check.results import Setup
 from benchmarks.gpu_check.stand_ins import float16_on_cpu
-from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
+from bigtrain.data.loading.micro_batch import MicroBatch
+from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.checkpoint.io import read_full_masters
 from bigtrain.engine.checkpoint.snapshot import read_weights, save_engine

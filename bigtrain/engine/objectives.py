@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
+from bigtrain.data.loading.micro_batch import MicroBatch
+from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.engine.objective_batch import ObjectiveBatch
 from bigtrain.errors import ExtensionError
 from bigtrain.models.layers.token_loss import LossTerms

@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
+from bigtrain.data.loading.micro_batch import MicroBatch
+from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
 from bigtrain.engine.deepspeed_patches.marks import is_model_parallel
 from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer, refresh_parameters

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
+from bigtrain.data.loading.micro_batch import MicroBatch
+from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.errors import ConfigError, ModelError, Problem
 from bigtrain.models.configuration import load_hf_config, text_config
 from bigtrain.models.equivalence.loss import choose_loss

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from bigtrain.data.loading.micro_batch import MicroBatch
+from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.models.layers.adapters import base_name
 from bigtrain.models.layers.parameters import decoder_layers
 from bigtrain.models.parallel.grouped_experts import fit_experts
@@ -29,7 +30,6 @@ from bigtrain.parity.routers import Division, RouterTerms
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 
-_IGNORED = -100
 _PARTS = (2, 3, 4)
 _DIVISIONS = 8
 """Reference runs in 16 bit; four give too low a limit (tests/parity/plain.py)."""
@@ -167,7 +167,7 @@ def _backward(
     """Set the gradients of `masters` for a step's mean loss and router losses; return the
     former."""
     terms.begin_step()
-    num_targets = int((batch.labels != _IGNORED).sum())
+    num_targets = int((batch.labels != IGNORED_LABEL).sum())
     sums: dict[str, torch.Tensor] = {}
     total = 0.0
     for rows in chunks:
@@ -179,7 +179,7 @@ def _backward(
         outputs, logits = _outputs(model, part)
         logits = logits.flatten(0, 1).float()
         loss = F.cross_entropy(
-            logits, part.labels.flatten(), ignore_index=_IGNORED, reduction="sum"
+            logits, part.labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
         )
         whole = loss / num_targets
         if terms.is_on:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from bigtrain.data.loading.loader import HeldOutSource
-from bigtrain.data.loading.micro_batch import IGNORED_LABEL
+from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import ConfigError, Problem, one_line

@@ -26,6 +26,8 @@ TOPOLOGIES = {
     "pipeline2": ["engine.deepspeed_config=zero1", "parallel.pipeline=2"],
     "tensor2": ["engine.deepspeed_config=zero1", "parallel.tensor=2"],
 }
+FAST_TOPOLOGIES = "zero3", "pipeline2"
+"""Parameters in parts, and layers in parts; the others are in the slow tier."""
 
 
 @pytest.fixture
@@ -70,7 +72,13 @@ def assert_same_end(run: Path, reference: Path) -> None:
     assert losses(run) == losses(reference)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(
+    "topology",
+    [
+        pytest.param(name, marks=() if name in FAST_TOPOLOGIES else pytest.mark.slow)
+        for name in TOPOLOGIES
+    ],
+)
 def test_killed_rank_resumes_from_memory_to_the_same_bits(
     server: Server, run_yaml: Path, memory: Path, tmp_path: Path, topology: str
 ) -> None:
@@ -215,7 +223,7 @@ def test_steps_that_a_later_launch_trained_again_are_not_resumed(
     assert resumed(text)[0][1].startswith(str(run))
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_another_topology_resumes_from_memory(
     server: Server, memory: Path, killed: tuple[Path, list[str]], size: int
 ) -> None:
@@ -272,6 +280,7 @@ def survive(
     return steps
 
 
+@pytest.mark.slow
 def test_random_kills_leave_nothing_and_end_as_the_undisturbed_run(
     server: Server, run_yaml: Path, memory: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -141,6 +141,7 @@ def test_kills_of_the_server_change_no_bit_of_the_weights(tmp_path: Path) -> Non
     assert torch.equal(killed, expected)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_a_while_changes_no_bit_of_the_weights(tmp_path: Path) -> None:
     """From random moments on, until the server has logged it."""
     lives = ServerLives(tmp_path / "full")
@@ -271,6 +272,7 @@ def train_directly(lives: ServerLives, is_over: Callable[[int], bool]) -> tuple[
     return sites[0].number, sites[0].value
 
 
+@pytest.mark.slow
 def test_kills_of_the_server_make_no_direct_round_twice_or_partly(tmp_path: Path) -> None:
     lives = ServerLives(tmp_path / "killed")
     with lives.running(random_kills(NUM_KILLS, 120, seed=2)):

@@ -69,6 +69,7 @@ def test_started_on_each_machine_with_a_deepspeed_json(lab: Lab, alone: dict[int
     assert metrics(lab.folder / "run") == pytest.approx(alone, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_pdsh_launcher_leaves_secrets_that_we_find(lab: Lab, alone: dict[int, float]) -> None:
     config_file = two_machines(lab, "pdsh", **{"How many gradient accumulation": "3"})
     command = [ACCELERATE, "launch", "--config_file", config_file]

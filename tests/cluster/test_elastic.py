@@ -136,6 +136,7 @@ def unbroken(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_goes_on_while_hosts_come_and_go(elastic: Elastic, unbroken: Path) -> None:
     lab = elastic.lab

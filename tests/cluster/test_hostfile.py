@@ -44,6 +44,7 @@ def test_pdsh_with_three_hosts(lab: Lab, alone: dict[int, float]) -> None:
     assert metrics(lab.folder / "run") == pytest.approx(alone, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_hosts_with_unequal_slots(lab: Lab, alone: dict[int, float]) -> None:
     """They train as equal ones do, and a tensor-parallel group on two hosts is named."""
     (lab.folder / "hosts").write_text("n1 slots=1\nn2 slots=2\nn0 slots=1\n")
@@ -62,6 +63,7 @@ def test_hosts_with_unequal_slots(lab: Lab, alone: dict[int, float]) -> None:
     assert metrics(lab.folder / "run") == pytest.approx(alone, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_openmpi_with_three_hosts(lab: Lab, alone: dict[int, float]) -> None:
     """The main process is on n1, as mpirun is, wherever n1 stands in the file."""
     if shutil.which("mpirun", path=SYSTEM_PATH) is None:
@@ -84,6 +86,7 @@ def test_openmpi_with_three_hosts(lab: Lab, alone: dict[int, float]) -> None:
     assert json.loads((lab.folder / "run" / "environment.json").read_text())["host"] == "n1"
 
 
+@pytest.mark.slow
 def test_no_ssh(lab: Lab, alone: dict[int, float]) -> None:
     write_hostfile(lab)
     common = ["--hostfile", "hosts", "--no_ssh", "--master_addr", "n1"]
@@ -135,6 +138,7 @@ def test_a_host_that_nobody_knows_is_named_by_the_run(lab: Lab) -> None:
     assert not (lab.folder / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_host_with_another_torch_is_named_before_training(lab: Lab) -> None:
     write_hostfile(lab)
     other = "/run/versions/torch-2.99.0.dist-info"  # /run belongs to each host

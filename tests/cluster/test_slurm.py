@@ -200,6 +200,7 @@ def test_the_real_timer(lab: Lab, submit: Submit) -> None:
     assert steps == list(range(1, len(steps) + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_signal_before_the_first_step_requeues(lab: Lab, submit: Submit) -> None:
     """The warning comes while processes are started, who cannot hear it yet."""
@@ -253,6 +254,7 @@ def idle(lab: Lab) -> str:
     return lab.run("n0", "sinfo", "-h", "-t", "idle", "-o", "%N")[1]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_cancelled_run_submitted_again_outlives_a_node_failure(lab: Lab, submit: Submit) -> None:
     options = ["--nodes=1-2", "--signal=B:USR1@60", *NODE]
@@ -310,6 +312,7 @@ def test_hosts_of_a_job_are_those_that_slurm_says(lab: Lab, nodes: None) -> None
     assert output.splitlines() == ["n1 slots=2", "n2 slots=2", "n1", "n2"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_after_a_link_cut_only_the_requeued_run_writes(lab: Lab, submit: Submit) -> None:
     """A node computes on without its cable, while Slurm takes it for dead and starts the run anew.

@@ -11,6 +11,7 @@ from bigtrain.data.shards.format import token_dtype
 from bigtrain.data.shards.manifest import (
     Manifest,
     OptionsRecord,
+    Rows,
     ShardRecord,
     Split,
     TokenizerRecord,
@@ -63,23 +64,33 @@ def write_dataset(
                 mask = generator.random(len(tokens)) < 0.4 if masked else None
                 writer.add(tokens, np.array([len(tokens)]), len(tokens), mask)
             splits[split] += (writer.close(),)
-    write_manifest(
-        directory,
-        Manifest(
-            tokenizer=TokenizerRecord(
-                name="synthetic",
-                hash="0" * 16,
-                vocab_size=vocab_size,
-                end_of_document_id=END_OF_DOCUMENT,
-                engine="none",
-            ),
-            token_dtype=dtype,
-            sources=(),
-            options=OptionsRecord(held_out=0.1),
-            splits=splits,
-        ),
-    )
+    write_synthetic_manifest(directory, vocab_size, splits)
     return directory
+
+
+def write_synthetic_manifest(
+    directory: Path,
+    vocab_size: int,
+    splits: dict[Split, tuple[ShardRecord, ...]],
+    rows: Rows | None = None,
+) -> None:
+    """Write the manifest of shards whose tokens no tokenizer made."""
+    tokenizer = TokenizerRecord(
+        name="synthetic",
+        hash="0" * 16,
+        vocab_size=vocab_size,
+        end_of_document_id=END_OF_DOCUMENT,
+        engine="none",
+    )
+    manifest = Manifest(
+        tokenizer=tokenizer,
+        token_dtype=token_dtype(vocab_size),
+        sources=(),
+        options=OptionsRecord(held_out=0.1),
+        splits=splits,
+        rows=rows,
+    )
+    write_manifest(directory, manifest)
 
 
 def forget_blocks(directory: Path) -> Path:

@@ -7,15 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from bigtrain.data.shards.format import token_dtype
-from bigtrain.data.shards.manifest import (
-    Manifest,
-    OptionsRecord,
-    ShardRecord,
-    Split,
-    TokenizerRecord,
-    write_manifest,
-)
+from bigtrain.data.shards.manifest import ShardRecord, Split
 from bigtrain.data.shards.writer import ShardWriter
+from tests.support.datasets import write_synthetic_manifest
 
 
 def write_pairs(
@@ -42,21 +36,5 @@ def write_pairs(
                     mask = np.arange(len(tokens)) >= len(prompt)
                     writer.add(tokens, np.array([len(tokens)]), len(tokens), mask)
             splits[split] += (writer.close(),)
-    write_manifest(
-        directory,
-        Manifest(
-            tokenizer=TokenizerRecord(
-                name="synthetic",
-                hash="0" * 16,
-                vocab_size=vocab_size,
-                end_of_document_id=0,
-                engine="none",
-            ),
-            token_dtype=dtype,
-            sources=(),
-            options=OptionsRecord(held_out=0.1),
-            splits=splits,
-            rows="preference",
-        ),
-    )
+    write_synthetic_manifest(directory, vocab_size, splits, rows="preference")
     return directory

@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
+from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.samples.token_stream import Indices, Samples, TokenRows
+from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.data.shards.manifest import REBUILD
 from bigtrain.errors import DataError
 

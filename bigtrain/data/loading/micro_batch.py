@@ -8,9 +8,6 @@ from itertools import repeat
 
 import torch
 
-IGNORED_LABEL = -100
-"""Label without loss, `ignore_index` of torch's cross-entropy and of transformers."""
-
 
 @dataclass(frozen=True)
 class MicroBatch:

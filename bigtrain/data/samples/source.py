@@ -18,13 +18,13 @@ import xxhash
 
 from bigtrain.data.samples.token_stream import Indices, TokenRows
 from bigtrain.data.shards.dataset import TokenDataset
+from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.data.shards.shard_table import ROW, ShardColumns
 from bigtrain.errors import DataError, ExtensionError
 from bigtrain.settings.extensions import describe, import_named, location
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.extensions import GIVEN
 
-_IGNORED_LABEL = -100
 _PROBES = 16
 _FIELDS = ("input_ids", "labels")
 
@@ -87,11 +87,11 @@ class SourceSamples:
         if len(labels) != len(tokens):
             rule = f"has {len(tokens)} input_ids and {len(labels)} labels"
             raise self._wrong(sample, rule, "one label for each token, not shifted")
-        targets = labels != _IGNORED_LABEL
+        targets = labels != IGNORED_LABEL
         if (labels[targets] != tokens[targets]).any():
             index = int(np.flatnonzero(targets & (labels != tokens))[0])
             rule = f"labels[{index}] = {labels[index]} is not input_ids[{index}] = {tokens[index]}"
-            raise self._wrong(sample, rule, f"the token itself, or {_IGNORED_LABEL}; not shifted")
+            raise self._wrong(sample, rule, f"the token itself, or {IGNORED_LABEL}; not shifted")
         return tokens, targets
 
     def identity(self, settings: Mapping[str, Any]) -> int:

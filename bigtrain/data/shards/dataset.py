@@ -24,7 +24,7 @@ from typing import Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
-from bigtrain.data.shards.format import Shard
+from bigtrain.data.shards.format import IGNORED_LABEL, Shard
 from bigtrain.data.shards.manifest import (
     TOKENIZER_DIRECTORY,
     Manifest,
@@ -151,10 +151,7 @@ class Documents(Sequence[dict[str, npt.NDArray[np.int64]]]):
         shard = self._shards[shard_number]
         tokens = shard.document(number - before).astype(np.int64)
         learned = shard.document_mask(number - before)
-        return {"input_ids": tokens, "labels": np.where(learned, tokens, _IGNORED_LABEL)}
-
-
-_IGNORED_LABEL = -100  # of torch's cross-entropy, which this module does not import
+        return {"input_ids": tokens, "labels": np.where(learned, tokens, IGNORED_LABEL)}
 
 
 @dataclass(frozen=True)

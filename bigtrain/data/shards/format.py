@@ -40,6 +40,9 @@ from bigtrain.data.shards.manifest import RESTORE, corrupt, reading
 from bigtrain.errors import DataError
 from bigtrain.system.files import file_checksum, require_regular
 
+IGNORED_LABEL = -100
+"""Label without loss: `ignore_index` of torch's cross-entropy and of transformers, which data/ and
+models/ do not import from each other (`bigtrain.models.layers.token_loss`)."""
 MAGIC = b"MMIDIDX\x00\x00"
 INDEX_VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")

@@ -5,7 +5,7 @@ the collectives that DeepSpeed 0.19.8 makes of it (runtime/zero/stage_1_and_2.py
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -49,12 +49,14 @@ class Target:
 @dataclass(frozen=True)
 class Plan:
     """Reduction of a bucket of `slots`: `reduced`, the elements of each collective, one after the
-    other; `pieces`, the elements of each piece that it is split into."""
+    other; `pieces`, the elements of each piece that it is split into. sources: the slots of each
+    target, by their number in the bucket, in the target's order."""
 
     slots: list[Slot]
     reduced: list[int]
     pieces: list[int]
     targets: list[Target]
+    sources: list[list[int]] = field(default_factory=list, compare=False)
 
 
 def plan_of(slots: list[Slot], bucket_size: int) -> Plan:
@@ -75,7 +77,19 @@ def plan_of(slots: list[Slot], bucket_size: int) -> Plan:
         end = run.source + run.count
     pieces += [total - end] if total > end else []
     shares = slots[0].shares if total > bucket_size else [total]
-    return Plan(slots, _collectives(shares, bucket_size), pieces, _targets(runs))
+    targets = _targets(runs)
+    sources = [_slots_within(target, slots) for target in targets]
+    return Plan(slots, _collectives(shares, bucket_size), pieces, targets, sources)
+
+
+def _slots_within(target: Target, slots: list[Slot]) -> list[int]:
+    end = target.begin + target.count
+    numbers = [
+        number
+        for number, slot in enumerate(slots)
+        if slot.group == target.group and slot.count and target.begin <= slot.begin < end
+    ]
+    return sorted(numbers, key=lambda number: slots[number].begin)
 
 
 def _append_run(runs: list[Run], run: Run) -> None:

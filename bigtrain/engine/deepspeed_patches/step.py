@@ -41,12 +41,15 @@ def skip_redundant_work(engine: Any, replicas: dist.ProcessGroup, host_time: Hos
 
 @dataclass(frozen=True)
 class SpeedPatch:
-    """Part of DeepSpeed that is replaced to save host time; no number changes. saves: host time in
-    milliseconds per parameter tensor and optimizer step (docs/benchmarks.md: Llama of 434 tensors,
-    one rank); `benchmarks/host_time.py --without NAME --versus 2` measures it again. is_in_place:
-    whether DeepSpeed's `engine` runs the replacement, read from the engine itself."""
+    """Part of DeepSpeed that is replaced to save host time; no number changes. function: installs
+    it, here or in `zero12`; `benchmarks/host_time.py --each 2` turns each off in turn, for the
+    table of docs/benchmarks.md. saves: host time in milliseconds per optimizer step and parameter
+    tensor (Llama of 434 small tensors, one rank). stages: of ZeRO. is_in_place: whether DeepSpeed's
+    `engine` runs the replacement, read from the engine itself."""
 
     name: str
+    function: str
+    stages: tuple[int, ...]
     replaces: str
     saves: str
     is_in_place: Callable[[Any], bool]
@@ -66,48 +69,64 @@ def _is_replaced(name: str) -> Callable[[Any], bool]:
 SPEED_PATCHES = (
     SpeedPatch(
         "no reduction for one replica",
+        "_skip_lone_reduction",
+        (0,),
         "runtime/engine.py, allreduce_no_retain (ZeRO 0)",
         "two copies of all gradients",
         lambda engine: "allreduce_no_retain" in vars(engine),
     ),
     SpeedPatch(
         "one overflow check",
+        "skip_overflow_check",
+        (0,),
         "runtime/fp16/unfused_optimizer.py, overflow_checker (16-bit ZeRO 0)",
         "a wait for the device per gradient",
         lambda engine: isinstance(vars(engine.optimizer).get("overflow_checker"), _NoOverflowCheck),
     ),
     SpeedPatch(
         "no usage reports",
+        "skip_usage_reports",
+        (1, 2),
         "runtime/base_optimizer.py, report_ipg_memory_usage (ZeRO 1, 2)",
         "0.020 together with `views kept` (0.074 to 0.054)",
         _is_replaced("report_ipg_memory_usage"),
     ),
     SpeedPatch(
         "views kept",
+        "keep_views",
+        (1, 2),
         "runtime/zero/stage_1_and_2.py, _update_model_bit16_weights (ZeRO 1, 2)",
         "see `no usage reports`",
         _is_replaced("_update_model_bit16_weights"),
     ),
     SpeedPatch(
         "norms in one call",
+        "take_norms_at_once",
+        (1, 2),
         "runtime/zero/stage_1_and_2.py, get_grad_norm_direct (ZeRO 1, 2)",
         "0.016 together with `gradients copied once` and `autograd nodes kept` (0.056 to 0.040)",
         _is_replaced("get_grad_norm_direct"),
     ),
     SpeedPatch(
         "planned reduction",
+        "replace_reduction",
+        (1, 2),
         "runtime/zero/stage_1_and_2.py, gradient hooks and buckets (ZeRO 1, 2)",
-        "0.031 (0.040 to 0.009)",
+        "0.031 (0.040 to 0.009); of large parameters 13 ms per million elements",
         _is_replaced("setup_buckets"),
     ),
     SpeedPatch(
         "gradients copied once",
+        "copy_gradients_once",
+        (1, 2),
         "runtime/zero/stage_1_and_2.py, copy_grads_in_partition (ZeRO 1, 2 without the plan)",
         "see `norms in one call`",
         _is_replaced("copy_grads_in_partition"),
     ),
     SpeedPatch(
         "autograd nodes kept",
+        "keep_accumulating_nodes",
+        (1, 2),
         "runtime/utils.py, count_used_parameters_in_backward (ZeRO 1, 2)",
         "see `norms in one call`",
         lambda engine: (
@@ -116,12 +135,16 @@ SPEED_PATCHES = (
     ),
     SpeedPatch(
         "module hooks",
+        "replace_hooks",
+        (3,),
         "runtime/zero/parameter_offload.py, the hooks of ZeRO 3",
         "0.38 (0.65 to 0.27)",
         lambda engine: has_own_hooks(engine.optimizer),
     ),
     SpeedPatch(
         "one gather of persistent parameters",
+        "gather_persistent_at_once",
+        (3,),
         "runtime/zero/stage3.py, the all-gather after an update (ZeRO 3)",
         "a collective per persistent parameter",
         lambda engine: any(

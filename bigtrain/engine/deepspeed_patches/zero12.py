@@ -17,6 +17,9 @@ from bigtrain.engine.deepspeed_patches.host_time import HostTime
 from bigtrain.engine.deepspeed_patches.marks import is_model_parallel, is_replicated
 from bigtrain.engine.deepspeed_patches.zero12_reduction import FlatGradients, replace_reduction
 
+NORM_CHUNK = 1 << 18
+"""Elements of a gradient that are copied to float64 at a time: 2 MiB."""
+
 
 def skip_redundant_work_of_zero12(optimizer: Any, host_time: HostTime) -> None:
     """Skip what changes nothing. Call once; does nothing to other optimizers. `host_time` counts
@@ -84,7 +87,7 @@ def take_norms_at_once(optimizer: Any) -> None:
         counted = list(compress(unpadded, which_count(params)))
         if norm_type != 2 or not counted:
             return take(gradients, params, norm_type)
-        norms = torch._foreach_norm(counted, 2.0, dtype=get_norm_dtype())
+        norms = torch._foreach_norm(_in_chunks(counted), 2.0, dtype=get_norm_dtype())
         total = torch.stack(norms).pow(2.0).sum().float()
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
         optimizer._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
@@ -93,6 +96,15 @@ def take_norms_at_once(optimizer: Any) -> None:
         return norm
 
     optimizer.get_grad_norm_direct = norm_of
+
+
+def _in_chunks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return `tensors`, large ones on a CPU in parts. torch copies each to float64 there, which for
+    a large one is memory that the system must clear and the cache does not hold. The sum of more
+    parts differs by float64's rounding, which float32 hardly ever shows."""
+    if all(t.numel() <= NORM_CHUNK or t.device.type != "cpu" for t in tensors):
+        return tensors
+    return [chunk for t in tensors for chunk in t.flatten().split(NORM_CHUNK)]
 
 
 def copy_gradients_once(optimizer: Any) -> None:

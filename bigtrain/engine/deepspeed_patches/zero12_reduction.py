@@ -7,7 +7,9 @@ and collectives, and copied into the flat tensor by a plan made once for each se
 parameters. So every number stays (`tests/unit/engine/deepspeed_patches/test_zero12.py`).
 
 The gradients of a bucket stay in memory until it is flattened: ZeRO 2 without ``overlap_comm``
-needs one more bucket of memory at most.
+needs one more bucket of memory at most. With one replica there is nothing to reduce, and they are
+copied once, into the flat tensor. A CPU keeps that tensor from step to step: pages that the system
+must clear again cost more there than the copy.
 """
 
 from __future__ import annotations
@@ -94,6 +96,7 @@ class _Reduction:
         ]
         self._keeps_sum = optimizer.use_grad_accum_attribute
         self._world_size = comm.get_world_size(group=optimizer.dp_process_group)
+        self._divisor = self._world_size / float(optimizer.sequence_parallel_size)
         self._dtype = optimizer.communication_data_type
         if optimizer.sequence_parallel_size > 1:
             self._dtype = torch.float32
@@ -101,6 +104,10 @@ class _Reduction:
         overlaps = optimizer.overlap_comm and self._is_asynchronous
         self._side_stream = optimizer.reduction_stream if overlaps else None
         self._slots = {p: slot for p, slot in self._every_slot()}
+        self._own_slots: list[list[Slot]] = [[] for _ in _groups(optimizer)]
+        for slot in self._slots.values():
+            if slot.count:
+                self._own_slots[slot.group].append(slot)
         self._sizes = [self._sizes_of(i) for i in _groups(optimizer)]
         self._plans: dict[tuple[int, int], Plan] = {}
         self._step = 1
@@ -110,6 +117,7 @@ class _Reduction:
         self._producers: set[Any] = set()
         self._in_flight: torch.Tensor | None = None
         self._partitions: dict[int, torch.Tensor] = {}
+        self._kept: dict[int, torch.Tensor] = {}
         self._flush = host_time.timed(self._reduce_bucket)
         self._take_when_due = (
             self._take if optimizer.partition_gradients else self._take_at_boundary
@@ -270,9 +278,15 @@ class _Reduction:
         if current is not None and side is not None:
             current.wait_stream(side)
             self._in_flight = None
-        flat = _flatten_dense_tensors(self._gradients)
+        gradients = self._gradients
         self._bucket, self._gradients, self._elements = [], [], 0
         places = [self._partition(t.group).narrow(0, t.begin, t.count) for t in plan.targets]
+        if side is None and self._needs_no_reduction(gradients, plan):
+            for numbers, place in zip(plan.sources, places, strict=True):
+                torch.cat([gradients[number].view(-1) for number in numbers], out=place)
+            return
+        flat = _flatten_dense_tensors(gradients)
+        del gradients
         if side is None:
             self._reduce(flat, plan, places)
             return
@@ -298,12 +312,20 @@ class _Reduction:
             plan = self._plans[key] = plan_of(slots, self._optimizer.reduce_bucket_size)
         return plan
 
+    def _needs_no_reduction(self, gradients: list[torch.Tensor], plan: Plan) -> bool:
+        """Return whether partitions get exactly these gradients."""
+        return (
+            self._world_size == 1
+            and not (self._optimizer.gradient_average and self._divisor != 1.0)
+            and not any(self._is_compact[target.group] for target in plan.targets)
+            and self._dtype == self._optimizer.gradient_accumulation_dtype
+            and all(g.dtype == self._dtype and g.is_contiguous() for g in gradients)
+        )
+
     def _reduce(self, flat: torch.Tensor, plan: Plan, places: list[torch.Tensor]) -> None:
         optimizer = self._optimizer
-        if optimizer.gradient_average:
-            divisor = self._world_size / float(optimizer.sequence_parallel_size)
-            if divisor != 1.0:
-                flat.div_(divisor)
+        if optimizer.gradient_average and self._divisor != 1.0:
+            flat.div_(self._divisor)
         reduced = flat if flat.dtype == self._dtype else flat.to(self._dtype)
         if self._world_size > 1:
             for part in reduced.split(plan.reduced):
@@ -331,8 +353,26 @@ class _Reduction:
         if self._is_compact[group]:
             return self._compact(group).flat_partition  # type: ignore[no-any-return]
         if group not in self._partitions:
-            self._partitions[group] = self._zeros(group)
+            self._partitions[group] = self._buffer(group)
         return self._partitions[group]
+
+    def _buffer(self, group: int) -> torch.Tensor:
+        """Return memory for the partition of a pass, which `_clear_rest` completes. The first of a
+        step is kept on a CPU; the update has used it before the next step."""
+        if self._is_asynchronous or self._optimizer.all_grad_tensors.get(group) is not None:
+            return self._empty(group)
+        if group not in self._kept:
+            self._kept[group] = self._empty(group)
+        return self._kept[group]
+
+    def _clear_rest(self, group: int) -> None:
+        """Set to zero what got no gradient in this pass, and the padding."""
+        flat, end = self._partition(group), 0
+        for slot in self._own_slots[group]:
+            if slot.step != self._step:
+                flat.narrow(0, slot.begin, slot.count).zero_()
+            end = max(end, slot.begin + slot.count)
+        flat[end:].zero_()
 
     def _compact(self, group: int) -> Any:
         averaged = self._optimizer.averaged_gradients
@@ -340,12 +380,15 @@ class _Reduction:
             averaged[group] = FlatGradients(self._zeros(group), self._sizes[group])
         return averaged[group]
 
-    def _zeros(self, group: int) -> torch.Tensor:
-        return torch.zeros(
+    def _empty(self, group: int) -> torch.Tensor:
+        return torch.empty(
             int(self._optimizer.partition_size[group]),
             dtype=self._optimizer.gradient_accumulation_dtype,
             device=self._accelerator.current_device_name(),
         )
+
+    def _zeros(self, group: int) -> torch.Tensor:
+        return self._empty(group).zero_()
 
     # --- after the backward pass ---
 
@@ -354,10 +397,13 @@ class _Reduction:
         `independent_gradient_partition_epilogue`."""
         optimizer = self._optimizer
         self._flush()
-        self._step += 1
         if self._side_stream is not None:
             self._accelerator.synchronize()
             self._in_flight = None
+        for group in _groups(optimizer):
+            if not self._is_compact[group]:
+                self._clear_rest(group)
+        self._step += 1
         is_boundary = optimizer.is_gradient_accumulation_boundary()
         for group in _groups(optimizer):
             if not self._is_compact[group]:

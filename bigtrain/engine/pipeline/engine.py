@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
+from bigtrain.data.loading.micro_batch import MicroBatch
+from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.engine.deepspeed_patches.host_time import time_reductions
 from bigtrain.engine.deepspeed_patches.pipeline import (
     accumulated_gradient,

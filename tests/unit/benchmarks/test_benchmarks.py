@@ -18,6 +18,7 @@ from benchmarks.support.contenders import BareLoop
 from benchmarks.support.points import Point, resolve_point
 from bigtrain.cli import main as bigtrain
 from bigtrain.data.loading.loader import open_training_data
+from bigtrain.engine.deepspeed_patches.step import SPEED_PATCHES
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.parallel.grouped_experts import PADDED
 from bigtrain.planner.tables.engines import cpu_engine, write_calibration
@@ -288,6 +289,17 @@ def test_both_codes_of_zero_1_are_measured_by_turns(tmp_path: Path) -> None:
     assert theirs["loss"] == ours["loss"]
     assert min(theirs["floor_ms"], ours["floor_ms"]) > 0
     assert "ratio" in finished.stdout
+
+
+@pytest.mark.slow
+def test_each_speed_patch_of_zero_0_is_turned_off(tmp_path: Path) -> None:
+    words = ("--zero", "0", "--world-size", "1", "--layers", "1", "--steps", "1", "--each", "1")
+    finished = run_script("host_time.py", *words)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    lines = [line for line in finished.stdout.splitlines() if "ms per million" in line]
+    names = [patch.name for patch in SPEED_PATCHES if 0 in patch.stages]
+    assert len(lines) == len(names) > 0
+    assert all(name in line for name, line in zip(names, lines, strict=True))
 
 
 @pytest.mark.slow

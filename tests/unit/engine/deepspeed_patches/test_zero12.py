@@ -3,6 +3,8 @@ flat tensor again only where they are not."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,7 @@ from bigtrain.engine.deepspeed_patches.host_time import HostTime
 from bigtrain.engine.deepspeed_patches.reduction_plan import Plan, Slot, Target, plan_of
 from bigtrain.engine.deepspeed_patches.startup import restore_process_state
 from bigtrain.engine.deepspeed_patches.zero12 import (
+    NORM_CHUNK,
     _UsedParameters,
     keep_accumulating_nodes,
     keep_views,
@@ -128,6 +131,66 @@ def test_a_step_without_redundant_work_has_the_same_bits(
     assert replaced
     assert len(found) == len(theirs) > 20
     assert all(same_bits(a, b) for a, b in zip(found, theirs, strict=True))
+
+
+class Wide(torch.nn.Module):
+    """One weight that is larger than the parts that norms are taken of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2, NORM_CHUNK + 8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return (tokens.float().mean().expand(1, 2) @ self.weight).square().mean()
+
+
+def test_one_rank_copies_each_gradient_once_and_each_parameter_once() -> None:
+    """Passes over memory are what ZeRO 1 costs a CPU: the gradient into the flat tensor and the
+    master into the parameter, but no zeros, bucket or gradient in float64."""
+    profile = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+    )
+    train(Wide, {"stage": 1}, ours=True, prepare=lambda _: profile.start())
+    profile.stop()
+    size = Wide().weight.numel()
+    names = [
+        event.name
+        for event in profile.events()
+        if event.name in ("aten::cat", "aten::copy_", "aten::fill_")
+        and any(math.prod(shape) > size / 2 for shape in event.input_shapes if shape)
+    ]
+    steps = zero12_training.PASSES // 2
+    # AdamW fills two moments once, and `train` copies the result.
+    assert Counter(names) == {"aten::cat": steps, "aten::copy_": steps + 1, "aten::fill_": 2}
+
+
+@pytest.mark.parametrize("is_device", [False, True])
+def test_a_cpu_keeps_the_memory_of_gradients_and_a_device_does_not(
+    is_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates: list[torch.Tensor] = []  # which stay in memory, so that nothing takes their place
+
+    def prepare(optimizer: Any) -> None:
+        clip = optimizer.unscale_and_clip_grads
+
+        def note(gradients: list[torch.Tensor], norm: Any) -> None:
+            updates.extend(gradients)
+            clip(gradients, norm)
+
+        optimizer.unscale_and_clip_grads = note
+
+    if is_device:
+        monkeypatch.setattr(zero12_reduction, "get_accelerator", Streams)
+    train(Stack, {"stage": 1}, ours=True, prepare=prepare)
+    num_places = len({gradient.data_ptr() for gradient in updates})
+    assert num_places == (len(updates) if is_device else 1)
+    assert len(updates) == zero12_training.PASSES // 2
+
+
+def test_norms_in_chunks_are_those_of_full_gradients() -> None:
+    wide, _ = train(Wide, {"stage": 1}, ours=True)
+    theirs, _ = train(Wide, {"stage": 1}, ours=False)
+    assert all(same_bits(a, b) for a, b in zip(wide, theirs, strict=True))
 
 
 class Stream:
