@@ -4,7 +4,7 @@ PYTHON ?= python3
 # `make test-oldest` says others.
 VENV := .venv
 CONSTRAINTS := constraints.txt
-EXTRAS := dev,docs,eval,qlora,sites
+EXTRAS := dev,docs,eval,float8,qlora,sites
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 

@@ -76,6 +76,7 @@ def build_engine(
         adapters=config.adapters,
         run_dtype=run_dtype(config),
         untrained=model_plan.parameters.untrained,
+        float8=model_plan.float8,
     )
     model_plan.isolation.install(model)
     sequence = None

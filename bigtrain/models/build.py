@@ -21,6 +21,7 @@ from transformers.initialization import no_init_weights
 
 from bigtrain.errors import ModelError
 from bigtrain.models.layers.adapters import add_adapters
+from bigtrain.models.layers.float8 import NO_FLOAT8, Float8Plan
 from bigtrain.models.layers.parameters import freeze, freeze_named, seed_of
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.torch_patches import has_buffers_alone
@@ -67,6 +68,7 @@ def build_model(
     adapters: AdaptersSection | None = None,
     run_dtype: torch.dtype | None = None,
     untrained: Sequence[str] = (),
+    float8: Float8Plan = NO_FLOAT8,
 ) -> PreTrainedModel:
     """Return the run's model on the CPU (partitioned models: where `partitioning` puts them).
 
@@ -76,8 +78,9 @@ def build_model(
     (left). `adapters`: added to the frozen weights with their initial values, full on every rank
     until the engine takes over. Layers in 4 bits, if these ask for them, are empty until
     `read_quantized` fills them; `run_dtype` (default: `dtype`): what they compute in. `untrained`:
-    names of parameters that are frozen in addition to ``model.frozen``. Collective over all ranks
-    when partitioned. Raises ModelError for a model that cannot be built, and as `find_weights`.
+    names of parameters that are frozen in addition to ``model.frozen``. `float8`: layers that
+    compute in float8. Collective over all ranks when partitioned. Raises ModelError for a model
+    that cannot be built, and as `find_weights`.
     """
     # Imports the class. One imported while DeepSpeed partitions what is constructed (0.19.8,
     # zero/partition_parameters.py) loses its decorators' constructor afterwards.
@@ -94,6 +97,7 @@ def build_model(
     freeze_named(model, untrained)
     if adapters is not None:
         _adapt(model, adapters, seed, run_dtype or dtype)
+    float8.install(model)
     if partitioning.prepare is not None:
         partitioning.prepare(model)
     if section.path is None:

@@ -25,6 +25,7 @@ from bigtrain.models.configuration import load_hf_config, text_config, vocabular
 from bigtrain.models.equivalence.expert_parallel import check_expert_gathering
 from bigtrain.models.equivalence.model_plan import ModelPlan, cached_model_plan
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
+from bigtrain.models.layers.float8 import check_float8
 from bigtrain.models.layers.kernels import check_kernels
 from bigtrain.models.lm_eval_tasks import check_tasks
 from bigtrain.models.weights.checksums import changed_files, unusable_files
@@ -102,6 +103,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         problems += of_sets or check_best(config, datasets, held_out_sets)
     problems += check_tensor_size(hf_config, config.parallel.tensor, config.adapters)
     problems += check_kernels(hf_config, config.model.kernels)
+    problems += check_float8(config.precision.float8)
     problems += check_quantization(config.adapters)
     num_replicas = run.topology.data_size * run.topology.sequence_size
     problems += check_expert_gathering(hf_config, run.engine.zero_stage, num_replicas)

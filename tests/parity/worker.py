@@ -41,7 +41,7 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.document_isolation import plan_isolation
 from bigtrain.models.equivalence.loss import choose_loss
-from bigtrain.models.equivalence.model_plan import ModelPlan
+from bigtrain.models.equivalence.model_plan import ModelPlan, choose_float8
 from bigtrain.models.equivalence.parameter_plan import plan_parameters
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
 from bigtrain.models.layers.adapters import has_adapters
@@ -186,7 +186,9 @@ def model_plan_of(config: RunConfig, plan: BatchPlan) -> ModelPlan:
     loss, problems = choose_loss(config, load_hf_config(config.model), plan)
     assert not problems
     parameters = plan_parameters(config, load_hf_config(config.model))
-    return ModelPlan(stages, isolation, loss, parameters)
+    float8, problems = choose_float8(config, load_hf_config(config.model), plan)
+    assert not problems
+    return ModelPlan(stages, isolation, loss, parameters, float8)
 
 
 def skip(_figures: StepStats) -> bool:

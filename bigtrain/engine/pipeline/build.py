@@ -116,6 +116,7 @@ def _build_stage(config: RunConfig, hf_config: Any, mesh: Mesh, model_plan: Mode
         adapters=config.adapters,
         run_dtype=run_dtype(config),
         untrained=model_plan.parameters.untrained,
+        float8=model_plan.float8,
     )
     (stage,) = built
     return stage

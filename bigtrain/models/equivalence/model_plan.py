@@ -30,6 +30,7 @@ from bigtrain.models.equivalence.pipeline_stages import plan_stages
 from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
 from bigtrain.models.layers.adapters import check_adapters
 from bigtrain.models.layers.document_attention import Isolation
+from bigtrain.models.layers.float8 import NO_FLOAT8, Float8Plan, plan_float8
 from bigtrain.models.layers.loss_plan import LossPlan
 from bigtrain.models.layers.parameters import check_frozen, freeze
 from bigtrain.models.parallel.hidden_matrices import check_matrices
@@ -47,19 +48,21 @@ from bigtrain.system.user_cache import (
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """Pipeline stages, document isolation and loss of a run's model, and which of its parameters
-    are trained. stages: None without pipeline stages."""
+    """Pipeline stages, document isolation and loss of a run's model, which of its parameters are
+    trained, and which layers compute in float8. stages: None without pipeline stages."""
 
     stages: StagePlan | None
     isolation: Isolation
     loss: LossPlan
     parameters: ParameterPlan = field(default_factory=ParameterPlan)
+    float8: Float8Plan = NO_FLOAT8
 
     def lines(self, accumulation: int) -> list[str]:
         """Return the plan as human-readable lines; `accumulation`: micro-batches in a pipeline at
         once."""
         stages = self.stages.describe(accumulation) if self.stages else ""
-        reasons = (self.isolation.reason, self.loss.reason, self.parameters.reason)
+        parts = (self.isolation, self.loss, self.parameters, self.float8)
+        reasons = (part.reason for part in parts)
         return [line for line in (stages, *reasons) if line]
 
 
@@ -80,7 +83,19 @@ def choose(
     if problems:
         return None, problems
     loss, problems = choose_loss(config, hf_config, plan)
-    return ModelPlan(stages, isolation, loss, plan_parameters(config, hf_config, reach)), problems
+    float8, not_chosen = choose_float8(config, hf_config, plan)
+    parameters = plan_parameters(config, hf_config, reach)
+    return ModelPlan(stages, isolation, loss, parameters, float8), [*problems, *not_chosen]
+
+
+def choose_float8(
+    config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
+) -> tuple[Float8Plan, list[Problem]]:
+    """Return the layers of a run that compute in float8, or why none can."""
+    if config.precision.float8 == "none":
+        return NO_FLOAT8, []
+    model, num_tokens = empty_model(hf_config), plan.micro_batch_tokens // config.parallel.sequence
+    return plan_float8(model, config.precision.float8, config.parallel.tensor, num_tokens)
 
 
 def require_model_plan(
@@ -139,7 +154,7 @@ def try_model(
 
 KIND = "trials"
 _LIBRARIES = (
-    *("torch", "transformers", "liger-kernel", "flash-attn", "kernels"),
+    *("torch", "transformers", "liger-kernel", "flash-attn", "kernels", "torchao"),
     *("peft", "bitsandbytes"),  # of models with adapters
 )
 _PLAN = TypeAdapter(ModelPlan)

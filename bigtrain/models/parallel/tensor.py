@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import text_config
 from bigtrain.models.layers.adapters import base_name, computing_modules, has_adapters
+from bigtrain.models.layers.float8 import product_of
 from bigtrain.models.parallel.adapters import (
     Side,
     adapted_names,
@@ -389,7 +389,8 @@ def _rowwise(name: str, module: Any, forward: Any, group: Group) -> Any:
             f"parallel.tensor: {name}: rowwise for a {type(module).__name__} with a bias is not "
             "known here -> parallel.tensor=1"
         )
-    return lambda x: sum_partial(F.linear(x, module.weight), group) + module.bias
+    product = product_of(module)
+    return lambda x: sum_partial(product(x, module.weight), group) + module.bias
 
 
 def _vocabulary_parallel(module: Any, forward: Any, group: Group) -> Any:

@@ -124,6 +124,7 @@ class Facts:
     sequence_length: int = _run("batch.sequence_length", 1 << 12)
     dtype: str = _run("precision.dtype", "bfloat16")
     gradient_dtype: str | None = _run("precision.gradient_dtype", None)
+    float8: str = _run("precision.float8", "none")
     offload_optimizer: str | None = _json(
         "zero_optimization.offload_optimizer.device",
         None,

@@ -9,6 +9,8 @@ from pydantic import Field, field_validator, model_validator
 from bigtrain.settings.sections.base import NonNegativeFloat, PositiveInt, Section, refuse_secrets
 from bigtrain.settings.sections.extensions import ImportedName
 
+Float8 = Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
+
 _CHUNK_BYTES = 256 * 2**20
 """Float32 logits of a chunk. Smaller chunks save little memory, and each costs an addition of the
 head's full gradient."""
@@ -146,5 +148,10 @@ class PrecisionSection(Section):
     tf32: bool = False
     """let float32 matrix products round their inputs to TF32's 10 bits of mantissa (CUDA): several
     times faster, with results that differ from a CPU's; false: full float32"""
+    float8: Float8 = "none"
+    """cast the operands of products in decoder layers to 8 bits (torchao; not those of head,
+    embeddings, routers, experts, adapters; emulated on a CPU); tensorwise, rowwise: one scale per
+    tensor, or per row; rowwise_with_gw_hp: rowwise, but gradients of weights as without float8;
+    mxfp8: one per 32 elements (a prototype of torchao's)"""
     initial_loss_scale_power: Annotated[int, Field(ge=0, le=32)] = 16
     """float16 only: dynamic loss scaling starts at 2 to this power"""

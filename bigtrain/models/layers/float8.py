@@ -1,0 +1,263 @@
+"""Products of linear layers in float8, by torchao's casts (0.18): which layers, and their forwards.
+
+A product casts its two operands from the dtype of the parameters, in the forward pass and twice in
+the backward pass. Weights, activations, gradients and optimizer states are stored as without
+float8, so checkpoints and exports do not change. On a CPU torchao emulates: it casts, and
+multiplies in the parameters' dtype.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from bigtrain.errors import Problem
+from bigtrain.models.layers.adapters import computing_modules
+from bigtrain.models.layers.parameter_roles import Role, parameter_roles
+from bigtrain.models.layers.parameters import decoder_layers
+from bigtrain.models.torch_patches import shadow
+from bigtrain.settings.sections.model import Float8
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Activations [..., in] and a weight [out, in] -> [..., out]."""
+
+_CAPABILITY = {
+    "tensorwise": (8, 9),
+    "rowwise": (9, 0),
+    "rowwise_with_gw_hp": (9, 0),
+    "mxfp8": (10, 0),
+}
+"""Smallest CUDA compute capability: torch/_scaled_mm has tensor scales from Ada, row scales from
+Hopper and blocks of 32 from Blackwell on."""
+
+
+def unit_of(recipe: Float8) -> int:
+    """Return the number that widths and tokens of a product are multiples of: 16 for
+    torch._scaled_mm, 32 for the blocks of mxfp8."""
+    return 32 if recipe == "mxfp8" else 16
+
+
+@dataclass(frozen=True)
+class Float8Plan:
+    """Linear layers whose products are in float8, by names in the model without adapters, and a
+    human-readable line about them. is_emulated: for a CPU."""
+
+    recipe: Float8 = "none"
+    names: tuple[str, ...] = ()
+    is_emulated: bool = False
+    reason: str = ""
+
+    def install(self, model: PreTrainedModel) -> None:
+        """Replace the forward methods of these layers. Call it after adapters are added, and before
+        layers are sharded or removed."""
+        if self.recipe == "none":
+            return
+        product = float8_product(self.recipe, is_emulated=self.is_emulated)
+        modules = computing_modules(model)
+        for name in self.names:
+            layer = getattr(modules[name], "base_layer", modules[name])
+            shadow(layer, "product", product)
+            shadow(layer, "forward", partial(_forward, layer, product))
+
+
+NO_FLOAT8 = Float8Plan()
+
+
+def _forward(layer: Any, product: Product, x: torch.Tensor) -> torch.Tensor:
+    output = product(x, layer.weight)
+    return output if layer.bias is None else output + layer.bias.to(output.dtype)
+
+
+def product_of(layer: Any) -> Product:
+    """Return the product of a linear layer without its bias: float8's, or else torch's."""
+    product: Product = vars(layer).get("product", F.linear)
+    return product
+
+
+def check_float8(recipe: Float8) -> list[Problem]:
+    """Return problems with this installation and, if it has one, its GPU."""
+    if recipe == "none":
+        return []
+    if importlib.util.find_spec("torchao") is None:
+        remedy = "pip install 'bigtrain[float8]', or precision.float8=none"
+        return [Problem("precision.float8", recipe, "torchao is not installed", remedy)]
+    if not torch.cuda.is_available():
+        return []
+    own, needed = torch.cuda.get_device_capability(), _CAPABILITY[recipe]
+    if own >= needed:
+        return []
+    possible = [name for name, least in _CAPABILITY.items() if own >= least]
+    rule = (
+        f"needs compute capability {needed[0]}.{needed[1]}, and {torch.cuda.get_device_name()} has "
+        f"{own[0]}.{own[1]}"
+    )
+    remedy = f"precision.float8={possible[-1] if possible else 'none'}"
+    return [Problem("precision.float8", recipe, rule, remedy)]
+
+
+def plan_float8(
+    model: PreTrainedModel, recipe: Float8, tensor_size: int, num_tokens: int
+) -> tuple[Float8Plan, list[Problem]]:
+    """Choose the layers of `model` (which may be on the meta device; not sharded, no adapters):
+    linear layers inside decoder layers, without those that choose experts, whose widths the unit
+    divides on each of `tensor_size` ranks. num_tokens: of a micro-batch on one rank."""
+    unit = unit_of(recipe)
+    if num_tokens % unit:
+        rule = f"needs micro-batches of a multiple of {unit} tokens on a rank, not {num_tokens}"
+        remedy = f"a batch.sequence_length that {unit} divides, or precision.float8=none"
+        return NO_FLOAT8, [Problem("precision.float8", recipe, rule, remedy)]
+    chosen: list[str] = []
+    others: list[str] = []
+    for name, layer in _linear_layers(model):
+        widths = (layer.out_features, layer.in_features)
+        fits = all(width % (unit * tensor_size) == 0 for width in widths)
+        (chosen if fits else others).append(name)
+    if not chosen:
+        rule = (
+            f"no linear layer inside the decoder layers of this {model.config.model_type} has "
+            f"widths that are multiples of {unit * tensor_size}"
+        )
+        return NO_FLOAT8, [Problem("precision.float8", recipe, rule, "precision.float8=none")]
+    reason = f"float8: {recipe} products in {len(chosen)} linear layers"
+    if others:
+        kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in others))
+        reason += (
+            f"; {len(others)} stay as they are, whose widths are no multiples of "
+            f"{unit * tensor_size} ({kinds})"
+        )
+    is_emulated = not torch.cuda.is_available()
+    if is_emulated:
+        reason += "; emulated on a CPU, which is slow"
+    return Float8Plan(recipe, tuple(chosen), is_emulated, reason), []
+
+
+def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield names and layers that multiply hidden states of all tokens. (Layers that experts hold
+    one by one multiply a number of tokens that changes.)"""
+    layers = tuple(f"{name}." for name, _ in decoder_layers(model))
+    for name, role in parameter_roles(model).items():
+        if role.role is not Role.MATRIX or role.leaf != "weight" or role.num_groups > 1:
+            continue
+        layer = model.get_submodule(role.module)
+        is_expert = any(part == "experts" for part in role.module.split("."))
+        if type(layer) is nn.Linear and name.startswith(layers) and not is_expert:
+            yield role.module, layer
+
+
+def float8_product(recipe: Float8, *, is_emulated: bool) -> Product:
+    """Return the differentiable product of a torchao recipe. Operands are in the parameters' dtype,
+    as are results and gradients."""
+    if recipe == "mxfp8":
+        return _mxfp8_product(is_emulated)
+    from torchao.float8 import (
+        Float8LinearConfig,
+        LinearMMConfig,
+        ScaledMMConfig,
+        convert_to_float8_training,
+    )
+
+    convert_to_float8_training(nn.Module())  # corrects inductor's float8 code, and converts nothing
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    gemms = (
+        config.gemm_config_output,
+        config.gemm_config_grad_input,
+        config.gemm_config_grad_weight,
+    )
+    products = LinearMMConfig(
+        *(ScaledMMConfig(is_emulated, gemm.use_fast_accum, False, False) for gemm in gemms)
+    )
+    function = torch.compiler.allow_in_graph(_Float8Product)
+    return lambda x, weight: function.apply(x, weight, config, products)
+
+
+class _Float8Product(torch.autograd.Function):
+    """`torchao.float8.float8_linear.matmul_with_hp_or_float8_args` that saves the parameter itself:
+    ZeRO 3 frees what it gathered, and a saved view of that, as torchao's, would keep it. Computes
+    gradients that are asked for only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, config: Any, products: Any
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.config, ctx.products = config, products
+        cast = _Casts(config, products)
+        rows = cast(x.reshape(-1, x.shape[-1]), "input", -1)
+        product = torch.mm(rows, cast(weight.t(), "weight", 0))
+        return product.reshape(*x.shape[:-1], product.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        cast = _Casts(ctx.config, ctx.products)
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        of_input = of_weight = None
+        if ctx.needs_input_grad[0]:
+            other = cast(weight.t(), "weight_for_grad_input", -1)
+            of_input = torch.mm(cast(rows, "grad_output", -1), other.t()).reshape(x.shape)
+        if ctx.needs_input_grad[1]:
+            left = cast(rows, "grad_output_for_grad_weight", 0)
+            inputs = cast(x.reshape(-1, x.shape[-1]), "input_for_grad_weight", 0)
+            of_weight = torch.mm(left.t(), inputs)
+        return of_input, of_weight, None, None
+
+
+class _Casts:
+    """Casts of a recipe's operands, by the names of `Float8LinearConfig`'s fields."""
+
+    def __init__(self, config: Any, products: Any) -> None:
+        self._config, self._products = config, products
+
+    def __call__(self, tensor: torch.Tensor, operand: str, dim: Literal[0, -1]) -> torch.Tensor:
+        """Return `tensor` in float8 (a tensor subclass of torchao's); itself, where the recipe
+        keeps this operand. dim: along which a row-wise recipe has one scale."""
+        from torchao.float8 import GemmInputRole, ScalingGranularity, ScalingType
+        from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+
+        settings = getattr(self._config, f"cast_config_{operand}")
+        if settings.scaling_type is ScalingType.DISABLED:
+            return tensor
+        kind = operand.partition("_for_")[0]
+        is_rowwise = settings.scaling_granularity is ScalingGranularity.AXISWISE
+        cast: torch.Tensor = hp_tensor_to_float8_dynamic(
+            tensor,
+            settings.target_dtype,
+            self._products,
+            gemm_input_role=GemmInputRole(kind),
+            scaling_granularity=settings.scaling_granularity,
+            axiswise_dim=dim if is_rowwise else None,
+            round_scales_to_power_of_2=self._config.round_scales_to_power_of_2,
+        )
+        return cast
+
+
+def _mxfp8_product(is_emulated: bool) -> Product:
+    """Return torchao's product in blocks of 32; its function saves the parameter itself."""
+    from torchao.prototype.moe_training.mxfp8_linear import mx_mm
+    from torchao.prototype.mx_formats.config import (
+        MXFP8Dim0CastKernelChoice,
+        MXFP8Dim1CastKernelChoice,
+        ScaleCalculationMode,
+    )
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    torch_only = MXFP8Dim0CastKernelChoice.TORCH, MXFP8Dim1CastKernelChoice.TORCH
+    fast = MXFP8Dim0CastKernelChoice.TRITON, MXFP8Dim1CastKernelChoice.CUDA
+    preference = KernelPreference.EMULATED if is_emulated else KernelPreference.AUTO
+    settings = (
+        *(torch.float8_e4m3fn,) * 3,  # input, weight, gradient
+        unit_of("mxfp8"),
+        preference,
+        *(torch_only if is_emulated else fast),
+        ScaleCalculationMode.RCEIL,
+        False,
+    )
+    return lambda x, weight: mx_mm.apply(x, weight, *settings)
