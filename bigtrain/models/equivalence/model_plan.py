@@ -94,7 +94,8 @@ def choose_float8(
     """Return the layers of a run that compute in float8, or why none can."""
     if config.precision.float8 == "none":
         return NO_FLOAT8, []
-    model, num_tokens = empty_model(hf_config), plan.micro_batch_tokens // config.parallel.sequence
+    model = empty_model(hf_config)
+    num_tokens = plan.micro_batch_tokens // config.parallel.degrees.sequence_size
     return plan_float8(model, config.precision.float8, config.parallel.tensor, num_tokens)
 
 
