@@ -75,7 +75,7 @@ slow-times: $(STAMP)
 
 # In an environment of its own; torch's own index of CPU builds would spare it the CUDA libraries.
 test-oldest:
-	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt EXTRAS=dev,qlora,sites
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt EXTRAS=dev,float8,qlora,sites
 
 check: $(STAMP)
 	$(BIN)/ruff check .
