@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bigtrain.data.shards.dataset import TokenDataset, open_dataset
+    from bigtrain.data.shards.scores import Scores, open_scores
     from bigtrain.engine.objective_batch import ObjectiveBatch
     from bigtrain.errors import (
         BigtrainError,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         verify_shards,
         write_report,
     )
+    from bigtrain.python_api.scoring import PerplexityFilter, score
     from bigtrain.python_api.tokenizing import tokenize, train_tokenizer
     from bigtrain.report.recording import record
     from bigtrain.run.checkpointing.listing import ListedCheckpoint
@@ -65,6 +67,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "bigtrain.python_api.tokenizing": ("train_tokenizer", "tokenize"),
     "bigtrain.data.shards.dataset": ("open_dataset", "TokenDataset"),
+    "bigtrain.data.shards.scores": ("Scores", "open_scores"),
+    "bigtrain.python_api.scoring": ("score", "PerplexityFilter"),
     "bigtrain.python_api.results": (
         "describe_shards",
         "read_documents",
@@ -120,10 +124,12 @@ __all__ = [
     "NewRun",
     "ObjectiveBatch",
     "OutputError",
+    "PerplexityFilter",
     "Plan",
     "ResolvedRun",
     "RunConfig",
     "RunView",
+    "Scores",
     "TokenDataset",
     "TrainingError",
     "TrainingResult",
@@ -140,12 +146,14 @@ __all__ = [
     "load_state_dict",
     "open_conversation",
     "open_dataset",
+    "open_scores",
     "plan",
     "read_documents",
     "read_metric_columns",
     "read_metrics",
     "record",
     "run_schema",
+    "score",
     "tokenize",
     "train_run",
     "train_tokenizer",

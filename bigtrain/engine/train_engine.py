@@ -38,7 +38,12 @@ from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.models.layers.adapters import adapters_off
 from bigtrain.models.layers.compilation import uncompiled
 from bigtrain.models.layers.document_attention import Isolation
-from bigtrain.models.layers.token_loss import NO_TERMS, LossTerms, summed_token_loss
+from bigtrain.models.layers.token_loss import (
+    NO_TERMS,
+    LossTerms,
+    summed_token_loss,
+    token_scores,
+)
 from bigtrain.models.parallel.sample_parts import SampleParts
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import MoeSection
@@ -352,14 +357,25 @@ class TrainEngine:
         return -entropies.view(labels.shape), outputs
 
     @torch.no_grad()
-    def row_sums(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the log-probability of the targets of each row of `batch` under the current
-        weights, in evaluation mode: float32 [R], on the CPU."""
+    def token_scores(self, batch: MicroBatch, top_k: int = 0) -> torch.Tensor:
+        """Return scores of the targets of `batch` under the current weights, in evaluation mode:
+        float32 [R, T, 1 + 2 top_k], as `bigtrain.models.layers.token_loss.token_scores` returns
+        them, on the CPU. Collective over the ranks that share the sample, and with ZeRO 3 over
+        all; then every rank brings a batch, of any shape."""
         self.engine.eval()
         ((batch, moved),) = self._feed([batch])
-        sums = self.log_probabilities(batch, moved)[0].sum(-1)
+        with uncompiled() if self.is_compiled else nullcontext():
+            if not top_k:
+                scores = self.log_probabilities(batch, moved)[0].unsqueeze(-1)
+            elif self._computes_loss:
+                targets = self._labels(batch)
+                scores = self._forward(batch, moved, targets=targets, top_k=top_k).loss
+            else:
+                labels = self._labels(moved)
+                logits = self._forward(batch, moved).logits.flatten(0, 1).float()
+                scores = token_scores(logits, labels.flatten(), top_k).view(*labels.shape, -1)
         self.engine.train()
-        return sums.cpu()
+        return scores.cpu()
 
     @contextmanager
     def reference(self) -> Iterator[None]:

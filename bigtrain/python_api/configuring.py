@@ -135,13 +135,19 @@ def resolve(
     deepspeed_config: str | Path | None = None,
     device: Device | None = None,
     accelerate: AccelerateSettings | None = None,
+    *,
+    scores: bool = False,
 ) -> ResolvedRun:
-    """Resolve only the settings, for `check` and `bigtrain.python_api.configuring.train_run`."""
+    """Resolve only the settings, for `check`, `train_run` and, with `scores`,
+    `bigtrain.python_api.scoring.score`."""
     name = None if deepspeed_config is None else str(deepspeed_config)
     if isinstance(config, str | Path):
         # Problems of the YAML and of the DeepSpeed JSON are one error.
-        return resolve_run_files(str(config), overrides, world_size, name, device, accelerate)
-    return resolve_run(load_config(config, *overrides), world_size, name, device, accelerate)
+        return resolve_run_files(
+            str(config), overrides, world_size, name, device, accelerate, scores=scores
+        )
+    run = load_config(config, *overrides)
+    return resolve_run(run, world_size, name, device, accelerate, scores=scores)
 
 
 def train_run(

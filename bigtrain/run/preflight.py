@@ -14,6 +14,7 @@ from bigtrain.data.loading.dataset_checks import (
     open_held_out_datasets,
     pair_notes,
 )
+from bigtrain.data.loading.stored_scores import check_reference_scores
 from bigtrain.data.samples.packing_plan import PackingReport, packing_reports
 from bigtrain.data.samples.phases import SourceIdentity, data_hash, identify_sources
 from bigtrain.data.shards.dataset import Level, TokenDataset
@@ -101,6 +102,8 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         hf_config, growth = grown_configuration(config.model, hf_config, tokens)
         held_out_sets, of_sets = open_held_out_datasets(config, datasets, check)
         problems += of_sets or check_best(config, datasets, held_out_sets)
+        if check != "listed" and not _resumes(config):
+            problems += check_reference_scores(config, datasets, held_out_sets)
     problems += check_tensor_size(hf_config, config.parallel.tensor, config.adapters)
     problems += check_kernels(hf_config, config.model.kernels)
     problems += check_float8(config.precision.float8)

@@ -1,107 +1,157 @@
-"""Scores of the reference model of a run that trains all weights: the model before its first step.
+"""Scores of the reference model of a run, from which its objective gets log-probabilities.
 
-They are the log-probabilities of the targets of every row of the data, computed by the run itself
-before it trains, and stored in the run directory, so that no second model takes memory. With
-adapters the reference is the model without them, and nothing is stored.
+They are those of `bigtrain score` (`bigtrain.run.scoring`), for the model before the first step:
+computed by the run itself before it trains, or by a pass beforehand that ``objective.reference``
+names. Either way the run directory has them, so that a resume needs no second model. With adapters
+the reference is the model without them, and nothing is stored unless ``objective.reference`` is
+set.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
-from bigtrain.data.loading.loader import EverySample, HeldOutSource, Scores, TrainingBatches
+from bigtrain.data.loading.loader import HeldOutSource, TrainingBatches
+from bigtrain.data.loading.loader import Scores as RowScores
+from bigtrain.data.loading.stored_scores import (
+    identity_of,
+    measured_splits,
+    reference_of,
+    refuse_other_model,
+    request_of,
+    wanted_splits,
+)
+from bigtrain.data.shards.dataset import TokenDataset
+from bigtrain.data.shards.manifest import Split
+from bigtrain.data.shards.scores import (
+    REQUEST_NAME,
+    Identity,
+    Scores,
+    copy_documents,
+    differences,
+    find_scores,
+    open_request,
+    scores_directory,
+)
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.errors import CheckpointError
+from bigtrain.errors import CheckpointError, DataError
+from bigtrain.run.checkpointing.initialize import BaseWeights
 from bigtrain.run.context import RunContext
+from bigtrain.run.preflight import Inputs
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
 from bigtrain.run.run_log import RunLog
+from bigtrain.run.scoring import Wanted, model_identity, score_dataset
 from bigtrain.run.state import TrainState
-from bigtrain.system.files import whole_file, writing
+from bigtrain.settings.objective import reads_scores
+from bigtrain.system.files import writing
 
 DIRECTORY = "reference"
-"""Directory of the scores in a run directory: ``train.npy`` and one file for each held-out set,
-float32 [samples, rows of a sample]."""
+"""Directory of the scores in a run directory."""
 
 
-def needs_scores(context: RunContext) -> bool:
-    """Return whether the run's objective reads stored scores."""
-    return context.config.objective.needs_reference and context.config.adapters is None
+@dataclass(frozen=True)
+class ReferenceScores:
+    """Scores of a run's data. base: the weights that this launch has read, if any."""
 
+    context: RunContext
+    log: RunLog
+    engine: TrainEngine
+    mesh: Mesh
+    inputs: Inputs
+    base: BaseWeights | None
 
-def add_scores(
-    context: RunContext,
-    log: RunLog,
-    engine: TrainEngine,
-    mesh: Mesh,
-    state: TrainState,
-    batches: TrainingBatches,
-    held_out: Sequence[HeldOutSource],
-) -> Sequence[HeldOutSource]:
-    """Let `batches` and `held_out` have scores: computed now at the start of the run, or read when
-    it resumes. Return the held-out sets. Collective. Raises CheckpointError on every rank if a
-    resumed run has no scores of its data."""
-    if not needs_scores(context):
-        return held_out
-    directory = context.directory / DIRECTORY
-    names = ["train", *(f"held_out_{number}" for number in range(len(held_out)))]
-    every = [batches.every_sample(), *(one.batches.every_sample() for one in held_out)]
-    found: list[Scores] = []
-    if state.step == 0:
-        found = [_score(context, engine, mesh, samples) for samples in every]
-        context.long_work.on_main_rank(lambda: _write(directory, names, found))
-        count = sum(map(len, found))
-        log.info(f"reference: {count:,} samples scored with the initial weights, in {directory}")
-    else:
-        context.long_work.on_every_rank(
-            lambda: found.extend(map(_read, (directory / f"{name}.npy" for name in names), every))
-        )
-    batches.scores = found[0]
-    return [
-        replace(one, batches=replace(one.batches, scores=scores))
-        for one, scores in zip(held_out, found[1:], strict=True)
-    ]
+    def add(
+        self, state: TrainState, batches: TrainingBatches, held_out: Sequence[HeldOutSource]
+    ) -> Sequence[HeldOutSource]:
+        """Give `batches` and `held_out` their scores, if the objective reads some: made at the
+        start of the run, or read when it resumes. Return the held-out sets. Collective. Raises
+        ConfigError on every rank if ``objective.reference`` has scores of another model,
+        CheckpointError if a resumed run has no scores of its data."""
+        if not reads_scores(self.context.config):
+            return held_out
+        sets = self.inputs.datasets, self.inputs.held_out_sets
+        wanted = wanted_splits(*sets)
+        found = self._made(wanted) if state.step == 0 else self._read(wanted)
+        train = [self._rows(found, dataset, "train") for dataset in self.inputs.datasets]
+        batches.scores = np.concatenate(train)
+        return [
+            replace(one, batches=replace(one.batches, scores=self._rows(found, *source)))
+            for one, source in zip(held_out, measured_splits(*sets), strict=True)
+        ]
 
+    def _made(self, wanted: Sequence[tuple[TokenDataset, list[Split]]]) -> dict[str, Scores]:
+        """Return the scores by the hash of their data. Collective."""
+        sums = None if self.base is None else self.base.sums
+        model = model_identity(self.context, self.inputs, sums)
+        name = self.context.config.objective.reference
+        make = self._scored if name is None else self._copied
+        scores = {identity_of(one[0]).hash: make(*one, model) for one in wanted}
+        output = self.context.directory / DIRECTORY
+        made_of = "scored with the initial weights" if name is None else f"copied from {name}"
+        self.log.info(f"reference: scores of {len(scores)} datasets {made_of}, in {output}")
+        return scores
 
-def _score(context: RunContext, engine: TrainEngine, mesh: Mesh, samples: EverySample) -> Scores:
-    """Return the scores of all samples, on every rank."""
-    rows = samples.plan.rows_per_sample
-    scores = torch.zeros(samples.dataset.num_samples, rows, device=context.device)
-    for numbers, batch in samples:
-        context.heartbeat.set_phase("scoring the data with the reference model", slow=True)
-        sums = engine.row_sums(batch).view(-1, rows)
-        scores[torch.from_numpy(numbers)] = sums[: len(numbers)].to(context.device)
-    dist.all_reduce(scores, group=mesh.replicas)
-    return scores.cpu().numpy()
+    def _copied(self, dataset: TokenDataset, splits: Sequence[Split], model: Identity) -> Scores:
+        """Return the scores that ``objective.reference`` names, copied to the run directory."""
+        config, output = self.context.config, self.context.directory / DIRECTORY
+        data = identity_of(dataset)
 
+        def copy() -> None:
+            found = reference_of(config, dataset, splits)
+            refuse_other_model(config, found, model)
+            directory = scores_directory(output, data)
+            with writing(directory, OUTPUT_REMEDY):
+                shutil.rmtree(directory, ignore_errors=True)
+                copy_documents(found, splits, directory)
 
-def _write(directory: Path, names: Sequence[str], scores: Sequence[Scores]) -> None:
-    with writing(directory, OUTPUT_REMEDY):
-        directory.mkdir(parents=True, exist_ok=True)
-        for name, own in zip(names, scores, strict=True):
-            path = directory / f"{name}.npy"
-            with whole_file(path, path.with_suffix(".partial")) as file:
-                np.save(file, own)
+        work = self.context.long_work
+        work.on_main_rank(copy)
+        return work.on_every_rank(lambda: find_scores(output, data))[self.context.world.rank]
 
+    def _scored(self, dataset: TokenDataset, splits: Sequence[Split], model: Identity) -> Scores:
+        """Return scores under the initial weights, computed into the run directory."""
+        context, output = self.context, self.context.directory / DIRECTORY
+        request = request_of(context.config, model, dataset)
+        directory = scores_directory(output, request.data)
 
-def _read(path: Path, samples: EverySample) -> Scores:
-    expected = samples.dataset.num_samples, samples.plan.rows_per_sample
-    try:
-        scores: Scores = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error}; the reference model of this run is gone with it -> "
-            "restore it, or begin a new run in another output.directory"
-        ) from error
-    if scores.shape != expected:
-        raise CheckpointError(
-            f"{path} has scores of {len(scores)} samples, and the data has {expected[0]} now -> "
-            "restore the data, or begin a new run"
-        )
-    return scores
+        def remove_others() -> None:
+            path = directory / REQUEST_NAME
+            if path.exists() and differences(open_request(path), request):
+                shutil.rmtree(directory)  # of an earlier launch that began with another model
+
+        context.long_work.on_main_rank(remove_others)
+        wanted = Wanted(dataset, splits, request)
+        return score_dataset(context, self.engine, self.mesh, wanted, output)
+
+    def _read(self, wanted: Sequence[tuple[TokenDataset, list[Split]]]) -> dict[str, Scores]:
+        """Return the scores in the run directory by the hash of their data. Collective."""
+        output: Path = self.context.directory / DIRECTORY
+
+        def read() -> dict[str, Scores]:
+            found: dict[str, Scores] = {}
+            for dataset, splits in wanted:
+                data = identity_of(dataset)
+                found[data.hash] = find_scores(output, data)
+                for split in splits:
+                    found[data.hash].sums(split)
+            return found
+
+        work = self.context.long_work
+        try:
+            return work.on_every_rank(read)[self.context.world.rank]
+        except DataError as error:
+            raise CheckpointError(
+                f"{error}; the reference model of this run is gone with it -> restore it, or begin "
+                "a new run in another output.directory"
+            ) from error
+
+    def _rows(self, found: dict[str, Scores], dataset: TokenDataset, split: Split) -> RowScores:
+        """Return scores of the samples of a split: float32 [samples, rows of a sample]."""
+        sums = found[identity_of(dataset).hash].sums(split).astype(np.float32)
+        return sums.reshape(-1, self.context.plan.rows_per_sample)

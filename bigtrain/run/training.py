@@ -41,7 +41,7 @@ from bigtrain.run.loop import train
 from bigtrain.run.outer_steps import OuterSteps, refuse_other_run
 from bigtrain.run.prediction import log_prediction, utilization_of
 from bigtrain.run.preflight import Inputs
-from bigtrain.run.reference_scores import add_scores
+from bigtrain.run.reference_scores import ReferenceScores
 from bigtrain.run.reporting.closing import TrainingResult
 from bigtrain.run.reporting.phase_memory import PhaseMemory
 from bigtrain.run.run_log import RunLog
@@ -85,7 +85,7 @@ def train_inputs(
         warm_up(mesh, context.device)
         times.end(GROUPS)
         beat.set_phase("building the model", slow=True)
-        engine = _build(context, inputs, source, mesh)
+        engine = build(context, inputs, source, mesh)
         times.end(MODEL)
         log.to_file(f"DeepSpeed speed patches: {', '.join(engine.speed_patches) or 'none'}")
         outer = OuterSteps(context, log, inputs.data_hash, engine)
@@ -100,7 +100,8 @@ def train_inputs(
         state = outer.begin(resumed)
         copies = begin_writing(context, log, inputs, state, base, prediction)
         sets = evaluator.held_out
-        evaluator.held_out = add_scores(context, log, engine, mesh, state, batches, sets)
+        scored = ReferenceScores(context, log, engine, mesh, inputs, base)
+        evaluator.held_out = scored.add(state, batches, sets)
         callbacks.start(state)
         on_complete = callbacks.checkpoint
         times.end(WEIGHTS)
@@ -142,7 +143,9 @@ def train_inputs(
         return closing_result(context, state.step)
 
 
-def _build(context: RunContext, inputs: Inputs, source: WeightsSource, mesh: Mesh) -> TrainEngine:
+def build(context: RunContext, inputs: Inputs, source: WeightsSource, mesh: Mesh) -> TrainEngine:
+    """Build the engine of a run, its weights not read yet. Collective over all ranks. Raises
+    ModelError on every rank for a tensor-parallel plan that is not right."""
     run = context.run
     if run.topology.tensor_size > 1:
         _check_tensor_plan(context, inputs, mesh)

@@ -33,6 +33,12 @@ def rows_per_sample(section: ObjectiveSection) -> int:
     return 2 if unit_of(section) == "pairs" else 1
 
 
+def reads_scores(config: RunConfig) -> bool:
+    """Return whether a run reads stored log-probabilities of its data under a reference model."""
+    section = config.objective
+    return section.needs_reference and (config.adapters is None or section.reference is not None)
+
+
 def check_objective(section: ObjectiveSection) -> list[Problem]:
     """Return the problems of an objective of the user: import, constructor, `loss`, unit."""
     if not is_imported(section.type):

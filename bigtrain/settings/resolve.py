@@ -63,12 +63,14 @@ def resolve_run(
     accelerate: AccelerateSettings | None = None,
     *,
     async_io: bool | None = None,
+    scores: bool = False,
 ) -> ResolvedRun:
     """Resolve `config` for `world_size` ranks.
 
     `deepspeed_config` (a name or path) wins over ``engine.deepspeed_config``. `device` and
     `async_io` (whether libaio is installed) are None if unknown, as on a login node. `accelerate`:
-    the answers of `accelerate launch`, which configure the engine where no JSON is named. Raises
+    the answers of `accelerate launch`, which configure the engine where no JSON is named. `scores`:
+    for a pass that scores the data, which reads complete rows like another objective. Raises
     one ConfigError with every problem: batch arithmetic, unknown keys, contradictions between the
     files, illegal combinations.
     """
@@ -109,6 +111,7 @@ def resolve_run(
             async_io=async_io,
             source=source,
             accelerate=source == SOURCE,
+            **({"objective": "scores"} if scores else {}),
         )
         problems.extend(check_compatibility(facts))
     if problems or topology is None or plan is None or engine is None:
@@ -124,6 +127,8 @@ def resolve_run_files(
     deepspeed_config: str | None = None,
     device: Device | None = None,
     accelerate: AccelerateSettings | None = None,
+    *,
+    scores: bool = False,
 ) -> ResolvedRun:
     """Resolve a run from the path of its YAML or a recipe name.
 
@@ -141,7 +146,7 @@ def resolve_run_files(
             raise
         sources = " and ".join(part for part in (error.source, source) if part)
         raise ConfigError([*error.problems, *problems], sources) from error
-    return resolve_run(config, world_size, deepspeed_config, device, accelerate)
+    return resolve_run(config, world_size, deepspeed_config, device, accelerate, scores=scores)
 
 
 def _check_profile(config: RunConfig, world_size: int) -> list[Problem]:

@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -156,6 +155,16 @@ def train(root: Path, name: str, tree: dict[str, Any], world_size: int) -> list[
     return [row for row in map(json.loads, lines) if "loss" in row]
 
 
+def compare_rewards(rows: list[dict[str, Any]], rewards: list[dict[str, float]]) -> None:
+    """Compare recorded rewards; accuracies only where rewards differ: before the first update they
+    are zero, or what rounding leaves of passes in other shapes."""
+    for row, expected in zip(rows, rewards, strict=True):
+        names = [key for key in expected if row["step"] > 1 or key != "rewards/accuracies"]
+        found = {key: row["recorded"][key] for key in names}
+        wanted = {key: expected[key] for key in names}
+        assert found == pytest.approx(wanted, abs=2e-5, rel=1e-5)
+
+
 SLOW = pytest.mark.slow
 
 
@@ -182,9 +191,7 @@ def test_a_preference_loss_is_that_of_a_plain_loop(
     losses, rewards, _ = plain_run(root, loss)
     assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
     assert losses[-1] < losses[0]
-    for row, expected in zip(rows, rewards, strict=True):
-        found = {key: row["recorded"][key] for key in expected}
-        assert found == pytest.approx(expected, abs=2e-5, rel=1e-5)
+    compare_rewards(rows, rewards)
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", pytest.param("ipo", marks=SLOW)])
@@ -204,16 +211,14 @@ def test_all_weights_are_trained_against_scores_of_the_first_ones(
     tree = run_of(root, loss, full=True, engine={"deepspeed_config": engine}, **sections)
     name = f"full-{loss}-{engine}-{len(sections)}"
     train(root, name, tree | {"train": {"steps": 10}}, 2)
-    scores = np.load(root / name / "reference/train.npy")
-    assert scores.shape == (48, 2)
+    scores = bigtrain.open_scores(root / name / "reference").sums("train")
+    assert scores.shape == (96,)
     assert (scores < 0).all()
     more = {"checkpoint": {"allow_changes": ["train.steps"]}, "parallel": {}}
     rows = train(root, name, tree | more, 1)
     losses, rewards, weights = plain_run(root, loss, full=True)
     assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
-    for row, expected in zip(rows, rewards, strict=True):
-        found = {key: row["recorded"][key] for key in expected}
-        assert found == pytest.approx(expected, abs=2e-5, rel=1e-5)
+    compare_rewards(rows, rewards)
     trained = bigtrain.load_state_dict(root / name)
     for key, tensor in weights.items():
         if key in trained:
@@ -224,7 +229,8 @@ def test_all_weights_are_trained_against_scores_of_the_first_ones(
 def test_lost_scores_are_refused(root: Path) -> None:
     tree = run_of(root, "sigmoid", full=True, train={"steps": 2}, checkpoint={"every_steps": 1})
     train(root, "lost", tree, 1)
-    (root / "lost/reference/train.npy").unlink()
+    (lost,) = (root / "lost/reference").glob("data-*/train-00000.sums.npy")
+    lost.unlink()
     again = root / "lost.yaml"
     more = ("train.steps=3", "checkpoint.allow_changes=[train.steps]")
     codes, output = shared_server().live(["--config", str(again), *more], world_size=2)

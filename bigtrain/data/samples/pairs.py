@@ -6,10 +6,9 @@ collator divides it into two rows (`bigtrain.data.loading.micro_batch.MicroBatch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
+from bigtrain.data.samples.documents import document_lengths, fill_documents, fitted_lengths
 from bigtrain.data.samples.token_stream import (
     Indices,
     Ranges,
@@ -18,7 +17,6 @@ from bigtrain.data.samples.token_stream import (
     TokenStream,
 )
 from bigtrain.data.shards.dataset import TokenDataset
-from bigtrain.data.shards.format import Shard
 from bigtrain.data.shards.manifest import Split
 from bigtrain.errors import DataError
 
@@ -32,7 +30,7 @@ class PairSamples(StreamSamples):
     def __init__(
         self, stream: TokenStream, sequence_length: int, *, truncates: bool = False
     ) -> None:
-        lengths = _document_lengths(stream.shards)
+        lengths = document_lengths(stream.shards)
         if len(lengths) % 2 or not len(lengths):
             raise DataError(
                 f"{len(lengths)} documents are not pairs of a chosen and a rejected answer -> "
@@ -40,33 +38,10 @@ class PairSamples(StreamSamples):
             )
         self._half = sequence_length + 1
         self._begins = np.cumsum(lengths) - lengths
-        longer = np.flatnonzero(lengths > self._half)
-        self.lost = ""
-        if len(longer) and not truncates:
-            raise DataError(
-                f"{len(longer)} of {len(lengths)} answers with their prompts are longer than a "
-                f"sample (the longest has {int(lengths.max())} tokens, batch.sequence_length = "
-                f"{sequence_length} holds {self._half}) -> batch.sequence_length="
-                f"{int(lengths.max()) - 1}, or data.long_documents=truncate"
-            )
-        if len(longer):
-            share = 1 - np.minimum(lengths, self._half).sum() / lengths.sum()
-            self.lost = (
-                f"{len(longer)} of {len(lengths)} answers are truncated, which loses {share:.2%} "
-                "of the tokens"
-            )
-            lengths = np.minimum(lengths, self._half)
+        self._lengths, self.lost = fitted_lengths(
+            stream, lengths, sequence_length, truncates=truncates
+        )
         super().__init__(stream, 2 * self._half - 1, len(lengths) // 2, masks_loss=True)
-        self._lengths = lengths
-        for document in longer.tolist() if stream.is_masked else ():
-            mask = np.empty(self._half, np.bool_)
-            one = np.array([document])
-            stream.read_mask(self._begins[one], lengths[one], mask, np.zeros(1, np.int64))
-            if not mask.any():
-                raise DataError(
-                    f"document {document} has no answer in its first {self._half} tokens, to which "
-                    "it is truncated -> a larger batch.sequence_length, or remove its pair"
-                )
 
     def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
         assert out.loss_mask is not None
@@ -74,12 +49,7 @@ class PairSamples(StreamSamples):
         out.loss_mask[rows] = False
         documents, places = self._places(samples, rows)
         starts, lengths = self._begins[documents], self._lengths[documents]
-        self.stream.read(starts, lengths, out.tokens.reshape(-1), places)
-        if self.stream.is_masked:
-            self.stream.read_mask(starts, lengths, out.loss_mask.reshape(-1), places)
-        else:
-            for place, length in zip(places.tolist(), lengths.tolist(), strict=True):
-                out.loss_mask.reshape(-1)[place : place + length] = True
+        fill_documents(self.stream, starts, lengths, places, out)
 
     def _places(self, samples: Indices, rows: Indices) -> tuple[Indices, Indices]:
         """Return the documents of `samples`, and their positions in the buffer."""
@@ -96,14 +66,3 @@ class PairSamples(StreamSamples):
 def count_pairs(dataset: TokenDataset, split: Split) -> int:
     """Return the pairs of a split."""
     return dataset.table.num_documents(split) // 2
-
-
-def _document_lengths(shards: Sequence[Shard]) -> Indices:
-    """Return the tokens of each document, int64. Raises DataError if a document is not one
-    sequence."""
-    parts = [np.empty(0, np.int64)]
-    for shard in shards:
-        if shard.num_documents != shard.num_sequences:
-            raise shard.corrupt("it has documents without tokens, or of several sequences")
-        parts.append(shard.sequence_lengths.astype(np.int64))
-    return np.concatenate(parts)

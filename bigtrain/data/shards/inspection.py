@@ -199,6 +199,12 @@ def row_of(inspected: Inspected, index: int, shard: Shard, within: int) -> str |
     return None
 
 
+def _text(text_bytes: int, tokens: int) -> str:
+    if not text_bytes:
+        return "unknown bytes of text"
+    return f"{text_bytes:,} bytes of text ({text_bytes / max(1, tokens):.2f} per token)"
+
+
 def summary(output: Path, manifest: Manifest) -> str:
     """Return a few human-readable lines on the dataset."""
     lines = [
@@ -212,7 +218,7 @@ def summary(output: Path, manifest: Manifest) -> str:
         tokens = manifest.num_tokens(split)
         lines.append(
             f"  {split + ':':9} {manifest.num_documents(split):,} documents, {tokens:,} tokens, "
-            f"{text_bytes:,} bytes of text ({text_bytes / max(1, tokens):.2f} per token), "
+            f"{_text(text_bytes, tokens)}, "
             f"{len(shards)} shard{'s' if len(shards) != 1 else ''}"
             + (f", {targets / max(1, tokens):.1%} of the tokens to learn" if masked else "")
         )
@@ -232,6 +238,10 @@ def summary(output: Path, manifest: Manifest) -> str:
             f"  filter:   {manifest.options.text_filter.name} dropped {sum(reasons.values()):,} "
             f"documents" + (f": {shown}" if shown else "")
         )
+    kept = manifest.perplexity_filter
+    if kept is not None:
+        limits = f"{kept.lowest:g} to {kept.highest:g}"
+        lines.append(f"  filter:   documents of perplexity {limits} under {kept.model}")
     if manifest.options.held_out and not manifest.num_documents("held_out"):
         lines.append("  held_out: no document was selected; this may happen with few documents")
     if manifest.skipped_documents:

@@ -198,6 +198,15 @@ class TextFilterRecord(Record):
     """XXH3-64 of the file that defines it"""
 
 
+class PerplexityFilterRecord(Record):
+    """Limits of the perplexity of documents that `bigtrain score --filter` kept, and the model."""
+
+    lowest: float
+    highest: float
+    model: str
+    """name as given, and checksum"""
+
+
 class OptionsRecord(Record):
     """Other options that determine the contents of the shards."""
 
@@ -286,6 +295,8 @@ class Manifest(Record):
     skipped_documents: Count = 0
     filtered: dict[str, Count] | None = None
     """documents that the text filter dropped, by reason"""
+    perplexity_filter: PerplexityFilterRecord | None = None
+    """limits, if these are documents of a dataset that `bigtrain score --filter` kept"""
     unrendered: dict[str, Count] | None = None
     """parts of conversations that the chat template dropped, by kind"""
     fill_in_middle: dict[str, Count] | None = None

@@ -24,7 +24,13 @@ from transformers.utils import ModelOutput
 
 from bigtrain.errors import ModelError
 from bigtrain.models.layers.adapters import trained_copy
-from bigtrain.models.layers.token_loss import IGNORED_LABEL, NO_TERMS, LossTerms, summed_token_loss
+from bigtrain.models.layers.token_loss import (
+    IGNORED_LABEL,
+    NO_TERMS,
+    LossTerms,
+    summed_token_loss,
+    token_scores,
+)
 from bigtrain.models.torch_patches import shadow, shadowed, unshadow
 
 Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
@@ -77,7 +83,7 @@ class ChunkedLoss:
         self._inputs: dict[str, Any] = {}
         self._labels: torch.Tensor | None = None
         self._factor: torch.Tensor | None = None
-        self._per_token = False
+        self._per_token, self._top_k = False, 0
         self._base_outputs: Any = None
         self._loss: torch.Tensor | None = None
         shadow(model, "forward", self.forward)
@@ -94,10 +100,12 @@ class ChunkedLoss:
         targets: torch.Tensor | None = None,
         factor: torch.Tensor | None = None,
         per_token: bool = False,
+        top_k: int = 0,
         **inputs: Any,
     ) -> Any:
         """Run the model's own forward method; with `targets` int64 [B, T] a `SummedLoss`, whose
-        loss is float32 [B, T] with `per_token`.
+        loss is float32 [B, T] with `per_token`, and float32 [B, T, 1 + 2 `top_k`] with `top_k`, as
+        `bigtrain.models.layers.token_loss.token_scores` returns it; without a graph then.
 
         `targets` are the labels of the tokens themselves (already shifted), -100 for none. They may
         be on the host: then tokens without a label take no time. `factor` float32 [], above zero:
@@ -108,7 +116,7 @@ class ChunkedLoss:
         if targets is None:
             return self._plain_forward(*args, **inputs)
         self._inputs, self._labels, self._factor = inputs, targets, factor
-        self._per_token = per_token
+        self._per_token, self._top_k = per_token, top_k
         try:
             with self._standing_in(self._run_base, self._run_head):
                 outputs = self._plain_forward(*args, **inputs)
@@ -143,6 +151,8 @@ class ChunkedLoss:
             output: torch.Tensor = self._plain_head(hidden, *args, **kwargs)
             return output
         weights = list(self._head.parameters())
+        if self._top_k:
+            return self._top_scores(hidden)
         if self._per_token:
             return self._log_probabilities(hidden, weights)
         if not torch.is_grad_enabled():
@@ -229,6 +239,22 @@ class ChunkedLoss:
             return compute(hidden)
         values: torch.Tensor = _PerToken.apply(compute, differentiate, hidden, *weights)  # type: ignore[no-untyped-call]
         return values
+
+    @torch.no_grad()
+    def _top_scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return scores float32 [B, T, 1 + 2 k] of the targets of `hidden` [B, T, H]; 0 without
+        a target."""
+        assert self._labels is not None
+        labels, index = _targets(self._labels, hidden.device)
+        rows = hidden.flatten(0, -2)
+        rows = rows if index is None else rows[index]
+        scores = rows.new_zeros((len(labels), 1 + 2 * self._top_k), dtype=torch.float32)
+        for part in self._parts(len(labels)):
+            scores[part] = token_scores(self._logits(rows[part]), labels[part], self._top_k)
+        if index is not None:
+            all_rows = scores.new_zeros((self._labels.numel(), scores.shape[1]))
+            scores = all_rows.index_copy_(0, index, scores)
+        return scores.view(*self._labels.shape, -1)
 
     def _gradients(
         self,

@@ -1,4 +1,4 @@
-"""Cross-entropy of tokens, and terms that are added to it in training."""
+"""Cross-entropy of tokens, terms that are added to it in training, and scores of tokens."""
 
 from __future__ import annotations
 
@@ -42,3 +42,18 @@ def summed_token_loss(
         squares = logits.logsumexp(-1).square()
         loss = loss + terms.z_loss * (squares * (labels != IGNORED_LABEL)).sum()
     return loss
+
+
+def token_scores(logits: torch.Tensor, labels: torch.Tensor, top_k: int = 0) -> torch.Tensor:
+    """Return the log-probability of each label, then those of the `top_k` most probable tokens in
+    falling order, then their ids: float32 [N, 1 + 2 top_k]; 0 without a label. logits
+    float32 [N, V], labels int64 [N]. Ids below 2^24 are exact in float32."""
+    assert logits.shape[-1] <= 1 << 24
+    entropies = F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="none")
+    columns = [-entropies.unsqueeze(-1)]
+    if top_k:
+        values, ids = logits.topk(top_k, dim=-1)
+        values = values - logits.logsumexp(-1, keepdim=True)
+        present = (labels != IGNORED_LABEL).unsqueeze(-1)
+        columns += [values * present, (ids * present).float()]
+    return torch.cat(columns, -1)

@@ -79,14 +79,15 @@ class WeightsSource:
         engine: TrainEngine,
         inputs: Inputs,
         weights: Weights | None,
+        sums: Sums | None = None,
     ) -> BaseWeights | None:
         """Load the initial weights into a new engine, and return the Hugging Face weights it has
-        read, if any. Collective. `weights`: as returned by `find`. Raises CheckpointError on every
-        rank without a complete checkpoint of this model, ModelError for unreadable or changed
-        files."""
+        read, if any. Collective. `weights`: as returned by `find`; `sums`: their checksums, if
+        they were verified before. Raises CheckpointError on every rank without a complete
+        checkpoint of this model, ModelError for unreadable or changed files."""
         if self.hugging_face is not None:
             weights = weights or self._find_weights(context.config, inputs)
-            base = BaseWeights(weights, verify_weights(context, weights))
+            base = BaseWeights(weights, sums or verify_weights(context, weights))
             if unused := weights.unused():
                 log.info(
                     f"{weights.setting}: these tensors are not part of the model that transformers "
@@ -98,7 +99,9 @@ class WeightsSource:
         if checkpoint is None:
             return None
         try:
-            directory = context.long_work.on_main_rank(lambda: _find(checkpoint, log.info))
+            directory = context.long_work.on_main_rank(
+                lambda: find_checkpoint(checkpoint, log.info)
+            )
             listing = checkpoints.list_tensors(directory)
             restore_weights(engine, directory / checkpoints.TENSORS, listing)
         except CheckpointError as error:
@@ -179,7 +182,9 @@ def weights_source(config: RunConfig) -> WeightsSource:
     return WeightsSource(hugging_face=source)
 
 
-def _find(directory: Path, warn: Callable[[str], None]) -> Path:
+def find_checkpoint(directory: Path, warn: Callable[[str], None]) -> Path:
+    """Return the checkpoint that `directory`, a run's or a checkpoint's, initializes a run from.
+    Reads all of it. Raises CheckpointError if there is none, or it is corrupt."""
     if not (directory / checkpoints.MANIFEST).is_file():
         return checkpoints.find(directory, None, "small", warn)
     reason = checkpoints.find_corruption(directory)

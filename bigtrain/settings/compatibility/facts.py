@@ -159,6 +159,7 @@ class Facts:
     objective: str = _run("objective.type", "next_token")
     loss_terms: bool = cast(bool, _Fact(False, "objective.z_loss", _adds_terms))
     needs_reference: bool = _run("objective.needs_reference", False)
+    stored_reference: bool = _run("objective.reference", False, lambda name: True)
     loss: str = _run("model.loss", "auto")
     kernels: str = _run("model.kernels", "none")
     compiles: str = _run("model.compile", "off")

@@ -41,6 +41,9 @@ class ObjectiveSection(Section):
     z_loss: NonNegativeFloat = 0.0
     """next_token: weight of the squared logarithm of the softmax's denominator, which keeps the
     logits small (PaLM: 1e-4, arXiv 2204.02311), in training only"""
+    reference: Annotated[str, Field(min_length=1)] | None = None
+    """preference with a reference: directory of scores of the data under the initial weights, made
+    by `bigtrain score --output` (null: adapters off, or computed by the run at its start)"""
     settings: CodeSettings = Field(default_factory=dict)
     """arguments of the constructor of a class of yours"""
 
@@ -71,11 +74,13 @@ class ObjectiveSection(Section):
             unused = ["gamma"]
         if self.type != "next_token":
             unused += ["label_smoothing", "z_loss"]
+        unused += [] if self.needs_reference else ["reference"]
         for name in unused:
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
                 owner = f"type = {self.type}"
-                owner = f"loss = {self.loss}" if name == "gamma" and self.reads_pairs else owner
+                of_loss = name in ("gamma", "reference") and self.reads_pairs
+                owner = f"loss = {self.loss}" if of_loss else owner
                 raise ValueError(
                     f"objective.{name} = {value} has no effect with objective.{owner} -> omit it"
                 )

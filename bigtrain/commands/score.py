@@ -1,0 +1,46 @@
+"""`bigtrain score`: log-probabilities of a run's data under its model, and documents by
+perplexity."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+
+from bigtrain.errors import ConfigError, Problem
+from bigtrain.system.world import read_world
+
+
+def run(args: argparse.Namespace) -> int:
+    """Score the data and print a summary. Collective under a launcher. Raises BigtrainError."""
+    from bigtrain.python_api.scoring import PerplexityFilter, score, summary
+
+    keep = None
+    lowest, highest = args.min_perplexity, args.max_perplexity
+    if args.filter is not None:
+        if lowest is None and highest is None:
+            rule, remedy = "has no limits", "--max-perplexity P, --min-perplexity P"
+            raise ConfigError(Problem("--filter", str(args.filter), rule, remedy))
+        limits = lowest or 0.0, math.inf if highest is None else highest
+        keep = PerplexityFilter(args.filter, *limits)
+    elif lowest is not None or highest is not None:
+        rule = "limits have no effect without a directory for the documents"
+        raise ConfigError(Problem("--max-perplexity", highest, rule, "--filter DIR"))
+    scores = score(
+        args.config,
+        *args.overrides,
+        output=args.output,
+        kind=args.kind,
+        top_k=args.top_k,
+        part_tokens=args.part_tokens,
+        deepspeed_config=args.deepspeed_config,
+        keep=keep,
+    )
+    if read_world(os.environ).is_main:
+        print(*summary(scores), sep="\n")
+        if keep is not None:
+            from bigtrain.data.shards.inspection import summary as summary_of
+            from bigtrain.data.shards.manifest import read_manifest
+
+            print(summary_of(keep.output, read_manifest(keep.output)))
+    return 0

@@ -1,0 +1,133 @@
+"""Scores of a run's data that its objective reads: which are wanted, and whether stored ones fit.
+
+Imports no torch: `bigtrain check` and the checks before the rendezvous use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from bigtrain.data.loading.dataset_checks import measured_split
+from bigtrain.data.shards.dataset import TokenDataset
+from bigtrain.data.shards.manifest import Split
+from bigtrain.data.shards.scores import (
+    Identity,
+    ScoreKind,
+    ScoreRequest,
+    Scores,
+    data_identity,
+    differences,
+    find_scores,
+)
+from bigtrain.errors import ConfigError, DataError, Problem
+from bigtrain.settings.objective import reads_scores
+from bigtrain.settings.run_config import RunConfig
+
+PART_TOKENS = 1 << 22
+"""Tokens of a part: what a killed pass may lose, and what is in memory at a time, 12 bytes each
+(8 more for each of the top k)."""
+KEY = "objective.reference"
+
+
+def request_of(
+    config: RunConfig,
+    model: Identity,
+    dataset: TokenDataset,
+    *,
+    kind: ScoreKind = "documents",
+    top_k: int = 0,
+    part_tokens: int = PART_TOKENS,
+) -> ScoreRequest:
+    """Return the request for scores of `dataset` under the model of a run."""
+    return ScoreRequest(
+        model=model,
+        data=identity_of(dataset),
+        kind=kind,
+        top_k=top_k,
+        sequence_length=config.batch.sequence_length,
+        long_documents="truncate" if config.data.long_documents == "truncate" else "cut",
+        dtype=config.precision.dtype,
+        part_tokens=part_tokens,
+    )
+
+
+def identity_of(dataset: TokenDataset) -> Identity:
+    """Return the identity of a dataset, as its scores record it."""
+    return data_identity(str(dataset.path), dataset.table)
+
+
+def measured_splits(
+    datasets: Sequence[TokenDataset], held_out_sets: Sequence[TokenDataset]
+) -> list[tuple[TokenDataset, Split]]:
+    """Return the split of each held-out set of a run, in the order of its evaluation."""
+    own: list[tuple[TokenDataset, Split]] = [
+        (dataset, "held_out") for dataset in datasets if dataset.table.num_tokens("held_out")
+    ]
+    return own + [(one, measured_split(one)) for one in held_out_sets]
+
+
+def wanted_splits(
+    datasets: Sequence[TokenDataset], held_out_sets: Sequence[TokenDataset]
+) -> list[tuple[TokenDataset, list[Split]]]:
+    """Return each dataset that a run reads once, and its splits that are read."""
+    every: list[tuple[TokenDataset, Split]] = [(dataset, "train") for dataset in datasets]
+    wanted: dict[str, tuple[TokenDataset, list[Split]]] = {}
+    for dataset, split in [*every, *measured_splits(datasets, held_out_sets)]:
+        _, known = wanted.setdefault(identity_of(dataset).hash, (dataset, []))
+        if split not in known:
+            known.append(split)
+    return list(wanted.values())
+
+
+def check_reference_scores(
+    config: RunConfig, datasets: Sequence[TokenDataset], held_out_sets: Sequence[TokenDataset]
+) -> list[Problem]:
+    """Return a problem for each dataset of which ``objective.reference`` has no fitting scores. The
+    model is compared when the run begins, since that reads its weights."""
+    if not reads_scores(config) or config.objective.reference is None:
+        return []
+    problems: list[Problem] = []
+    for dataset, splits in wanted_splits(datasets, held_out_sets):
+        try:
+            reference_of(config, dataset, splits)
+        except ConfigError as error:
+            problems += error.problems
+    return problems
+
+
+def reference_of(config: RunConfig, dataset: TokenDataset, splits: Sequence[Split]) -> Scores:
+    """Return the scores of `dataset` that ``objective.reference`` names. Raises ConfigError if it
+    has none of these splits, or if documents were divided elsewhere."""
+    name = config.objective.reference
+    assert name is not None
+    try:
+        found = find_scores(Path(name), identity_of(dataset))
+        for split in splits:
+            found.parts(split)
+    except DataError as error:
+        raise ConfigError(Problem(KEY, name, *str(error).split(" -> ", 1))) from error
+    length = config.batch.sequence_length
+    longest = max(found.record.longest[split] for split in splits)
+    if longest <= min(length, found.request.sequence_length) + 1:
+        return found
+    own = request_of(config, found.request.model, dataset)
+    named = {"sequence_length", "long_documents"}
+    changes = [text for text in differences(found.request, own) if text.split(":")[0] in named]
+    if not changes:
+        return found
+    rule = f"its longest document has {longest} tokens, and was divided: {'; '.join(changes)}"
+    remedy = "score the data with the settings of this run"
+    raise ConfigError(Problem(KEY, name, rule, remedy))
+
+
+def refuse_other_model(config: RunConfig, found: Scores, model: Identity) -> None:
+    """Raise ConfigError for scores of another model than `model`, with which the run begins."""
+    there = found.request.model
+    if there.hash != model.hash:
+        rule = (
+            f"has scores of the model {there.name} ({there.hash}), and this run begins with "
+            f"{model.name} ({model.hash})"
+        )
+        remedy = "bigtrain score with this run's model"
+        raise ConfigError(Problem(KEY, config.objective.reference, rule, remedy))

@@ -1,0 +1,128 @@
+"""Samples of one document each, padded at the end. numpy only.
+
+A document that is longer than a sample is refused, truncated at its end, or divided into pieces:
+each piece begins with the last token of the one before it, so that every token but the first of the
+document is predicted exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from bigtrain.data.samples.token_stream import (
+    Indices,
+    Ranges,
+    StreamSamples,
+    TokenRows,
+    TokenStream,
+)
+from bigtrain.data.shards.format import Shard
+from bigtrain.errors import DataError
+
+Longer = Literal["refuse", "truncate", "divide"]
+
+
+class DocumentSamples(StreamSamples):
+    """Documents of `stream`, or pieces of them. documents, offsets, lengths: int64 [samples]: the
+    document of a sample, its first token in that document, and its number of tokens. `longer`: what
+    is done with documents that are longer than a sample. `lost`: how truncation changes them, empty
+    if it does not. Raises DataError if there are none, and as `fitted_lengths`."""
+
+    def __init__(self, stream: TokenStream, sequence_length: int, longer: Longer) -> None:
+        lengths = document_lengths(stream.shards, may_be_empty=longer == "divide")
+        if not lengths.any():
+            raise DataError("it has no documents -> tokenize some")
+        begins = np.cumsum(lengths) - lengths
+        self.longest = int(lengths.max())
+        self.document_lengths, self.lost = lengths, ""
+        if longer == "divide":
+            counts = np.maximum(lengths > 0, -(-(lengths - 1) // sequence_length))
+            self.documents = np.repeat(np.arange(len(lengths)), counts)
+            firsts = np.repeat(np.cumsum(counts) - counts, counts)
+            self.offsets = (np.arange(len(self.documents)) - firsts) * sequence_length
+            rest = lengths[self.documents] - self.offsets
+            self.lengths = np.minimum(rest, sequence_length + 1)
+        else:
+            is_truncated = longer == "truncate"
+            fitted, self.lost = fitted_lengths(
+                stream, lengths, sequence_length, truncates=is_truncated
+            )
+            self.documents, self.lengths = np.arange(len(lengths)), fitted
+            self.offsets = np.zeros_like(fitted)
+        self._begins = begins[self.documents] + self.offsets
+        super().__init__(stream, sequence_length, len(self.documents), masks_loss=True)
+
+    def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
+        assert out.loss_mask is not None
+        out.tokens[rows] = 0
+        out.loss_mask[rows] = False
+        places = rows * (self.sequence_length + 1)
+        fill_documents(self.stream, self._begins[samples], self.lengths[samples], places, out)
+
+    def _pieces(self, samples: Indices) -> Ranges:
+        begins, lengths = self._begins[samples], self.lengths[samples]
+        return Ranges(np.arange(len(samples)), begins, lengths, np.zeros_like(samples))
+
+
+def document_lengths(shards: Sequence[Shard], *, may_be_empty: bool = False) -> Indices:
+    """Return the tokens of each document, int64. `may_be_empty`: documents may have no token, or
+    several sequences; otherwise raises DataError for those."""
+    parts = [np.empty(0, np.int64)]
+    for shard in shards:
+        if shard.num_documents != shard.num_sequences and not may_be_empty:
+            raise shard.corrupt("it has documents without tokens, or of several sequences")
+        ends = np.concatenate([[0], np.cumsum(shard.sequence_lengths, dtype=np.int64)])
+        parts.append(np.diff(ends[shard.document_starts]))
+    return np.concatenate(parts)
+
+
+def fitted_lengths(
+    stream: TokenStream, lengths: Indices, sequence_length: int, *, truncates: bool
+) -> tuple[Indices, str]:
+    """Return the tokens of each document that fit a sample, and a line on what is lost. Raises
+    DataError for one that is longer and not truncated, or has no target then."""
+    width = sequence_length + 1
+    longer = np.flatnonzero(lengths > width)
+    if not len(longer):
+        return lengths, ""
+    if not truncates:
+        raise DataError(
+            f"{len(longer)} of {len(lengths)} answers with their prompts are longer than a "
+            f"sample (the longest has {int(lengths.max())} tokens, batch.sequence_length = "
+            f"{sequence_length} holds {width}) -> batch.sequence_length="
+            f"{int(lengths.max()) - 1}, or data.long_documents=truncate"
+        )
+    share = 1 - np.minimum(lengths, width).sum() / lengths.sum()
+    lost = (
+        f"{len(longer)} of {len(lengths)} answers are truncated, which loses {share:.2%} "
+        "of the tokens"
+    )
+    begins = np.cumsum(lengths) - lengths
+    for document in longer.tolist() if stream.is_masked else ():
+        mask = np.empty(width, np.bool_)
+        one = np.array([document])
+        stream.read_mask(begins[one], np.array([width]), mask, np.zeros(1, np.int64))
+        if not mask.any():
+            raise DataError(
+                f"document {document} has no answer in its first {width} tokens, to which "
+                "it is truncated -> a larger batch.sequence_length, or remove it"
+            )
+    return np.minimum(lengths, width), lost
+
+
+def fill_documents(
+    stream: TokenStream, starts: Indices, lengths: Indices, places: Indices, out: TokenRows
+) -> None:
+    """Write documents, ranges of `stream`, with their targets to positions `places` of the flat
+    `out`."""
+    assert out.loss_mask is not None
+    stream.read(starts, lengths, out.tokens.reshape(-1), places)
+    flat = out.loss_mask.reshape(-1)
+    if stream.is_masked:
+        stream.read_mask(starts, lengths, flat, places)
+        return
+    for place, length in zip(places.tolist(), lengths.tolist(), strict=True):
+        flat[place : place + length] = True

@@ -1,0 +1,123 @@
+"""Dataset of the documents of another one whose perplexity is between two limits. numpy only."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bigtrain.data.samples.documents import document_lengths
+from bigtrain.data.samples.token_stream import TokenStream, split_stream
+from bigtrain.data.shards.dataset import TokenDataset
+from bigtrain.data.shards.format import Shard
+from bigtrain.data.shards.manifest import (
+    TOKENIZER_DIRECTORY,
+    PerplexityFilterRecord,
+    ShardRecord,
+    Split,
+    write_manifest,
+)
+from bigtrain.data.shards.scores import Scores
+from bigtrain.data.shards.writer import ShardWriter
+from bigtrain.errors import DataError
+from bigtrain.system.files import new_directory
+
+Kept = npt.NDArray[np.bool_]
+_CHUNK_DOCUMENTS = 1 << 14
+
+
+def kept_documents(
+    scores: Scores, dataset: TokenDataset, lowest: float, highest: float
+) -> dict[Split, Kept]:
+    """Return which documents of each split have a perplexity from `lowest` to `highest`, bool
+    [documents]; those without targets do not, and a pair does if both of its documents do."""
+    kept: dict[Split, Kept] = {}
+    for split, values in scores.perplexities.items():
+        inside = (values >= lowest) & (values <= highest)
+        if dataset.table.rows == "preference":
+            inside = np.repeat(inside[0::2] & inside[1::2], 2)
+        kept[split] = inside
+    return kept
+
+
+def write_kept(
+    dataset: TokenDataset,
+    kept: Mapping[Split, Kept],
+    output: Path,
+    record: PerplexityFilterRecord,
+) -> dict[Split, tuple[ShardRecord, ...]]:
+    """Write the `kept` documents of `dataset` as a dataset to the new directory `output`; return
+    its shards. Their UTF-8 bytes are not known, and recorded as 0. Raises DataError if no training
+    document is kept, or if a shard is corrupt; OutputError if `output` exists."""
+    if not kept["train"].any():
+        raise DataError(
+            f"no training document of {dataset.path} has a perplexity from {record.lowest:g} to "
+            f"{record.highest:g} -> other limits"
+        )
+    splits: dict[Split, tuple[ShardRecord, ...]] = {}
+    with new_directory(output) as draft:
+        for split, flags in kept.items():
+            splits[split] = _write_split(dataset, split, flags, draft)
+        if dataset.tokenizer_path.is_dir():
+            shutil.copytree(dataset.tokenizer_path, draft / TOKENIZER_DIRECTORY)
+        manifest = dataset.manifest.model_copy(
+            update={"splits": splits, "perplexity_filter": record}
+        )
+        write_manifest(draft, manifest)
+    return splits
+
+
+def _write_split(
+    dataset: TokenDataset, split: Split, kept: Kept, directory: Path
+) -> tuple[ShardRecord, ...]:
+    """Write the kept documents of each shard to a shard; none for one without any."""
+    stream = split_stream(dataset, split)  # which verifies the blocks that it reads
+    records: list[ShardRecord] = []
+    num_documents = num_tokens = 0
+    for shard in dataset.shards(split):
+        own = kept[num_documents : num_documents + shard.num_documents]
+        if own.any():
+            name = f"{split}-{len(records):05d}"
+            writer = _Writer(dataset, stream, shard, num_tokens, own)
+            records.append(writer.write(directory, name))
+        num_documents += shard.num_documents
+        num_tokens += shard.num_tokens
+    return tuple(records)
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Writer of the `kept` documents of `shard`, which is at token `begin` of `stream`."""
+
+    dataset: TokenDataset
+    stream: TokenStream
+    shard: Shard
+    begin: int
+    kept: Kept
+
+    def write(self, directory: Path, name: str) -> ShardRecord:
+        table = self.dataset.table
+        lengths = document_lengths([self.shard], may_be_empty=True)
+        begins = self.begin + np.cumsum(lengths) - lengths
+        labeled = table.rows == "kto"
+        dtype: Any = table.token_dtype
+        with ShardWriter(directory, name, dtype, masked=table.is_masked, labeled=labeled) as writer:
+            for first in range(0, len(self.kept), _CHUNK_DOCUMENTS):
+                part = self.kept[first : first + _CHUNK_DOCUMENTS]
+                chosen = np.flatnonzero(part) + first
+                sizes = lengths[chosen]
+                places = np.cumsum(sizes) - sizes
+                tokens = np.empty(int(sizes.sum()), self.shard.dtype)
+                self.stream.read(begins[chosen], sizes, tokens, places)
+                mask = None
+                if table.is_masked:
+                    mask = np.empty(len(tokens), np.bool_)
+                    self.stream.read_mask(begins[chosen], sizes, mask, places)
+                labels = self.shard.labels[chosen] if labeled else None
+                writer.add(tokens, sizes, 0, mask, labels)
+            return writer.close()

@@ -1,0 +1,313 @@
+"""Log-probabilities of the documents of a dataset under a model, as `bigtrain score` stores them.
+
+::
+
+    OUTPUT/
+      data-0123456789abcdef/         one directory for each dataset, named by its checksums
+        request.json                 what is computed: model, data, kind
+        train-00000.sums.npy         float64 [documents]: of a document's targets, summed
+        train-00000.targets.npy      int64 [documents]: targets of a document
+        train-00000.tokens.npy       float32 [tokens], for --kind tokens; 0 without a target
+        train-00000.top_ids.npy      int32 [tokens, k], for --kind top-k
+        train-00000.top_values.npy   float32 [tokens, k], in falling order; 0 without a target
+        train-00000.json             record of the part, written after its arrays
+        scores.json                  all of it, written last
+
+The value at a token is its log-probability given the tokens before it in its document. Parts are
+consecutive documents. A pass that is killed continues with the part after the last complete one,
+and writes the same bytes. numpy only.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from pydantic import Field, ValidationError
+
+from bigtrain.data.shards.manifest import Checksum, Count, Record, Split
+from bigtrain.data.shards.shard_table import ShardTable
+from bigtrain.errors import DataError
+from bigtrain.system.files import file_checksum, write_whole
+
+SCORES_NAME = "scores.json"
+REQUEST_NAME = "request.json"
+ScoreKind = Literal["documents", "tokens", "top-k"]
+LongPieces = Literal["cut", "truncate"]
+Arrays = Mapping[str, npt.NDArray[Any]]
+Contents = TypeVar("Contents", bound=Record)
+
+
+class Identity(Record):
+    """Model or dataset of scores: its name as given, and the checksum of its files."""
+
+    name: str
+    hash: Checksum
+
+
+class ScoreRequest(Record):
+    """Scores to compute, and of what. All of it must be equal for a pass to continue."""
+
+    format: Literal["bigtrain-scores"] = "bigtrain-scores"
+    version: Literal[1] = 1
+    model: Identity
+    data: Identity
+    kind: ScoreKind
+    top_k: Count = 0
+    """for top-k: the most probable tokens that are stored"""
+    sequence_length: Annotated[int, Field(ge=1)]
+    long_documents: LongPieces
+    """cut: a longer document is scored in pieces of sequence_length, each without those before it;
+    truncate: only its first piece is"""
+    dtype: str
+    """of the computation"""
+    part_tokens: Annotated[int, Field(ge=1)]
+    """tokens of a part, but for documents that are longer"""
+
+
+class PartRecord(Record):
+    """Part of a split: consecutive documents, and the XXH3-64 of each array's file."""
+
+    name: str
+    first_document: Count
+    documents: Count
+    tokens: Count
+    arrays: dict[str, Checksum]
+
+
+class ScoresRecord(Record):
+    """Contents of `scores.json`. longest: tokens of the longest document."""
+
+    request: ScoreRequest
+    longest: dict[Split, Count]
+    splits: dict[Split, tuple[PartRecord, ...]]
+
+
+def data_identity(name: str, table: ShardTable) -> Identity:
+    """Return the identity of a dataset: of all tokens, documents and targets, split by split."""
+    digest = xxhash.xxh3_64()
+    for split, shards in sorted(table.splits.items()):
+        masks = shards.hexadecimal("mask_xxh3") if table.is_masked else [""] * len(shards)
+        sums = shards.hexadecimal("xxh3"), shards.hexadecimal("index_xxh3"), masks
+        for row in zip(*sums, strict=True):
+            digest.update(":".join([split, *row]).encode())
+    return Identity(name=name, hash=digest.hexdigest())
+
+
+def scores_directory(output: Path, data: Identity) -> Path:
+    """Return the directory of the scores of a dataset in the output of a pass."""
+    return output / f"data-{data.hash}"
+
+
+class ScoreWriter:
+    """Writer of the scores of one dataset. For one process."""
+
+    def __init__(self, directory: Path, request: ScoreRequest) -> None:
+        """Begin, or continue what was begun. Raises DataError if other scores are there, naming
+        what differs; OSError."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory, self.request = directory, request
+        path = directory / REQUEST_NAME
+        if path.exists():
+            begun = _parsed(ScoreRequest, path)
+            if changes := differences(begun, request):
+                raise DataError(
+                    f"{directory} has other scores: {'; '.join(changes)} -> another --output, or "
+                    "remove it"
+                )
+            return
+        write_whole(path, _content(request))
+
+    def finished(self, name: str) -> PartRecord | None:
+        """Return the record of a part if it is complete and its arrays are not corrupt."""
+        path = self.directory / f"{name}.json"
+        if not path.exists():
+            return None
+        record = _parsed(PartRecord, path)
+        intact = all(
+            file.exists() and file_checksum(file) == xxh3
+            for file, xxh3 in self._files(record).items()
+        )
+        return record if intact else None
+
+    def write(self, name: str, first_document: int, tokens: int, arrays: Arrays) -> PartRecord:
+        """Write a part and return its record. Raises OSError."""
+        sums: dict[str, str] = {}
+        for array, values in arrays.items():
+            file = io.BytesIO()
+            np.save(file, values, allow_pickle=False)
+            content = file.getvalue()
+            sums[array] = xxhash.xxh3_64_hexdigest(content)
+            write_whole(self.directory / f"{name}.{array}.npy", content)
+        documents = len(arrays["sums"])
+        record = PartRecord(
+            name=name,
+            first_document=first_document,
+            documents=documents,
+            tokens=tokens,
+            arrays=sums,
+        )
+        write_whole(self.directory / f"{name}.json", _content(record))
+        return record
+
+    def close(
+        self, splits: Mapping[Split, Sequence[PartRecord]], longest: Mapping[Split, int]
+    ) -> None:
+        """Write `scores.json`, with which the scores are complete. Raises OSError."""
+        parts = {split: tuple(records) for split, records in splits.items()}
+        record = ScoresRecord(request=self.request, longest=dict(longest), splits=parts)
+        write_whole(self.directory / SCORES_NAME, _content(record))
+
+    def _files(self, record: PartRecord) -> dict[Path, str]:
+        return {
+            self.directory / f"{record.name}.{array}.npy": xxh3
+            for array, xxh3 in record.arrays.items()
+        }
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Complete scores of one dataset."""
+
+    directory: Path
+    record: ScoresRecord
+
+    @property
+    def request(self) -> ScoreRequest:
+        return self.record.request
+
+    def sums(self, split: Split) -> npt.NDArray[np.float64]:
+        """Return the log-probability of the targets of each document, float64 [documents]. Raises
+        DataError for a corrupt file, and without this split."""
+        return self._joined(split, "sums")
+
+    def targets(self, split: Split) -> npt.NDArray[np.int64]:
+        """Return the number of targets of each document, int64 [documents]. Raises as `sums`."""
+        return self._joined(split, "targets")
+
+    def part(self, record: PartRecord, array: str) -> npt.NDArray[Any]:
+        """Return an array of a part, after comparing it with its checksum. Raises DataError."""
+        path = self.directory / f"{record.name}.{array}.npy"
+        try:
+            content = path.read_bytes()
+            values: npt.NDArray[Any] = np.load(io.BytesIO(content), allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read: {error} -> score the data again") from error
+        if xxhash.xxh3_64_hexdigest(content) != record.arrays[array]:
+            raise DataError(f"{path} is corrupt: another checksum than in {SCORES_NAME} -> restore")
+        return values
+
+    def parts(self, split: Split) -> Sequence[PartRecord]:
+        """Return the parts of a split in order. Raises DataError without this split."""
+        if split not in self.record.splits:
+            raise DataError(f"{self.directory} has no scores of the split {split} -> score it")
+        return self.record.splits[split]
+
+    def _joined(self, split: Split, array: str) -> npt.NDArray[Any]:
+        return np.concatenate([self.part(record, array) for record in self.parts(split)])
+
+    @cached_property
+    def perplexities(self) -> dict[Split, npt.NDArray[np.float64]]:
+        """Return the perplexity of each document by split, float64 [documents]; NaN for a document
+        without targets."""
+        found: dict[Split, npt.NDArray[np.float64]] = {}
+        for split in self.record.splits:
+            targets = self.targets(split)
+            means = np.full(len(targets), np.nan)
+            np.divide(-self.sums(split), targets, out=means, where=targets > 0)
+            found[split] = np.exp(means)
+        return found
+
+
+def open_scores(directory: str | Path) -> Scores:
+    """Open the scores of a dataset: a directory ``data-...``, or an output with only one of them.
+    Raises DataError if there are none, or if they are not complete."""
+    path = Path(directory)
+    if not (path / REQUEST_NAME).exists():
+        inside = sorted(path.glob(f"data-*/{REQUEST_NAME}"))
+        if len(inside) != 1:
+            names = ", ".join(one.parent.name for one in inside) or "none"
+            raise DataError(
+                f"{path} is not the directory of one dataset's scores (in it: {names}) -> "
+                "bigtrain score --output"
+            )
+        path = inside[0].parent
+    if not (path / SCORES_NAME).exists():
+        raise DataError(f"the scores in {path} are not complete -> run `bigtrain score` again")
+    return Scores(path, _parsed(ScoresRecord, path / SCORES_NAME))
+
+
+def open_request(path: Path) -> ScoreRequest:
+    """Read a `request.json`. Raises DataError if it is corrupt."""
+    return _parsed(ScoreRequest, path)
+
+
+def copy_documents(scores: Scores, splits: Sequence[Split], directory: Path) -> None:
+    """Write the scores of documents, without those of tokens, to an absent `directory`. Raises
+    DataError for corrupt ones, OSError."""
+    request = scores.request.model_copy(update={"kind": "documents", "top_k": 0})
+    writer = ScoreWriter(directory, request)
+    copied: dict[Split, list[PartRecord]] = {}
+    for split in splits:
+        copied[split] = [
+            writer.write(
+                part.name,
+                part.first_document,
+                part.tokens,
+                {array: scores.part(part, array) for array in ("sums", "targets")},
+            )
+            for part in scores.parts(split)
+        ]
+    writer.close(copied, {split: scores.record.longest[split] for split in splits})
+
+
+def find_scores(output: Path, data: Identity) -> Scores:
+    """Open the scores of the dataset `data` in the output of a pass. Raises DataError if it has
+    none, naming those that it has."""
+    directory = scores_directory(output, data)
+    if not (directory / REQUEST_NAME).exists():
+        others = [_parsed(ScoreRequest, path) for path in output.glob(f"data-*/{REQUEST_NAME}")]
+        names = ", ".join(f"{one.data.name} ({one.data.hash})" for one in others) or "no dataset"
+        raise DataError(
+            f"{output} has scores of {names}, not of {data.name} ({data.hash}) -> score it: "
+            "bigtrain score --config RUN.yaml --output DIR"
+        )
+    return open_scores(directory)
+
+
+def differences(there: ScoreRequest, now: ScoreRequest) -> list[str]:
+    """Return the fields in which two requests differ, with both values."""
+    return [
+        f"{name}: {_shown(before)} there, {_shown(value)} now"
+        for name, value in now
+        if _compared(before := getattr(there, name)) != _compared(value)
+    ]
+
+
+def _compared(value: object) -> object:
+    """Return what decides equality: of a model or dataset its checksum, not its name."""
+    return value.hash if isinstance(value, Identity) else value
+
+
+def _shown(value: object) -> str:
+    return f"{value.name} ({value.hash})" if isinstance(value, Identity) else str(value)
+
+
+def _content(record: Record) -> bytes:
+    return (record.model_dump_json(indent=1) + "\n").encode()
+
+
+def _parsed(kind: type[Contents], path: Path) -> Contents:
+    try:
+        return kind.model_validate_json(path.read_bytes(), strict=False)
+    except (OSError, ValidationError, json.JSONDecodeError) as error:
+        text = str(error).splitlines()[0]
+        raise DataError(f"{path} cannot be read: {text} -> remove it and score again") from error

@@ -1,0 +1,130 @@
+"""Log-probabilities of a run's data under its model, and datasets of documents by perplexity."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bigtrain.errors import ConfigError, Problem
+from bigtrain.python_api.configuring import resolve
+from bigtrain.settings.resolve import ResolvedRun
+from bigtrain.system.world import read_world
+
+if TYPE_CHECKING:
+    from bigtrain.data.shards.scores import ScoreKind, Scores
+    from bigtrain.settings.run_config import RunConfig
+
+DEFAULT_TOP_K = 32
+_WORK = ".pass"  # of the run that a pass is for its session; nothing is written there
+
+
+@dataclass(frozen=True)
+class PerplexityFilter:
+    """Dataset `output` of the documents with a perplexity from `lowest` to `highest`."""
+
+    output: Path
+    lowest: float = 0.0
+    highest: float = math.inf
+
+
+def score(
+    config: RunConfig | Mapping[str, Any] | str | Path,
+    *overrides: str,
+    output: str | Path,
+    kind: ScoreKind = "documents",
+    top_k: int | None = None,
+    part_tokens: int | None = None,
+    deepspeed_config: str | Path | None = None,
+    keep: PerplexityFilter | None = None,
+) -> list[Scores]:
+    """Write log-probabilities of all documents of a run's data under the model it begins with, and
+    return them in the order of its datasets and held-out sets.
+
+    One rank in a plain process; under a launcher its ranks, and then collective. Adapters of the
+    run are omitted. Complete scores of the same model and data in `output` are not computed again.
+
+    output: directory of the scores. kind: what is stored, of each document, of each token, or of
+    the `top_k` (default: 32) most probable tokens at each. part_tokens: tokens of a part. keep:
+    also write a dataset of some documents; for a run with one dataset.
+
+    Raises ConfigError, DataError, ModelError, CheckpointError, OutputError, LaunchError: all are
+    BigtrainError. DataError if `output` has other scores of this data.
+    """
+    _check(kind, top_k)
+    world = read_world(os.environ)
+    run = _of_pass(resolve(config, overrides, world.size, deepspeed_config, scores=True), output)
+    if keep is not None and (run.config.data.sources or run.config.evaluation.held_out):
+        rule = "is for a run with one dataset"
+        raise ConfigError(Problem("--filter", str(keep.output), rule, "data.path=DIR only"))
+
+    from bigtrain.engine.startup.device import refuse_for_device
+    from bigtrain.run.preflight import inspect_inputs
+
+    refuse_for_device(run.config, world.size)
+    inputs = inspect_inputs(run, "sizes" if world.local_rank == 0 else "listed")
+    from bigtrain.data.loading.stored_scores import PART_TOKENS
+    from bigtrain.run.score_pass import PassOptions, score_inputs
+
+    options = PassOptions(
+        Path(output),
+        kind,
+        (top_k or DEFAULT_TOP_K) if kind == "top-k" else 0,
+        part_tokens or PART_TOKENS,
+    )
+    scores = score_inputs(run, inputs, world, options)
+    if keep is not None and world.is_main:
+        _write_kept(scores[0], inputs.datasets[0], keep)
+    return scores
+
+
+def _of_pass(run: ResolvedRun, output: str | Path) -> ResolvedRun:
+    """Return the run of a pass: with the settings of `run` that decide its model and data."""
+    from dataclasses import replace
+
+    section = run.config.output.model_copy(
+        update={"directory": str(Path(output) / _WORK), "copy_to": None, "export": False}
+    )
+    changes = {"output": section, "adapters": None, "callbacks": ()}
+    return replace(run, config=run.config.model_copy(update=changes))
+
+
+def _check(kind: str, top_k: int | None) -> None:
+    if top_k is not None and kind != "top-k":
+        raise ConfigError(Problem("--top-k", top_k, "has no effect", "--kind top-k"))
+
+
+def _write_kept(scores: Scores, dataset: Any, keep: PerplexityFilter) -> None:
+    from bigtrain.data.samples.kept_documents import kept_documents, write_kept
+    from bigtrain.data.shards.manifest import PerplexityFilterRecord
+
+    model = scores.request.model
+    highest = min(keep.highest, 1e308)  # JSON has no infinity
+    record = PerplexityFilterRecord(
+        lowest=keep.lowest, highest=highest, model=f"{model.name} ({model.hash})"
+    )
+    kept = kept_documents(scores, dataset, keep.lowest, highest)
+    write_kept(dataset, kept, keep.output, record)
+
+
+def summary(scores: Sequence[Scores]) -> list[str]:
+    """Return a line on each split of each dataset: documents, targets, perplexity of its targets
+    together, and quantiles of the perplexity of documents."""
+    import numpy as np
+
+    lines = []
+    for one in scores:
+        for split, values in one.perplexities.items():
+            total = int(one.targets(split).sum())
+            mean = math.exp(-float(one.sums(split).sum()) / max(1, total))
+            known = values[~np.isnan(values)]
+            low, middle, high = np.quantile(known, (0.1, 0.5, 0.9)) if len(known) else (0.0,) * 3
+            lines.append(
+                f"{one.request.data.name} {split}: {len(values):,} documents, {total:,} targets, "
+                f"perplexity {mean:.6g}; of documents: 10% up to {low:.6g}, half up to "
+                f"{middle:.6g}, 90% up to {high:.6g}"
+            )
+    return lines

@@ -1,0 +1,124 @@
+"""Launch of a scoring pass: model and data of a run, one output, no optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigtrain.data.loading.stored_scores import PART_TOKENS, identity_of, request_of
+from bigtrain.data.shards.dataset import TokenDataset
+from bigtrain.data.shards.manifest import SPLITS, Split
+from bigtrain.data.shards.scores import (
+    REQUEST_NAME,
+    Identity,
+    ScoreKind,
+    Scores,
+    differences,
+    find_scores,
+    open_request,
+    scores_directory,
+)
+from bigtrain.engine.startup.mesh import open_mesh, warm_up
+from bigtrain.errors import DataError
+from bigtrain.run.checkpointing.initialize import verify_weights, weights_source
+from bigtrain.run.context import RunContext
+from bigtrain.run.preflight import Inputs
+from bigtrain.run.run_log import RunLog
+from bigtrain.run.scoring import Wanted, model_identity, score_dataset
+from bigtrain.run.session import open_session
+from bigtrain.run.training import build
+from bigtrain.settings.resolve import ResolvedRun
+from bigtrain.system.world import World
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """Options of a pass; see `bigtrain.data.shards.scores.ScoreRequest`."""
+
+    output: Path
+    kind: ScoreKind = "documents"
+    top_k: int = 0
+    part_tokens: int = PART_TOKENS
+    splits: Sequence[Split] = SPLITS
+
+
+def score_inputs(
+    run: ResolvedRun, inputs: Inputs, world: World, options: PassOptions
+) -> list[Scores]:
+    """Write the scores of all datasets of `inputs`, and return them in the order of the mixture and
+    the held-out sets. Collective over all ranks of `world`. The model is only built if scores are
+    missing. Raises DataError on every rank if the output has other scores of this data."""
+    source = weights_source(run.config)
+    weights = source.find(run.config, inputs)
+    with open_session(run, world) as (context, log):
+        sums = None if weights is None else verify_weights(context, weights)
+        model = model_identity(context, inputs, sums)
+        wanted = _wanted(context, inputs, model, options)
+        missing = context.long_work.on_main_rank(lambda: _missing(wanted, options.output))
+        if missing:
+            context.heartbeat.set_phase("building the model", slow=True)
+            mesh = open_mesh(
+                run.topology, world.rank, run.config.watchdog.collective_timeout_seconds
+            )
+            warm_up(mesh, context.device)
+            engine = build(context, inputs, source, mesh)
+            source.fill(context, log, engine, inputs, weights, sums)
+            for number in missing:
+                score_dataset(context, engine, mesh, wanted[number], options.output)
+                _log(log, wanted[number], options.output)
+            engine.close()
+        found = context.long_work.on_every_rank(
+            lambda: [find_scores(options.output, one.request.data) for one in wanted]
+        )
+        return found[world.rank]
+
+
+def _wanted(
+    context: RunContext, inputs: Inputs, model: Identity, options: PassOptions
+) -> list[Wanted]:
+    every: dict[str, TokenDataset] = {}
+    for dataset in (*inputs.datasets, *inputs.held_out_sets):
+        every.setdefault(identity_of(dataset).hash, dataset)
+    return [
+        Wanted(
+            dataset,
+            [split for split in options.splits if dataset.table.num_tokens(split)],
+            request_of(
+                context.config,
+                model,
+                dataset,
+                kind=options.kind,
+                top_k=options.top_k,
+                part_tokens=options.part_tokens,
+            ),
+        )
+        for dataset in every.values()
+    ]
+
+
+def _missing(wanted: Sequence[Wanted], output: Path) -> list[int]:
+    """Return the numbers of those without complete scores. Raises DataError for other scores."""
+    missing = []
+    for number, one in enumerate(wanted):
+        directory = scores_directory(output, one.request.data)
+        path = directory / REQUEST_NAME
+        if path.exists() and (changes := differences(open_request(path), one.request)):
+            raise DataError(
+                f"{directory} has other scores: {'; '.join(changes)} -> another --output, or "
+                "remove it"
+            )
+        try:
+            scores = find_scores(output, one.request.data)
+            if set(one.splits) - scores.record.splits.keys():
+                missing.append(number)
+        except DataError:
+            missing.append(number)
+    return missing
+
+
+def _log(log: RunLog, one: Wanted, output: Path) -> None:
+    table = one.dataset.table
+    documents = sum(table.num_documents(split) for split in one.splits)
+    directory = scores_directory(output, one.request.data)
+    log.info(f"{one.dataset.path}: {documents:,} documents scored, in {directory}")

@@ -1,0 +1,242 @@
+"""Pass of a model over all documents of a dataset, which writes their log-probabilities.
+
+Documents are divided into parts (`bigtrain.data.shards.scores`); each part is computed by all
+ranks and written by the main rank. Every value is computed by one rank of the data-parallel group,
+so that a sum over ranks adds zeros to it, and a repeated pass writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+import xxhash
+
+from bigtrain.data.loading.collator import BatchOptions, BatchReader
+from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
+from bigtrain.data.samples.documents import DocumentSamples, Longer
+from bigtrain.data.samples.token_stream import Indices, split_stream
+from bigtrain.data.shards.dataset import TokenDataset
+from bigtrain.data.shards.manifest import Split
+from bigtrain.data.shards.scores import (
+    Identity,
+    PartRecord,
+    ScoreRequest,
+    Scores,
+    ScoreWriter,
+    open_scores,
+    scores_directory,
+)
+from bigtrain.engine.startup.mesh import Mesh
+from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.models.weights.checksums import TOKEN_FILES, Sums
+from bigtrain.run.checkpointing.checkpoints import MANIFEST
+from bigtrain.run.checkpointing.initialize import find_checkpoint
+from bigtrain.run.context import RunContext
+from bigtrain.run.preflight import Inputs
+from bigtrain.run.reporting.progress import OUTPUT_REMEDY
+from bigtrain.system.files import file_checksum, writing
+
+MAX_ROWS = 8
+"""Rows of a forward pass over short documents, as a multiple of the micro-batch."""
+_PHASE = "scoring the data"
+_NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Splits of a dataset to score, and what of them."""
+
+    dataset: TokenDataset
+    splits: Sequence[Split]
+    request: ScoreRequest
+
+
+def model_identity(context: RunContext, inputs: Inputs, sums: Sums | None) -> Identity:
+    """Return the identity of the weights that a run begins with: its configuration, and the
+    checksums of the Hugging Face files `sums`, or of a checkpoint's manifest, or the seed of random
+    weights. Collective. Raises CheckpointError on every rank without a complete checkpoint."""
+    config, hf_config = context.config, inputs.hf_config
+    tree = {k: v for k, v in hf_config.to_dict().items() if k not in _NOT_OF_THE_MODEL}
+    digest = xxhash.xxh3_64(json.dumps(tree, sort_keys=True, default=str).encode())
+    name = f"random weights of seed {config.seed}"
+    if sums is not None:
+        name = str(config.model.path or config.checkpoint.initialize_from)
+        skipped = {*TOKEN_FILES, "config.json"}
+        files = sorted((Path(path).name, known.xxh3) for path, known in sums.items())
+        digest.update(json.dumps([file for file in files if file[0] not in skipped]).encode())
+    elif config.checkpoint.initialize_from is not None:
+        name = config.checkpoint.initialize_from
+        directory = Path(config.checkpoint.initialize_from)
+
+        def manifest_sum() -> str:
+            return file_checksum(find_checkpoint(directory, lambda _text: None) / MANIFEST)
+
+        digest.update(context.long_work.on_main_rank(manifest_sum).encode())
+    else:
+        digest.update(name.encode())
+    if inputs.growth is not None:
+        digest.update(f"{inputs.growth.after} rows of seed {config.seed}".encode())
+    return Identity(name=name, hash=digest.hexdigest())
+
+
+def score_dataset(
+    context: RunContext, engine: TrainEngine, mesh: Mesh, wanted: Wanted, output: Path
+) -> Scores:
+    """Write the scores of a dataset into its directory of `output`, unless they are complete there,
+    and return them. Collective. Raises DataError on every rank if other scores are there."""
+    main, work, request = context.world.is_main, context.long_work, wanted.request
+    directory = scores_directory(output, request.data)
+    writers: list[ScoreWriter] = []
+
+    def begin() -> None:
+        with writing(directory, OUTPUT_REMEDY):
+            writers.append(ScoreWriter(directory, request))
+
+    work.on_main_rank(begin)
+    splits: dict[Split, list[PartRecord]] = {}
+    longest: dict[Split, int] = {}
+    for split in wanted.splits:
+        samples = _samples(wanted, split)
+        longest[split], splits[split] = samples.longest, []
+        for part in _parts(split, samples, request):
+            done = work.on_main_rank(lambda part=part: writers[0].finished(part.name))  # type: ignore[misc]
+            if done is None:
+                arrays = _compute(context, engine, mesh, samples, part, request)
+
+                def write(part: _Part = part, arrays: dict[str, Any] = arrays) -> PartRecord:
+                    with writing(directory, OUTPUT_REMEDY):
+                        return writers[0].write(part.name, part.first, part.num_tokens, arrays)
+
+                done = work.on_main_rank(write)
+            splits[split].append(done)
+
+    def close() -> None:
+        if main:
+            with writing(directory, OUTPUT_REMEDY):
+                writers[0].close(splits, longest)
+
+    work.on_main_rank(close)
+    return work.on_every_rank(lambda: open_scores(directory))[context.world.rank]
+
+
+def _samples(wanted: Wanted, split: Split) -> DocumentSamples:
+    request = wanted.request
+    longer: Longer = "truncate" if request.long_documents == "truncate" else "divide"
+    stream = split_stream(wanted.dataset, split)
+    return DocumentSamples(stream, request.sequence_length, longer)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Documents `first` to `last` (exclusive), their tokens, and their samples."""
+
+    name: str
+    first: int
+    last: int
+    num_tokens: int
+    samples: Indices
+
+
+def _parts(split: Split, samples: DocumentSamples, request: ScoreRequest) -> Iterator[_Part]:
+    """Yield parts of about `request.part_tokens` tokens, fewer if each has several values."""
+    size = max(1, request.part_tokens // max(1, request.top_k))
+    lengths = samples.document_lengths
+    ends = np.cumsum(lengths)
+    _, firsts = np.unique(np.maximum(ends - 1, 0) // size, return_index=True)
+    borders = [*firsts.tolist(), len(lengths)]
+    for number, (first, last) in enumerate(pairwise(borders)):
+        low, high = np.searchsorted(samples.documents, [first, last]).tolist()
+        num_tokens = int(lengths[first:last].sum())
+        yield _Part(f"{split}-{number:05d}", first, last, num_tokens, np.arange(low, high))
+
+
+def _compute(
+    context: RunContext,
+    engine: TrainEngine,
+    mesh: Mesh,
+    samples: DocumentSamples,
+    part: _Part,
+    request: ScoreRequest,
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of a part, on every rank. Collective."""
+    top_k, count = request.top_k, len(part.samples)
+    sums, targets = np.zeros(count, np.float64), np.zeros(count, np.int64)
+    num_values = part.num_tokens if request.kind != "documents" else 0
+    tokens = np.zeros(num_values if request.kind == "tokens" else 0, np.float32)
+    top_values = np.zeros((num_values if top_k else 0, top_k), np.float32)
+    top_ids = np.zeros(top_values.shape, np.int32)
+    begins = np.cumsum(samples.document_lengths[part.first : part.last])
+    begins -= samples.document_lengths[part.first : part.last]
+    reader = BatchReader(samples, BatchOptions())
+    for numbers, batch in _batches(engine, samples, part, reader):
+        context.heartbeat.set_phase(_PHASE, slow=True)
+        scores = engine.token_scores(batch, top_k).numpy()
+        labels = batch.labels.numpy()
+        for row, number in enumerate(numbers.tolist()):
+            length = int(samples.lengths[number]) - 1
+            values = scores[row, :length]
+            place = number - int(part.samples[0])
+            sums[place] = values[:, 0].sum(dtype=np.float64)
+            targets[place] = (labels[row, :length] != IGNORED_LABEL).sum()
+            begin = int(begins[samples.documents[number] - part.first] + samples.offsets[number])
+            inside = slice(begin + 1, begin + 1 + length)
+            if len(tokens):
+                tokens[inside] = values[:, 0]
+            if top_k:
+                top_values[inside] = values[:, 1 : 1 + top_k]
+                top_ids[inside] = values[:, 1 + top_k :]
+    summed = [
+        _summed(array, engine.device, mesh)
+        for array in (sums, targets, tokens, top_values, top_ids)
+    ]
+    documents = samples.documents[part.samples] - part.first
+    of_documents = [np.zeros(part.last - part.first, array.dtype) for array in summed[:2]]
+    for total, array in zip(of_documents, summed[:2], strict=True):
+        np.add.at(total, documents, array)
+    arrays = dict(zip(("sums", "targets"), of_documents, strict=True))
+    if request.kind == "tokens":
+        arrays["tokens"] = summed[2]
+    if top_k:
+        arrays |= {"top_values": summed[3], "top_ids": summed[4]}
+    return arrays
+
+
+def _batches(
+    engine: TrainEngine, samples: DocumentSamples, part: _Part, reader: BatchReader
+) -> Iterator[tuple[Indices, MicroBatch]]:
+    """Yield this rank's samples of a part, longest first, in micro-batches that are as wide as the
+    longest of all ranks; every rank gets as many, and those beyond the last sample are padding."""
+    plan, own_rank = engine.plan, engine.mesh.coordinates.data_rank
+    order = part.samples[np.argsort(-samples.lengths[part.samples], kind="stable")]
+    begin = 0
+    while begin < len(order):
+        width = max(1, int(samples.lengths[order[begin]]) - 1)
+        rows = plan.micro_batch_size * max(1, min(MAX_ROWS, plan.sequence_length // width))
+        low = begin + own_rank * rows
+        numbers = order[low : low + rows]
+        batch = reader.read(numbers, rows)
+        inputs, labels = (
+            tensor[:, :width].contiguous() for tensor in (batch.input_ids, batch.labels)
+        )
+        yield numbers, MicroBatch(inputs, labels)
+        begin += rows * plan.data_size
+
+
+def _summed(array: npt.NDArray[Any], device: torch.device, mesh: Mesh) -> npt.NDArray[Any]:
+    """Return the sum of `array` over the ranks with other samples, each element of which is zero on
+    all but one of them."""
+    if not array.size:
+        return array
+    total = torch.from_numpy(array).to(device)
+    dist.all_reduce(total, group=mesh.replicas)
+    found: npt.NDArray[Any] = total.cpu().numpy()
+    return found
