@@ -21,10 +21,11 @@ import torch.distributed as dist
 import xxhash
 
 from bigtrain.data.loading.collator import BatchOptions, BatchReader
-from bigtrain.data.loading.micro_batch import IGNORED_LABEL, MicroBatch
+from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.samples.documents import DocumentSamples, Longer
 from bigtrain.data.samples.token_stream import Indices, split_stream
 from bigtrain.data.shards.dataset import TokenDataset
+from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.data.shards.manifest import Split
 from bigtrain.data.shards.scores import (
     Identity,
