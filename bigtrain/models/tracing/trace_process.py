@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 ABSENT = (
     "accelerate", "datasets", "jinja2", "pandas", "peft", "PIL", "scipy", "sklearn", "tensorboard",
+    "torchao",
 )  # fmt: skip
-"""For chat templates, models of images and sound, generation with an assistant, the Trainer."""
+"""For chat templates, models of images and sound, generation with an assistant, the Trainer, layers
+that are quantized."""
 EMPTY = (
     "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
     "torch.distributed.tensor", "sympy",
