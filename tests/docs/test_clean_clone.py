@@ -65,6 +65,8 @@ PAGES_ELSEWHERE = {
     "docs/howto/evaluation.md": "tests/launch/test_evaluation.py",
     "docs/howto/extend.md": "tests/docs/test_howto_extend.py",
     "docs/howto/objectives.md": "tests/docs/test_howto_objectives.py",
+    "docs/howto/scores.md": "tests/docs/test_howto_scores.py",
+    "docs/howto/long_samples.md": "tests/docs/test_howto_long_samples.py",
     "docs/howto/llama_cpp.md": "tests/launch/test_gguf.py",
 }
 
