@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -184,6 +185,18 @@ def run_cli() -> RunCli:
 def free_port() -> int:
     """A port of 127.0.0.1 that nothing listens on just now."""
     return find_free_port()
+
+
+@pytest.fixture(autouse=True)
+def seeded_draws() -> None:
+    """Seed Python's and PyTorch's generators before each test.
+
+    Without it, what a test draws depends on the tests that ran before it in the same process.
+    """
+    random.seed(0)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)
 
 
 @pytest.fixture(scope="module", autouse=True)
