@@ -12,8 +12,8 @@ the rendezvous, its store and its rounds are those of torch's c10d backend
   wait for the failed one.
 - A round is complete as soon as all hosts of the last one that are alive have joined, and those
   that wait. Torch waits for the last call timeout unless the maximum of hosts is there.
-- Spares stay idle while all hosts of the round are alive, also during a restart; each host keeps its
-  rank, and a spare gets that of the host it replaces.
+- Spares stay idle while all hosts of the round are alive, also during a restart; each host keeps
+  its rank, and a spare gets that of the host it replaces.
 """
 
 from __future__ import annotations
@@ -22,11 +22,17 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    WorkerGroup,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import (
     MultiprocessContext,
@@ -272,6 +278,13 @@ class Rendezvous(DynamicRendezvousHandler):
                 if self._state_holder.sync():
                     return
 
+    def shutdown(self) -> bool:
+        """Close the rendezvous for all, as torch's own; not where this host never had a place."""
+        if self._joined:
+            return super().shutdown()
+        self._stop_heartbeats()
+        return True
+
     def lost_hosts(self) -> list[str]:
         """Return the names of the round's hosts that are lost: they neither train nor wait."""
         state = self._state_holder.state
@@ -292,6 +305,12 @@ class Rendezvous(DynamicRendezvousHandler):
 
 class Agent(LocalElasticAgent):
     """Agent of a host that ends ranks within a second where they cannot save."""
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run until the run ends. A spare that got no place succeeds (torch returns None for it,
+        and fails)."""
+        result: RunResult | None = super().run(role)
+        return RunResult(state=WorkerState.SUCCEEDED) if result is None else result
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         failure = None if self._pcontext is None else _first_failure(self._pcontext)
@@ -349,22 +368,19 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
     return Rendezvous(params)
 
 
-class _replaced_operations:  # noqa: N801 - used as a function
+@contextmanager
+def _replaced_operations(
+    poll_seconds: float, join: Callable[[], _RendezvousJoinOp]
+) -> Iterator[None]:
     """Inside, `next_rendezvous` joins by `join`, and looks at the state every `poll_seconds`
     instead of every second."""
-
-    def __init__(self, poll_seconds: float, join: Callable[[], _RendezvousJoinOp]) -> None:
-        self._names = {
-            "_delay": lambda seconds: time.sleep(poll_seconds),
-            "_RendezvousJoinOp": join,
-        }
-
-    def __enter__(self) -> None:
-        self._before = {name: getattr(dynamic_rendezvous, name) for name in self._names}
-        vars(dynamic_rendezvous).update(self._names)
-
-    def __exit__(self, *_error: object) -> None:
-        vars(dynamic_rendezvous).update(self._before)
+    replaced = {"_delay": lambda seconds: time.sleep(poll_seconds), "_RendezvousJoinOp": join}
+    before = {name: getattr(dynamic_rendezvous, name) for name in replaced}
+    vars(dynamic_rendezvous).update(replaced)
+    try:
+        yield
+    finally:
+        vars(dynamic_rendezvous).update(before)
 
 
 def _first_failure(context: PContext) -> ProcessFailure | None:

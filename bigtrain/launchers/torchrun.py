@@ -42,9 +42,9 @@ class TorchrunRequest(NodesRequest):
     `endpoint`: HOST:PORT of the rendezvous; `name`: its rendezvous id; `restarts`: restarts after
     failures, of each agent; `heartbeat_timeout`: seconds without a heartbeat after which a node
     counts as dead; `last_call_timeout`: seconds that more nodes have to join at the first start;
-    `spares`: nodes beyond the range that may idle until one is lost; `ranks`: how ranks are started, a value of `RANKS`; `threads`: OpenMP threads of each rank;
-    `python`: the interpreter, the same on every node, like
-    `directory`; `file`: the script's file name.
+    `spares`: nodes beyond the range that may idle until one is lost; `ranks`: how ranks are
+    started, a value of `RANKS`; `threads`: OpenMP threads of each rank; `python`: the interpreter,
+    the same on every node, like `directory`; `file`: the script's file name.
     """
 
     name: str
@@ -123,4 +123,6 @@ def _check_request(request: TorchrunRequest) -> list[Problem]:
     if not re.fullmatch(r"[A-Za-z0-9._-]+", request.name):
         rule = "may contain only letters, digits and ._-"
         problems.append(Problem("--name", request.name, rule, "give the run a --name"))
+    if request.spares < 0:
+        problems.append(Problem("--spares", request.spares, "is negative", "--spares 0"))
     return problems

@@ -10,15 +10,19 @@ from __future__ import annotations
 import atexit
 import gc
 import hashlib
+import importlib.abc
+import importlib.util
 import os
 import shutil
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 
@@ -34,6 +38,47 @@ def importing() -> Iterator[None]:
         gc.freeze()
         if enabled:
             gc.enable()
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds one module as the other finders do, and calls an action when it has been imported."""
+
+    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
+        self.name = name
+        self.action = action
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_act(module: ModuleType) -> None:
+            execute(module)
+            self.action(module)
+
+        spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
+        return spec
+
+
+def hide_torchao_from_transformers() -> None:
+    """Make transformers not find torchao, which it would import wherever it is installed: 0.7 s and
+    four lines of output for quantized models that bigtrain does not train. Programs can import
+    torchao as before. Does nothing once transformers has been imported."""
+    name = "transformers.utils.import_utils"
+
+    def find_nothing(module: ModuleType) -> None:
+        module.is_torchao_available = lambda *_: False  # type: ignore[attr-defined]
+
+    if name not in sys.modules and not any(
+        isinstance(finder, _AfterImport) for finder in sys.meta_path
+    ):
+        sys.meta_path.insert(0, _AfterImport(name, find_nothing))
 
 
 def exit_process(status: int) -> NoReturn:

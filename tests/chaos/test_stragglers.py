@@ -14,7 +14,8 @@ from tests.support.lives import Server
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("engine", ["zero2", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
 def test_a_slow_process_is_named(
     server: Server, run_yaml: Path, tmp_path: Path, engine: str
 ) -> None:

@@ -56,7 +56,8 @@ def assert_flight_recorder_reads(directory: Path) -> None:
         assert any("train_step" in [f["name"] for f in e["frames"]] for e in entries)
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_sleeps_in_a_layer_is_named(
     server: Server, run_yaml: Path, uninterrupted: Path, tmp_path: Path, rank: int
 ) -> None:

@@ -40,7 +40,7 @@ def launched(config_file: Path, run_yaml: Path, home: Path) -> Finished:
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [
-        (
+        pytest.param(
             {
                 "ZeRO optimization stage": 3,
                 "Where to offload optimizer": 1,
@@ -50,6 +50,7 @@ def launched(config_file: Path, run_yaml: Path, home: Path) -> Finished:
                 "What is the gradient clipping value": "1.0",
             },
             {"stage": 3, "offload": "cpu", "accumulation": 2, "micro": 2},
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {"specify a json file": "yes", "path to the json DeepSpeed config": str(ZERO3)},

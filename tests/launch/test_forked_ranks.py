@@ -115,6 +115,7 @@ def test_ranks_end_with_a_killed_agent(forked: Forked) -> None:
     assert alive == []
 
 
+@pytest.mark.slow
 def test_sigterm_without_restarts_saves_and_keeps_the_exit_code(
     inputs: Inputs, tmp_path: Path
 ) -> None:
@@ -128,6 +129,7 @@ def test_sigterm_without_restarts_saves_and_keeps_the_exit_code(
         end(one)
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_is_code_0_and_an_error_is_code_2(inputs: Inputs, tmp_path: Path) -> None:
     one = Forked(inputs, tmp_path, "train.steps=6", "output.export=false")
     assert one.agent.wait(200) == 0, one.log.read_text()
@@ -150,6 +152,7 @@ with mock.patch.object(torch.cuda, "_is_in_bad_fork", lambda: True):
 """
 
 
+@pytest.mark.slow
 def test_where_cuda_was_initialized_a_rank_is_a_new_process(tmp_path: Path) -> None:
     """The module is not used, and the script's code is the rank's."""
     script = tmp_path / "script.py"

@@ -84,6 +84,7 @@ exit_process(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_rank_may_work_for_longer_than_a_collective() -> None:
     run_world(2, ["-c", COMMON + HELPER])
 

@@ -92,6 +92,7 @@ def test_a_signal_while_a_wrong_run_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_signal_during_the_export(
     signal_when: Callable[[str, int], None],
     inputs: Inputs,
@@ -119,7 +120,7 @@ def test_a_signal_during_the_export(
     ("name", "received"),
     [
         ("python", signal.SIGUSR1),
-        ("deepspeed", signal.SIGTERM),
+        pytest.param("deepspeed", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("torchrun", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("accelerate", signal.SIGINT, marks=pytest.mark.slow),
     ],

@@ -336,6 +336,7 @@ def test_sites_with_other_layouts_go_on_without_one_that_is_lost(
     assert_same_weights(tmp_path, "0", "1")
 
 
+@pytest.mark.slow
 def test_sites_with_other_settings_are_refused_with_both_values(
     inputs: Inputs, tmp_path: Path
 ) -> None:

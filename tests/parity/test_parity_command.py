@@ -95,6 +95,7 @@ def test_batches_are_the_same_at_every_topology(small: Proxy) -> None:
     assert torch.equal(torch.cat([row.labels for row in rows]), whole.labels)
 
 
+@pytest.mark.slow
 def test_the_command_passes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], dataset: Path, forked: None
 ) -> None:

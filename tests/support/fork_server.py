@@ -91,7 +91,8 @@ def at_save(number: int, do: str, directory: str) -> None:
             if next(counter) != number:
                 return
             if do == "remove":
-                shutil.rmtree(directory)
+                while os.path.exists(directory):  # another rank may write there meanwhile
+                    shutil.rmtree(directory, ignore_errors=True)
                 return
             with contextlib.suppress(OSError), open(f"{directory}/filler", "wb", 0) as file:
                 while file.write(bytes(512)):

@@ -4,3 +4,7 @@ The only part of the data layer that imports transformers; `chat`, `tokenize_job
 `models` and the commands import it. Start with `tokenizer`; `selection` chooses the fastest encoder
 that agrees with it (`equivalence`).
 """
+
+from bigtrain.system.processes import hide_torchao_from_transformers
+
+hide_torchao_from_transformers()

@@ -51,3 +51,15 @@ def test_the_collector_is_as_it_was() -> None:
         "assert not gc.isenabled()"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+def test_transformers_does_not_import_torchao() -> None:
+    code = (
+        "import bigtrain.models, sys\n"
+        "from transformers import PreTrainedModel\n"
+        "from transformers.quantizers import quantizer_torchao\n"
+        "assert 'torchao' not in sys.modules\n"
+        "import torchao\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
