@@ -49,6 +49,7 @@ _AGENT_LINE = re.compile(r"^[A-Z](\d{4}) (\d\d:\d\d:\d\d\.\d{6}) .*?\] (.*)$", r
 _NOTICED = "will restart worker group"
 _ENDED = "Rendezvous'ing worker group"
 _STARTED = "Starting worker group"
+_SPARE = "this one is a spare"
 _LIMIT_SECONDS = 300.0
 
 Value = TypeVar("Value")
@@ -98,6 +99,7 @@ class TrainedRun:
         self._start("n0", "serve")
         for name in self._names:
             self._start(name)
+        self._spares = args.spares
         self._wait_for_world(0)
 
     def _start(self, name: str, *words: str) -> None:
@@ -154,15 +156,23 @@ class TrainedRun:
         return times
 
     def _wait_for_world(self, starts: int) -> None:
-        """Wait until all hosts but spares have trained some steps since the newest start."""
+        """Wait until all hosts but spares, which idle, have trained some steps since the newest
+        start."""
 
         def trains() -> bool:
             if self._num_starts() <= starts or len(self._ranks_by_host()) != self._num_trained:
+                return False
+            if self._num_idle() != self._spares:
                 return False
             newest = json.loads((self.directory / "starts.jsonl").read_text().splitlines()[-1])
             return bool(self._step() >= int(newest["step"]) + 5)
 
         self._wait(lambda: trains() or None, f"{self._num_trained} hosts train")
+
+    def _num_idle(self) -> int:
+        """Return how many agents idle as spares, by their logs."""
+        logs = [(self._folder / f"{name}.log").read_text() for name in self._names]
+        return sum(log.rfind(_SPARE) > log.rfind(_STARTED) for log in logs)
 
     def _wait(self, value: Callable[[], Value | None], what: str) -> Value:
         found: list[Value] = []

@@ -106,18 +106,9 @@ def test_a_spare_gets_the_rank_of_the_lost_host(hosts: Hosts) -> None:
     wait_until("both train", lambda: len(hosts.started()) == 2, 100)
     lost = next(line[-1] for line in hosts.started() if line.startswith("0"))
     stays = "ab".replace(lost, "")
-    for name in ("c", "d"):
-        hosts.start(name)
-        wait_until("it has joined", lambda name=name: len(hosts.log(name)) > 0, 100)
-    # One of them is the spare, and the other is refused when no host has been lost for a while.
-    wait_until(
-        "one has no place", lambda: any(hosts.agents[n].poll() is not None for n in "cd"), 100
-    )
-    [refused] = [name for name in "cd" if hosts.agents[name].poll() is not None]
-    spare = "cd".replace(refused, "")
-    assert hosts.agents[refused].returncode == 2
-    assert "the run has all of its 2 nodes and 1 spares -> " in hosts.log(refused)
-    assert "Traceback" not in hosts.log(refused)
+    spare = "c"
+    hosts.start(spare)
+    wait_until("c is a spare", lambda: "this one is a spare" in hosts.log(spare), 100)
     assert "all 2 nodes of the run are there: this one is a spare" in hosts.log(spare)
 
     hosts.agents[lost].send_signal(signal.SIGKILL)
@@ -139,6 +130,22 @@ def test_a_spare_gets_the_rank_of_the_lost_host(hosts: Hosts) -> None:
     assert "Traceback" not in hosts.log("e")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [("1", 1)], indirect=True)
+def test_a_host_without_a_place_is_refused_and_the_run_continues(hosts: Hosts) -> None:
+    hosts.start("a")
+    wait_until("a trains", lambda: len(hosts.started()) == 1, 100)
+    hosts.start("b")
+    wait_until("b is a spare", lambda: "this one is a spare" in hosts.log("b"), 100)
+    hosts.start("c")
+    assert hosts.agents["c"].wait(100) == 2
+    assert "the run has all of its 1 nodes and 1 spares -> " in hosts.log("c")
+    assert "Traceback" not in hosts.log("c")
+    hosts.agents["a"].kill()
+    hosts.wait_for("0 of 1 at b")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [("1:3", 0)], indirect=True)
 def test_the_run_continues_with_fewer_hosts_and_with_more(hosts: Hosts) -> None:
     for name in ("a", "b", "c"):
