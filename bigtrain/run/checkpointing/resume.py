@@ -11,7 +11,12 @@ from typing import Any
 from bigtrain.data.samples.phases import Phase, differences, first_phase
 from bigtrain.engine.checkpoint.snapshot import restore_engine
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.errors import CheckpointError, CorruptCheckpointError, TrainingError
+from bigtrain.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    FaultyHostError,
+    TrainingError,
+)
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.changed_settings import (
     changed_rate,
@@ -241,7 +246,7 @@ def restore_alike(
     """Restore the engine from the newest checkpoint up to ``differing.alike_step``, after which
     replicas were alike, and remove newer ones; return its state, from which samples are read again.
     Collective; no save may be in progress. Raises TrainingError on every rank without such a
-    checkpoint, and if a host was named before."""
+    checkpoint, and if a host was named before: FaultyHostError on that host, if it is known."""
     directory = context.directory
     who = ", ".join(f"rank {rank} on {context.hosts[rank]}" for rank in differing.ranks)
     which = "" if differing.is_known else " (one of them is wrong, and it is unknown which)"
@@ -254,10 +259,14 @@ def restore_alike(
 
     context.long_work.on_main_rank(remove_newer)
     if differing.again:
-        hosts = ", ".join(differing.again)
+        if differing.is_known and context.hosts[context.world.rank] in differing.again:
+            raise FaultyHostError(
+                f"{what}, again: memory or processors of this host may be faulty -> test it "
+                "(bigtrain doctor) before it takes part in any run; this one resumes from before"
+            )
         raise TrainingError(
-            f"{what}, again on {hosts}, whose memory or processors may be faulty -> exclude it, "
-            "test it (bigtrain doctor), and start the run again: it resumes from before"
+            f"{what}, again on {', '.join(differing.again)}, whose memory or processors may be "
+            "faulty -> exclude it, and start the run again: it resumes from before"
         )
     found = _usable(context, log)
     while (loadable := _next(context, found)) is not None:

@@ -69,6 +69,12 @@ CONTRACTS = [
     has(Rendezvous, lambda: DynamicRendezvousHandler, "_stop_heartbeats"),
     takes(Rendezvous, lambda: dynamic._remove_participant_epilogue, "state", "settings"),
     takes(elastic_patches.TooManyHostsError, lambda: dynamic._should_keep_alive, "ctx"),
+    # An agent that leaves closes nothing for others, because `Rendezvous.shutdown` is called.
+    reads(
+        elastic_patches.FaultyHostError,
+        lambda: launcher.launch_agent,
+        "spec.rdzv_handler.shutdown()",
+    ),
     # A host that waits restarts the ranks of all agents; so do lost and failed ones.
     reads(
         Agent,
