@@ -20,6 +20,7 @@ CASES = {
     "zero0 state": (4, ["zero0"], "state bit"),
     "zero0 gradient": (4, ["zero0"], "gradient bit"),
     "bf16 zero0": (4, ["zero0", "precision.dtype=bfloat16"], "state bit"),
+    "bf16 master": (4, ["zero0", "precision.dtype=bfloat16"], "master bit"),
     "zero1": (4, ["zero1"], "parameter bit"),
     "bf16 zero2": (4, ["zero2", "precision.dtype=bfloat16"], "parameter bit"),
     "pipeline": (4, ["zero1", "parallel.pipeline=2"], "parameter bit"),
