@@ -4,7 +4,8 @@ python benchmarks/recovery.py [--kinds rank host main] [--kills 3] [--hosts 3] [
 Hosts in network namespaces on one machine (root, `make cluster-deps`) train a tiny model by the
 script of `bigtrain launch torchrun`; another host serves the rendezvous. A kill is SIGKILL to one
 rank (`rank`), or a cut link and SIGKILL to every process of a host that has not rank 0 (`host`) or
-that has it (`main`). Before the next kill the host is back and all train. The parts add up:
+that has it (`main`). Before the next kill the host is back and all train. With ``--spares 1`` one
+more host idles until one is lost, and the world stays. The parts add up:
 
 noticed      until the first remaining agent reports a failed rank
 ended        until every remaining agent has ended its ranks
@@ -45,9 +46,10 @@ KINDS = ("rank", "host", "main")
 PARTS = ("noticed", "ended", "rendezvous", "imports", "groups", "model", "weights", FIRST_STEP)
 _OF_RANK = {"groups": GROUPS, "model": MODEL, "weights": WEIGHTS, FIRST_STEP: FIRST_STEP}
 _AGENT_LINE = re.compile(r"^[A-Z](\d{4}) (\d\d:\d\d:\d\d\.\d{6}) .*?\] (.*)$", re.MULTILINE)
-_NOTICED = "Worker group FAILED"
+_NOTICED = "will restart worker group"
 _ENDED = "Rendezvous'ing worker group"
 _STARTED = "Starting worker group"
+_SPARE = "this one is a spare"
 _LIMIT_SECONDS = 300.0
 
 Value = TypeVar("Value")
@@ -76,9 +78,12 @@ class TrainedRun:
         self.directory = folder / "run"
         self._script = folder / "run.sh"
         words = ["launch", "torchrun", "--config", str(write_run(folder)), "--gpus-per-node", "0"]
-        words += ["--nodes", f"1-{len(self._names)}", "--processes-per-node", str(args.processes)]
+        self._num_trained = args.hosts
+        nodes = str(args.hosts) if args.spares else f"1-{args.hosts}"
+        words += ["--nodes", nodes, "--spares", str(args.spares)]
+        words += ["--processes-per-node", str(args.processes)]
         words += ["--rendezvous", "n0:29400", "--ranks", args.ranks, "--output", str(self._script)]
-        words += ["--heartbeat-timeout", "6", "--last-call-timeout", str(args.last_call_timeout)]
+        words += ["--last-call-timeout", str(args.last_call_timeout)]
         settings = [
             f"output.directory={self.directory}",
             "output.export=false",
@@ -94,7 +99,8 @@ class TrainedRun:
         self._start("n0", "serve")
         for name in self._names:
             self._start(name)
-        self._wait_for_world(len(self._names), 0)
+        self._spares = args.spares
+        self._wait_for_world(0)
 
     def _start(self, name: str, *words: str) -> None:
         log = self._folder / f"{name}.log"
@@ -106,7 +112,7 @@ class TrainedRun:
         """Kill, wait for the next step, and return its times; all hosts train on return."""
         hosts = self._ranks_by_host()
         main = next(name for name, ranks in hosts.items() if 0 in ranks)
-        other = next(name for name in reversed(self._names) if name != main)
+        other = next(name for name in reversed(sorted(hosts)) if name != main)
         name = main if kind == "main" else other
         lines, starts, step = self._lines(), self._num_starts(), self._step()
         killed_at = time.time()
@@ -121,7 +127,7 @@ class TrainedRun:
         if kind != "rank":
             self._hosts.link(name, "up")
             self._start(name)
-        self._wait_for_world(len(self._names), starts)
+        self._wait_for_world(starts)
         return recovery
 
     def _parts(
@@ -149,16 +155,24 @@ class TrainedRun:
             times += found[:1]
         return times
 
-    def _wait_for_world(self, num_hosts: int, starts: int) -> None:
-        """Wait until as many hosts have trained and saved something since their newest start."""
+    def _wait_for_world(self, starts: int) -> None:
+        """Wait until all hosts but spares, which idle, have trained some steps since the newest
+        start."""
 
         def trains() -> bool:
-            if self._num_starts() <= starts or len(self._ranks_by_host()) != num_hosts:
+            if self._num_starts() <= starts or len(self._ranks_by_host()) != self._num_trained:
+                return False
+            if self._num_idle() != self._spares:
                 return False
             newest = json.loads((self.directory / "starts.jsonl").read_text().splitlines()[-1])
             return bool(self._step() >= int(newest["step"]) + 5)
 
-        self._wait(lambda: trains() or None, f"{num_hosts} hosts train")
+        self._wait(lambda: trains() or None, f"{self._num_trained} hosts train")
+
+    def _num_idle(self) -> int:
+        """Return how many agents idle as spares, by their logs."""
+        logs = [(self._folder / f"{name}.log").read_text() for name in self._names]
+        return sum(log.rfind(_SPARE) > log.rfind(_STARTED) for log in logs)
 
     def _wait(self, value: Callable[[], Value | None], what: str) -> Value:
         found: list[Value] = []
@@ -235,6 +249,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--kills", type=int, default=3, help="of each kind")
     parser.add_argument("--hosts", type=int, default=3, help="that train")
+    parser.add_argument("--spares", type=int, default=0, help="hosts that wait for a lost one")
     parser.add_argument("--processes", type=int, default=2, help="ranks of each host")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--watchdog", type=int, default=10, help="watchdog.timeout_seconds")
@@ -249,7 +264,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="recovery_") as name:
         folder = Path(name) / "work"  # in no command line of a host's own processes
         folder.mkdir()
-        with cluster(Path(name) / "state", args.hosts + 1, slurm=False) as hosts:
+        with cluster(Path(name) / "state", 1 + args.hosts + args.spares, slurm=False) as hosts:
             run = TrainedRun(hosts, folder, args)
             for _ in range(args.kills):
                 for kind in args.kinds:

@@ -120,6 +120,7 @@ def torchrun_text(args: argparse.Namespace, output: Path) -> str:
             file=output.name,
             restarts=args.restarts,
             heartbeat_timeout=args.heartbeat_timeout,
+            spares=args.spares,
             last_call_timeout=args.last_call_timeout,
             threads=args.threads,
             ranks=args.ranks,

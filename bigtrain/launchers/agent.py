@@ -8,7 +8,8 @@ script is started only where that is impossible.
 torchrun itself (2.13) ends with a traceback and exit code 1, regardless of the exit codes of its
 ranks (so a preempted run looks like a failed one), and it kills them 30 seconds after SIGTERM, even
 while they save. If it restarts nothing (``--max-restarts=0``, its default), SIGTERM is forwarded to
-the ranks instead, and the agent waits until they exit.
+the ranks instead, and the agent waits until they exit. With ``--rdzv-backend=bigtrain`` hosts that
+are lost are noticed and replaced as `bigtrain.launchers.elastic_patches` documents.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ def main(arguments: Sequence[str]) -> int:
 
     module, arguments = _forked_module(arguments)
     options = run.parse_args(list(arguments))
+    from bigtrain.launchers import elastic_patches
+
+    elastic_patches.install()
     if options.max_restarts == 0:  # otherwise torchrun would restart ranks that saved and exited
         options.signals_to_handle = "SIGINT"
         signal.signal(signal.SIGTERM, _forward)
@@ -56,6 +60,12 @@ def main(arguments: Sequence[str]) -> int:
             f"the launch {options.rdzv_id} at the rendezvous {options.rdzv_endpoint} has ended, so "
             "this node cannot join it -> if the run is not complete, stop the process that serves "
             "the rendezvous, and restart it and all nodes"
+        )
+        return 2
+    except elastic_patches.TooManyHostsError as error:
+        _say(
+            f"{error} -> start this node when one is lost, or write the script with more --nodes "
+            "or --spares"
         )
         return 2
     except RendezvousError as error:

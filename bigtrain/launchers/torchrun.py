@@ -11,8 +11,8 @@ Its settings beyond torchrun's defaults (torch 2.13; tests/cluster/test_elastic.
   themselves (`bigtrain.launchers.fork_ranks`).
 - The agent looks at its ranks every fifth of a second, and less often on many nodes, since it asks
   the rendezvous each time; default 0.1 s, of one node.
-- A node counts as dead after `heartbeat_timeout` without a heartbeat; default 15 s, which is
-  three missed heartbeats.
+- The rendezvous is ours (`bigtrain.launchers.elastic_patches`): a node counts as dead after
+  `heartbeat_timeout` without a heartbeat, and the others restart at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bigtrain.system.shipped_files import checkout
 _ENDPOINT = re.compile(r"(?P<host>[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]):(?P<port>[0-9]{1,5})")
 _HEARTBEATS = 3  # missed in a row before a node counts as dead
 
-_MONITOR_SECONDS, _LOOKS_PER_SECOND = 0.2, 500  # of an agent; of all agents at the rendezvous
+_LOOK_SECONDS, _LOOKS_PER_SECOND = 0.2, 500  # of an agent; of all agents at the rendezvous
 RANKS = ("auto", "forked", "new")
 _FORKED_MODULE = "bigtrain.forked_rank"
 _NEW_PROCESS = 'setpriv --pdeathsig KILL "$python" -u '
@@ -41,10 +41,10 @@ class TorchrunRequest(NodesRequest):
 
     `endpoint`: HOST:PORT of the rendezvous; `name`: its rendezvous id; `restarts`: restarts after
     failures, of each agent; `heartbeat_timeout`: seconds without a heartbeat after which a node
-    counts as dead; `last_call_timeout`: seconds that more nodes have to join after a change;
-    `ranks`: how ranks are started, a value of `RANKS`; `threads`: OpenMP threads of each rank;
-    `python`: the interpreter, the same on every node, like
-    `directory`; `file`: the script's file name.
+    counts as dead; `last_call_timeout`: seconds that more nodes have to join at the first start;
+    `spares`: nodes beyond the range that may idle until one is lost; `ranks`: how ranks are
+    started, a value of `RANKS`; `threads`: OpenMP threads of each rank; `python`: the interpreter,
+    the same on every node, like `directory`; `file`: the script's file name.
     """
 
     name: str
@@ -52,7 +52,8 @@ class TorchrunRequest(NodesRequest):
     python: str
     file: str
     restarts: int = 100
-    heartbeat_timeout: int = 15
+    heartbeat_timeout: int = 4
+    spares: int = 0
     last_call_timeout: int = 15
     threads: int = 1
     ranks: str = "auto"
@@ -80,8 +81,8 @@ def render_torchrun(request: TorchrunRequest) -> str:
         restarts=request.restarts,
         fork=f"--fork {_FORKED_MODULE} " if _forks(request) else "",
         command="" if _forks(request) else f"--no-python {_NEW_PROCESS}",
-        monitor_interval=f"{max(_MONITOR_SECONDS, largest / _LOOKS_PER_SECOND):.3g}",
-        settings=",".join(f"{key}={value}" for key, value in _settings(request).items()),
+        monitor_interval=f"{_look_seconds(largest):.3g}",
+        settings=",".join(f"{key}={value:g}" for key, value in _settings(request).items()),
     )
 
 
@@ -90,10 +91,11 @@ def _forks(request: TorchrunRequest) -> bool:
     return request.ranks == "forked" or (request.ranks == "auto" and not request.gpus)
 
 
-def _settings(request: TorchrunRequest) -> dict[str, int]:
-    """Return settings of torch's c10d rendezvous, in seconds (keep_alive_max_attempt:
-    heartbeats)."""
+def _settings(request: TorchrunRequest) -> dict[str, float]:
+    """Return settings of the rendezvous, in seconds (keep_alive_max_attempt: heartbeats, spares:
+    nodes)."""
     interval = max(1, request.heartbeat_timeout // _HEARTBEATS)
+    _, largest = node_range(request.nodes)
     return {
         "join_timeout": 600,  # for the minimum number of nodes
         "last_call_timeout": request.last_call_timeout,
@@ -101,7 +103,14 @@ def _settings(request: TorchrunRequest) -> dict[str, int]:
         "keep_alive_max_attempt": max(1, request.heartbeat_timeout // interval),
         # After this, a disconnected agent ends its ranks and itself.
         "read_timeout": max(30, 2 * request.heartbeat_timeout),
+        "spares": request.spares,
+        "poll_seconds": _look_seconds(largest),
     }
+
+
+def _look_seconds(num_nodes: int) -> float:
+    """Return the seconds between two looks of an agent at its ranks and at the rendezvous."""
+    return max(_LOOK_SECONDS, num_nodes / _LOOKS_PER_SECOND)
 
 
 def _check_request(request: TorchrunRequest) -> list[Problem]:
@@ -114,4 +123,6 @@ def _check_request(request: TorchrunRequest) -> list[Problem]:
     if not re.fullmatch(r"[A-Za-z0-9._-]+", request.name):
         rule = "may contain only letters, digits and ._-"
         problems.append(Problem("--name", request.name, rule, "give the run a --name"))
+    if request.spares < 0:
+        problems.append(Problem("--spares", request.spares, "is negative", "--spares 0"))
     return problems

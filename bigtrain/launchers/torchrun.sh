@@ -42,7 +42,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-{{ threads }}}"
 # The ranks of an agent that dies are killed with it, so that the other nodes notice.
 exec "$python" -m bigtrain.launchers.agent {{ fork }}\
   --nnodes={{ nnodes }} --nproc-per-node={{ processes }} --max-restarts={{ restarts }} \
-  --rdzv-backend=c10d --rdzv-endpoint="$endpoint" --rdzv-id={{ name }} \
+  --rdzv-backend=bigtrain --rdzv-endpoint="$endpoint" --rdzv-id={{ name }} \
   --rdzv-conf={{ settings }} \
   --monitor-interval={{ monitor_interval }} \
   {{ command }}"$checkout/bigtrain/train.py" --config "${arguments[@]}"

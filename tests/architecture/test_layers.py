@@ -23,6 +23,7 @@ REPORT_LIBRARIES = {"numpy", "orjson", "jinja2"}
 NOT_PURE = {
     "bigtrain.launchers.agent",
     "bigtrain.launchers.doctor.collective_probe",
+    "bigtrain.launchers.elastic_patches",
     "bigtrain.launchers.rendezvous_server",
 }
 # The places below that take a library, when they are called.

@@ -29,7 +29,8 @@ def test_script_for_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     text = output.read_text()
     assert "--nnodes=1:2 --nproc-per-node=2 --max-restarts=100" in text
     assert "--rdzv-id=quickstart" in text
-    assert "last_call_timeout=15,keep_alive_interval=5,keep_alive_max_attempt=3" in text
+    assert "last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=4" in text
+    assert "spares=0,poll_seconds=0.2" in text
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in text
     assert re.search(r'OMP_NUM_THREADS="\$\{OMP_NUM_THREADS:-\d+\}"', text)
     assert 'setpriv --pdeathsig KILL "$python"' in text
@@ -62,6 +63,7 @@ def test_ranks_are_forked_without_gpus_or_if_asked(
         (["--rendezvous", "login:70000"], "is not HOST:PORT -> write node-1:29400"),
         ([*MEET, "--nodes", "4-1"], "--nodes = '4-1': is not a number of nodes"),
         ([*MEET, "--name", "a b"], "--name = 'a b': may contain only letters"),
+        ([*MEET, "--spares", "-1"], "--spares = -1: is negative -> --spares 0"),
         ([*MEET, "--setup", "if ["], "bash cannot parse the script"),
         # 8 samples, micro-batches of 4, 2 processes a node.
         (

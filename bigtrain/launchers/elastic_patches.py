@@ -1,0 +1,409 @@
+"""Rendezvous and agent of torchrun (torch 2.13) that restart a run within seconds of a loss.
+
+The script of `bigtrain launch torchrun` chooses them by ``--rdzv-backend=bigtrain``. The state of
+the rendezvous, its store and its rounds are those of torch's c10d backend
+(torch/distributed/elastic/rendezvous/dynamic_rendezvous.py). What differs:
+
+- Agents notice a host by its missing heartbeats, and restart at once. Torch removes it from the
+  state, but looks only at hosts that wait: it restarts when a rank's collective fails.
+- A failed rank is reported to all agents through the store before other ranks are ended. Torch
+  waits up to 30 s for those first, in the call that looks whether a rank has failed
+  (torch/multiprocessing/spawn.py, `ProcessContext.join`), and they often cannot end sooner: they
+  wait for the failed one.
+- A round is complete as soon as all hosts of the last one that are alive have joined, and those
+  that wait. Torch waits for the last call timeout unless the maximum of hosts is there.
+- Spares stay idle while all hosts of the round are alive, also during a restart; each host keeps
+  its rank, and a spare gets that of the host it replaces.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    WorkerGroup,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import (
+    MultiprocessContext,
+    PContext,
+    SubprocessContext,
+)
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousSettings,
+    RendezvousTimeout,
+    _Action,
+    _BackendRendezvousStateHolder,
+    _DistributedRendezvousOpExecutor,
+    _NodeDesc,
+    _remove_participant_epilogue,
+    _RendezvousContext,
+    _RendezvousJoinOp,
+    _RendezvousState,
+    _should_keep_alive,
+)
+from torch.distributed.launcher import api as launcher_api
+
+from bigtrain.errors import EXIT_STOPPED
+from bigtrain.launchers.membership import SilenceDetector, assign_ranks
+
+BACKEND = "bigtrain"
+"""Value of torchrun's ``--rdzv-backend``."""
+
+_GRACE_SECONDS = 30
+"""In which ranks save and end after SIGTERM, as torch's own; then they are killed."""
+
+_FAILED_GRACE_SECONDS = 1
+"""After a rank has failed, in which others report errors of their own: they cannot save."""
+
+_LONGEST_GAP_SECONDS = 1.5
+_ERRAND_SECONDS = 10.0
+"""Beyond the time in which a lost host is noticed, that a host without a place waits for one."""
+
+
+class TooManyHostsError(RendezvousError):
+    """The run has all hosts and spares that it may have."""
+
+
+class _State:
+    """What this rendezvous adds to torch's state, as attributes that are pickled with it."""
+
+    def __init__(self, state: _RendezvousState) -> None:
+        self._attributes: dict[str, Any] = vars(state)
+
+    @property
+    def expected(self) -> dict[_NodeDesc, int]:
+        """Hosts of the last complete round that are not lost, with their ranks."""
+        ranks: dict[_NodeDesc, int] = self._attributes.setdefault("expected", {})
+        return ranks
+
+    @expected.setter
+    def expected(self, ranks: dict[_NodeDesc, int]) -> None:
+        self._attributes["expected"] = ranks
+
+    @property
+    def failed(self) -> tuple[int, int] | None:
+        """Newest round in which a rank failed, and the seconds that the others get to end."""
+        failure: tuple[int, int] | None = self._attributes.get("failed")
+        return failure
+
+    @failed.setter
+    def failed(self, failure: tuple[int, int]) -> None:
+        self._attributes["failed"] = failure
+
+
+class _StateHolder(_BackendRendezvousStateHolder):
+    """State of the rendezvous without the hosts that this one finds silent."""
+
+    def __init__(
+        self, node: _NodeDesc, backend: Any, settings: RendezvousSettings, poll_seconds: float
+    ) -> None:
+        super().__init__(backend, settings, cache_duration=poll_seconds)  # type: ignore[arg-type]
+        self._node = node
+        seconds = settings.keep_alive_interval.total_seconds() * settings.keep_alive_max_attempt
+        self._silence: SilenceDetector[_NodeDesc] = SilenceDetector(
+            seconds, max(_LONGEST_GAP_SECONDS, 2 * poll_seconds)
+        )
+
+    def _sanitize(self) -> None:
+        """Remove silent hosts: locally, until this host writes the state."""
+        state = self._state
+        silent = self._silence.silent(state.last_heartbeats)
+        self._dead_nodes = [node for node in silent if node != self._node]
+        was_participant = False
+        for node in self._dead_nodes:
+            del state.last_heartbeats[node]
+            was_participant |= state.participants.pop(node, None) is not None
+            state.wait_list.discard(node)
+            state.redundancy_list.discard(node)
+            _State(state).expected.pop(node, None)
+        if was_participant:
+            _remove_participant_epilogue(state, self._settings)
+
+
+class _Executor(_DistributedRendezvousOpExecutor):
+    """Operations on the state. Ranks of hosts are kept from round to round."""
+
+    def _mark_rendezvous_complete(self) -> None:
+        super()._mark_rendezvous_complete()
+        state = self._state
+        ranks = assign_ranks(state.participants, _State(state).expected)
+        state.participants.update(ranks)
+        _State(state).expected = ranks
+
+
+class _Join(_RendezvousJoinOp):
+    """Next action of a host that joins a round. spares: hosts that may idle beyond the maximum."""
+
+    def __init__(self, spares: int) -> None:
+        self._spares = spares
+        self._without_place_since: float | None = None
+
+    def __call__(self, ctx: _RendezvousContext, deadline: float) -> _Action:
+        state, node = ctx.state, ctx.node
+        if state.closed:
+            return super().__call__(ctx, deadline)
+        has_place = node in state.participants or node in state.wait_list
+        if not has_place and not self._is_free(ctx):
+            return self._idle(ctx)
+        if node in state.participants and not state.complete and self._are_all_there(ctx):
+            return _Action.MARK_RENDEZVOUS_COMPLETE
+        return super().__call__(ctx, deadline)
+
+    @staticmethod
+    def _is_free(ctx: _RendezvousContext) -> bool:
+        """Return whether there is a place that belongs to no other host that is alive."""
+        state = ctx.state
+        taken = {*state.participants, *state.wait_list, *_State(state).expected} - {ctx.node}
+        return len(taken) < ctx.settings.max_nodes
+
+    @staticmethod
+    def _are_all_there(ctx: _RendezvousContext) -> bool:
+        """Return whether the round has every host of the last one that is alive, and no host that
+        waits or idles could still join."""
+        state = ctx.state
+        expected, joined = _State(state).expected, state.participants
+        can_grow = len(joined) < ctx.settings.max_nodes
+        return (
+            bool(expected)
+            and expected.keys() <= joined.keys()
+            and len(joined) >= ctx.settings.min_nodes
+            and not state.wait_list
+            and not (state.redundancy_list and can_grow)
+        )
+
+    def _idle(self, ctx: _RendezvousContext) -> _Action:
+        """Return the action of a host without a place: it becomes a spare, or waits until a host
+        could have been noticed as lost. Raises TooManyHostsError."""
+        state = ctx.state
+        if ctx.node in state.redundancy_list:
+            return _Action.KEEP_ALIVE if _should_keep_alive(ctx) else _Action.SYNC
+        if len(state.redundancy_list) < self._spares:
+            _say(f"all {ctx.settings.max_nodes} nodes of the run are there: this one is a spare")
+            return _Action.ADD_TO_REDUNDANCY_LIST
+        now = time.monotonic()
+        if self._without_place_since is None:
+            self._without_place_since = now
+        settings = ctx.settings
+        limit = settings.keep_alive_interval.total_seconds() * settings.keep_alive_max_attempt
+        if now - self._without_place_since > limit + _ERRAND_SECONDS:
+            raise TooManyHostsError(
+                f"the run has all of its {settings.max_nodes} nodes and {self._spares} spares"
+            )
+        return _Action.SYNC
+
+
+class Rendezvous(DynamicRendezvousHandler):
+    """Rendezvous of one agent. Its `num_nodes_waiting`, for which the agent restarts its ranks,
+    counts lost and failed hosts too."""
+
+    _state_holder: _StateHolder
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        def seconds(name: str) -> timedelta | None:
+            value = params.get_as_int(name)
+            return None if value is None else timedelta(seconds=value)
+
+        backend, store = create_backend(params)
+        settings = RendezvousSettings(
+            params.run_id,
+            params.min_nodes,
+            params.max_nodes,
+            RendezvousTimeout(join=seconds("join_timeout"), last_call=seconds("last_call_timeout")),
+            keep_alive_interval=seconds("keep_alive_interval") or timedelta(seconds=1),
+            keep_alive_max_attempt=params.get_as_int("keep_alive_max_attempt") or 4,
+        )
+        self._spares = params.get_as_int("spares") or 0
+        # Of the agent's looks at the state, and of a host that waits for others to join.
+        self._poll_seconds = float(params.get("poll_seconds", 0.2))
+        node = self._node_desc_generator.generate(params.local_addr)
+        holder = _StateHolder(node, backend, settings, self._poll_seconds / 2)
+        super().__init__(node, settings, BACKEND, store, holder)
+        self._op_executor = _Executor(node, holder, settings)
+        self._joined: dict[_NodeDesc, int] = {}
+        self._round = 0
+        self._reported: set[_NodeDesc] = set()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join the next round, as torch's own; a spare waits in it until it gets a place. Raises
+        RendezvousError."""
+        with _replaced_operations(self._poll_seconds, lambda: _Join(self._spares)):
+            info = super().next_rendezvous()
+        state = self._state_holder.state
+        self._joined, self._round = dict(state.participants), state.round
+        self._reported.clear()
+        return info
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many hosts wait to join, have failed, or are lost since the round began."""
+        waiting = super().num_nodes_waiting()
+        return waiting + len(self._gone()) + int(self._failed_grace() is not None)
+
+    def grace_seconds(self) -> int:
+        """Return the seconds that ranks get to save and end: none where others cannot end with
+        them, as of the last `num_nodes_waiting`."""
+        if self.lost_hosts():
+            return 0
+        failed = self._failed_grace()
+        return _GRACE_SECONDS if failed is None else failed
+
+    def report_failure(self, grace_seconds: int) -> None:
+        """Report to all agents that a rank of this round has failed."""
+        with self._heartbeat_lock:
+            while True:
+                self._state_holder.sync()
+                _State(self._state_holder.state).failed = (self._round, grace_seconds)
+                self._state_holder.mark_dirty()
+                if self._state_holder.sync():
+                    return
+
+    def shutdown(self) -> bool:
+        """Close the rendezvous for all, as torch's own; not where this host never had a place."""
+        if self._joined:
+            return super().shutdown()
+        self._stop_heartbeats()
+        return True
+
+    def lost_hosts(self) -> list[str]:
+        """Return the names of the round's hosts that are lost: they neither train nor wait."""
+        state = self._state_holder.state
+        waiting = _State(state).expected
+        return sorted(node.addr for node in self._gone() if node not in waiting)
+
+    def _gone(self) -> list[_NodeDesc]:
+        """Return the hosts of this agent's round that are no longer in it."""
+        state = self._state_holder.state
+        if state.round != self._round:
+            return list(self._joined)
+        return [node for node in self._joined if node not in state.participants]
+
+    def _failed_grace(self) -> int | None:
+        failed = _State(self._state_holder.state).failed
+        return failed[1] if failed is not None and failed[0] == self._round else None
+
+
+class Agent(LocalElasticAgent):
+    """Agent of a host that ends ranks within a second where they cannot save."""
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run until the run ends. A spare that got no place succeeds (torch returns None for it,
+        and fails)."""
+        result: RunResult | None = super().run(role)
+        return RunResult(state=WorkerState.SUCCEEDED) if result is None else result
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        failure = None if self._pcontext is None else _first_failure(self._pcontext)
+        if failure is None:
+            result: RunResult = super()._monitor_workers(worker_group)
+            return result
+        grace = grace_after(failure.exitcode)
+        if grace < _GRACE_SECONDS and self._remaining_restarts > 0:
+            self._rendezvous_handler.report_failure(grace)
+        rank = worker_group.workers[failure.local_rank].global_rank
+        _say(f"rank {rank} has ended with {_how(failure.exitcode)}")
+        self._end_ranks(grace)
+        return RunResult(state=WorkerState.FAILED, failures={rank: failure})
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state == WorkerState.HEALTHY:  # otherwise they have ended already
+            lost = self._rendezvous_handler.lost_hosts()
+            if lost:
+                _say(f"no heartbeat from {', '.join(lost)}: lost, the other nodes continue")
+            self._end_ranks(self._rendezvous_handler.grace_seconds())
+
+    @property
+    def _rendezvous_handler(self) -> Rendezvous:
+        assert isinstance(self._rdzv_handler, Rendezvous)
+        return self._rdzv_handler
+
+    def _end_ranks(self, grace_seconds: int) -> None:
+        if grace_seconds:
+            self._shutdown(signal.SIGTERM, timeout=grace_seconds)
+        # Without a process left it returns at once.
+        self._shutdown(signal.SIGKILL, timeout=_GRACE_SECONDS)
+
+
+def grace_after(exit_code: int) -> int:
+    """Return the seconds that other ranks get after one has ended with `exit_code` (negative: minus
+    the signal)."""
+    if exit_code == EXIT_STOPPED:  # all have saved, and end
+        return _GRACE_SECONDS
+    return 0 if exit_code < 0 else _FAILED_GRACE_SECONDS
+
+
+def install() -> None:
+    """Make torchrun of this process accept `BACKEND`, and use `Agent` with it."""
+    rendezvous_handler_registry.register(BACKEND, _create)
+    torchs = launcher_api.LocalElasticAgent
+
+    def agent(*args: Any, **kwargs: Any) -> LocalElasticAgent:
+        is_own = isinstance(kwargs["spec"].rdzv_handler, Rendezvous)
+        return (Agent if is_own else torchs)(*args, **kwargs)
+
+    launcher_api.LocalElasticAgent = agent  # type: ignore[misc, assignment]
+
+
+def _create(params: RendezvousParameters) -> RendezvousHandler:
+    return Rendezvous(params)
+
+
+@contextmanager
+def _replaced_operations(
+    poll_seconds: float, join: Callable[[], _RendezvousJoinOp]
+) -> Iterator[None]:
+    """Inside, `next_rendezvous` joins by `join`, and looks at the state every `poll_seconds`
+    instead of every second."""
+    replaced = {"_delay": lambda seconds: time.sleep(poll_seconds), "_RendezvousJoinOp": join}
+    before = {name: getattr(dynamic_rendezvous, name) for name in replaced}
+    vars(dynamic_rendezvous).update(replaced)
+    try:
+        yield
+    finally:
+        vars(dynamic_rendezvous).update(before)
+
+
+def _first_failure(context: PContext) -> ProcessFailure | None:
+    """Return a rank of this host that has ended with an error, without waiting for others."""
+    for local_rank, process in _processes(context).items():
+        code = process.exitcode if hasattr(process, "exitcode") else process.poll()
+        if code not in (None, 0):
+            error_file = context.error_files[local_rank]
+            return ProcessFailure(local_rank, process.pid, code, error_file)
+    return None
+
+
+def _processes(context: PContext) -> dict[int, Any]:
+    """Return the processes by local rank: `multiprocessing.Process`, or `subprocess.Popen`."""
+    if isinstance(context, SubprocessContext):
+        return {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+    assert isinstance(context, MultiprocessContext)
+    return {} if context._pc is None else dict(enumerate(context._pc.processes))
+
+
+def _how(exit_code: int) -> str:
+    return f"exit code {exit_code}" if exit_code >= 0 else f"signal {-exit_code}"
+
+
+def _say(text: str) -> None:
+    print(f"torchrun: {socket.gethostname()}: {text}", file=sys.stderr, flush=True)

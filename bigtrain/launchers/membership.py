@@ -1,0 +1,57 @@
+"""Hosts of an elastic run: which have become silent, and which rank each gets. Pure.
+
+`bigtrain.launchers.elastic_patches` applies it to torch's rendezvous.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import Generic, TypeVar
+
+Host = TypeVar("Host", bound=Hashable)
+
+
+class SilenceDetector(Generic[Host]):
+    """Hosts whose heartbeat has not changed for `seconds`, by this host's own monotonic clock.
+
+    The values of heartbeats are only compared for equality, so clocks of hosts may differ (torch
+    compares time stamps of different hosts: with a timeout of 4 s, a clock that is 5 s late would
+    be a lost host). Time in which this host observed nothing, because the store did not answer or
+    the process was suspended, counts for no host: `longest_gap` is the longest time between two
+    observations that is counted in full.
+    """
+
+    def __init__(
+        self, seconds: float, longest_gap: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._seconds, self._longest_gap, self._clock = seconds, longest_gap, clock
+        self._changed: dict[Host, tuple[object, float]] = {}
+        self._observed_at = clock()
+
+    def silent(self, heartbeats: Mapping[Host, object]) -> list[Host]:
+        """Return the hosts of `heartbeats` (the newest value by host) that are silent."""
+        now = self._clock()
+        unobserved = max(0.0, now - self._observed_at - self._longest_gap)
+        self._observed_at = now
+        before = {host: (value, at + unobserved) for host, (value, at) in self._changed.items()}
+        self._changed = {
+            host: before[host] if host in before and before[host][0] == value else (value, now)
+            for host, value in heartbeats.items()
+        }
+        return [host for host, (_, at) in self._changed.items() if now - at >= self._seconds]
+
+
+def assign_ranks(hosts: Collection[Host], before: Mapping[Host, int]) -> dict[Host, int]:
+    """Return the rank of each of `hosts`. before: ranks that some of them had in the last round.
+
+    A host keeps its rank if that is below the new number of hosts, and others get the ranks that
+    are free, hosts of the last round first: so a spare gets the rank of the host that it replaces,
+    and every other host finds the parts of its own ranks in its memory.
+    """
+    size = len(hosts)
+    kept = {host: before[host] for host in hosts if before.get(host, size) < size}
+    others = [host for host in hosts if host not in kept]
+    others.sort(key=lambda host: (before.get(host, size + len(before)), repr(host)))
+    free = sorted(set(range(size)) - set(kept.values()))
+    return kept | dict(zip(others, free, strict=True))

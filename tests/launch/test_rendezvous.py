@@ -1,0 +1,161 @@
+"""Agents of several hosts (here: of one machine) at bigtrain's rendezvous, with ranks that wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.cluster import wait_until
+from tests.support.worlds import ROOT, free_port
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+# Appends its rank, the world's size and its host's name, and ends with the code that it finds.
+WORKER = """
+import os, pathlib, signal, sys, time
+here, name = pathlib.Path(sys.argv[1]), sys.argv[2]
+with open(here / "started", "a") as file:
+    file.write(f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']} at {name}\\n")
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+while not (here / f"go-{name}").exists():
+    time.sleep(0.02)
+code = (here / f"go-{name}").read_text()
+(here / f"go-{name}").unlink()
+sys.exit(int(code))
+"""
+
+
+class Hosts:
+    """A rendezvous, and the agents that have been started at it, by the names of their hosts."""
+
+    def __init__(self, folder: Path, nodes: str, spares: int) -> None:
+        self.folder, self.nodes = folder, nodes
+        (folder / "worker.py").write_text(WORKER)
+        (folder / "started").touch()
+        self.port = free_port()
+        serve = [sys.executable, "-m", "bigtrain.launchers.rendezvous_server", str(self.port)]
+        self.server = subprocess.Popen(serve, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        assert self.server.stdout is not None
+        self.output = self.server.stdout
+        assert "serving on port" in self.output.readline()
+        self.settings = (
+            "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,"
+            f"poll_seconds=0.1,spares={spares}"
+        )
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str) -> None:
+        command = [sys.executable, "-m", "bigtrain.launchers.agent", f"--nnodes={self.nodes}"]
+        command += ["--rdzv-backend=bigtrain", f"--rdzv-endpoint=127.0.0.1:{self.port}"]
+        command += ["--rdzv-id=test", f"--rdzv-conf={self.settings}", "--max-restarts=9"]
+        command += ["--monitor-interval=0.1", "--nproc-per-node=1", "--no-python", "setpriv"]
+        command += ["--pdeathsig", "KILL", sys.executable, str(self.folder / "worker.py")]
+        with (self.folder / f"{name}.log").open("w") as log:
+            self.agents[name] = subprocess.Popen(
+                [*command, str(self.folder), name], stdout=log, stderr=log, cwd=ROOT,
+                env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            )  # fmt: skip
+
+    def started(self) -> list[str]:
+        """Return a line for each rank that has been started, in no order within a round."""
+        return (self.folder / "started").read_text().splitlines()
+
+    def wait_for(self, *lines: str) -> None:
+        """Wait until the newest ranks are those of `lines`."""
+
+        def are_there() -> bool:
+            return sorted(self.started()[-len(lines) :]) == sorted(lines)
+
+        wait_until(f"{lines}, not {self.started()}", are_there, 100)
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def end(self, name: str, code: int) -> None:
+        """Let the rank of a host end with `code`."""
+        (self.folder / "new").write_text(str(code))
+        (self.folder / "new").rename(self.folder / f"go-{name}")
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    nodes, spares = request.param
+    made = Hosts(tmp_path, nodes, spares)
+    yield made
+    for agent in [*made.agents.values(), made.server]:
+        for process in psutil.Process(agent.pid).children() if agent.poll() is None else []:
+            process.kill()
+        agent.kill()
+        agent.wait()
+    made.output.close()
+    for name in made.agents:  # shown where the test has failed
+        print(f"== {name}\n{made.log(name)}")
+
+
+@pytest.mark.parametrize("hosts", [("2", 1)], indirect=True)
+def test_a_spare_gets_the_rank_of_the_lost_host(hosts: Hosts) -> None:
+    for name in ("a", "b"):
+        hosts.start(name)
+    wait_until("both train", lambda: len(hosts.started()) == 2, 100)
+    lost = next(line[-1] for line in hosts.started() if line.startswith("0"))
+    stays = "ab".replace(lost, "")
+    spare = "c"
+    hosts.start(spare)
+    wait_until("c is a spare", lambda: "this one is a spare" in hosts.log(spare), 100)
+    assert "all 2 nodes of the run are there: this one is a spare" in hosts.log(spare)
+
+    hosts.agents[lost].send_signal(signal.SIGKILL)
+    hosts.wait_for(f"0 of 2 at {spare}", f"1 of 2 at {stays}")
+    assert ": lost, the other nodes continue" in hosts.log(stays)
+
+    # A rank that fails restarts all; each host keeps its rank.
+    hosts.end(stays, 3)
+    wait_until("a new round", lambda: len(hosts.started()) == 6, 100)
+    hosts.wait_for(f"0 of 2 at {spare}", f"1 of 2 at {stays}")
+    assert "rank 1 has ended with exit code 3" in hosts.log(stays)
+
+    hosts.start("e")
+    wait_until("e is a spare", lambda: "this one is a spare" in hosts.log("e"), 100)
+    for name in (spare, stays):
+        hosts.end(name, 0)
+    for name in (spare, stays, "e"):  # a spare ends with the run
+        assert hosts.agents[name].wait(100) == 0, hosts.log(name)
+    assert "Traceback" not in hosts.log("e")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [("1", 1)], indirect=True)
+def test_a_host_without_a_place_is_refused_and_the_run_continues(hosts: Hosts) -> None:
+    hosts.start("a")
+    wait_until("a trains", lambda: len(hosts.started()) == 1, 100)
+    hosts.start("b")
+    wait_until("b is a spare", lambda: "this one is a spare" in hosts.log("b"), 100)
+    hosts.start("c")
+    assert hosts.agents["c"].wait(100) == 2
+    assert "the run has all of its 1 nodes and 1 spares -> " in hosts.log("c")
+    assert "Traceback" not in hosts.log("c")
+    hosts.agents["a"].kill()
+    hosts.wait_for("0 of 1 at b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [("1:3", 0)], indirect=True)
+def test_the_run_continues_with_fewer_hosts_and_with_more(hosts: Hosts) -> None:
+    for name in ("a", "b", "c"):
+        hosts.start(name)
+    wait_until("three train", lambda: sum(" of 3 " in each for each in hosts.started()) == 3, 100)
+    ranks = {line[-1]: int(line[0]) for line in hosts.started()[-3:]}
+    lost = next(name for name, rank in ranks.items() if rank == 1)
+    first, last = sorted(set(ranks) - {lost}, key=lambda name: ranks[name])
+    # Suspended, not dead: its connection stays open.
+    hosts.agents[lost].send_signal(signal.SIGSTOP)
+    hosts.wait_for(f"0 of 2 at {first}", f"1 of 2 at {last}")
+    hosts.start("d")
+    hosts.wait_for(f"0 of 3 at {first}", f"1 of 3 at {last}", "2 of 3 at d")
