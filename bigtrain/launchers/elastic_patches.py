@@ -1,4 +1,4 @@
-"""Rendezvous and agent of torchrun (torch 2.13) that restart a run within seconds of a loss.
+"""Rendezvous and agent of torchrun (torch 2.11 to 2.13) that restart a run within seconds of a loss.
 
 The script of `bigtrain launch torchrun` chooses them by ``--rdzv-backend=bigtrain``. The state of
 the rendezvous, its store and its rounds are those of torch's c10d backend
@@ -372,10 +372,9 @@ class Agent(LocalElasticAgent):
         return self._rdzv_handler
 
     def _end_ranks(self, grace_seconds: int) -> None:
-        if grace_seconds:
-            self._shutdown(signal.SIGTERM, timeout=grace_seconds)
-        # Without a process left it returns at once.
-        self._shutdown(signal.SIGKILL, timeout=_GRACE_SECONDS)
+        if grace_seconds and self._pcontext is not None:
+            self._pcontext.close(signal.SIGTERM, grace_seconds)
+        self._shutdown(signal.SIGKILL)  # without a process left it returns at once
 
 
 def grace_after(exit_code: int) -> int:
