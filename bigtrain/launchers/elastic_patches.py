@@ -1,4 +1,4 @@
-"""Rendezvous and agent of torchrun (torch 2.11 to 2.13) that restart a run within seconds of a loss.
+"""Rendezvous and agent of torchrun (torch 2.11 to 2.13) that restart a run seconds after a loss.
 
 The script of `bigtrain launch torchrun` chooses them by ``--rdzv-backend=bigtrain``. The state of
 the rendezvous, its store and its rounds are those of torch's c10d backend
@@ -133,11 +133,13 @@ class _StateHolder(_BackendRendezvousStateHolder):
     def _sanitize(self) -> None:
         """Remove silent hosts: locally, until this host writes the state."""
         state = self._state
-        silent = self._silence.silent(state.last_heartbeats)
+        # Between two rounds a host has none for a moment; it may be lost then.
+        expected = dict.fromkeys(_State(state).expected)
+        silent = self._silence.silent({**expected, **state.last_heartbeats})
         self._dead_nodes = [node for node in silent if node != self._node]
         was_participant = False
         for node in self._dead_nodes:
-            del state.last_heartbeats[node]
+            state.last_heartbeats.pop(node, None)
             was_participant |= state.participants.pop(node, None) is not None
             state.wait_list.discard(node)
             state.redundancy_list.discard(node)
