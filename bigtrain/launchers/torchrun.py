@@ -123,6 +123,10 @@ def _check_request(request: TorchrunRequest) -> list[Problem]:
     if not re.fullmatch(r"[A-Za-z0-9._-]+", request.name):
         rule = "may contain only letters, digits and ._-"
         problems.append(Problem("--name", request.name, rule, "give the run a --name"))
+    if request.heartbeat_timeout < _HEARTBEATS:
+        rule = f"is shorter than {_HEARTBEATS} heartbeats, which are sent every second"
+        remedy = f"--heartbeat-timeout {_HEARTBEATS}"
+        problems.append(Problem("--heartbeat-timeout", request.heartbeat_timeout, rule, remedy))
     if request.spares < 0:
         problems.append(Problem("--spares", request.spares, "is negative", "--spares 0"))
     return problems

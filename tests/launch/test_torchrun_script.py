@@ -64,6 +64,11 @@ def test_ranks_are_forked_without_gpus_or_if_asked(
         ([*MEET, "--nodes", "4-1"], "--nodes = '4-1': is not a number of nodes"),
         ([*MEET, "--name", "a b"], "--name = 'a b': may contain only letters"),
         ([*MEET, "--spares", "-1"], "--spares = -1: is negative -> --spares 0"),
+        (
+            [*MEET, "--heartbeat-timeout", "2"],
+            "--heartbeat-timeout = 2: is shorter than 3 heartbeats, which are sent every second "
+            "-> --heartbeat-timeout 3",
+        ),
         ([*MEET, "--setup", "if ["], "bash cannot parse the script"),
         # 8 samples, micro-batches of 4, 2 processes a node.
         (
