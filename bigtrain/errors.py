@@ -11,6 +11,7 @@
     ├── OutputError      files that cannot be written
     ├── ExtensionError   code of yours that the run calls: callbacks, objectives, metrics
     ├── TrainingError    loss or gradients stay bad after every rollback
+    │   └── FaultyHostError   this host computes wrong bits (exit code 78)
     ├── LaunchError      this machine or launcher cannot run what was asked for
     └── LostRunTokenError    this launch no longer holds the token of the run directory
         ├── RunRemovedError   the directory is gone
@@ -32,6 +33,8 @@ EXIT_HANG = 76
 """No rank made progress, so the watchdog ended the run; it resumes from its newest checkpoint."""
 EXIT_STALE_LAUNCH = 77
 """A newer launch of the run holds its directory. The stale one must not be started again."""
+EXIT_FAULTY_HOST = 78
+"""Bits on this host differ again from those of other hosts; the run must continue without it."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,12 @@ class OutputError(BigtrainError):
 
 class TrainingError(BigtrainError):
     """A run whose loss or gradients stay bad after every rollback."""
+
+
+class FaultyHostError(TrainingError):
+    """A host whose memory or processors change bits."""
+
+    exit_code = EXIT_FAULTY_HOST
 
 
 class ExtensionError(BigtrainError):

@@ -43,7 +43,7 @@ from bigtrain.system.world import World, has_other_hosts, read_world
 _EXIT_CODES = (
     "Exit codes: 0 the run is complete; 2 something to fix, told in one text; 75 stopped by a "
     "signal, and saved; 76 no rank made progress; 77 a newer launch of the run holds its "
-    "directory; 1 an error of bigtrain itself, with a traceback."
+    "directory; 78 this host computes wrong bits; 1 an error of bigtrain itself, with a traceback."
 )
 
 

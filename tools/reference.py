@@ -41,6 +41,7 @@ _START_AGAIN = {
     "EXIT_STOPPED": "yes, it continues",
     "EXIT_HANG": "yes, it continues from its newest checkpoint",
     "EXIT_STALE_LAUNCH": "no",
+    "EXIT_FAULTY_HOST": "on other hosts, it continues",
 }
 
 

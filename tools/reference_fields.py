@@ -35,6 +35,7 @@ UNITS = {
     "evaluation.tasks_fewshot": "examples",
     "evaluation.tasks_limit": "documents",
     "evaluation.temperature": "ratio",
+    "guard.compare_every_steps": "optimizer steps",
     "guard.max_consecutive": "optimizer steps",
     "guard.max_rollbacks": "rollbacks",
     "guard.spike_sigma": "standard deviations",

@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from bigtrain.errors import EXIT_FAULTY_HOST
 from bigtrain.launchers.fork_ranks import FORK_SERVER, run_rank, start_fork_server
 
 
@@ -62,6 +63,9 @@ def main(arguments: Sequence[str]) -> int:
             "the rendezvous, and restart it and all nodes"
         )
         return 2
+    except elastic_patches.FaultyHostError as error:
+        _say(f"{error} -> test it (bigtrain doctor) before it takes part in any run again")
+        return EXIT_FAULTY_HOST
     except elastic_patches.TooManyHostsError as error:
         _say(
             f"{error} -> start this node when one is lost, or write the script with more --nodes "

@@ -1,4 +1,4 @@
-"""Rendezvous and agent of torchrun (torch 2.13) that restart a run within seconds of a loss.
+"""Rendezvous and agent of torchrun (torch 2.11 to 2.13) that restart a run seconds after a loss.
 
 The script of `bigtrain launch torchrun` chooses them by ``--rdzv-backend=bigtrain``. The state of
 the rendezvous, its store and its rounds are those of torch's c10d backend
@@ -65,7 +65,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.launcher import api as launcher_api
 
-from bigtrain.errors import EXIT_STOPPED
+from bigtrain.errors import EXIT_FAULTY_HOST, EXIT_STOPPED
 from bigtrain.launchers.membership import SilenceDetector, assign_ranks
 
 BACKEND = "bigtrain"
@@ -84,6 +84,10 @@ _ERRAND_SECONDS = 10.0
 
 class TooManyHostsError(RendezvousError):
     """The run has all hosts and spares that it may have."""
+
+
+class FaultyHostError(RendezvousError):
+    """A rank found that this host computes wrong bits: its agent leaves the run."""
 
 
 class _State:
@@ -129,11 +133,13 @@ class _StateHolder(_BackendRendezvousStateHolder):
     def _sanitize(self) -> None:
         """Remove silent hosts: locally, until this host writes the state."""
         state = self._state
-        silent = self._silence.silent(state.last_heartbeats)
+        # Between two rounds a host has none for a moment; it may be lost then.
+        expected = dict.fromkeys(_State(state).expected)
+        silent = self._silence.silent({**expected, **state.last_heartbeats})
         self._dead_nodes = [node for node in silent if node != self._node]
         was_participant = False
         for node in self._dead_nodes:
-            del state.last_heartbeats[node]
+            state.last_heartbeats.pop(node, None)
             was_participant |= state.participants.pop(node, None) is not None
             state.wait_list.discard(node)
             state.redundancy_list.discard(node)
@@ -270,10 +276,31 @@ class Rendezvous(DynamicRendezvousHandler):
 
     def report_failure(self, grace_seconds: int) -> None:
         """Report to all agents that a rank of this round has failed."""
+
+        def report(state: _RendezvousState) -> None:
+            _State(state).failed = (self._round, grace_seconds)
+
+        self._write(report)
+
+    def leave(self) -> None:
+        """Leave the run, which continues: no host waits for this one, and its end ends no other."""
+        self._stop_heartbeats()
+        self._joined = {}
+
+        def remove(state: _RendezvousState) -> None:
+            state.participants.pop(self._this_node, None)
+            state.last_heartbeats.pop(self._this_node, None)
+            _State(state).expected.pop(self._this_node, None)
+            _remove_participant_epilogue(state, self._settings)
+
+        self._write(remove)
+
+    def _write(self, change: Callable[[_RendezvousState], None]) -> None:
+        """Change the state that all agents have."""
         with self._heartbeat_lock:
             while True:
                 self._state_holder.sync()
-                _State(self._state_holder.state).failed = (self._round, grace_seconds)
+                change(self._state_holder.state)
                 self._state_holder.mark_dirty()
                 if self._state_holder.sync():
                     return
@@ -323,6 +350,7 @@ class Agent(LocalElasticAgent):
         rank = worker_group.workers[failure.local_rank].global_rank
         _say(f"rank {rank} has ended with {_how(failure.exitcode)}")
         self._end_ranks(grace)
+        self._leave_if_faulty()
         return RunResult(state=WorkerState.FAILED, failures={rank: failure})
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -331,6 +359,14 @@ class Agent(LocalElasticAgent):
             if lost:
                 _say(f"no heartbeat from {', '.join(lost)}: lost, the other nodes continue")
             self._end_ranks(self._rendezvous_handler.grace_seconds())
+            self._leave_if_faulty()
+
+    def _leave_if_faulty(self) -> None:
+        """Leave the run if a rank that has ended found this host faulty. Raises FaultyHostError."""
+        processes = {} if self._pcontext is None else _processes(self._pcontext)
+        if EXIT_FAULTY_HOST in map(_exit_code, processes.values()):
+            self._rendezvous_handler.leave()
+            raise FaultyHostError("this node computes wrong bits, so it leaves the run")
 
     @property
     def _rendezvous_handler(self) -> Rendezvous:
@@ -338,10 +374,9 @@ class Agent(LocalElasticAgent):
         return self._rdzv_handler
 
     def _end_ranks(self, grace_seconds: int) -> None:
-        if grace_seconds:
-            self._shutdown(signal.SIGTERM, timeout=grace_seconds)
-        # Without a process left it returns at once.
-        self._shutdown(signal.SIGKILL, timeout=_GRACE_SECONDS)
+        if grace_seconds and self._pcontext is not None:
+            self._pcontext.close(signal.SIGTERM, grace_seconds)
+        self._shutdown(signal.SIGKILL)  # without a process left it returns at once
 
 
 def grace_after(exit_code: int) -> int:
@@ -386,11 +421,16 @@ def _replaced_operations(
 def _first_failure(context: PContext) -> ProcessFailure | None:
     """Return a rank of this host that has ended with an error, without waiting for others."""
     for local_rank, process in _processes(context).items():
-        code = process.exitcode if hasattr(process, "exitcode") else process.poll()
+        code = _exit_code(process)
         if code not in (None, 0):
             error_file = context.error_files[local_rank]
             return ProcessFailure(local_rank, process.pid, code, error_file)
     return None
+
+
+def _exit_code(process: Any) -> int | None:
+    code: int | None = process.exitcode if hasattr(process, "exitcode") else process.poll()
+    return code
 
 
 def _processes(context: PContext) -> dict[int, Any]:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.engine.experts import ExpertLoadStats
+from bigtrain.engine.optimizers.skip_step import SkipPolicy
 from bigtrain.engine.startup.cpu_collectives import cpu_group
 from bigtrain.engine.train_engine import LossWindow, TrainEngine
 from bigtrain.report.step_metrics import StepMetrics
@@ -58,6 +59,13 @@ class MemorySaver(Protocol):
     def metrics(self) -> dict[str, float] | None: ...
 
 
+class Replicas(Protocol):
+    """See `bigtrain.run.diagnostics.replica_watch.ReplicaWatch`."""
+
+    def policy(self, state: TrainState, policy: SkipPolicy | None) -> SkipPolicy | None: ...
+    def compare(self, before: TrainState) -> TrainState | None: ...
+
+
 class OuterSteps(Protocol):
     """See `bigtrain.run.outer_steps.OuterSteps`."""
 
@@ -82,12 +90,13 @@ def train(
     utilization: Callable[[float], float | None] = lambda _: None,
     start_times: StartTimes | None = None,
     memory_saver: MemorySaver | None = None,
+    replicas: Replicas | None = None,
 ) -> tuple[TrainState, Signals | None]:
     """Train until ``train.steps``, early stopping, a callback's request or a signal; return the
     final state, which has been saved, and the signal. Collective. roll_back: restores the engine
     from before the bad steps that end at a state. utilization: model FLOPs utilization at tokens
     per second. start_times: of this launch, logged after its first step. memory_saver: of
-    checkpoints in memory, if any."""
+    checkpoints in memory, if any. replicas: compares what ranks hold alike, if asked."""
     config, plan, beat = context.config, context.plan, context.heartbeat
     clock = StepClock(context.device.type, engine.host_time, memory)
     losses, profiler = LossWindow(engine), Profiler(context, log)
@@ -116,10 +125,18 @@ def train(
             with stragglers.meter.waiting(), clock.part("data"):
                 micro_batches = batches.step(state.samples)
             guard.begin(state)
+            policy = guard.skip_policy
+            if replicas is not None:
+                policy = replicas.policy(state, policy)
             profiler.before(state.step + 1)
             with explained(context, engine), callbacks.recording():
-                result = engine.train_step(micro_batches, lr, guard.skip_policy, observe=is_logged)
+                result = engine.train_step(micro_batches, lr, policy, observe=is_logged)
             clock.count_step()
+            if replicas is not None and (restored := replicas.compare(state)) is not None:
+                state = restored
+                losses.empty()
+                callbacks.forget()
+                continue
             state = guard.end(state, state.after_step(plan))
             if start_times is not None:
                 start_times.end(FIRST_STEP)

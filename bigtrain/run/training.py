@@ -31,9 +31,15 @@ from bigtrain.run.checkpointing.memory_saver import (
     memory_of_earlier_launch,
     memory_saver_of,
 )
-from bigtrain.run.checkpointing.resume import acquire_run_directory, restore_or_start, roll_back
+from bigtrain.run.checkpointing.resume import (
+    acquire_run_directory,
+    restore_alike,
+    restore_or_start,
+    roll_back,
+)
 from bigtrain.run.checkpointing.saver import Saver, refuse_small_disk
 from bigtrain.run.context import RunContext
+from bigtrain.run.diagnostics.replica_watch import Differing, ReplicaWatch
 from bigtrain.run.diagnostics.start_times import GROUPS, IMPORTS, MODEL, WEIGHTS, StartTimes
 from bigtrain.run.evaluation import Evaluator
 from bigtrain.run.finish import closing_result, finish, is_complete, stop_early
@@ -113,6 +119,10 @@ def train_inputs(
                 saver.save(state, {})  # other sites have trained to the end without this one
             elif is_over(run.config, state):
                 saver.finish_retention(state.step)
+            replicas = None
+            if run.config.guard.compare_every_steps is not None:
+                go_back = partial(_restore_alike, context, log, engine, saver, memory_saver)
+                replicas = ReplicaWatch(context, engine, state, go_back)
             state, received = train(
                 context,
                 log,
@@ -128,6 +138,7 @@ def train_inputs(
                 utilization=utilization_of(context, inputs.hf_config),
                 start_times=times,
                 memory_saver=memory_saver,
+                replicas=replicas,
             )
             saver.wait(must_succeed=True)
             if memory_saver is not None:
@@ -259,6 +270,23 @@ def _roll_back(
     if memory_saver is not None:
         memory_saver.forget()
     return rolled_back
+
+
+def _restore_alike(
+    context: RunContext,
+    log: RunLog,
+    engine: TrainEngine,
+    saver: Saver,
+    memory_saver: MemorySaver | None,
+    state: TrainState,
+    differing: Differing,
+) -> TrainState:
+    """Return to a checkpoint on disk at which replicas were alike; no save may continue."""
+    context.heartbeat.set_phase("rolling back", slow=True)
+    saver.wait()
+    if memory_saver is not None:
+        memory_saver.forget()
+    return restore_alike(context, log, engine, state, differing)
 
 
 _NAMED = 10

@@ -221,6 +221,23 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _compared_steps_can_be_repeated(self) -> Self:
+        every, save = self.guard.compare_every_steps, self.checkpoint
+        kept = 0 if save.every_steps is None else save.every_steps * (save.keep_last - 1)
+        if every is not None and every > kept:
+            raise ValueError(
+                f"guard.compare_every_steps = {every}: a checkpoint from before the last "
+                f"comparison must be there, and those that are kept reach back {kept} steps "
+                "(checkpoint.every_steps x (checkpoint.keep_last - 1)) -> "
+                + (
+                    f"guard.compare_every_steps={kept}"
+                    if kept
+                    else "set checkpoint.every_steps, and checkpoint.keep_last to 2 or more"
+                )
+            )
+        return self
+
+    @model_validator(mode="after")
     def _sets_have_names_of_their_own(self) -> Self:
         sets = [one.name for one in self.evaluation.held_out]
         if twice := sorted({*sets} & {*self.data.names}):

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from bigtrain.cli import main as bigtrain
+from bigtrain.errors import EXIT_FAULTY_HOST
 from tests.cluster.conftest import COMMON, TRAIN, Lab
 from tests.launch.conftest import Inputs, launch, launcher, metrics
 from tests.support.cluster import wait_until
@@ -227,3 +228,53 @@ def test_a_run_goes_on_while_hosts_come_and_go(elastic: Elastic, unbroken: Path)
     assert weights.keys() == expected.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=0)
+
+
+FAULTY = '''
+import socket
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+
+class Faulty:
+    """From step 25 on, n2 changes a bit of its embeddings after each step."""
+
+    ranks = "all"
+
+    def __init__(self):
+        self.weight = None
+        register_module_forward_pre_hook(self.find)
+
+    def find(self, module, _):
+        if isinstance(module, nn.Embedding):
+            self.weight = module.weight
+
+    def step(self, view):
+        if view.step >= 25 and socket.gethostname() == "n2":
+            self.weight.data.view(torch.int32)[0, 0] ^= 1 << 20
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_host_with_wrong_bits_is_found_and_leaves(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (lab.folder / "faulty.py").write_text(FAULTY)
+    monkeypatch.chdir(lab.folder)  # where the script's ranks look for it
+    callback = json.dumps([{"type": "faulty:Faulty"}])
+    settings = [*OVERRIDES, "guard.compare_every_steps=1", f"callbacks={callback}"]
+    elastic = Elastic(lab, settings)
+    _, served = elastic.start("n0", "serve")
+    wait_until("n0 serves", lambda: "serving on port 29400" in served.read_text())
+    agents = {host: elastic.start(host) for host in ("n0", "n1", "n2")}
+    codes = {host: agent.wait(250) for host, (agent, _) in agents.items()}
+    logs = {host: log.read_text() for host, (_, log) in agents.items()}
+    assert codes == {"n0": 0, "n1": 0, "n2": EXIT_FAULTY_HOST}, logs
+    assert "this node computes wrong bits, so it leaves the run" in logs["n2"]
+    said = re.findall(r"step (\d+): the parameters of rank \d on (n\d) differ", elastic.story())
+    assert ("26", "n2") in said
+    assert elastic.world_size() == 2
+    losses = metrics(elastic.run)
+    assert list(losses) == list(range(1, STEPS + 1))

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bigtrain.errors import EXIT_FAULTY_HOST
 from tests.support.cluster import wait_until
 from tests.support.worlds import ROOT, free_port
 
@@ -23,7 +24,8 @@ import os, pathlib, signal, sys, time
 here, name = pathlib.Path(sys.argv[1]), sys.argv[2]
 with open(here / "started", "a") as file:
     file.write(f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']} at {name}\\n")
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+asked = here / f"asked-{name}"
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(asked.read_text()) if asked.exists() else 75))
 while not (here / f"go-{name}").exists():
     time.sleep(0.02)
 code = (here / f"go-{name}").read_text()
@@ -159,3 +161,27 @@ def test_the_run_continues_with_fewer_hosts_and_with_more(hosts: Hosts) -> None:
     hosts.wait_for(f"0 of 2 at {first}", f"1 of 2 at {last}")
     hosts.start("d")
     hosts.wait_for(f"0 of 3 at {first}", f"1 of 3 at {last}", "2 of 3 at d")
+
+
+@pytest.mark.parametrize("is_first", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize("hosts", [("1:3", 0)], indirect=True)
+def test_a_host_that_computes_wrong_bits_leaves(hosts: Hosts, is_first: bool) -> None:
+    """Also if a rank of another host fails first: all find it at the same time."""
+    for name in ("a", "b", "c"):
+        hosts.start(name)
+    wait_until("three train", lambda: sum(" of 3 " in each for each in hosts.started()) == 3, 100)
+    ranks = {line[-1]: int(line[0]) for line in hosts.started()[-3:]}
+    first, faulty, last = sorted(ranks, key=lambda name: ranks[name])
+    if is_first:
+        hosts.end(faulty, EXIT_FAULTY_HOST)
+    else:
+        (hosts.folder / f"asked-{faulty}").write_text(str(EXIT_FAULTY_HOST))
+        hosts.end(last, 2)
+    assert hosts.agents[faulty].wait(100) == EXIT_FAULTY_HOST
+    assert "this node computes wrong bits, so it leaves the run -> " in hosts.log(faulty)
+    assert "Traceback" not in hosts.log(faulty)
+    hosts.wait_for(f"0 of 2 at {first}", f"1 of 2 at {last}")
+    for name in (first, last):
+        hosts.end(name, 0)
+    for name in (first, last):
+        assert hosts.agents[name].wait(100) == 0, hosts.log(name)

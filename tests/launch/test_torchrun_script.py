@@ -64,6 +64,16 @@ def test_ranks_are_forked_without_gpus_or_if_asked(
         ([*MEET, "--nodes", "4-1"], "--nodes = '4-1': is not a number of nodes"),
         ([*MEET, "--name", "a b"], "--name = 'a b': may contain only letters"),
         ([*MEET, "--spares", "-1"], "--spares = -1: is negative -> --spares 0"),
+        (
+            [*MEET, "--heartbeat-timeout", "2"],
+            "--heartbeat-timeout = 2: is too short for 3 heartbeats of each node, of 1 -> "
+            "--heartbeat-timeout 3",
+        ),
+        (
+            [*MEET, "--nodes", "1000", "--spares", "24"],
+            "--heartbeat-timeout = 4: is too short for 3 heartbeats of each node, of 1024 -> "
+            "--heartbeat-timeout 72",
+        ),
         ([*MEET, "--setup", "if ["], "bash cannot parse the script"),
         # 8 samples, micro-batches of 4, 2 processes a node.
         (

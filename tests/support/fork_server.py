@@ -19,7 +19,9 @@ hang: {"rank", "layer", "call", "how"}: that process never returns from the atte
 spoil: {"rank", "steps": {number: "nan", "gradient" or "master" or "unchecked"}}: in those steps
     of its life that process computes a loss that is not a number, or a gradient that is 10 000
     times as large, or after them one of its masters is infinite ("unchecked": and it does not look
-    at what it sends other sites).
+    at what it sends other sites), or one bit is another: of its parameters ("parameter bit"), of a
+    state of its optimizer ("state bit"), the last of a master ("master bit"), or, just before the
+    update, of a gradient ("gradient bit").
 slow: {"rank", "seconds"}: that process takes so much longer for every linear layer.
 grace_seconds: what survivors of a failure are given before they are killed.
 full_disk: {"rank", "after_saves", "until_saves", "bytes"}: after so many saves, and until so many,
@@ -141,14 +143,41 @@ def spoil(steps: dict[str, str]) -> None:
             output.register_hook(lambda gradient: gradient * 1e4)
         return None
 
+    def flip(tensor: Any, bit: int | None = None) -> None:
+        """Change one bit, if none is given the highest of the mantissa."""
+        size = tensor.element_size()
+        highest = {2: 6, 4: 22}[size]
+        bits = tensor.view({2: torch.int16, 4: torch.int32}[size]).view(-1)
+        bits[0] ^= 1 << (highest if bit is None else bit)
+
+    def flip_gradient(optimizer: Any) -> None:
+        own = optimizer.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            optimizer.step = own
+            flip(optimizer.param_groups[0]["params"][0].grad)
+            return own(*args, **kwargs)
+
+        optimizer.step = step
+
     def spoiled(train_step: Any) -> Any:
         def step(*args: Any, **kwargs: Any) -> Any:
             how[0] = steps.get(str(next(counter)))
+            if how[0] == "gradient bit":
+                flip_gradient(*args[0]._skip_hook._optimizers)
             result = train_step(*args, **kwargs)
             if how[0] in ("master", "unchecked"):
                 parts = master_parts(args[0].engine, args[0].module)
                 part = next(part for part in parts if part.count)
                 part.of(part.master.data)[-1] = float("inf")
+            if how[0] == "parameter bit":
+                flip(next(args[0].module.parameters()).data)
+            if how[0] == "master bit":
+                part = next(part for part in master_parts(args[0].engine, args[0].module))
+                flip(part.of(part.master.data), 0)
+            if how[0] == "state bit":
+                [optimizer] = args[0]._skip_hook._optimizers
+                flip(next(iter(optimizer.state.values()))["exp_avg"])
             how[0] = None
             return result
 

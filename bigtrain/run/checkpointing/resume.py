@@ -8,10 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bigtrain.data.samples.phases import differences, first_phase
+from bigtrain.data.samples.phases import Phase, differences, first_phase
 from bigtrain.engine.checkpoint.snapshot import restore_engine
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.errors import CheckpointError, CorruptCheckpointError, TrainingError
+from bigtrain.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    FaultyHostError,
+    TrainingError,
+)
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.changed_settings import (
     changed_rate,
@@ -21,6 +26,7 @@ from bigtrain.run.checkpointing.changed_settings import (
 from bigtrain.run.checkpointing.initialize import BaseWeights
 from bigtrain.run.checkpointing.memory_files import MemoryCheckpoint, MemoryFiles
 from bigtrain.run.context import RunContext
+from bigtrain.run.diagnostics.replica_watch import Differing
 from bigtrain.run.health import fencing
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
@@ -60,18 +66,7 @@ def restore_or_start(
             refuse_other_base(document, base.sums, directory)
         if not _is_restored(log, engine, directory, document):
             continue
-        state = TrainState(
-            document["step"],
-            document["samples"],
-            document["tokens"],
-            phases,
-            GuardState.from_json(document.get("guard")),
-            document.get("outer_steps", 0),
-            BestSoFar.from_json(document.get("best")),
-            (sent[0], sent[1]) if (sent := document.get("outer_sent")) else None,
-            document.get("outer_tokens", 0),
-            document.get("stopped_steps", 0),
-        )
+        state = _state_of(document, phases)
         log.info(f"resumed at step {state.step} from {directory}")
         if memory is not None:
             memory.resumed_step = state.step if isinstance(candidate, MemoryCheckpoint) else None
@@ -84,6 +79,21 @@ def restore_or_start(
                 log.info(text)
         return state
     return TrainState(phases=(first_phase(context.config, inputs.sources),))
+
+
+def _state_of(document: Mapping[str, Any], phases: tuple[Phase, ...]) -> TrainState:
+    return TrainState(
+        document["step"],
+        document["samples"],
+        document["tokens"],
+        phases,
+        GuardState.from_json(document.get("guard")),
+        document.get("outer_steps", 0),
+        BestSoFar.from_json(document.get("best")),
+        (sent[0], sent[1]) if (sent := document.get("outer_sent")) else None,
+        document.get("outer_tokens", 0),
+        document.get("stopped_steps", 0),
+    )
 
 
 def _merged(
@@ -228,3 +238,59 @@ def _good_checkpoints(context: RunContext, log: RunLog, state: TrainState) -> It
         streak = GuardState.from_json(document.get("guard")).streak
         if document["step"] < state.step and streak == 0:
             yield directory, document
+
+
+def restore_alike(
+    context: RunContext, log: RunLog, engine: TrainEngine, state: TrainState, differing: Differing
+) -> TrainState:
+    """Restore the engine from the newest checkpoint up to ``differing.alike_step``, after which
+    replicas were alike, and remove newer ones; return its state, from which samples are read again.
+    Collective; no save may be in progress. Raises TrainingError on every rank without such a
+    checkpoint, and if a host was named before: FaultyHostError on that host, if it is known."""
+    directory = context.directory
+    who = ", ".join(f"rank {rank} on {context.hosts[rank]}" for rank in differing.ranks)
+    which = "" if differing.is_known else " (one of them is wrong, and it is unknown which)"
+    what = f"step {state.step + 1}: the parameters of {who} differ from those of replicas{which}"
+
+    def remove_newer() -> None:
+        for step in checkpoints.list_steps(directory):
+            if step > differing.alike_step:
+                checkpoints.remove(checkpoints.checkpoint_path(directory, step))
+
+    context.long_work.on_main_rank(remove_newer)
+    if differing.again:
+        if differing.is_known and context.hosts[context.world.rank] in differing.again:
+            raise FaultyHostError(
+                f"{what}, again: memory or processors of this host may be faulty -> test it "
+                "(bigtrain doctor) before it takes part in any run; this one resumes from before"
+            )
+        raise TrainingError(
+            f"{what}, again on {', '.join(differing.again)}, whose memory or processors may be "
+            "faulty -> exclude it, and start the run again: it resumes from before"
+        )
+    found = _usable(context, log)
+    while (loadable := _next(context, found)) is not None:
+        checkpoint, document = loadable
+        if not _is_restored(log, engine, checkpoint, document):
+            continue
+        restored = _state_of(document, state.phases)
+        if log.metrics is not None:
+            log.metrics.roll_back(restored.step, restored.samples)
+        log.event(
+            "replicas_differed",
+            state,
+            first_sample=restored.samples,
+            to_step=restored.step,
+            ranks=list(differing.ranks),
+            is_known=differing.is_known,
+        )
+        log.info(
+            f"{what}; continuing from step {restored.step} with the same samples, newer "
+            "checkpoints are removed"
+        )
+        return restored
+    raise TrainingError(
+        f"{what}, and {directory} has no checkpoint up to step {differing.alike_step}, when they "
+        "were alike -> start the run again on other hosts, and save more often "
+        "(checkpoint.every_steps)"
+    )

@@ -31,6 +31,8 @@ And every event, with the samples of the run that it concerns::
     {"step", "event": "skipped", "first_sample", "num_samples", "reason", "loss", "grad_norm",
      "consecutive"}
     {"step", "event": "rolled_back", "first_sample", "num_samples", "to_step"}
+    {"step", "event": "replicas_differed", "first_sample", "num_samples", "to_step", "ranks",
+     "is_known"}
     {"step", "event": "straggler", "first_sample", "num_samples", "rank", "host", "work_seconds",
      "median_seconds"}
     {"step", "event": "site_alone" | "site_left_out" | "site_returned" | "message_refused",

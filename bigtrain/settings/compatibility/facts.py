@@ -172,6 +172,7 @@ class Facts:
     num_sites: int = _run("sites.count", 0)
     site_fragments: int = _run("sites.fragments", 1)
     memory_steps: int | None = _run("checkpoint.memory.every_steps", None)
+    compare_steps: int | None = _run("guard.compare_every_steps", None)
     stops_early: bool = _run("evaluation.early_stopping", False, lambda section: True)
     accelerate: bool = _given(False)
     device: Device | None = _given(None)

@@ -263,6 +263,10 @@ class GuardSection(Section):
     continues with the samples after them"""
     max_rollbacks: NonNegativeInt = 3
     """rollbacks to the same checkpoint after which the run fails"""
+    compare_every_steps: PositiveInt | None = None
+    """optimizer steps between comparisons of parameters that several ranks hold alike; if some
+    differ, the run names their ranks and repeats the steps since a checkpoint from before;
+    default: never"""
 
 
 class TrainSection(Section):

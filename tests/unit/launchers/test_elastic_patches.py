@@ -20,6 +20,7 @@ from torch.distributed.launcher import api as launcher
 from bigtrain.errors import EXIT_STOPPED
 from bigtrain.launchers import elastic_patches
 from bigtrain.launchers.elastic_patches import Agent, Rendezvous
+from bigtrain.launchers.membership import SilenceDetector
 from tests.support.contracts import Contract, has, is_as_read, public_functions, reads, takes, title
 
 STATE = ("participants", "wait_list", "redundancy_list", "last_heartbeats", "round", "closed")
@@ -69,6 +70,12 @@ CONTRACTS = [
     has(Rendezvous, lambda: DynamicRendezvousHandler, "_stop_heartbeats"),
     takes(Rendezvous, lambda: dynamic._remove_participant_epilogue, "state", "settings"),
     takes(elastic_patches.TooManyHostsError, lambda: dynamic._should_keep_alive, "ctx"),
+    # An agent that leaves closes nothing for others, because `Rendezvous.shutdown` is called.
+    reads(
+        elastic_patches.FaultyHostError,
+        lambda: launcher.launch_agent,
+        "spec.rdzv_handler.shutdown()",
+    ),
     # A host that waits restarts the ranks of all agents; so do lost and failed ones.
     reads(
         Agent,
@@ -145,6 +152,21 @@ def test_what_is_added_to_the_state_reaches_other_agents() -> None:
     second.sync()
     assert elastic_patches._State(second.state).expected == {nodes[0]: 0, nodes[1]: 1}
     assert elastic_patches._State(second.state).failed == (3, 1)
+
+
+def test_a_host_that_is_lost_between_two_rounds_is_not_waited_for() -> None:
+    nodes = [dynamic._NodeDesc(name, 1, 0) for name in "ab"]
+    now = [0.0]
+    holder = elastic_patches._StateHolder(nodes[0], Backend(), settings(), 0.0)
+    holder._silence = SilenceDetector(4, 100, lambda: now[0])
+    state = holder.state
+    elastic_patches._State(state).expected = {nodes[0]: 0, nodes[1]: 1}
+    for now[0] in (0.0, 3.0):  # also one that has just left the round to join the next
+        holder._sanitize()
+        assert nodes[1] in elastic_patches._State(state).expected
+    now[0] = 4.0
+    holder._sanitize()
+    assert elastic_patches._State(state).expected == {nodes[0]: 0}
 
 
 @pytest.mark.parametrize(

@@ -454,6 +454,29 @@ def test_weights_have_one_source(tmp_path: Path) -> None:
     assert "checkpoint.initialize_from = 'old' and model.path = 'hf' both name" in problems[0]
 
 
+@pytest.mark.parametrize(
+    ("every", "save", "keep", "remedy"),
+    [
+        (4, 4, 2, None),
+        (8, 4, 3, None),
+        (5, 4, 2, "-> guard.compare_every_steps=4"),
+        (1, 4, 1, "-> set checkpoint.every_steps, and checkpoint.keep_last to 2 or more"),
+        (1, "null", 2, "-> set checkpoint.every_steps, and checkpoint.keep_last to 2 or more"),
+    ],
+)
+def test_a_checkpoint_from_before_the_last_comparison_is_kept(
+    tmp_path: Path, every: int, save: object, keep: int, remedy: str | None
+) -> None:
+    overrides = [f"guard.compare_every_steps={every}", f"checkpoint.every_steps={save}"]
+    overrides.append(f"checkpoint.keep_last={keep}")
+    if remedy is None:
+        load_run_config(write(tmp_path, make_tree()), overrides)
+        return
+    (problem,) = problems_of(tmp_path, make_tree(), *overrides)
+    assert f"guard.compare_every_steps = {every}: a checkpoint from before" in problem
+    assert remedy in problem
+
+
 @pytest.mark.parametrize(("evaluated", "fits"), [("3", False), ("null", False), ("2", True)])
 def test_the_best_checkpoints_have_a_held_out_loss(
     tmp_path: Path, evaluated: str, fits: bool

@@ -1,0 +1,49 @@
+"""Checksums of the parameters that several ranks hold alike, below ZeRO 3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from bigtrain.engine.optimizers.masters import master_parts
+from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.models.parallel.sharding import shard_of
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ReplicaChecksums(NamedTuple):
+    """Checksums of what a rank holds: `parameters` as its `Mesh.replicas`, `experts` as its
+    `Mesh.expert_replicas`."""
+
+    parameters: int
+    experts: int
+
+
+def replica_checksums(engine: TrainEngine) -> ReplicaChecksums:
+    """Return the checksums of this rank's parameters, and of masters that all replicas have: their
+    `sum_of_bits`, each times an odd number of its own, modulo 2**64. Not collective; waits for the
+    device."""
+    sums = torch.zeros(2, dtype=torch.int64, device=engine.device)
+    for number, (is_of_experts, tensor) in enumerate(_held_alike(engine)):
+        sums[int(is_of_experts)] += (2 * number + 1) * sum_of_bits(tensor).to(sums.device)
+    return ReplicaChecksums(*sums.tolist())
+
+
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of all elements' bits as integers, modulo 2**64: int64, on the device. Exact
+    in any order, unlike a sum of floats, and another one for any change within one element."""
+    return tensor.detach().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+def _held_alike(engine: TrainEngine) -> Iterator[tuple[bool, torch.Tensor]]:
+    """Yield (whether it is of experts, tensor)."""
+    for parameter in engine.module.parameters():
+        shard = shard_of(parameter)
+        yield shard is not None and shard.over == "expert", parameter
+    for part in master_parts(engine.engine, engine.module):
+        # Without 16-bit copies a parameter is its own master; reading it twice costs little.
+        if part.is_replicated:
+            yield part.shard.over == "expert", part.of(part.master)

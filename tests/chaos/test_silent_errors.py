@@ -1,0 +1,107 @@
+"""A flipped bit on one rank that nothing else notices: it is named, and the steps are repeated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bigtrain.errors import EXIT_FAULTY_HOST
+from bigtrain.run.checkpointing import checkpoints
+from tests.chaos.conftest import STEPS, arguments, assert_same_run, events
+from tests.support.lives import Server
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+COMPARE = "guard.compare_every_steps"
+CASES = {
+    "zero0": (4, ["zero0"], "parameter bit"),
+    "zero0 state": (4, ["zero0"], "state bit"),
+    "zero0 gradient": (4, ["zero0"], "gradient bit"),
+    "bf16 zero0": (4, ["zero0", "precision.dtype=bfloat16"], "state bit"),
+    "bf16 master": (4, ["zero0", "precision.dtype=bfloat16"], "master bit"),
+    "zero1": (4, ["zero1"], "parameter bit"),
+    "bf16 zero2": (4, ["zero2", "precision.dtype=bfloat16"], "parameter bit"),
+    "pipeline": (4, ["zero1", "parallel.pipeline=2"], "parameter bit"),
+    "tensor": (4, ["zero1", "parallel.tensor=2"], "parameter bit"),
+}
+CHEAP = {"zero0 state", "zero1"}
+
+
+def flips(how: str, *steps: int) -> dict[str, Any]:
+    return {"rank": 1, "steps": {str(step): how for step in steps}}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in CHEAP else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
+def test_a_flipped_bit_changes_nothing_in_the_end(
+    server: Server, run_yaml: Path, tmp_path: Path, name: str
+) -> None:
+    size, (engine, *more), how = CASES[name]
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    options = ["--deepspeed_config", engine, *more]
+    words = arguments(run_yaml, run, *options, f"{COMPARE}=1")
+    codes, text = server.live(words, world_size=size, spoil=flips(how, 9))
+    assert codes == [0] * size, text
+    codes, other = server.live(arguments(run_yaml, undisturbed, *options), world_size=size)
+    assert codes == [0] * size, other
+    assert_same_run(run, undisturbed)
+    [event] = events(run, "replicas_differed")
+    # A state is seen in what the next update makes of it; the step before was compared too.
+    assert event["step"] == (10 if how == "state bit" else 9)
+    assert event["to_step"] == 8
+    # Of two replicas, both are named.
+    assert event["ranks"] == ([1, 3] if "parallel" in options[-1] else [1])
+    assert event["is_known"] is ("parallel" not in options[-1])
+    assert checkpoints.list_steps(run) == [8, 16, 22, 24]
+
+
+def test_two_ranks_that_differ_are_both_named(
+    server: Server, run_yaml: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    """`uninterrupted` compares nothing."""
+    run = tmp_path / "run"
+    words = arguments(run_yaml, run, f"{COMPARE}=1")
+    codes, text = server.live(words, spoil=flips("parameter bit", 13))
+    assert codes == [0, 0], text
+    assert_same_run(run, uninterrupted)
+    assert "step 14: the parameters of rank 0 on " in text
+    assert "(one of them is wrong, and it is unknown which); continuing from step 12" in text
+
+
+@pytest.mark.parametrize(
+    ("size", "code", "fix"),
+    [
+        (2, 2, "whose memory or processors may be faulty -> exclude it"),
+        (4, EXIT_FAULTY_HOST, "memory or processors of this host may be faulty -> test it"),
+    ],
+)
+def test_a_host_that_errs_again_is_to_be_excluded(
+    server: Server,
+    run_yaml: Path,
+    uninterrupted: Path,
+    tmp_path: Path,
+    size: int,
+    code: int,
+    fix: str,
+) -> None:
+    """By its exit code, if it is known which of its ranks is wrong."""
+    run = tmp_path / "run"
+    words = arguments(run_yaml, run, f"{COMPARE}=1")
+    codes, text = server.live(words, world_size=size, spoil=flips("parameter bit", 9, 15))
+    assert code in codes, text
+    assert "Traceback" not in text
+    assert fix in text
+    if size == 2:  # otherwise rounding differs
+        codes, text = server.live(words)
+        assert codes == [0, 0], text
+        assert_same_run(run, uninterrupted)
+
+
+def test_without_a_checkpoint_from_before(server: Server, run_yaml: Path, tmp_path: Path) -> None:
+    words = arguments(run_yaml, tmp_path / "run", f"{COMPARE}=1", f"train.steps={STEPS}")
+    codes, text = server.live(words, spoil=flips("parameter bit", 1))
+    assert 2 in codes, text
+    assert "has no checkpoint up to step 0, when they were alike -> start the run again" in text
