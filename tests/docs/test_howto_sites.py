@@ -68,6 +68,7 @@ def test_all_that_is_refused_is_named() -> None:
         "sites with SuperOffload": "SuperOffload",
         "sites over quantized or secondary partitions": "ZeRO++",
         "sites with checkpoints in memory": "checkpoints in memory",
+        "sites with compared replicas": "compared replicas",
         "sites that stop early": "early stopping",
         "fragments without a layer": "more fragments than layers",
         "sites under accelerate's own settings": "accelerate without",
