@@ -10,12 +10,15 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from bigtrain.run.checkpointing import checkpoints
 from tests.chaos.conftest import arguments, assert_same_run, final_tensors, losses
 from tests.support.lives import Server
+from tests.support.tiers import FULL
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
@@ -100,6 +103,61 @@ def test_killed_rank_resumes_from_memory_to_the_same_bits(
     assert directory.startswith(str(memory))
     assert left_in(memory) == []
     assert_same_end(run, undisturbed)
+
+
+@pytest.fixture(scope="module")
+def experts_yaml(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run with a mixture of experts, which two ranks divide."""
+    tree = yaml.safe_load(run_yaml.read_text())
+    tree["model"]["config"] |= {
+        "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    }  # fmt: skip
+    path = tmp_path_factory.mktemp("experts") / "run.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def one_kill(chooser: random.Random, run: Path) -> dict[str, Any]:
+    """A moment of a life: at an operation on files of checkpoints, in memory or on disk, or at a
+    time after the start; one rank or both."""
+    if chooser.random() < 0.6:
+        return {"die": (chooser.randrange(2), chooser.randint(1, 250))}
+    ranks = chooser.choice([[0], [1], [0, 1]])
+    delay = chooser.uniform(0, 1.0)
+    send = {"log": str(run / "log.txt"), "delay_seconds": delay, "ranks": ranks, "times": 1}
+    return {"send": send | {"signal": signal.SIGKILL}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", [*TOPOLOGIES, "experts2"])
+def test_random_kills_change_no_bit(
+    server: Server, run_yaml: Path, experts_yaml: Path, memory: Path, tmp_path: Path, topology: str
+) -> None:
+    """Runs that save in memory at each step and on disk at every fifth are killed again and
+    again until they end; 40 kills in the full tier."""
+    own = TOPOLOGIES.get(topology, ["engine.deepspeed_config=zero1", "parallel.expert=2"])
+    own = [*own, "checkpoint.every_steps=5", "checkpoint.keep_every_steps=null"]
+    yaml_file = experts_yaml if topology == "experts2" else run_yaml
+    undisturbed = tmp_path / "undisturbed"
+    codes, text = server.live(arguments(yaml_file, undisturbed, *own))
+    assert codes == [0, 0], text
+    chooser = random.Random(topology)
+    num_kills = num_runs = 0
+    while num_kills < (40 if FULL else 6):
+        run = tmp_path / f"run-{num_runs}"
+        num_runs += 1
+        ended = False
+        while not ended:
+            command = words(yaml_file, run, memory, *own)
+            codes, text = server.live(command, **one_kill(chooser, run))
+            assert codes == [0, 0] or -signal.SIGKILL in codes, text
+            assert "is corrupt" not in text, text
+            ended = codes == [0, 0]
+            num_kills += not ended
+        assert_same_end(run, undisturbed)
+        assert left_in(memory) == []
+    print(f"{topology}: {num_kills} kills of {num_runs} runs")
 
 
 @pytest.fixture
@@ -290,16 +348,3 @@ def test_random_kills_leave_nothing_and_end_as_the_undisturbed_run(
     own = ["checkpoint.every_steps=8", "checkpoint.keep_last=9"]
     survive(server, words(run_yaml, run, memory, *own), memory, num_kills=5, seed=1)
     assert_same_end(run, uninterrupted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_random_kills_of_every_topology(
-    server: Server, run_yaml: Path, memory: Path, tmp_path: Path, topology: str
-) -> None:
-    own = [*TOPOLOGIES[topology], "checkpoint.every_steps=8", "checkpoint.keep_last=9"]
-    undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
-    codes, text = server.live(arguments(run_yaml, undisturbed, *own))
-    assert codes == [0, 0], text
-    survive(server, words(run_yaml, run, memory, *own), memory, num_kills=12, seed=2)
-    assert_same_end(run, undisturbed)
