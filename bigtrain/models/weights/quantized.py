@@ -133,7 +133,6 @@ def finish_layers(model: nn.Module, section: AdaptersSection) -> None:
 def read_quantized(model: nn.Module, weights: Weights, device: torch.device) -> None:
     """Read the weights of all quantized layers and pack them on `device`, one at a time. Not
     collective: every rank reads all of them. Raises ModelError as `Weights.fill`."""
-    library = _library()
     for name, module in model.named_modules():
         if not is_quantized(module):
             continue
@@ -142,7 +141,7 @@ def read_quantized(model: nn.Module, weights: Weights, device: torch.device) -> 
         full = allocate(tuple(weights.tensors[source].shape), layer.quantized_from)
         weights.fill(source, (0, 0), full)
         full = (full.T if layer.is_transposed else full).contiguous().to(device)
-        packed, state = library.functional.quantize_4bit(
+        packed, state = _library().functional.quantize_4bit(
             full,
             blocksize=BLOCK_SIZE,
             compress_statistics=layer.weight.compress_statistics,
