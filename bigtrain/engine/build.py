@@ -38,7 +38,6 @@ from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.build import build_model
 from bigtrain.models.equivalence.model_plan import ModelPlan, require_model_plan
-from bigtrain.models.layers.adapters import has_adapters
 from bigtrain.models.parallel.sequence import SequenceParallel
 from bigtrain.models.parallel.sequence_exchange import GroupExchange, SequenceExchange
 from bigtrain.settings.batch_plan import BatchPlan
@@ -85,7 +84,7 @@ def build_engine(
         sequence = SequenceParallel(model, SequenceExchange(*exchanges))
     computes_loss = model_plan.loss.install(model, loss_terms(config)) is not None
     exact = ExactParameters(model, model_plan.parameters.kept, device)
-    compiled = apply_layer_options(model, config, engine_config, device)
+    compiled = apply_layer_options(model, config, engine_config, device, model_plan.tiles)
     groups = parameter_groups(
         model, config.optimizer, mesh.topology.expert_size, model_plan.parameters.untrained
     )
@@ -131,7 +130,7 @@ def _initialize(
             config=copy_of(engine_config.deepspeed),
             mpu=mpu,
         )
-    if engine_config.zero_stage == 3 and has_adapters(model):
+    if engine_config.zero_stage == 3:
         register_external_parameters(model)
     if mesh.topology.expert_size > 1:
         fix_allgather_order(engine.optimizer)

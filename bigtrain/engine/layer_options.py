@@ -8,20 +8,26 @@ import torch
 
 from bigtrain.models.layers.compilation import compile_layers, is_compiled, offload_checkpoints
 from bigtrain.models.layers.kernels import apply_kernels
+from bigtrain.models.layers.tiled_mlp import TilePlan
 from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
 
 
 def apply_layer_options(
-    model: Any, config: RunConfig, engine_config: EngineConfig, device: torch.device
+    model: Any,
+    config: RunConfig,
+    engine_config: EngineConfig,
+    device: torch.device,
+    tiles: TilePlan,
 ) -> bool:
-    """Apply the run's kernels, activation offload and compilation to a complete `model` (split into
-    its stage, filled, loss installed); return whether its layers are compiled. Raises ModelError if
-    decoder layers of transformers' kind are needed and there are none."""
+    """Apply the run's kernels, tiles, activation offload and compilation to a complete `model`
+    (split into its stage, filled, loss installed); return whether its layers are compiled. Raises
+    ModelError if decoder layers of transformers' kind are needed and there are none."""
     section = config.model
     if section.kernels == "liger":
         apply_kernels(model)
+    tiles.install(model)
     if section.activation_offload:
         offload_checkpoints(model, device.type)
     facts = Facts(config, engine_config.deepspeed)

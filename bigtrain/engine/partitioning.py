@@ -19,7 +19,8 @@ from bigtrain.engine.deepspeed_patches.experts import (
 from bigtrain.engine.deepspeed_patches.partitions import PartitioningInit, partition_parameters
 from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
 from bigtrain.models.build import WHOLE, Partitioning
-from bigtrain.models.layers.adapters import borrowed_parameters
+from bigtrain.models.layers.adapters import borrowed_parameters, has_adapters
+from bigtrain.models.layers.tiled_mlp import parameters_inside, tiled_modules
 from bigtrain.models.parallel.collectives import GroupRows
 from bigtrain.models.parallel.experts import check_experts_of_plan, shard_experts
 from bigtrain.models.parallel.sharding import cut_parameter, is_expert
@@ -113,10 +114,12 @@ def _divide_experts(model: Any, mesh: Mesh, plan: Plan | None) -> None:
 
 
 def register_external_parameters(model: nn.Module) -> None:
-    """Make ZeRO 3 gather parameters of other modules that peft's layers read. DeepSpeed gathers
-    parameters only for the module that owns them, and for modules for which they are registered as
-    external."""
-    for layer, parameters in borrowed_parameters(model):
+    """Make ZeRO 3 gather parameters of other modules that peft's layers read, and all of an MLP's
+    at once if it is computed in tiles. DeepSpeed gathers parameters only for the module that owns
+    them, and for modules for which they are registered as external."""
+    borrowed = borrowed_parameters(model) if has_adapters(model) else ()
+    tiled = ((module, parameters_inside(module)) for module in tiled_modules(model))
+    for layer, parameters in (*borrowed, *tiled):
         for parameter in parameters:
             deepspeed.zero.register_external_parameter(layer, parameter)
 

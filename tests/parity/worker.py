@@ -44,6 +44,7 @@ from bigtrain.models.equivalence.loss import choose_loss
 from bigtrain.models.equivalence.model_plan import ModelPlan, choose_float8
 from bigtrain.models.equivalence.parameter_plan import plan_parameters
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
+from bigtrain.models.equivalence.tiles import choose_tiles
 from bigtrain.models.layers.adapters import has_adapters
 from bigtrain.models.layers.document_attention import Isolation
 from bigtrain.models.parallel.stage_layout import StagePlan
@@ -188,7 +189,9 @@ def model_plan_of(config: RunConfig, plan: BatchPlan) -> ModelPlan:
     parameters = plan_parameters(config, load_hf_config(config.model))
     float8, problems = choose_float8(config, load_hf_config(config.model), plan)
     assert not problems
-    return ModelPlan(stages, isolation, loss, parameters, float8)
+    tiles, problems = choose_tiles(config, load_hf_config(config.model), plan, parameters.kept)
+    assert not problems
+    return ModelPlan(stages, isolation, loss, parameters, float8, tiles)
 
 
 def skip(_figures: StepStats) -> bool:

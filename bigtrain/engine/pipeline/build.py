@@ -54,7 +54,7 @@ def build_pipeline_engine(
     model_plan.isolation.install(stage.model)
     terms = loss_terms(config)
     computes_loss = stage.is_last and model_plan.loss.install(stage.model, terms) is not None
-    compiled = apply_layer_options(stage.model, config, engine_config, device)
+    compiled = apply_layer_options(stage.model, config, engine_config, device, model_plan.tiles)
     module = StageModule(stage, device, model_plan.isolation, computes_loss=computes_loss)
     exact = ExactParameters(stage.model, model_plan.parameters.kept, device)
     pipeline = _stages_module(module, mesh)

@@ -96,7 +96,8 @@ def _try(
     return None, "" if difference is None else f"the {difference.where} differs {difference.size}"
 
 
-def _plain(model: PreTrainedModel) -> Results:
+def loss_and_gradients(model: PreTrainedModel) -> Results:
+    """Return the loss of a proxy model from its logits, with its gradients."""
     ids, labels = _sample(model)
     outputs = model(input_ids=ids, use_cache=False)
     loss = F.cross_entropy(
@@ -123,7 +124,7 @@ def _results(model: PreTrainedModel, loss: torch.Tensor, outputs: Any) -> Result
 
 
 CHUNKED = Trial(
-    _plain,
+    loss_and_gradients,
     _in_chunks,
     # Float32 sums in another order make 1e-6.
     {LOSS: Tolerance(own=1e-5), GRADIENT: Tolerance(common=1e-5)},

@@ -28,11 +28,13 @@ from bigtrain.models.equivalence.parameter_plan import (
 )
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
 from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
+from bigtrain.models.equivalence.tiles import choose_tiles
 from bigtrain.models.layers.adapters import check_adapters
 from bigtrain.models.layers.document_attention import Isolation
 from bigtrain.models.layers.float8 import NO_FLOAT8, Float8Plan, plan_float8
 from bigtrain.models.layers.loss_plan import LossPlan
 from bigtrain.models.layers.parameters import check_frozen, freeze
+from bigtrain.models.layers.tiled_mlp import NO_TILES, TilePlan
 from bigtrain.models.parallel.hidden_matrices import check_matrices
 from bigtrain.models.parallel.stage_layout import StagePlan
 from bigtrain.settings.batch_plan import BatchPlan
@@ -49,19 +51,21 @@ from bigtrain.system.user_cache import (
 @dataclass(frozen=True)
 class ModelPlan:
     """Pipeline stages, document isolation and loss of a run's model, which of its parameters are
-    trained, and which layers compute in float8. stages: None without pipeline stages."""
+    trained, which layers compute in float8, and which in tiles. stages: None without pipeline
+    stages."""
 
     stages: StagePlan | None
     isolation: Isolation
     loss: LossPlan
     parameters: ParameterPlan = field(default_factory=ParameterPlan)
     float8: Float8Plan = NO_FLOAT8
+    tiles: TilePlan = NO_TILES
 
     def lines(self, accumulation: int) -> list[str]:
         """Return the plan as human-readable lines; `accumulation`: micro-batches in a pipeline at
         once."""
         stages = self.stages.describe(accumulation) if self.stages else ""
-        parts = (self.isolation, self.loss, self.parameters, self.float8)
+        parts = (self.isolation, self.loss, self.parameters, self.float8, self.tiles)
         reasons = (part.reason for part in parts)
         return [line for line in (stages, *reasons) if line]
 
@@ -85,7 +89,9 @@ def choose(
     loss, problems = choose_loss(config, hf_config, plan)
     float8, not_chosen = choose_float8(config, hf_config, plan)
     parameters = plan_parameters(config, hf_config, reach)
-    return ModelPlan(stages, isolation, loss, parameters, float8), [*problems, *not_chosen]
+    tiles, not_tiled = choose_tiles(config, hf_config, plan, parameters.kept)
+    chosen = ModelPlan(stages, isolation, loss, parameters, float8, tiles)
+    return chosen, [*problems, *not_chosen, *not_tiled]
 
 
 def choose_float8(

@@ -24,6 +24,7 @@ from transformers.utils import ModelOutput
 
 from bigtrain.errors import ModelError
 from bigtrain.models.layers.adapters import trained_copy
+from bigtrain.models.layers.gradient_parts import GradientSum, substituted
 from bigtrain.models.layers.token_loss import (
     IGNORED_LABEL,
     NO_TERMS,
@@ -31,7 +32,7 @@ from bigtrain.models.layers.token_loss import (
     summed_token_loss,
     token_scores,
 )
-from bigtrain.models.torch_patches import shadow, shadowed, unshadow
+from bigtrain.models.torch_patches import shadow, shadowed
 
 Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 """Summed cross-entropy of hidden states [N, H], a weight [V, H], a bias [V] and labels [N]."""
@@ -177,13 +178,16 @@ class ChunkedLoss:
             rows = rows[index]
         loss = torch.zeros((), device=rows.device, dtype=torch.float32)
         of_rows = torch.empty_like(rows) if gradients is not None else None
-        sums = [_Sum(w) if w.requires_grad else None for w in weights]
+        sums = [GradientSum(w) if w.requires_grad else None for w in weights]
         chunk_tokens = len(labels) if self._fused else self._chunk_tokens
         for start in range(0, len(labels), max(1, chunk_tokens)):
             part = slice(start, start + chunk_tokens)
             chunk = rows[part].requires_grad_(gradients is not None)
             leaves = [w.detach().requires_grad_(w.requires_grad) for w in weights]
-            with torch.set_grad_enabled(gradients is not None), self._weights(leaves):
+            with (
+                torch.set_grad_enabled(gradients is not None),
+                substituted(self._head, weights, leaves),
+            ):
                 of_chunk = self._loss_of(chunk, labels[part])
             loss += of_chunk.detach()
             if of_rows is not None:
@@ -270,11 +274,11 @@ class ChunkedLoss:
         if index is not None:
             rows, upstream = rows[index], upstream[index]
         of_rows = torch.empty_like(rows)
-        sums = [_Sum(w) if w.requires_grad else None for w in weights]
+        sums = [GradientSum(w) if w.requires_grad else None for w in weights]
         for part in self._parts(len(labels)):
             chunk = rows[part].requires_grad_()
             leaves = [w.detach().requires_grad_(w.requires_grad) for w in weights]
-            with torch.enable_grad(), self._weights(leaves):
+            with torch.enable_grad(), substituted(self._head, weights, leaves):
                 entropies = self._entropies(chunk, labels[part])
             wanted = [chunk, *(leaf for leaf in leaves if leaf.requires_grad)]
             found = torch.autograd.grad(entropies, wanted, upstream[part])
@@ -323,22 +327,6 @@ class ChunkedLoss:
         with shadowed(self._model, calls):
             yield
 
-    @contextmanager
-    def _weights(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Use `leaves` as the head's parameters inside, so that no hooks run per chunk; ZeRO-3's
-        are gathered here."""
-        places: list[tuple[nn.Module, str]] = []
-        found = dict(zip(map(id, self._head.parameters()), leaves, strict=True))
-        for module in self._head.modules():
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                shadow(module, name, found[id(parameter)])
-                places.append((module, name))
-        try:
-            yield
-        finally:
-            for module, name in places:
-                unshadow(module, name)
-
 
 class _Call:
     """Replaces a module in its model's forward method: calls go to `call`, attributes are the
@@ -354,28 +342,6 @@ class _Call:
         value = getattr(self._module, name)
         # Some models call a part of their base model (OPT its decoder).
         return _Call(value, self._call) if isinstance(value, nn.Module) else value
-
-
-class _Sum:
-    """A sum of gradients like `parameter`, in float32 where there are several."""
-
-    def __init__(self, parameter: torch.Tensor) -> None:
-        self._like = parameter
-        self._first: torch.Tensor | None = None
-        self._total: torch.Tensor | None = None
-
-    def add(self, gradient: torch.Tensor) -> None:
-        if self._first is None and self._total is None:
-            self._first = gradient
-            return
-        if self._total is None:
-            assert self._first is not None
-            self._total, self._first = self._first.float(), None
-        self._total += gradient
-
-    def value(self) -> torch.Tensor:
-        total = self._total if self._total is not None else self._first
-        return torch.zeros_like(self._like) if total is None else total.to(self._like.dtype)
 
 
 class _Loss(torch.autograd.Function):

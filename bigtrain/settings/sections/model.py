@@ -22,6 +22,11 @@ def chunk_tokens(vocabulary_size: int, loss_chunk_tokens: int | None) -> int:
     return loss_chunk_tokens or max(1, _CHUNK_BYTES // (4 * vocabulary_size))
 
 
+def auto_tiles(num_tokens: int, hidden_size: int) -> int:
+    """Return the tiles of ``tiled_mlp: auto``, as Arctic Long Sequence Training chooses them."""
+    return -(-num_tokens // hidden_size)
+
+
 class VocabularySection(Section):
     """Growth of the vocabulary of trained weights to that of the data's tokenizer. It never
     shrinks."""
@@ -75,6 +80,13 @@ class ModelSection(Section):
     fused kernel (CUDA); auto: chunked where the logits are larger than one chunk"""
     loss_chunk_tokens: PositiveInt | None = None
     """tokens whose logits exist at a time; default: as many as take 256 MiB in float32"""
+
+    tiled_mlp: Literal["auto", "off"] | PositiveInt = "off"
+    """compute the MLP of each layer, experts too, in tiles of tokens, and again in the backward
+    pass, so that the activations inside an MLP exist for one tile only; a number: of tiles; auto:
+    tokens of a rank's micro-batch / hidden size, rounded up (arXiv 2506.13996), so that a tile has
+    at most as many tokens as the hidden size, and off where that is one tile or tiles compute
+    something else; off: at once. Dropout inside an MLP draws other masks than at once"""
 
     kernels: Literal["none", "liger"] = "none"
     """fused RMSNorm, RoPE and SwiGLU; liger: those of liger-kernel, for the architectures it knows

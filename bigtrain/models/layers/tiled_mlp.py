@@ -1,0 +1,286 @@
+"""MLPs computed in tiles of tokens, and again in the backward pass, so that the activations inside
+an MLP exist for the tokens of one tile only (Arctic Long Sequence Training, arXiv 2506.13996).
+
+The tiles' gradients of a parameter are added up in float32 and returned as one, so that whatever
+its hooks do (reduction by ZeRO, sums over tensor-parallel ranks) happens once, with the complete
+gradient. DeepSpeed 0.19.8's `TiledMLP` (runtime/sequence_parallel/ulysses_sp.py) is not used: it
+adds up in the parameters' dtype, runs their hooks for each tile, loses the gradients if there are
+fewer tiles than requested, draws other dropout masks in the backward pass, supports one tensor as
+the only input (experts have three), and ZeRO 3 would gather an MLP's parameters for each tile.
+
+Shapes: N = tokens of a call, n = tokens of a tile, H = a tensor's last dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import get_device_states, set_device_states
+from transformers import PreTrainedModel
+
+from bigtrain.errors import ModelError
+from bigtrain.models.layers.adapters import computing_modules, layers_of, stacks_of
+from bigtrain.models.layers.gradient_parts import GradientSum, substituted
+from bigtrain.models.layers.parameter_roles import ParameterRole, Role, parameter_roles
+from bigtrain.models.layers.parameters import decoder_layers
+from bigtrain.models.torch_patches import shadow, unshadow
+
+_TILES = "bigtrain_tiles"
+_BESIDE_PRODUCTS = {Role.BIAS, Role.NORM, Role.OTHER}
+"""Roles of parameters that an MLP may have in addition to those of its products."""
+
+
+def find_mlps(model: PreTrainedModel) -> list[str]:
+    """Return names of the modules of decoder layers that can be computed in tiles, in the model's
+    order: the largest that have several linear layers of an MLP, or stacked experts, and no
+    attention and no router. `model` may be on the meta device; without adapters, not sharded."""
+    products = set(layers_of(model, "mlp"))
+    stacks = set(stacks_of(model, "mlp"))
+    roles = list(parameter_roles(model).values())
+
+    def is_product(entry: ParameterRole) -> bool:
+        return entry.name in stacks or (entry.role is Role.MATRIX and entry.module in products)
+
+    def of(name: str, module: nn.Module) -> Iterator[str]:
+        own = [entry for entry in roles if entry.name.startswith(f"{name}.")]
+        weights = [entry for entry in own if is_product(entry)]
+        others = [entry for entry in own if not is_product(entry)]
+        is_mlp = len(weights) > 1 or any(entry.name in stacks for entry in weights)
+        is_called = not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if is_mlp and is_called and all(entry.role in _BESIDE_PRODUCTS for entry in others):
+            yield name
+        elif weights:
+            for leaf, child in module.named_children():
+                yield from of(f"{name}.{leaf}", child)
+
+    return [
+        found
+        for name, layer in decoder_layers(model)
+        for leaf, child in layer.named_children()
+        for found in of(f"{name}.{leaf}", child)
+    ]
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """The modules of a run's model that are computed in tiles of `tile_tokens` tokens at most, and
+    why, as a human-readable line. Without modules nothing is."""
+
+    modules: tuple[str, ...] = ()
+    tile_tokens: int = 1
+    reason: str = ""
+
+    def install(self, model: PreTrainedModel) -> None:
+        """Make the modules compute in tiles. Call it when the model is complete: split, sharded,
+        with adapters and kernels. Skips modules of other pipeline stages."""
+        modules = computing_modules(model)
+        for name in self.modules:
+            module = modules.get(name)
+            if module is not None and not getattr(module, "is_placeholder", False):
+                Tiles(module, self.tile_tokens)
+
+
+NO_TILES = TilePlan()
+
+
+def tiled_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of `model` that are computed in tiles."""
+    return [module for module in model.modules() if _TILES in vars(module)]
+
+
+def parameters_inside(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of submodules of `module`, which it uses itself if it is tiled."""
+    own = {id(parameter) for parameter in module.parameters(recurse=False)}
+    return [parameter for parameter in module.parameters() if id(parameter) not in own]
+
+
+class Tiles:
+    """Makes `module` compute `tile_tokens` tokens at a time, and again in the backward pass.
+
+    Of its arguments, tensors have the tokens in all dimensions but the last; its output likewise.
+    A call with fewer tokens computes one tile. Raises ModelError for calls of another kind.
+    """
+
+    def __init__(self, module: nn.Module, tile_tokens: int) -> None:
+        assert tile_tokens >= 1
+        self._module = module
+        self._tile_tokens = tile_tokens
+        self._plain_forward: Callable[..., Any] = module.forward
+        shadow(module, _TILES, self)
+        shadow(module, "forward", self.forward)
+
+    def remove(self) -> None:
+        """Restore the module's own forward method."""
+        unshadow(self._module, _TILES)
+        shadow(self._module, "forward", self._plain_forward)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Call the module's own forward method for each tile."""
+        call, tensors = _Call.of(self._plain_forward, args, kwargs)
+        if not torch.is_grad_enabled():
+            return self.compute(call, tensors)
+        count, weights = len(tensors), self._trained()
+        output: torch.Tensor = _Tiled.apply(self, call, count, *tensors, *weights)  # type: ignore[no-untyped-call]
+        return output
+
+    def compute(self, call: _Call, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the output for `tensors` [..., H], without a graph."""
+        rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
+        output: torch.Tensor | None = None
+        for part in self._parts(len(rows[0])):
+            found = call.run([tensor[part] for tensor in rows])
+            if output is None:
+                output = found.new_empty(*tensors[0].shape[:-1], found.shape[-1])
+            output.view(-1, found.shape[-1])[part] = found
+        assert output is not None
+        return output
+
+    def differentiate(
+        self, call: _Call, tensors: Sequence[torch.Tensor], upstream: torch.Tensor
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of `tensors` and of the module's trained parameters for that of the
+        output, `upstream`."""
+        rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
+        upstream = upstream.reshape(-1, upstream.shape[-1])
+        of_rows = [
+            torch.zeros_like(tensor) if is_wanted else None
+            for tensor, is_wanted in zip(rows, call.is_wanted, strict=True)
+        ]
+        weights = self._trained()
+        leaves = [weight.detach().requires_grad_() for weight in weights]
+        sums = [GradientSum(weight) for weight in weights]
+        with torch.enable_grad(), substituted(self._module, weights, leaves):
+            for part in self._parts(len(upstream)):
+                tile = [
+                    tensor[part].detach().requires_grad_(is_wanted)
+                    for tensor, is_wanted in zip(rows, call.is_wanted, strict=True)
+                ]
+                output = call.run(tile)
+                wanted = [tensor for tensor in tile if tensor.requires_grad] + leaves
+                found = torch.autograd.grad(output, wanted, upstream[part], allow_unused=True)
+                del output
+                _take(found, part, [target for target in of_rows if target is not None], sums)
+        of_tensors = [
+            None if gradient is None else gradient.view(tensor.shape)
+            for gradient, tensor in zip(of_rows, tensors, strict=True)
+        ]
+        return [*of_tensors, *(None if total.is_empty else total.value() for total in sums)]
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self._module.parameters() if p.requires_grad]
+
+    def _parts(self, num_rows: int) -> Iterator[slice]:
+        """Yield the tiles of `num_rows` tokens; without any, an empty one."""
+        for start in range(0, max(1, num_rows), self._tile_tokens):
+            yield slice(start, start + self._tile_tokens)
+
+
+def _take(
+    found: Sequence[torch.Tensor | None],
+    part: slice,
+    of_rows: Sequence[torch.Tensor],
+    sums: Sequence[GradientSum],
+) -> None:
+    """Store the gradients of a tile: of its tokens in their place, of the parameters in sums."""
+    for target, gradient in zip(of_rows, found, strict=False):
+        if gradient is not None:
+            target[part] = gradient
+    for total, gradient in zip(sums, found[len(of_rows) :], strict=True):
+        if gradient is not None:
+            total.add(gradient)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a module. keys, dims: of its tensors, the positions or names of the arguments and
+    their numbers of dimensions; is_wanted: which of them need a gradient. args, kwargs: the other
+    arguments, with None for the tensors, which only autograd keeps."""
+
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    keys: tuple[int | str, ...]
+    dims: tuple[int, ...]
+    is_wanted: tuple[bool, ...]
+
+    @classmethod
+    def of(
+        cls, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[_Call, list[torch.Tensor]]:
+        """Return the call and its tensors. Raises ModelError for tensors without the tokens."""
+        values: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        tensors = {key: value for key, value in values if isinstance(value, torch.Tensor)}
+        num_rows = {math.prod(tensor.shape[:-1]) for tensor in tensors.values()}
+        if len(num_rows) != 1 or min(tensor.dim() for tensor in tensors.values()) < 2:
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors.values())
+            raise ModelError(f"an MLP is called with tensors of shapes {shapes or None}")
+        call = cls(
+            forward,
+            tuple(None if key in tensors else value for key, value in enumerate(args)),
+            {key: None if key in tensors else value for key, value in kwargs.items()},
+            tuple(tensors),
+            tuple(tensor.dim() for tensor in tensors.values()),
+            tuple(tensor.requires_grad for tensor in tensors.values()),
+        )
+        return call, list(tensors.values())
+
+    def run(self, tile: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the output [n, H] for a tile's tensors, [n, H] each."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        for key, dim, rows in zip(self.keys, self.dims, tile, strict=True):
+            value = rows.view(*(1,) * (dim - 2), *rows.shape)
+            if isinstance(key, int):
+                args[key] = value
+            else:
+                kwargs[key] = value
+        output = self.forward(*args, **kwargs)
+        is_fit = isinstance(output, torch.Tensor) and output.dim() == self.dims[0]
+        if not is_fit or output.shape[:-1].numel() != len(tile[0]):
+            raise ModelError("an MLP does not return one tensor with a row for each token")
+        result: torch.Tensor = output.reshape(-1, output.shape[-1])
+        return result
+
+
+class _Tiled(torch.autograd.Function):
+    """Computes without a graph, and again with one in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tiles: Tiles, call: _Call, num_tensors: int, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        inputs = tensors[:num_tensors]
+        ctx.tiles, ctx.call = tiles, call
+        ctx.random = _RandomState(inputs[0])
+        ctx.save_for_backward(*inputs)
+        return tiles.compute(call, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with ctx.random.restored():
+            gradients = ctx.tiles.differentiate(ctx.call, ctx.saved_tensors, upstream[0])
+        return None, None, None, *gradients
+
+
+class _RandomState:
+    """State of the random streams at a call, from which dropout draws the same masks again."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._kind = tensor.device.type
+        self._of_cpu = torch.get_rng_state()
+        self._devices, self._states = get_device_states(tensor)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Draw from this state inside, and continue after as if nothing had been drawn."""
+        kind = {} if self._kind == "cpu" else {"device_type": self._kind}
+        with torch.random.fork_rng(devices=self._devices, **kind):
+            torch.set_rng_state(self._of_cpu)
+            if self._devices:
+                set_device_states(self._devices, self._states, device_type=self._kind)
+            yield
