@@ -22,6 +22,7 @@ from bigtrain.models.equivalence.proxy_model import (
     document_positions,
     with_heads,
 )
+from bigtrain.models.equivalence.tiles import choose_tiles
 from bigtrain.models.experts import has_auxiliary_loss
 from bigtrain.models.layers.parameters import KEY as FROZEN
 from bigtrain.parity.adapters import comparable_adapters
@@ -60,7 +61,7 @@ RATES = tuple(1e-2 * (0.5 + 0.25 * step) for step in range(STEPS))
 SHIPPED = ("zero0", "zero1", "zero2", "zero3", "pipeline_zero1")
 _CLIP_NORM = 0.5
 _SMALLEST_EPS = 1e-3
-_CHUNK_TOKENS = 7
+_CHUNK_TOKENS, _TILES = 7, 3
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
             # Several chunks in a micro-batch; Liger's kernel does not run on a CPU.
             loss=_loss(config, hf_config, notes),
             loss_chunk_tokens=_CHUNK_TOKENS,
+            tiled_mlp=_TILES if _is_tiled(config, hf_config) else "off",
         ),
         adapters=adapters,
         moe=_moe(config.moe, notes),
@@ -266,12 +268,21 @@ def _frozen(config: RunConfig, model: torch.nn.Module, notes: list[str]) -> tupl
 
 def _loss(config: RunConfig, hf_config: Any, notes: list[str]) -> Literal["plain", "chunked"]:
     """Return the run's method for the loss of its own micro-batches."""
-    batch = config.batch
-    plan = BatchPlan(batch.samples_per_step, batch.micro_batch_size, 1, 1, batch.sequence_length)
-    chosen, _ = choose_loss(config, hf_config, plan)
+    chosen, _ = choose_loss(config, hf_config, _own_plan(config))
     if chosen.kind == "liger":
         notes.append("model.loss = liger needs CUDA: the loss in chunks is compared")
     return "plain" if chosen.kind == "plain" else "chunked"
+
+
+def _is_tiled(config: RunConfig, hf_config: Any) -> bool:
+    """Return whether the run computes the MLPs of its own micro-batches in tiles."""
+    chosen, _ = choose_tiles(config, hf_config, _own_plan(config))
+    return bool(chosen.modules)
+
+
+def _own_plan(config: RunConfig) -> BatchPlan:
+    batch = config.batch
+    return BatchPlan(batch.samples_per_step, batch.micro_batch_size, 1, 1, batch.sequence_length)
 
 
 def _engines(config: RunConfig, directory: Path) -> tuple[Engine, ...]:

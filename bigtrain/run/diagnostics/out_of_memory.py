@@ -93,6 +93,8 @@ def remedies(config: RunConfig, zero_stage: int, held: MemoryUse) -> list[str]:
         elif not config.model.activation_offload:
             settings.append("model.activation_offload=true")
         if config.model.gradient_checkpointing == "full":
+            if config.model.tiled_mlp == "off":
+                settings.append("model.tiled_mlp=auto")
             degrees = config.parallel.degrees
             more = {"ulysses": degrees.ulysses_size, "ring": 2 * degrees.ring_size}
             is_ring = degrees.ring_size > 1

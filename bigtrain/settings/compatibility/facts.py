@@ -164,6 +164,7 @@ class Facts:
     kernels: str = _run("model.kernels", "none")
     compiles: str = _run("model.compile", "off")
     activation_offload: bool = _run("model.activation_offload", False)
+    tiled_mlp: int | str = _run("model.tiled_mlp", "off")
     freezes: bool = cast(bool, _Fact(False, "model.frozen", _freezes))
     bias_updates: bool = _run("moe.bias_update_rate", False, lambda rate: rate > 0)
     adapters: str | None = _run("adapters.type", None)
@@ -236,6 +237,7 @@ class Facts:
             self.zero_stage < 3
             and self.tensor_size == self.sequence_size == self.expert_size == 1
             and not self.activation_offload
+            and self.tiled_mlp == "off"
             and not self.bias_updates
         )
 
