@@ -176,6 +176,8 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
     "data": {"document_boundaries": "isolate", "mask_end_of_document": False},
     "optimizer": {"eps": 1e-6},
 }
+TILES: dict[str, dict[str, Any]] = {"model": {"tiled_mlp": 5}}
+TILES_ANEW = {"model": TILES["model"] | RECOMPUTE["model"]}
 BFLOAT16: dict[str, dict[str, Any]] = {"precision": {"dtype": "bfloat16"}}
 
 DROPOUT: dict[str, dict[str, Any]] = {"adapters": {"dropout": 0.3}}
@@ -195,6 +197,22 @@ CASES = [
     Case(1, "zero0"),
     Case(1, "zero2", accumulation=4, sections=RECOMPUTE),
     Case(2, "zero3"),
+    Case(2, "zero3", sections=TILES_ANEW),
+    *(
+        Case(2, engine, model, 2, degrees, kind | TILES, slow=True)
+        for engine, model, degrees, kind in (
+            ("zero0", "llama", {}, {}),
+            ("zero3", "gpt2", {}, {}),
+            ("zero3", "odd", {}, DORA),
+            ("zero3_offload", "odd", {}, BOTH),
+            ("zero3", "dense_of_moe", {}, {}),
+            ("zero1", "dense_of_moe", {"tensor": 2}, {}),
+            ("zero1", "llama", {"sequence": 2}, {}),
+            ("zero1", "llama", {"pipeline": 2}, {}),
+            ("zero1", "odd", {"tensor": 2}, BOTH),
+            ("zero3", "phi3", {"tensor": 2}, DORA),
+        )
+    ),
     Case(2, "zero3", "gpt2", accumulation=4, sections=RECOMPUTE),
     Case(2, "zero0", degrees={"sequence": 2}),
     Case(2, "zero1", degrees={"pipeline": 2}),

@@ -28,6 +28,8 @@ from tests.parity.test_adapters import (
     PEFT,
     RECOMPUTE,
     SPREADS,
+    TILES,
+    TILES_ANEW,
     WEIGHTS,
     Case,
     config_of,
@@ -59,6 +61,8 @@ CASES = [
     Case(2, "zero1", "gpt2", sections=fp4()),
     Case(2, "zero0", degrees={"sequence": 2}, sections=nf4(dora=True)),
     Case(2, "zero1", degrees={"pipeline": 2}, sections=nf4()),
+    Case(2, "zero2", sections=nf4() | TILES, slow=True),
+    Case(1, "zero1", sections=nf4(dora=True) | TILES_ANEW, slow=True),
     *(
         Case(size, engine, model, accumulation, degrees, kind, slow=True)
         for engine in ("zero0", "zero1", "zero2", "zero2_offload")
