@@ -49,6 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
                   "num_experts_per_tok": 2, "moe_intermediate_size": 128},
     "mistral": {"model_type": "mistral", **GATED, "sliding_window": None},
 }  # fmt: skip
+TILES = {"tiled_mlp": 8, "loss": "chunked", "loss_chunk_tokens": 64}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero0": ("zero0", {}),
     "zero1": ("zero1", {}),
@@ -57,6 +58,12 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero1 recompute": ("zero1", {"model": {"gradient_checkpointing": "full"}}),
     "zero3 recompute": ("zero3", {"model": {"gradient_checkpointing": "full"}}),
     "zero1 chunked": ("zero1", {"model": {"loss": "chunked", "loss_chunk_tokens": 64}}),
+    "zero1 tiles": ("zero1", {"model": TILES}),
+    "zero3 tiles": ("zero3", {"model": TILES}),
+    "zero3 recompute tiles": ("zero3", {"model": {**TILES, "gradient_checkpointing": "full"}}),
+    "zero1 bf16 tiles": ("zero1", {"model": TILES, "precision": {"dtype": "bfloat16"}}),
+    "zero1 tp2 tiles": ("zero1", {"model": TILES, "parallel": {"tensor": 2}}),
+    "zero1 ep2 tiles": ("zero1", {"model": TILES, "parallel": {"expert": 2}}),
     "zero1 bf16": ("zero1", {"precision": {"dtype": "bfloat16"}}),
     "zero0 bf16": ("zero0", {"precision": {"dtype": "bfloat16"}}),
     "zero2 bf16": ("zero2", {"precision": {"dtype": "bfloat16"}}),
@@ -76,7 +83,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 # Settings measured for all models, and for some.
 USUAL = ("zero0", "zero1", "zero2", "zero3", "zero1 recompute", "zero1 bf16")
 EXPERTS = tuple(title for title in LAYOUTS if " ep2" in title)
-CUT = ("zero1 chunked", "zero1 tp2", "zero1 pp2", "zero1 sp2")
+CUT = ("zero1 chunked", "zero1 tiles", "zero1 tp2 tiles", "zero1 tp2", "zero1 pp2", "zero1 sp2")
 MORE: dict[str, tuple[str, ...]] = {
     "llama": tuple(title for title in LAYOUTS if title not in EXPERTS),
     "qwen3": tuple(title for title in LAYOUTS if title not in EXPERTS),

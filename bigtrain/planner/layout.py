@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from bigtrain.settings.degrees import Degrees
+from bigtrain.settings.sections.model import auto_tiles
 from bigtrain.settings.sections.optimizer import facts_of_optimizer
 
 Recompute = Literal["none", "attention", "operators", "full"]
@@ -46,9 +47,10 @@ class Layout(Degrees):
     norms and residuals are split along the sequence inside a tensor-parallel group (Megatron's
     sequence parallelism, which bigtrain does not have but published rows do). `recompute_every`
     n: "full" recomputes every n-th layer. `offload_activations`: the inputs of recomputed layers
-    are in main memory. `num_virtual_stages`: per rank, of interleaved pipelines.
-    `copies_states`: a checkpoint is written from a copy in main memory while training continues.
-    `memory_copies`: of a rank's part of a checkpoint that its host holds for checkpoints in memory.
+    are in main memory. `tiled_mlp`: as ``model.tiled_mlp``. `num_virtual_stages`: per rank, of
+    interleaved pipelines. `copies_states`: a checkpoint is written from a copy in main memory while
+    training continues. `memory_copies`: of a rank's part of a checkpoint that its host holds for
+    checkpoints in memory.
     """
 
     zero_stage: int = 0
@@ -61,6 +63,7 @@ class Layout(Degrees):
     offload_parameters: bool = False
     offload_activations: bool = False
     loss_chunk_tokens: int | None = None
+    tiled_mlp: Literal["auto", "off"] | int = "off"
     tensor_sequence: bool = False
     num_virtual_stages: int = 1
     parameter_bytes: int = 2
@@ -100,6 +103,15 @@ class Layout(Degrees):
         """Tokens of one rank: a sequence-parallel group divides its samples."""
         return self.micro_batch_size * self.sequence_length // self.sequence_size
 
+    def num_tiles(self, hidden_size: int) -> int:
+        """Return the tiles of an MLP; 0 if it is computed as usual."""
+        if self.tiled_mlp == "off":
+            return 0
+        if self.tiled_mlp == "auto":
+            num_tiles = auto_tiles(self.tokens_per_micro_batch, hidden_size)
+            return num_tiles if num_tiles > 1 else 0
+        return self.tiled_mlp
+
     @property
     def gradient_checkpointing(self) -> str | int:
         """Value of ``model.gradient_checkpointing``."""
@@ -119,6 +131,8 @@ class Layout(Degrees):
             fraction = f" 1/{self.recompute_every}" if self.recompute_every > 1 else ""
             kind = "" if self.recompute == "full" else f" {self.recompute}"
             words.append(f"recompute{kind}{fraction}")
+        if self.tiled_mlp != "off":
+            words.append("tiled MLP")
         if self.offload_optimizer:
             words.append("offload" if self.offload_parameters else "optimizer offload")
         if self.offload_activations:

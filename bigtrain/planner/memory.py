@@ -190,6 +190,8 @@ def _layer_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: E
     t = layout.tensor_size
     whole = layer.saved_bytes_whole / (t if layout.tensor_sequence else 1)
     per_token = whole + layer.saved_bytes_cut / t
+    if layout.num_tiles(model.hidden_size):
+        per_token -= _mlp_bytes(layer, layout)
     keeps_scores = layer.score_bytes and layout.recompute != "attention" and layout.ring_size == 1
     if keeps_scores and layer.attention is not None:
         per_token += (
@@ -200,6 +202,35 @@ def _layer_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: E
         )
     summed = layer.others.summed / t * model.element_bytes
     return engine.saved * per_token * layout.tokens_per_micro_batch + summed
+
+
+def _mlp_bytes(layer: LayerCosts, layout: Layout) -> float:
+    """Return the bytes per token that autograd saves inside the MLPs that can be tiled."""
+    t, own = layout.tensor_size, layer.mlp
+    return own.saved_bytes_whole / (t if layout.tensor_sequence else 1) + own.saved_bytes_cut / t
+
+
+def _tile_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: Engine) -> float:
+    """Return the bytes of the backward pass of an MLP in tiles (models/layers/tiled_mlp.py): what
+    autograd saves for a tile and two gradients of the same width, the gradient of the MLP's input,
+    and of its parameters that of a tile and the sum in float32."""
+    num_tiles = layout.num_tiles(model.hidden_size)
+    if num_tiles == 0 or not layer.mlp.products:
+        return 0.0
+    tokens = layout.tokens_per_micro_batch
+    tile = engine.saved * _mlp_bytes(layer, layout) * math.ceil(tokens / num_tiles)
+    own, size = layer.mlp, model.element_bytes
+    weights = 0.0
+    if not model.is_frozen:
+        dense, expert = own.num_parameters, own.num_parameters_expert
+        each = size if num_tiles == 1 else size + 4
+        weights = each * max(dense / layout.tensor_size, expert / layout.expert_parts)
+    return _TILE_GRADIENTS * tile + size * model.hidden_size * tokens + weights
+
+
+_TILE_GRADIENTS = 1.5
+"""Bytes of a tile in the backward pass, relative to those that are saved for it: of four tensors
+that a gated MLP saves there are two gradients at a time."""
 
 
 def _activations_and_loss(
@@ -239,14 +270,16 @@ def _kept(
              for kind, _ in stage.counts}  # fmt: skip
     everything = sum(count * sizes[kind] for kind, count in stage.counts)
     largest = max(sizes.values(), default=0.0)
-    ring = 0.0
+    passing = 0.0  # inside a ring, or an MLP in tiles
     if engine.is_deepspeed:
-        ring = max((_ring_bytes(model.kinds[kind], model, layout) for kind in sizes), default=0.0)
+        for kind in (model.kinds[kind] for kind in sizes):
+            of_ring = _ring_bytes(kind, model, layout)
+            passing = max(passing, of_ring, _tile_bytes(kind, model, layout, engine))
     if layout.recompute == "operators":
         kept = {kind: _results_kept(model.kinds[kind], model, layout) for kind in sizes}
-        return sum(count * kept[kind] for kind, count in stage.counts), largest / 2 + ring, 0.0
+        return sum(count * kept[kind] for kind, count in stage.counts), largest / 2 + passing, 0.0
     if layout.recompute != "full":
-        return everything, ring, 0.0
+        return everything, passing, 0.0
     anew = stage.every(layout.recompute_every)
     # The output of a stage is kept too, for the backward pass from the next stage.
     inputs = hidden * (sum(n for _, n in anew) + (1 if layout.pipeline_size > 1 else 0))
@@ -254,8 +287,8 @@ def _kept(
     if anew is stage.counts:
         left = 0.0
     if layout.offload_activations:  # all but the input of the layer that is recomputed
-        return left, largest + ring + hidden, float(inputs)
-    return left + inputs, largest + ring, 0.0
+        return left, largest + passing + hidden, float(inputs)
+    return left + inputs, largest + passing, 0.0
 
 
 def _ring_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:

@@ -101,6 +101,24 @@ class ExtraAdapterParameters:
 
 
 @dataclass(frozen=True)
+class MlpCosts:
+    """Costs of the MLPs of a layer that can be computed in tiles; they are parts of the layer's.
+
+    saved_bytes: per token, without the MLPs' inputs. num_parameters: elements of the largest MLP
+    without experts, num_parameters_expert: of the largest with; 0 if there is none. products,
+    moved: shares of the layer's products with weights, and of its moved bytes.
+    """
+
+    saved_bytes_whole: float = 0.0
+    saved_bytes_cut: float = 0.0
+    num_parameters: int = 0
+    num_parameters_expert: int = 0
+    products: float = 0.0
+    moved: float = 0.0
+    num_kernels: int = 0
+
+
+@dataclass(frozen=True)
 class LayerCosts:
     """Costs of one decoder layer; bytes are per token.
 
@@ -109,7 +127,8 @@ class LayerCosts:
     if attention is not fused. `num_kernels`: launched in the forward pass.
     `num_parameters_expert` are not counted in the two before. `adapters`: products with trained
     weights in addition to the layer's own, which are then frozen; `others`: other elements of
-    adapters that are trained or kept. `packed`: the 4-bit part of the parameters.
+    adapters that are trained or kept. `packed`: the 4-bit part of the parameters. `mlp`: the part
+    that can be computed in tiles.
     """
 
     num_parameters_whole: int
@@ -127,6 +146,7 @@ class LayerCosts:
     adapters: tuple[Matmul, ...] = ()
     others: ExtraAdapterParameters = ExtraAdapterParameters()
     packed: QuantizedWeights = QuantizedWeights()
+    mlp: MlpCosts = MlpCosts()
 
     def __hash__(self) -> int:
         return self._hash
@@ -335,6 +355,7 @@ def closed_form(shape: DenseShape, element_bytes: int = 2) -> ModelCosts:
         Matmul(inner, hidden, "in"),
     )
     cut = sum(m.in_size * m.out_size for m in matmuls)
+    of_mlp = sum(m.in_size * m.out_size for m in matmuls[2:])
     scale = element_bytes / 2
     if shape.gated:
         saved_whole, saved_cut = 8.0 * hidden, 4.0 * queries + 6.0 * keys + 8.0 * inner
@@ -360,6 +381,13 @@ def closed_form(shape: DenseShape, element_bytes: int = 2) -> ModelCosts:
         * scale,
         score_bytes=0.0 if shape.fused_attention else 5.0 * scale if shape.dropout else 4.0 * scale,
         num_kernels=45 if shape.gated else 35,
+        mlp=MlpCosts(
+            saved_bytes_cut=(8.0 if shape.gated else 4.0) * inner * scale,
+            num_parameters=of_mlp,
+            products=of_mlp / cut,
+            moved=0.2,
+            num_kernels=5 if shape.gated else 3,
+        ),
     )
     table = shape.vocabulary_size * hidden
     return ModelCosts(

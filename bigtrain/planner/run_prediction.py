@@ -158,6 +158,7 @@ def layout_of(run: ResolvedRun, loss_chunk_tokens: int | None = None) -> Layout:
         offload_parameters=offload_device(run.engine.deepspeed, "offload_param") is not None,
         offload_activations=config.model.activation_offload,
         loss_chunk_tokens=config.model.loss_chunk_tokens or loss_chunk_tokens,
+        tiled_mlp=config.model.tiled_mlp,
         parameter_bytes=DTYPE_BYTES[dtype],
         gradient_bytes=DTYPE_BYTES.get(str(gradients), DTYPE_BYTES[dtype]),
         reduce_bucket_elements=int(zero.get("reduce_bucket_size", 500_000_000)),

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from bigtrain.planner.layout import ADAMW, Layout, OptimizerCosts, Recompute
 from bigtrain.planner.memory import MARGIN, MEMORY_ERROR, MemoryUse, peak_memory, usable_memory
@@ -98,6 +98,7 @@ class SearchSpace:
     bucket_elements: int
     loss: str
     loss_chunk_tokens: int | None
+    tiled_mlp: Literal["auto", "off"] | int = "off"
     optimizer: OptimizerCosts = ADAMW
     zero_stages: Sequence[int] = (0, 1, 2, 3)
     varies: bool = False
@@ -211,7 +212,7 @@ def _of_degrees(
     """Add the layouts of `degrees` to `ranking`; return how many were not assessed."""
     too_large: set[Recompute | int] = set()
     roomy, skipped = False, 0
-    offloads = _offloads(degrees, request)
+    savings = _savings(degrees, request)
     micro_sizes = _micro_sizes(degrees, request)
     first = _smallest(degrees, request)
     for index, (micro, accumulation) in enumerate(micro_sizes):
@@ -233,17 +234,28 @@ def _of_degrees(
         roomy = roomy or any(candidate.fits for candidate in tried)
         # Micro-batches of the same degrees ascend. A larger one that needs offload to fit saves
         # less than the prediction error: 4% of a 70B's step on 64 H100, where the error is 6%.
-        for changes in () if roomy else offloads:
-            candidate = assess(request.model, layout.changed(**changes), cluster, engine)
+        for smaller in () if roomy else _smaller(layout, savings, request):
+            candidate = assess(request.model, smaller, cluster, engine)
             tried.append(candidate)
             if candidate.fits:
                 break
         for candidate in tried:
             (ranking.fitting if candidate.fits else ranking.others).append(candidate)
         if prunes and not any(candidate.fits for candidate in tried):
-            rest = len(micro_sizes) - index - 1
-            return skipped + rest * (2 + (0 if roomy else len(offloads)))
+            for larger, _ in micro_sizes[index + 1 :]:
+                rest = layout.changed(micro_batch_size=larger)
+                skipped += 2 + (0 if roomy else len(_smaller(rest, savings, request)))
+            return skipped
     return skipped
+
+
+def _smaller(
+    layout: Layout, savings: Sequence[dict[str, Any]], request: SearchSpace
+) -> list[Layout]:
+    """Return `layout` with each of `savings`; with tiles only where there is more than one."""
+    changed = [layout.changed(**changes) for changes in savings]
+    width = request.model.hidden_size
+    return [each for each in changed if each.tiled_mlp != "auto" or each.num_tiles(width)]
 
 
 def _recomputed(
@@ -371,6 +383,7 @@ def _smallest(degrees: _Degrees, request: SearchSpace) -> Layout:
         overlap_communication=False,
         copies_states=request.copies_states,
         memory_copies=request.memory_copies,
+        tiled_mlp=request.tiled_mlp,
         optimizer=request.optimizer,
     )
 
@@ -387,26 +400,29 @@ def is_legal(facts: Facts, zero_stage: int, degrees: Degrees) -> bool:
     return not is_violated(changed)
 
 
-def _offloads(degrees: _Degrees, request: SearchSpace) -> list[dict[str, Any]]:
-    """Return the offload options of a layout of `degrees`, in increasing order of offloaded
-    state."""
-    options: list[dict[str, Any]] = []
+def _savings(degrees: _Degrees, request: SearchSpace) -> list[dict[str, Any]]:
+    """Return the options with which a layout of `degrees` may fit where recomputation is not
+    enough: MLPs in tiles, and offload, in increasing order of offloaded state."""
     if degrees.zero_stage < 1 or degrees.pipeline_size > 1:
-        return options
-    activations = {"offload_activations": True, "recompute": "full"}
-    if not is_legal(request.facts.changed(activation_offload=True), degrees.zero_stage, degrees):
-        activations = {}
-    options += [activations] if activations else []
-    facts = request.facts.changed(offload_optimizer="cpu")
-    optimizer = {"offload_optimizer": True}
-    if is_legal(facts, degrees.zero_stage, degrees):
-        options += [optimizer, {**optimizer, "recompute": "full"}]
-        options += [{**optimizer, **activations}] if activations else []
-    if degrees.zero_stage == 3:
-        facts = facts.changed(offload_param="cpu")
-        if is_legal(facts, 3, degrees):
-            everything = {**optimizer, "offload_parameters": True, "recompute": "full"}
-            options += [everything, {**everything, **activations}] if activations else [everything]
+        return []
+
+    def legal(**changes: Any) -> bool:
+        return is_legal(request.facts.changed(**changes), degrees.zero_stage, degrees)
+
+    full = {"recompute": "full"}
+    tiles = {**full, "tiled_mlp": "auto"}
+    activations = {**full, "offload_activations": True}
+    of_layers: list[dict[str, Any]] = []
+    if request.tiled_mlp == "off" and legal(tiled_mlp="auto"):
+        of_layers.append(tiles)
+    if legal(activation_offload=True):
+        of_layers += [activations, *({**activations, **each} for each in of_layers)]
+    options, optimizer = list(of_layers), {"offload_optimizer": True}
+    if legal(offload_optimizer="cpu"):
+        options += [{**optimizer, **each} for each in ({}, full, *of_layers)]
+    if degrees.zero_stage == 3 and legal(offload_optimizer="cpu", offload_param="cpu"):
+        everything = {**optimizer, "offload_parameters": True}
+        options += [{**everything, **each} for each in (full, *of_layers)]
     return options
 
 

@@ -194,6 +194,7 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
         bucket_elements=int(raw["zero_optimization"]["reduce_bucket_size"]),
         loss=config.model.loss,
         loss_chunk_tokens=config.model.loss_chunk_tokens,
+        tiled_mlp=config.model.tiled_mlp,
         optimizer=optimizer_costs(config.optimizer),
         copies_states=config.checkpoint.asynchronous,
         memory_copies=memory_copies(config.checkpoint),
@@ -246,6 +247,8 @@ def run_and_engine(
     tree["model"]["gradient_checkpointing"] = layout.gradient_checkpointing
     if layout.offload_activations or config.model.activation_offload:
         tree["model"]["activation_offload"] = layout.offload_activations
+    if layout.tiled_mlp != config.model.tiled_mlp:
+        tree["model"]["tiled_mlp"] = layout.tiled_mlp
     section, tokens = config.model, layout.tokens_per_micro_batch
     if layout.loss_chunk_tokens != auto_loss_chunk(
         section.loss, section.loss_chunk_tokens, vocabulary_size, tokens

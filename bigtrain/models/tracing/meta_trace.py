@@ -38,11 +38,12 @@ from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES
 from bigtrain.models.layers.document_masks import document_boundaries
 from bigtrain.models.layers.parameter_roles import parameter_roles
 from bigtrain.models.layers.parameters import listed_layers
+from bigtrain.models.layers.tiled_mlp import find_mlps
 from bigtrain.models.parallel.stage_layout import tensors_in
 from bigtrain.models.parallel.tensor import known_plan
 from bigtrain.models.torch_patches import OperatorMode, shadow, storage_of, unshadow
 from bigtrain.models.transformers_patches import modules_of_experts
-from bigtrain.planner.model_costs import Attention, LayerCosts, Matmul, ModelCosts
+from bigtrain.planner.model_costs import Attention, LayerCosts, Matmul, MlpCosts, ModelCosts
 
 _NAME = "bigtrain_traced"
 Side = Literal["in", "out"] | None
@@ -70,6 +71,19 @@ class _FusedAttention(torch.autograd.Function):
 
 
 @dataclass
+class _Mlp:
+    """Sums over the operations of the MLPs of one layer that can be computed in tiles."""
+
+    saved_whole: float = 0.0
+    saved_cut: float = 0.0
+    moved: float = 0.0
+    products: float = 0.0
+    num_kernels: int = 0
+    largest: int = 0
+    largest_expert: int = 0
+
+
+@dataclass
 class _Layer:
     """Sums over the operations of one layer."""
 
@@ -81,6 +95,7 @@ class _Layer:
     moved_cut: float = 0.0
     num_kernels: int = 0
     parameters: tuple[int, int, int, int] = (0, 0, 0, 0)
+    mlp: _Mlp = field(default_factory=_Mlp)
 
     def costs(self, tokens: int) -> LayerCosts:
         whole, cut, expert, num_tensors = self.parameters
@@ -98,6 +113,20 @@ class _Layer:
             moved_bytes_whole=self.moved_whole / tokens,
             moved_bytes_cut=self.moved_cut / tokens,
             num_kernels=self.num_kernels,
+            mlp=self._mlp_costs(tokens),
+        )
+
+    def _mlp_costs(self, tokens: int) -> MlpCosts:
+        own = self.mlp
+        products = sum(m.in_size * m.out_size * m.share for m in self.matmuls)
+        return MlpCosts(
+            own.saved_whole / tokens,
+            own.saved_cut / tokens,
+            own.largest,
+            own.largest_expert,
+            own.products / max(1.0, products),
+            own.moved / max(1.0, self.moved_whole + self.moved_cut),
+            own.num_kernels,
         )
 
 
@@ -112,6 +141,8 @@ class _Tracer(OperatorMode):
         self.depth_cut = 0  # inside what tensor parallelism divides
         self.side: Side = None  # of the product that is running: "in", "out" or None
         self.own: set[int] = set()
+        self.mlp: _Mlp | None = None  # that is running
+        self.mlp_inputs: set[int] = set()
         self.saved_outside = 0.0
         self._seen: dict[int, torch.Tensor] = {}
         # Made before the layers and used by all (rotary embeddings), so not any layer's own. Kept
@@ -144,10 +175,17 @@ class _Tracer(OperatorMode):
         if all(storage_of(t) in storages for t in outputs) and not name.endswith("_"):
             return  # a view
         self.current.num_kernels += 1
+        if self.mlp is not None:
+            self.mlp.num_kernels += 1
         if name in _PRODUCTS:
             self._product(name, inputs, outputs[0])
+            if self.mlp is not None:
+                last = self.current.matmuls[-1]
+                self.mlp.products += last.in_size * last.out_size * last.share
             return
         size = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
+        if self.mlp is not None:
+            self.mlp.moved += size
         if self.depth_cut:
             self.current.moved_cut += size
         else:
@@ -190,10 +228,13 @@ class _Tracer(OperatorMode):
                 return tensor
             self._seen[key] = tensor  # kept alive, or its address would be reused
             size = tensor.untyped_storage().nbytes()
-            if self.depth_cut and self.side != "out":
-                self.current.saved_cut += size
-            else:
-                self.current.saved_whole += size
+            is_cut = bool(self.depth_cut) and self.side != "out"
+            own = None if key in self.mlp_inputs else self.mlp
+            for sums in (self.current, own):
+                if sums is not None and is_cut:
+                    sums.saved_cut += size
+                elif sums is not None:
+                    sums.saved_whole += size
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -279,10 +320,32 @@ def _watched(model: PreTrainedModel, layers: list[nn.Module], tracer: _Tracer) -
             begins = functools.partial(begin, index)
             hooks.enter_context(layer.register_forward_pre_hook(begins))
             hooks.enter_context(layer.register_forward_hook(_sets(tracer, current=None)))
-        for handle in _cut_hooks(model, tracer):
+        for handle in (*_mlp_hooks(model, tracer), *_cut_hooks(model, tracer)):
             hooks.enter_context(handle)
         hooks.enter_context(run_once(layers, same))
         yield
+
+
+def _mlp_hooks(model: PreTrainedModel, tracer: _Tracer) -> Iterator[Any]:
+    """Hook the MLPs that can be computed in tiles."""
+    stacked = {name for name, entry in parameter_roles(model).items() if entry.is_stacked}
+
+    def begin(size: int, of_experts: bool, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if tracer.current is None:
+            return
+        own = tracer.mlp = tracer.current.mlp
+        tracer.mlp_inputs = {storage_of(t) for t in tensors_in((*args, *kwargs.values()))}
+        if of_experts:
+            own.largest_expert = max(own.largest_expert, size)
+        else:
+            own.largest = max(own.largest, size)
+
+    for name in find_mlps(model):
+        module = model.get_submodule(name)
+        size = sum(parameter.numel() for parameter in module.parameters())
+        begins = functools.partial(begin, size, any(n.startswith(f"{name}.") for n in stacked))
+        yield module.register_forward_pre_hook(begins, with_kwargs=True)
+        yield module.register_forward_hook(_sets(tracer, mlp=None))
 
 
 def _cut_hooks(model: PreTrainedModel, tracer: _Tracer) -> Iterator[Any]:

@@ -87,6 +87,8 @@ def layer_work(
     for work in (forward, backward):
         work.tensor *= engine.tensor_exposed
         work.expert *= engine.expert_exposed
+    num_tiles = layout.num_tiles(model.hidden_size) if layer.mlp.products else 0
+    tiles = _tiles(layer, model, layout, device, forward, again, num_tiles)
     repeated = 2.0
     if layout.recompute == "full":
         backward.add(forward, 1 / layout.recompute_every)
@@ -97,14 +99,19 @@ def layer_work(
         repeated = 3.0
     elif layout.recompute == "attention":
         backward.matmul += again
+    backward.add(tiles)
     host = layer.num_kernels * engine.kernel_host_seconds
     if layer.num_parameters_expert and engine.expert_host_seconds:
         host += engine.expert_host_seconds * max(1, model.num_experts // layout.expert_size)
     if layout.zero_stage == 3:
         # Hooks of the engine, a third of them in the forward pass.
         host += layer.num_tensors * engine.parameter_host_seconds / 3
-    forward.host = _excess(forward.device, host, engine.launch_overlap)
-    backward.host = _excess(backward.device, repeated * host, engine.launch_overlap)
+    # Every tile has the MLP's kernels, which are launched once more in the backward pass.
+    of_tile = layer.mlp.num_kernels * engine.kernel_host_seconds
+    more = max(0, num_tiles - 1) * of_tile
+    launched = repeated * (host + more) + num_tiles * of_tile
+    forward.host = _excess(forward.device, host + more, engine.launch_overlap)
+    backward.host = _excess(backward.device, launched, engine.launch_overlap)
     if layout.zero_stage == 3 and engine.measured is None:
         _partitioned(layer, model, layout, device, engine, groups, forward, backward)
     if layout.offload_activations:
@@ -115,6 +122,33 @@ def layer_work(
         backward.zero += copied
     forward.add(backward)
     return forward
+
+
+def _tiles(
+    layer: LayerCosts,
+    model: ModelCosts,
+    layout: Layout,
+    device: Device,
+    forward: Work,
+    attention: float,
+    num_tiles: int,
+) -> Work:
+    """Return what tiles of a layer's MLPs add to its backward pass: their forward pass once more,
+    and for each tile but the first, gradients of parameters that are added to sums in float32.
+    `attention`: seconds of the layer's forward pass that are its attention's."""
+    work, own = Work(), layer.mlp
+    if num_tiles == 0:
+        return work
+    work.matmul = own.products * (forward.matmul - attention)
+    work.memory_bound = own.moved * forward.memory_bound
+    work.tensor = forward.tensor / 2  # one of its two all-reduces
+    work.expert = forward.expert
+    if not model.is_frozen:
+        size = own.num_parameters / layout.tensor_size
+        size += own.num_parameters_expert / layout.expert_parts
+        moved = (num_tiles - 1) * size * (8 + model.element_bytes)
+        work.memory_bound += memory_seconds(device, moved)
+    return work
 
 
 @functools.lru_cache(maxsize=1 << 15)

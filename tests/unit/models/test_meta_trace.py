@@ -28,6 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from bigtrain.errors import ModelError
 from bigtrain.models.equivalence.pipeline_stages import stage_costs
 from bigtrain.models.layers.parameters import decoder_layers
+from bigtrain.models.layers.tiled_mlp import Tiles, find_mlps
 from bigtrain.models.parallel.stage_layout import find_layout
 from bigtrain.models.tracing import meta_trace
 from bigtrain.models.tracing.meta_trace import trace_model
@@ -112,10 +113,33 @@ def test_saved_bytes_are_those_of_a_real_forward_pass(name: str) -> None:
     assert told == pytest.approx(saved_by_layer(CONFIGS[name])[1], rel=0.005)
 
 
-def saved_by_layer(config: PreTrainedConfig) -> list[float]:
+@pytest.mark.parametrize("name", CONFIGS)
+def test_saved_bytes_of_mlps_are_what_tiles_save(name: str) -> None:
+    """Of a real forward pass without tiles, and with them."""
+    layer = (costs := trace_model(CONFIGS[name], torch.float32, TOKENS)).kinds[costs.layers[1]]
+    told = (layer.mlp.saved_bytes_whole + layer.mlp.saved_bytes_cut) * TOKENS
+    once, tiled = (saved_by_layer(CONFIGS[name], tile_tokens=size)[1] for size in (None, 5))
+    assert told == pytest.approx(once - tiled, rel=0.005)
+    assert 0.4 < layer.mlp.products < 1
+    assert 0 < layer.mlp.moved < 1
+    assert 0 < layer.mlp.num_kernels < layer.num_kernels
+
+
+def test_parameters_of_the_largest_mlp() -> None:
+    dense = trace_model(CONFIGS["llama"], torch.bfloat16).kinds[0].mlp
+    assert (dense.num_parameters, dense.num_parameters_expert) == (3 * 64 * 160, 0)
+    costs = trace_model(CONFIGS["deepseek_v3"], torch.bfloat16)
+    first, second = (costs.kinds[kind].mlp for kind in costs.layers)
+    assert (first.num_parameters, first.num_parameters_expert) == (3 * 64 * 160, 0)
+    assert (second.num_parameters, second.num_parameters_expert) == (3 * 64 * 32, 4 * 3 * 64 * 32)
+
+
+def saved_by_layer(config: PreTrainedConfig, tile_tokens: int | None = None) -> list[float]:
     """Bytes that autograd keeps first of each layer, parameters left out; what all layers share is
     counted with the first."""
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    for name in find_mlps(model) if tile_tokens else ():
+        Tiles(model.get_submodule(name), tile_tokens)
     layers = [layer for _, layer in decoder_layers(model)][:2]
     own = {p.data_ptr() for p in model.parameters()}
     sizes = [0.0] * len(layers)

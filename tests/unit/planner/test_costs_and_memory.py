@@ -126,6 +126,34 @@ def test_offload_moves_inputs_of_recomputed_layers_to_main_memory() -> None:
     assert moved.host_terms()["activations"] == moved.host_activations
 
 
+def test_tiles_keep_nothing_inside_mlps() -> None:
+    """Of a gated layer four tensors of the inner width; in its backward pass one tile of those and
+    two gradients of them, the gradient of its input, and parameters' of a tile and in float32."""
+    model = closed_form(LLAMA)
+    tokens, inner, weights = 65536, 14336, 3 * 4096 * 14336
+    changes: dict[str, Any] = {"sequence_length": tokens, "loss_chunk_tokens": 512}
+    once, tiled = (use_of(model, **changes, tiled_mlp=tiles) for tiles in ("off", 16))
+    assert use_of(model, **changes, tiled_mlp="auto") == tiled
+    own = 1.5 * 8 * inner * tokens / 16 + 2 * 4096 * tokens + 6 * weights
+    # Without tiles the most is when the loss is computed.
+    head = once.loss - tiled.loss
+    assert once.activations - tiled.activations == pytest.approx(
+        32 * 8 * inner * tokens - own, rel=1e-6
+    )
+    assert head > 0
+    changes["recompute"] = "full"
+    once, tiled = (use_of(model, **changes, tiled_mlp=tiles) for tiles in ("off", 16))
+    assert once.allocated - tiled.allocated == pytest.approx(8 * inner * tokens - own)
+    cut, ranks = use_of(model, **changes, tiled_mlp=16, tensor_size=4), 4
+    assert cut.activations < tiled.activations
+    layer = use_of(model, **changes, tensor_size=4).activations - cut.activations
+    own = 1.5 * 8 * inner * tokens / 16 / ranks + 2 * 4096 * tokens + 6 * weights / ranks
+    assert layer == pytest.approx(8 * inner * tokens / ranks - own)
+    # One tile is enough for few tokens.
+    changes["sequence_length"] = 4096
+    assert use_of(model, **changes, tiled_mlp="auto") == use_of(model, **changes)
+
+
 def test_a_ring_holds_keys_of_two_ranks_and_gradients_in_float32() -> None:
     model = closed_form(LLAMA)
     changes: dict[str, Any] = {"sequence_size": 4, "sequence_length": 32768, "recompute": "full"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -227,7 +228,7 @@ def test_loss_and_buckets_are_varied_where_that_is_faster_or_lets_something_fit(
     least = min(smallest.fitting, key=lambda c: c.memory.total)
     device = replace(find_device("H100"), memory_bytes=least.memory.total - 1e8)
     tight = Cluster(device, 8, 1e12, margin=0.0)
-    monkeypatch.setattr(planner_search, "_offloads", lambda *_: [])
+    monkeypatch.setattr(planner_search, "_savings", lambda *_: [])
     assert not whole_search(one, tight, ENGINE).fitting
     rescued = whole_search(replace(one, varies=True), tight, ENGINE).fitting
     assert rescued
@@ -270,22 +271,43 @@ def test_a_ring_extends_ulysses_where_heads_or_hosts_limit_it() -> None:
                if c.layout.tensor_size * c.layout.sequence_size <= 8)  # fmt: skip
 
 
-def test_activations_are_offloaded_where_nothing_else_fits() -> None:
-    """A sample of 131,072 tokens of a model of 8B on one device."""
+def long_samples(length: int, **facts: Any) -> SearchSpace:
+    """A sample of `length` tokens of a model of 8B."""
     model = closed_form(DenseShape(32, 4096, 32, 8, 14336, 128256))
-    facts = FACTS.changed(max_positions=None)
-    request = replace(REQUEST, model=model, facts=facts, sequence_length=131072, loss="chunked")
-    fitting, _ = search(replace(request, global_batch_size=1), cluster(1), ENGINE)
+    known = FACTS.changed(max_positions=None, **facts)
+    return replace(
+        REQUEST,
+        model=model,
+        facts=known,
+        sequence_length=length,
+        loss="chunked",
+        global_batch_size=1,
+    )
+
+
+def test_activations_are_offloaded_where_nothing_else_fits() -> None:
+    fitting, _ = search(long_samples(131072), cluster(1), ENGINE)
     assert fitting
-    for candidate in fitting:
-        assert candidate.layout.offload_activations
-        assert candidate.layout.recompute == "full"
-        assert candidate.memory.host_activations > 0
-        assert candidate.layout.describe().endswith("activation offload")
-    refused = FACTS.changed(max_positions=None, adapters="lora")
-    request = replace(request, facts=refused, global_batch_size=1)
-    every = itertools.chain(*search(request, cluster(1), ENGINE))
+    assert fitting[0].layout.offload_activations
+    assert fitting[0].layout.recompute == "full"
+    assert fitting[0].memory.host_activations > 0
+    assert fitting[0].layout.describe().endswith("activation offload")
+    every = itertools.chain(*search(long_samples(131072, adapters="lora"), cluster(1), ENGINE))
     assert not any(candidate.layout.offload_activations for candidate in every)
+
+
+def test_mlps_are_tiled_where_nothing_else_fits() -> None:
+    fitting, _ = search(long_samples(262144), cluster(1), ENGINE)
+    assert fitting
+    assert all(candidate.layout.tiled_mlp == "auto" for candidate in fitting)
+    assert ", tiled MLP, " in fitting[0].describe()
+    every = [*itertools.chain(*search(long_samples(262144, float8="rowwise"), cluster(1), ENGINE))]
+    assert every
+    assert all(candidate.layout.tiled_mlp == "off" for candidate in every)
+    # A run's own tiles are kept, and no others proposed.
+    request = replace(long_samples(262144), tiled_mlp=8)
+    every = [*itertools.chain(*search(request, cluster(1), ENGINE))]
+    assert all(candidate.layout.tiled_mlp == 8 for candidate in every)
 
 
 def test_a_larger_micro_batch_is_no_reason_to_offload() -> None:

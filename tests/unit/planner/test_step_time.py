@@ -179,6 +179,20 @@ def test_accumulation_and_recomputation_cost_what_they_should() -> None:
     assert full.matmul - plain == pytest.approx(2 * (half.matmul - plain))
 
 
+def test_tiles_compute_mlps_once_more() -> None:
+    """Whether layers are recomputed or not; each further tile adds up gradients in float32."""
+    weights = 3 * 4096 * 14336
+    for recompute in ("none", "full"):
+        changes: dict[str, Any] = {"recompute": recompute}
+        once, one, four = (time_of(**changes, tiled_mlp=tiles) for tiles in ("off", 1, 4))
+        anew = 8 * 2 * 2048 * weights / 312e12
+        assert one.matmul - once.matmul == pytest.approx(anew, rel=0.08)
+        assert four.matmul == one.matmul
+        moved = 8 * 3 * 10 * weights / A100.memory_bandwidth
+        assert four.memory_bound - one.memory_bound == pytest.approx(moved)
+        assert time_of(**changes, tiled_mlp="auto") == once  # 2,048 tokens are one tile
+
+
 def test_bubble_is_that_of_1f1b() -> None:
     """``(p - 1) / m`` of the work, where stages are equal."""
     even = replace(MODEL, vocabulary_size=0, embedding_parameters=0, head_parameters=0)
