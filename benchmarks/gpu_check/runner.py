@@ -44,7 +44,7 @@ from benchmarks.gpu_check.results import Part, Setup, Start, table, write_result
 from benchmarks.gpu_check.speed import TRACE
 from bigtrain.system.files import write_whole
 
-_LOG_CHARACTERS = 4000
+_LOG_CHARACTERS = 16000
 _STARTED = time.time()
 
 
