@@ -37,7 +37,7 @@ PARTS = (
     Entry("parity-bf16", parity.parity_bf16, 60),
     Entry("parity-fp16", parity.parity_fp16, 90),
     Entry("checkpoints", checkpoints.checkpoints, 120),
-    Entry("speed-1b", speed.speed_1b, 120, 30),
+    Entry("speed-1b", speed.speed_1b, 180, 30),
     Entry("attention", kernels.attention, 90),
     Entry("losses", kernels.losses, 60),
     Entry("float8", kernels.float8, 45),
