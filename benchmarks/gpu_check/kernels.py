@@ -1,4 +1,5 @@
-"""Parts on kernels: attention, losses, fused layers, float8, compilation; each against plain PyTorch."""
+"""Parts on kernels: attention, losses and fused layers, float8, compilation; each compared with
+plain PyTorch."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ PARTS = (
     Entry("speed-1b", speed.speed_1b, 180, 30),
     Entry("attention", kernels.attention, 90),
     Entry("losses", kernels.losses, 60),
-    Entry("float8", kernels.float8, 45),
+    Entry("float8", kernels.float8, 90),
     Entry("grouped-products", experts.grouped_products, 30),
     Entry("speed-8b", speed.speed_8b, 150, 45),
     Entry("offload", memory.offload, 120),

@@ -96,6 +96,7 @@ class Point:
     sequence_length: int | None = None  # default: that of the size
     compile: str = "off"
     loss: str = "plain"
+    loss_chunk_tokens: int | None = None
     checkpointing: str = "none"
     engine: str | None = None
     gradient_dtype: str | None = None
@@ -171,6 +172,7 @@ def resolve_point(point: Point, directory: Path) -> ResolvedRun:
             "config": llama(shape, sequence_length),
             "compile": point.compile,
             "loss": point.loss,
+            "loss_chunk_tokens": point.loss_chunk_tokens,
             "kernels": point.kernels,
             "gradient_checkpointing": point.checkpointing,
         },
