@@ -38,6 +38,8 @@ CARD = "README.md"
 # about 1e-6 was seen in float32 and 5e-3 in bfloat16; a wrong or misplaced weight makes about 1.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 2e-2}
 
+_GPU = "cuda"
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -188,7 +190,7 @@ def compare_logits(
     if difference <= tolerance:
         return []
     if on_gpu and torch.cuda.is_available():
-        there = _difference(model.to("cuda"), probe, "cuda")
+        there = _difference(model.to(_GPU), probe, _GPU)
         if there <= tolerance:
             return [
                 f"on a CPU, logits differ from the trained model's on its GPU by {difference:.1e} "
