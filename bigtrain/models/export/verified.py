@@ -10,17 +10,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
-from bigtrain.errors import ModelError, OutputError
-from bigtrain.models.build import build_model, read_in_turn
+from bigtrain.errors import ModelError, OutputError, one_line
+from bigtrain.models.build import build_model, empty_model, read_in_turn
 from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
 from bigtrain.models.export.base_record import BaseRecord
 from bigtrain.models.parallel.grouped_experts import fit_experts
@@ -70,6 +71,18 @@ class Probe:
         return Probe(tensors["input_ids"], tensors["logits"], dtype)
 
 
+def why_not_reloaded(hf_config: PreTrainedConfig) -> str | None:
+    """Return why transformers cannot read an export of the architecture without a base's files,
+    such as one whose language model has a configuration that is not its own; None if it can."""
+    with TemporaryDirectory() as directory:
+        empty_model(hf_config).config.save_pretrained(directory)
+        try:
+            empty_model(AutoConfig.from_pretrained(directory, trust_remote_code=False))
+        except Exception as error:  # of transformers, and of any architecture's code
+            return one_line(error)
+    return None
+
+
 def export_model(
     weights: Mapping[str, torch.Tensor],
     hf_config: PreTrainedConfig,
@@ -113,7 +126,7 @@ def export_model(
         if generation_config is not None and generation_config.is_file():
             shutil.copyfile(generation_config, temporary / GENERATION_CONFIG)
         if base is None:
-            notes += rewrite_config(temporary / CONFIG_NAME, hf_config)
+            notes += rewrite_config(temporary / CONFIG_NAME)
         else:
             notes += base.write_files(temporary, hf_config, dtype)
         files = None if base is None else base.files

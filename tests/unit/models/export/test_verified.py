@@ -1,4 +1,5 @@
-"""Logits of an export that differ between devices, and those that differ everywhere."""
+"""Exports that differ between devices, those that differ everywhere, and those that transformers
+cannot read."""
 
 from __future__ import annotations
 
@@ -7,10 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from bigtrain.errors import ModelError
+from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export import verified
-from bigtrain.models.export.verified import Probe, compare_logits
+from bigtrain.models.export.verified import Probe, compare_logits, why_not_reloaded
+from bigtrain.models.weights.older_readers import rewrite_config
+from bigtrain.settings.run_config import ModelSection
+from tools.tiny_models import tiny_config
 
 OTHER_DEVICE = "meta"
 """Takes the place of a GPU: the model below does not look at its inputs."""
@@ -67,3 +73,28 @@ def test_a_model_read_in_turn_stays_on_the_cpu(probe: Probe) -> None:
     model = Model({"cpu": probe.logits.flip(1), OTHER_DEVICE: probe.logits})
     with pytest.raises(ModelError, match="not written"):
         compare_logits(model, probe, Path("out"), "float32", on_gpu=False)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama4", "gemma3"])
+def test_an_export_that_transformers_reads(name: str) -> None:
+    assert why_not_reloaded(tiny_config(name)) is None
+
+
+def test_a_language_model_whose_configuration_is_no_model_of_its_own() -> None:
+    error = why_not_reloaded(tiny_config("mllama"))
+    assert error is not None
+    assert "Unrecognized configuration class" in error
+
+
+def test_the_part_that_is_a_language_model_is_completed_by_its_own_keys(tmp_path: Path) -> None:
+    config = tiny_config("llama4")
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    rewrite_config(tmp_path / "config.json")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == "llama4_text"
+
+
+def test_several_language_models_are_refused(tmp_path: Path) -> None:
+    tiny_config("musicgen").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="holds several language models"):
+        load_hf_config(ModelSection(config=str(tmp_path)))
