@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-full test-shard slow-times test-oldest check format docs reference bench gpu-check gpu-proof kernel-proof gpu-wheels cluster-deps clean
+.PHONY: help install quickstart test test-full test-shard slow-times test-oldest check format docs reference bench gpu-check gpu-proof kernel-proof gpu-wheels cluster-deps image-deps clean
 
 help:
 	@echo "make install     create .venv with the exact versions of constraints.txt"
@@ -23,6 +23,7 @@ help:
 	@echo "make check       ruff and mypy;  make format: let ruff rewrite the files"
 	@echo "make docs        build the site of docs/ into site/;  make reference: write docs/reference/ and the YAML's schema anew"
 	@echo "make cluster-deps  Slurm, sshd, pdsh for tests/cluster (Debian, as root); without it they skip"
+	@echo "make image-deps  buildah, debootstrap and runc for tests/cluster/test_image.py, likewise"
 	@echo "make bench       run every benchmark of benchmarks/ but the GPU's"
 	@echo "make gpu-check   check a GPU machine in under ten minutes, figures included"
 	@echo "make gpu-proof   trace GPU steps without a GPU, in minutes"
@@ -133,6 +134,12 @@ cluster-deps:
 	if [ ! -e $$policy ]; then printf '#!/bin/sh\nexit 101\n' > $$policy; chmod +x $$policy; trap "rm $$policy" EXIT; fi; \
 	apt-get update -qq; \
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(CLUSTER_PACKAGES)
+
+# What builds and runs the Dockerfile's image without Docker.
+image-deps:
+	@test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { echo "image-deps: needs root and apt-get (Debian, Ubuntu)" >&2; exit 2; }
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends buildah debootstrap iproute2 runc
 
 clean:
 	rm -rf build dist site .gpu-wheels *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
