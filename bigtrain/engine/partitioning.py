@@ -71,9 +71,8 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
     buffers of a full model only (0.19.8, runtime/engine.py, `_configure_distributed_model`)."""
     moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, moved.setdefault(id(buffer), buffer.to(device)))
 
 
 def copy_of(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,8 +67,8 @@ def test_quickstart_ends_in_it(image: Image, volume: Path, tmp_path: Path) -> No
     assert (volume / "quickstart" / "run" / "hf" / "config.json").stat().st_uid == 1000
 
 
-def write_manifests(inputs: Inputs, volume: Path, folder: Path) -> str:
-    """Manifests of two pods for the run of `inputs`, whose data is copied to `volume`."""
+def write_run(inputs: Inputs, volume: Path, output: Path) -> None:
+    """Copy the data of `inputs` to `volume`, and write a run that saves every five steps."""
     for source in (inputs.shards, inputs.tokenizer):
         for file in source.rglob("*"):
             if file.is_file():
@@ -77,14 +78,41 @@ def write_manifests(inputs: Inputs, volume: Path, folder: Path) -> str:
     tree = yaml.safe_load(inputs.run_yaml.read_text())
     tree["train"] = {"steps": STEPS}
     tree["checkpoint"] = {"every_steps": 5}
+    tree["data"] = {"path": f"/data/{inputs.shards.name}"}
+    tree["output"]["directory"] = "/data/run"
+    output.write_text(yaml.safe_dump(tree))
+
+
+def test_a_platform_stops_and_starts_the_command_of_the_page(
+    image: Image, inputs: Inputs, volume: Path, tmp_path: Path
+) -> None:
+    write_run(inputs, volume, volume / "run.yaml")
+    for place in (volume, *volume.rglob("*")):
+        os.chown(place, 1000, 1000)
+    page = (ROOT / "docs" / "howto" / "container.md").read_text()
+    [line] = [line for line in page.splitlines() if line.startswith("python3 -m bigtrain")]
+    mounts, run = [bound(volume, "/data")], volume / "run"
+    stopped = start(image, tmp_path / "first", line.split(), mounts=mounts)
+    wait_until("a checkpoint", lambda: list(run.glob("checkpoints/step-*/manifest.json")), 180)
+    stopped.signal(signal.SIGTERM)
+    assert stopped.wait(120) == EXIT_STOPPED, stopped.log.read_text()[-3000:]
+    last = max(metrics(run))
+    assert 0 < last < STEPS
+    again = start(image, tmp_path / "second", line.split(), mounts=mounts)
+    assert again.wait(300) == 0, again.log.read_text()[-3000:]
+    assert sorted(metrics(run)) == list(range(1, STEPS + 1))
+    assert f"resumed at step {last}" in (run / "log.txt").read_text()
+
+
+def write_manifests(inputs: Inputs, volume: Path, folder: Path) -> str:
+    """Manifests of two pods for the run of `inputs`, whose data is copied to `volume`."""
     run_yaml = folder / "run.yaml"
-    run_yaml.write_text(yaml.safe_dump(tree))
+    write_run(inputs, volume, run_yaml)
     output = folder / "job.yaml"
     words = ["launch", "kubernetes", "--config", run_yaml, "--name", "tiny", "--nodes", "2"]
     words += ["--gpus-per-node", "0", "--image", "localhost/bigtrain", "--claim", "any"]
     words += ["--mount", "/data", "--cpus", "1", "--memory", MEMORY, "--shared-memory", "256Mi"]
     words += ["--save-seconds", "60", "--output", output]
-    words += ["output.directory=/data/run", f"data.path=/data/{inputs.shards.name}"]
     assert bigtrain([str(word) for word in words]) == 0
     return output.read_text()
 

@@ -141,17 +141,19 @@ def start(
     group: int = 1000,
     network: int | None = None,
     memory_bytes: int | None = None,
-    hosts: str = "127.0.0.1 localhost\n",
+    hosts: Mapping[str, str] | None = None,
 ) -> Container:
     """Start `command` in `image` as its user, whose root is read-only but for /tmp.
 
     bundle: folder for runc's configuration, of this container only; its name is the host's. mounts:
     as of the OCI runtime specification. network: process whose network namespace it shares
-    (default: one of its own). memory_bytes: limit, after which the kernel kills.
+    (default: one of its own). memory_bytes: limit, after which the kernel kills. hosts: addresses
+    of others by name.
     """
     bundle.mkdir(parents=True)
     _run("runc", "spec", "--bundle", bundle)
-    (bundle / "hosts").write_text(hosts)
+    names = {"localhost": "127.0.0.1", bundle.name: "127.0.0.1", **(hosts or {})}
+    (bundle / "hosts").write_text("".join(f"{names[name]} {name}\n" for name in names))
     spec = json.loads((bundle / "config.json").read_text())
     user = int(str(image.config["User"]).partition(":")[0])
     variables = dict(pair.split("=", 1) for pair in image.config["Env"])
@@ -286,11 +288,10 @@ class Pods:
         variables: Mapping[str, str],
     ) -> Container:
         given = {one["name"]: one["value"] for one in container["env"]}
-        lines = ["127.0.0.1 localhost"]
-        lines += [
-            f"{address} {self.name}-node-0-{number}.{self.name}"
+        hosts = {
+            f"{self.name}-node-0-{number}.{self.name}": address
             for number, address in enumerate(self.addresses)
-        ]
+        }
         memory = self.job.get("resourcesPerNode", {}).get("limits", {}).get("memory")
         return start(
             self.image,
@@ -301,7 +302,7 @@ class Pods:
             group=self.group,
             network=self.networks[node],
             memory_bytes=None if memory is None else num_bytes(memory),
-            hosts="\n".join(lines) + "\n",
+            hosts=hosts | {name: self.addresses[node]},
         )
 
     def _mount(self, mount: Mapping[str, Any]) -> dict[str, Any]:
