@@ -13,9 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from bigtrain.data.samples.documents import document_lengths, fill_documents, fitted_lengths
+from bigtrain.data.samples.mixture import MixedSamples
 from bigtrain.data.samples.token_stream import (
     Indices,
     Ranges,
+    Samples,
     StreamSamples,
     TokenRows,
     TokenStream,
@@ -81,3 +83,10 @@ class RatedSamples(StreamSamples):
     def _pieces(self, samples: Indices) -> Ranges:
         starts, lengths, places = self._ranges(samples, np.zeros_like(samples))
         return Ranges(np.repeat(np.arange(len(samples)), 3), starts, lengths, places)
+
+
+def labels_of(samples: Samples) -> npt.NDArray[np.uint8] | None:
+    """Return the labels of rated answers, also of a mixture of them; None of other samples."""
+    sources = samples.sources if isinstance(samples, MixedSamples) else (samples,)
+    rated = [source.labels for source in sources if isinstance(source, RatedSamples)]
+    return np.concatenate(rated) if len(rated) == len(sources) else None
