@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import bigtrain
 from bigtrain.data.loading.loader import open_held_out, open_training_data
+from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.parity.adapters import with_adapters
 from bigtrain.settings.batch_plan import plan_batch
 from bigtrain.settings.loading import parse_run_config
@@ -84,21 +85,38 @@ def summed(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (values * (labels != -100)).sum(-1)
 
 
+@cache
+def labels_by_tokens(path: Path) -> dict[tuple[int, ...], bool]:
+    """Label of each document, by its tokens, from the files."""
+    dataset = open_dataset(path)
+    shards = [*dataset.shards("train"), *dataset.shards("held_out")]
+    return {
+        tuple(shard.document(number).tolist()): bool(shard.labels[number])
+        for shard in shards
+        for number in range(shard.num_documents)
+    }
+
+
+def is_desirable(root: Path, ids: torch.Tensor, labels: torch.Tensor) -> bool:
+    last = int((labels != -100).nonzero()[-1])
+    return labels_by_tokens(root / "rated")[(*ids[: last + 1].tolist(), int(labels[last]))]
+
+
 def plain_loss(
-    model: Any, base: Any, parts: list[Any]
+    root: Path, model: Any, base: Any, parts: list[Any]
 ) -> tuple[torch.Tensor, dict[str, float], float]:
     """Mean loss over `parts`, metrics, and the divergence before it is clamped; as in `kto_loss` of
     TRL (experimental/kto/kto_trainer.py) for a batch of all of them."""
     ids, labels = (torch.cat([getattr(p, name) for p in parts]) for name in ("input_ids", "labels"))
     present = (labels != -100).any(-1)[0::2]
-    likes = torch.cat([part.desirable for part in parts])[0::2]
     with torch.no_grad():
         reference = summed(base, ids, labels)
         mismatched = (summed(model, ids[1::2], labels[1::2]) - reference[1::2])[present].mean()
     kl = mismatched.clamp(min=0)
     policy = summed(model, ids[0::2], labels[0::2])
     ratios = (policy - reference[0::2])[present]
-    likes, policy = likes[present], policy[present]
+    policy, answers = policy[present], (ids[0::2][present], labels[0::2][present])
+    likes = torch.tensor([is_desirable(root, *row) for row in zip(*answers, strict=True)])
     chosen, rejected = ratios[likes], ratios[~likes]
     losses = torch.cat(
         [
@@ -137,7 +155,7 @@ def plain_run(root: Path) -> tuple[list[dict[str, Any]], list[float], dict[str, 
     (held_out,) = open_held_out(config, plan, 0)
     rows, evaluated, divergences = [], [], []
     for step in range(STEPS):
-        loss, metrics, divergence = plain_loss(model, base, batches.step(8 * step))
+        loss, metrics, divergence = plain_loss(root, model, base, batches.step(8 * step))
         optimizer.zero_grad()
         loss.backward()
         norm = float(torch.nn.utils.clip_grad_norm_(trained, 0.2))
@@ -146,7 +164,7 @@ def plain_run(root: Path) -> tuple[list[dict[str, Any]], list[float], dict[str, 
         divergences.append(divergence)
         if (step + 1) % 4 == 0:
             with torch.no_grad():
-                evaluated.append(float(plain_loss(model, base, list(held_out.batches))[0]))
+                evaluated.append(float(plain_loss(root, model, base, [*held_out.batches])[0]))
     batches.close()
     return rows, evaluated, model.state_dict(), divergences
 
@@ -202,3 +220,12 @@ def test_kto_is_that_of_a_plain_loop(root: Path, engine: str, sections: dict[str
     tree["model"] = {**tree["model"], "loss": "chunked", "loss_chunk_tokens": 7}
     name = f"{engine}-{len(sections)}"
     compare(root, name, train(root, name, tree, 2))
+
+
+@pytest.mark.slow
+def test_a_resume_on_one_rank_goes_on_as_the_plain_loop(root: Path) -> None:
+    tree = run_of(root, engine={"deepspeed_config": "zero1"})
+    rows = train(root, "resumed", {**tree, "train": {"steps": 4}}, 2)
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
+    allowed = {"every_steps": 4, "allow_changes": ["train.steps"]}
+    compare(root, "resumed", train(root, "resumed", {**tree, "checkpoint": allowed}, 1))
