@@ -162,6 +162,7 @@ class TrainEngine:
         if not self.module.training:  # which asks every module; else it is left so
             self.engine.train()
         self._reset_step_counters(observe)
+        self.on_phase(FORWARD_PASS)
         self._objective.prepare(self, micro_batches)
         for batch, moved in self.feed(micro_batches):
             self._accumulate(batch, moved, scale, loss_sum)

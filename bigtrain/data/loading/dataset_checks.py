@@ -250,7 +250,7 @@ MISSING_ROWS = {
     "preference": ("has no preference pairs, which {} reads", "tokenize preference data"),
     "kto": ("has no answers with labels, which {} reads", "tokenize with --format kto"),
 }
-"""Why an objective refuses a dataset without the rows that it reads, and the remedy."""
+"""Why an objective refuses a dataset without the rows that it reads, and the fix."""
 
 
 def check_rows(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
@@ -281,7 +281,7 @@ def check_answers(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[P
 
 def pair_notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> tuple[str, ...]:
     """Return a line on each dataset of answers some of which are truncated."""
-    if not rows_of_answers(config.objective) or config.data.long_documents == "cut":
+    if not rows_of_answers(config.objective) or config.data.long_documents != "truncate":
         return ()
     lost = [(dataset.path, open_answers(config, dataset, "train")) for dataset in datasets]
     return tuple(f"{path}: {answers.lost}" for path, answers in lost if answers and answers.lost)

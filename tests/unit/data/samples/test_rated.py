@@ -6,10 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from bigtrain.data.loading.collator import BatchOptions, BatchReader
-from bigtrain.data.samples.rated import RatedSamples
-from bigtrain.data.samples.token_stream import split_stream
+from bigtrain.data.loading.micro_batch import MicroBatch
+from bigtrain.data.samples.mixture import MixedSamples
+from bigtrain.data.samples.rated import RatedSamples, labels_of
+from bigtrain.data.samples.token_stream import PackedWindows, split_stream
 from bigtrain.data.shards.dataset import TokenDataset, open_dataset
 from bigtrain.errors import DataError
 from tests.support.rated import write_rated
@@ -72,3 +75,27 @@ def test_one_answer_has_no_other_prompt(tmp_path: Path) -> None:
     path = write_rated(tmp_path / "one", vocab_size=64, shards=(1,))
     with pytest.raises(DataError, match="1 answers have no other prompt"):
         RatedSamples(split_stream(open_dataset(path), "train"), 64)
+
+
+def test_labels_of_a_mixture_are_those_of_its_sources(
+    dataset: TokenDataset, tmp_path: Path
+) -> None:
+    other = open_dataset(write_rated(tmp_path / "other", vocab_size=64, shards=(5,)))
+    sources = [RatedSamples(split_stream(one, "train"), LENGTH) for one in (dataset, other)]
+    labels = labels_of(MixedSamples(sources))
+    assert labels is not None
+    assert labels.tolist() == [*sources[0].labels.tolist(), *sources[1].labels.tolist()]
+    windows = PackedWindows(split_stream(other, "train"), 2 * LENGTH + 1)
+    assert labels_of(windows) is None
+    assert labels_of(MixedSamples([sources[1], windows])) is None
+
+
+def test_parts_of_a_micro_batch_keep_what_belongs_to_their_rows() -> None:
+    ids = torch.arange(24).view(8, 3)
+    likes = torch.tensor([True, True, False, False, False, False, True, True])
+    whole = MicroBatch(ids, ids + 1, ids % 3, reference=torch.arange(8.0), desirable=likes)
+    parts = [whole.split(4)[1], whole.every_second(1), whole.moved(torch.clone)]
+    for part, rows in zip(parts, ([4, 5, 6, 7], [1, 3, 5, 7], list(range(8))), strict=True):
+        assert part.tokens is None
+        for name in ("input_ids", "labels", "position_ids", "reference", "desirable"):
+            assert torch.equal(getattr(part, name), getattr(whole, name)[rows]), name
