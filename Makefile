@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-full test-shard slow-times test-oldest check format docs reference bench gpu-check gpu-proof kernel-proof gpu-wheels cluster-deps image-deps clean
+.PHONY: help install quickstart test test-full test-shard slow-times test-oldest check format docs reference bench gpu-check gpu-proof kernel-proof operator-proof gpu-wheels cluster-deps image-deps clean
 
 help:
 	@echo "make install     create .venv with the exact versions of constraints.txt"
@@ -28,6 +28,7 @@ help:
 	@echo "make gpu-check   check a GPU machine in under ten minutes, figures included"
 	@echo "make gpu-proof   trace GPU steps without a GPU, in minutes"
 	@echo "make kernel-proof  run and compile Triton kernels without a GPU"
+	@echo "make operator-proof  compile DeepSpeed's CUDA operators without a GPU (needs nvcc)"
 	@echo "make gpu-wheels  fill .gpu-wheels/ for a GPU machine that has its own torch and no network"
 	@echo "make clean       delete caches and build outputs (keeps .venv and runs/)"
 	@echo "PYTHON=$(PYTHON) is the interpreter that .venv is made from (3.11 or newer)"
@@ -100,7 +101,7 @@ reference: $(STAMP)
 	$(BIN)/python -m bigtrain.cli schema --output bigtrain/settings/run_schema.json
 
 bench: $(STAMP)
-	@set -e; for script in $(filter-out benchmarks/gpu_step.py benchmarks/kernel_proof.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
+	@set -e; for script in $(filter-out benchmarks/gpu_step.py benchmarks/kernel_proof.py benchmarks/operator_proof.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
 
 GPU_CHECK_MINUTES ?= 9.5
 GPU_CHECK_OUTPUT ?= runs/gpu-check
@@ -121,6 +122,10 @@ KERNEL_PACKAGES := .kernel-packages
 kernel-proof: $(STAMP)
 	test -d $(KERNEL_PACKAGES) || $(BIN)/python -m pip install --quiet --no-deps -c $(CONSTRAINTS) --target $(KERNEL_PACKAGES) triton==3.9.0 liger-kernel
 	PYTHONPATH=$(KERNEL_PACKAGES):. $(BIN)/python -m benchmarks.kernel_proof
+
+# 1 GB of NVIDIA's packages is fetched for their headers, and nothing else of them is kept.
+operator-proof: $(STAMP)
+	$(BIN)/python -m benchmarks.operator_proof --headers $(KERNEL_PACKAGES)/headers
 
 gpu-wheels: $(STAMP)
 	$(BIN)/python tools/gpu_wheels.py
