@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import load_hf_config
@@ -84,6 +84,10 @@ def test_a_language_model_whose_configuration_is_no_model_of_its_own() -> None:
     error = why_not_reloaded(tiny_config("mllama"))
     assert error is not None
     assert "Unrecognized configuration class" in error
+
+
+def test_a_model_that_cannot_be_built_is_for_the_plan_to_report() -> None:
+    assert why_not_reloaded(LlamaConfig(hidden_act="none")) is None
 
 
 def test_the_part_that_is_a_language_model_is_completed_by_its_own_keys(tmp_path: Path) -> None:
