@@ -90,7 +90,7 @@ def test_a_platform_stops_and_starts_the_command_of_the_page(
     for place in (volume, *volume.rglob("*")):
         os.chown(place, 1000, 1000)
     page = (ROOT / "docs" / "howto" / "container.md").read_text()
-    [line] = [line for line in page.splitlines() if line.startswith("python3 -m bigtrain")]
+    [line] = [line for line in page.splitlines() if line.startswith("python -m bigtrain")]
     mounts, run = [bound(volume, "/data")], volume / "run"
     stopped = start(image, tmp_path / "first", line.split(), mounts=mounts)
     wait_until("a checkpoint", lambda: list(run.glob("checkpoints/step-*/manifest.json")), 180)
