@@ -2,12 +2,15 @@
 # The image that pods and containers run bigtrain in:
 #   docker build -t bigtrain .                          # CUDA: torch's wheels bring its libraries
 #   docker build -t bigtrain --build-arg DEVICE=cpu .
+#   docker build -t bigtrain --build-arg DEVICE=cpu --build-arg TORCH_INDEX= .   # pip's own index
 # Compiling DeepSpeed's own CUDA kernels needs nvcc; bigtrain's defaults use none. Where they are
 # wanted, give a base with both: --build-arg BASE_IMAGE=...
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 FROM ${BASE_IMAGE}
 
 ARG DEVICE=cuda
+# Of torch for CPUs; empty where pip's own index, such as a company's mirror, has those builds.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 # g++: DeepSpeed compiles a CPU operator at its first use. ssh and pdsh: its launcher.
@@ -21,7 +24,7 @@ WORKDIR /opt/bigtrain
 COPY constraints.txt ./
 # torch comes first and alone: the largest layer, and DeepSpeed's setup looks at it.
 RUN case "${DEVICE}" in \
-      cpu) set -- --index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple ;; \
+      cpu) set -- ${TORCH_INDEX:+--index-url "${TORCH_INDEX}" --extra-index-url https://pypi.org/simple} ;; \
       cuda) set -- ;; \
       *) echo "DEVICE=${DEVICE} is neither cpu nor cuda" >&2; exit 2 ;; \
     esac \

@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-full test-shard slow-times test-oldest check format docs reference bench gpu-check gpu-proof kernel-proof gpu-wheels cluster-deps clean
+.PHONY: help install quickstart test test-full test-shard slow-times test-oldest check format docs reference bench gpu-check gpu-proof kernel-proof operator-proof gpu-wheels cluster-deps image-deps clean
 
 help:
 	@echo "make install     create .venv with the exact versions of constraints.txt"
@@ -23,10 +23,12 @@ help:
 	@echo "make check       ruff and mypy;  make format: let ruff rewrite the files"
 	@echo "make docs        build the site of docs/ into site/;  make reference: write docs/reference/ and the YAML's schema anew"
 	@echo "make cluster-deps  Slurm, sshd, pdsh for tests/cluster (Debian, as root); without it they skip"
+	@echo "make image-deps  buildah, debootstrap and runc for tests/cluster/test_image.py, likewise"
 	@echo "make bench       run every benchmark of benchmarks/ but the GPU's"
 	@echo "make gpu-check   check a GPU machine in under ten minutes, figures included"
 	@echo "make gpu-proof   trace GPU steps without a GPU, in minutes"
 	@echo "make kernel-proof  run and compile Triton kernels without a GPU"
+	@echo "make operator-proof  compile DeepSpeed's CUDA operators without a GPU (needs nvcc)"
 	@echo "make gpu-wheels  fill .gpu-wheels/ for a GPU machine that has its own torch and no network"
 	@echo "make clean       delete caches and build outputs (keeps .venv and runs/)"
 	@echo "PYTHON=$(PYTHON) is the interpreter that .venv is made from (3.11 or newer)"
@@ -99,7 +101,7 @@ reference: $(STAMP)
 	$(BIN)/python -m bigtrain.cli schema --output bigtrain/settings/run_schema.json
 
 bench: $(STAMP)
-	@set -e; for script in $(filter-out benchmarks/gpu_step.py benchmarks/kernel_proof.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
+	@set -e; for script in $(filter-out benchmarks/gpu_step.py benchmarks/flex_proof.py benchmarks/kernel_proof.py benchmarks/operator_proof.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
 
 GPU_CHECK_MINUTES ?= 9.5
 GPU_CHECK_OUTPUT ?= runs/gpu-check
@@ -121,6 +123,10 @@ kernel-proof: $(STAMP)
 	test -d $(KERNEL_PACKAGES) || $(BIN)/python -m pip install --quiet --no-deps -c $(CONSTRAINTS) --target $(KERNEL_PACKAGES) triton==3.9.0 liger-kernel
 	PYTHONPATH=$(KERNEL_PACKAGES):. $(BIN)/python -m benchmarks.kernel_proof
 
+# 1 GB of NVIDIA's packages is fetched for their headers, and nothing else of them is kept.
+operator-proof: $(STAMP)
+	$(BIN)/python -m benchmarks.operator_proof --headers $(KERNEL_PACKAGES)/headers
+
 gpu-wheels: $(STAMP)
 	$(BIN)/python tools/gpu_wheels.py
 
@@ -133,6 +139,12 @@ cluster-deps:
 	if [ ! -e $$policy ]; then printf '#!/bin/sh\nexit 101\n' > $$policy; chmod +x $$policy; trap "rm $$policy" EXIT; fi; \
 	apt-get update -qq; \
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(CLUSTER_PACKAGES)
+
+# What builds and runs the Dockerfile's image without Docker.
+image-deps:
+	@test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { echo "image-deps: needs root and apt-get (Debian, Ubuntu)" >&2; exit 2; }
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends buildah debootstrap iproute2 runc
 
 clean:
 	rm -rf build dist site .gpu-wheels *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,8 +7,8 @@ the interpreter on CPU tensors, forward and backward, at small widths and at tho
 Its distance from PyTorch in float64 is compared with that of PyTorch in float32. The launches at
 large widths are recorded, and the kernels compiled for them in float32 and bfloat16, to PTX by
 Triton and to machine code by its ptxas, for compute capability 8.0 (A100), 9.0 (H100) and 10.0
-(B200): registers, spilled bytes, shared memory. Nothing here shows how fast a kernel is, or what a
-GPU computes.
+(B200): registers, spilled bytes, shared memory; so are flex attention's (`flex_proof.py`). Nothing
+here shows how fast a kernel is, or what a GPU computes.
 """
 
 from __future__ import annotations
@@ -250,10 +250,11 @@ def compile_launch(launch: Mapping[str, Any], dtype: str, capability: int) -> Co
     source = compiler.ASTSource(function, signature, constants)
     target = targets.GPUTarget("cuda", capability, 32)
     compiled = triton.compile(source, target=target, options=launch["options"])
-    return _resources(compiled.asm["ptx"], capability, int(compiled.metadata.shared))
+    return resources_of(compiled.asm["ptx"], capability, int(compiled.metadata.shared))
 
 
-def _resources(ptx: str, capability: int, shared_bytes: int) -> Compiled:
+def resources_of(ptx: str, capability: int, shared_bytes: int) -> Compiled:
+    """Return what ptxas makes of `ptx`."""
     backend: Any = importlib.import_module("triton.backends.nvidia.compiler")
     ptxas = backend.get_ptxas(capability).path
     architecture = re.findall(r"\.target (sm_\w+)", ptx)[0]
@@ -287,8 +288,24 @@ def _table(results: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(rows))
 
 
+def _flex_table() -> list[str]:
+    """Return the rows of a Markdown table of flex attention's kernels, compiled in a process for
+    each capability."""
+    by_kernel: dict[str, list[str]] = {}
+    for capability in CAPABILITIES:
+        words = [sys.executable, "-m", "benchmarks.flex_proof", str(capability)]
+        child = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+        for row in json.loads(child.stdout.splitlines()[-1]):
+            name = f"{row['way']}, head size {row['head_size']}"
+            numbers = f"{row['registers']}, {row['spilled_bytes']}, {row['shared_bytes']}"
+            by_kernel.setdefault(name, []).append(numbers)
+    names = " | ".join(f"sm_{capability}" for capability in CAPABILITIES)
+    head = [f"| kernel | {names} |", "|---|" + "---|" * len(CAPABILITIES)]
+    return head + [f"| {name} | {' | '.join(cells)} |" for name, cells in by_kernel.items()]
+
+
 def main() -> None:
-    """Print both tables; exit with 1 where a kernel differs from PyTorch."""
+    """Print the tables; exit with 1 where a kernel differs from PyTorch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--interpret", action="store_true", help=argparse.SUPPRESS)
     if parser.parse_args().interpret:
@@ -312,6 +329,8 @@ def main() -> None:
         wrong += [] if all(one.is_rounding for one in both) else [result["case"]]
     print("\nRegisters of a thread, spilled bytes, bytes of shared memory of a block:\n")
     print("\n".join(_table(results)))
+    print("\nflex attention, packed documents, grouped heads, bfloat16:\n")
+    print("\n".join(_flex_table()))
     if wrong:
         sys.exit(f"differ from PyTorch by more than rounding: {', '.join(wrong)}")
 

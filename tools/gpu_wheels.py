@@ -31,6 +31,7 @@ CARRIED = {
     "peft": "the machine has one, of an unknown version; adapters need 0.21.2",
     "pydantic": "of bigtrain and deepspeed",
     "pydantic-core": "of pydantic",
+    "torchao": "precision.float8",
     "transformers": "the machine has 5.17; masks of packed documents need 5.23",
     "typing-extensions": "of pydantic, which needs 4.16",
     "typing-inspection": "of pydantic",
@@ -62,7 +63,7 @@ NOT_NEEDED = {
 _BUILT_HERE = {"deepspeed"}
 # pip matches these exactly; see PEP 600.
 _PLATFORMS = [
-    *(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 17)),
+    *(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17)),
     "manylinux2014_x86_64",
     "manylinux1_x86_64",
 ]

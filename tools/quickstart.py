@@ -35,7 +35,8 @@ def main() -> int:
     home: Path = args.directory
     tokenizer, shards, run = home / "tokenizer", home / "shards", home / "run"
     text = ["--input", sysconfig.get_path("stdlib"), "--suffix", ".py"]
-    text += ["--exclude", "site-packages", "--skip-bad"]
+    # Debian links its own settings of the library from there.
+    text += ["--exclude", "site-packages", "--exclude", "sitecustomize.py", "--skip-bad"]
     if not tokenizer.is_dir():
         bigtrain("tokenizer", *text, "--vocab-size", "4096", "--output", str(tokenizer))
     bigtrain(

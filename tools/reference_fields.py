@@ -46,6 +46,8 @@ UNITS = {
     "moe.bias_update_rate": "score per optimizer step",
     "moe.z_loss_coefficient": "ratio",
     "objective.beta": "per log-probability, or weight of the odds ratio",
+    "objective.desirable_weight": "ratio",
+    "objective.undesirable_weight": "ratio",
     "objective.gamma": "reward",
     "objective.label_smoothing": "ratio",
     "objective.z_loss": "ratio",

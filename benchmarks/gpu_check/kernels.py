@@ -1,4 +1,5 @@
-"""Parts on kernels: attention, losses and fused layers, compilation; each against plain PyTorch."""
+"""Parts on kernels: attention, losses and fused layers, float8, compilation; each compared with
+plain PyTorch."""
 
 from __future__ import annotations
 
@@ -74,6 +75,18 @@ def losses(setup: Setup, part: Part) -> None:
             part.note(case.name, why)
         liger = []
     compare_cases(setup, part, [*cases, *liger])
+
+
+def float8(setup: Setup, part: Part) -> None:
+    """Check products in float8, by tensor and by row, against torchao's own layers."""
+    if importlib.util.find_spec("torchao") is None:
+        part.skip("torchao is not installed")
+        return
+    cases = [
+        Case(f"{recipe}-{engine}", engine, dtype="bfloat16", float8=recipe)
+        for recipe, engine in (("tensorwise", "zero1"), ("rowwise", "zero1"), ("rowwise", "zero3"))
+    ]
+    compare_cases(setup, part, cases)
 
 
 def compilation(setup: Setup, part: Part) -> None:

@@ -174,7 +174,8 @@ def references_of(setup: Setup, case: Case, directory: Path) -> list[Trained]:
     )
     sum_dtype = torch.float32 if in_float32 else getattr(torch, case.dtype)
     scaled_as_zero0 = case.dtype == "float16" and case.engine == "zero0"
-    key = (case.dtype, case.isolate, case.num_steps, case.scale_power, sum_dtype, scaled_as_zero0)
+    steps = (case.dtype, case.float8, case.isolate, case.num_steps, case.scale_power)
+    key = (*steps, sum_dtype, scaled_as_zero0)
     if key not in _REFERENCES:
         train = partial(train_plain, setup, case, directory)
         orders = orders_of(size_of(setup).samples, num_orders(case.dtype, tiny=setup.tiny))

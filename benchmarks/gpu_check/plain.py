@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -81,6 +81,8 @@ def train_plain(
     full: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device)
     masters = {name: p.detach().clone() for name, p in full.named_parameters()}
     del full
+    if case.float8 != "none":
+        _cast_to_float8(model, case.float8)
     optimizer = _adamw(masters)
     scaler = None
     if case.dtype == "float16":
@@ -106,6 +108,20 @@ def train_plain(
             trained.first = _copy(masters)
     trained.last = _copy(masters)
     return trained
+
+
+def _cast_to_float8(model: Any, recipe: str) -> None:
+    """Let torchao replace the linear layers of the decoder; on a CPU it casts and multiplies in the
+    parameters' dtype."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    emulates = next(model.parameters()).device.type == "cpu"
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulates)
+    convert_to_float8_training(model, module_filter_fn=_is_in_a_layer, config=config)
+
+
+def _is_in_a_layer(_module: Any, name: str) -> bool:
+    return ".layers." in name
 
 
 def _adamw(masters: dict[str, torch.Tensor]) -> torch.optim.AdamW:

@@ -39,12 +39,12 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 import torch
 
 from benchmarks.gpu_check.parts import PARTS, Entry, named
-from benchmarks.gpu_check.processes import LOG, call, execute, prepare_forks, read_setup, run_part
+from benchmarks.gpu_check.processes import call, execute, prepare_forks, read_setup, run_part
 from benchmarks.gpu_check.results import Part, Setup, Start, table, write_results
 from benchmarks.gpu_check.speed import TRACE
 from bigtrain.system.files import write_whole
 
-_LOG_CHARACTERS = 4000
+_LOG_CHARACTERS = 16000
 _STARTED = time.time()
 
 
@@ -90,15 +90,15 @@ def _run(entry: Entry, setup: Setup, limit: float, start: Start) -> tuple[Part, 
     """
     own = replace(setup, directory=setup.directory / entry.name, seconds=limit, start=start)
     part = run_part(entry.name, entry.function, own, start)
-    if start == "fork" and setup.on_gpu and _cannot_fork(own.directory / LOG):
+    if start == "fork" and setup.on_gpu and _cannot_fork(own.directory):
         print(f"{entry.name}: CUDA cannot be used after a fork here: fresh processes", flush=True)
         again = replace(own, directory=setup.directory / f"{entry.name}-fresh", start="fresh")
         return run_part(entry.name, entry.function, again, "fresh"), "fresh"
     return part, start
 
 
-def _cannot_fork(log: Path) -> bool:
-    said = log.read_text(errors="replace") if log.exists() else ""
+def _cannot_fork(directory: Path) -> bool:
+    said = "".join(log.read_text(errors="replace") for log in directory.glob("**/*.txt"))
     signs = ("Cannot re-initialize CUDA in forked subprocess", "initialization error")
     return any(sign in said for sign in signs)
 

@@ -7,12 +7,12 @@ what is left of the part's time; one that does not fit into memory gets a row wi
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import shutil
 import time
 from dataclasses import asdict, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,13 @@ from benchmarks.gpu_step import measure
 from benchmarks.support import litgpt_loop
 from benchmarks.support.points import Point
 
-_COMPILED = "1b"
-"""The size that is also measured with compiled layers, whose compilation takes half a minute."""
+_VARIED = "1b"
+"""The size at which bigtrain's own variants are measured too; compilation takes half a minute."""
+_VARIANTS: dict[str, dict[str, str]] = {
+    "bigtrain, liger": {"kernels": "liger"},
+    "bigtrain, compiled": {"compile": "on"},
+    "bigtrain, compiled, float8": {"compile": "on", "float8": "tensorwise"},
+}
 LEAST_SECONDS = 15.0
 """Left of a part's time, with less of which no contender begins."""
 TRACE = "profile.json.gz"
@@ -60,23 +65,38 @@ def speed(size: str, setup: Setup, part: Part) -> None:
     end = time.monotonic() + setup.seconds - 2.0
     point = point_of(size, setup)
     rows: dict[str, Any] = part.figures.setdefault("rows", {})
-    trials = [("bigtrain", point), ("bare", point), ("hf", point)]
+    trials = {"bigtrain": point, "bare": point, "hf": point}
     if litgpt_loop.is_installed():
-        trials.append(("litgpt", point))
-    if importlib.util.find_spec("torchtitan") is not None:
+        trials["litgpt"] = point
+    if find_spec("torchtitan") is not None:
         part.note("torchtitan", "is not run from here: measure it separately (gpu_step.py --peer)")
-    if size == _COMPILED:
-        trials.append(("bigtrain", replace(point, compile="on")))
-    for contender, at in trials:
-        name = f"{contender}{', compiled' if at.compile == 'on' else ''}"
+    if size == _VARIED:
+        trials |= _variants(setup, part, point)
+    for name, at in trials.items():
         left = end - time.monotonic()
         if left < LEAST_SECONDS:
             rows[name] = {"failed": "no time was left"}
             continue
+        contender = name.partition(",")[0]
         profiled = contender == "bigtrain"
         at = replace(at, contenders=(contender,), loss=loss_of(contender), profile=profiled)
         rows[name] = _measure(at, setup, name, left)
     _summarize(setup, part)
+
+
+def _variants(setup: Setup, part: Part, point: Point) -> dict[str, Point]:
+    """Return the variants of `point` that can run here, by name."""
+    needed = {"kernels": "liger_kernel", "float8": "torchao"}
+    possible = {}
+    for name, keys in _VARIANTS.items():
+        missing = [needed[k] for k in keys if k in needed and not find_spec(needed[k])]
+        if missing:
+            part.note(name, f"{missing[0]} is not installed")
+        elif "kernels" in keys and not setup.on_gpu:
+            part.note(name, "needs CUDA")
+        else:
+            possible[name] = replace(point, **keys)
+    return possible
 
 
 def point_of(size: str, setup: Setup) -> Point:
@@ -136,7 +156,7 @@ def _summarize(setup: Setup, part: Part) -> None:
     ours = {
         name: row["tokens_per_second"]
         for name, row in rows.items()
-        if name.startswith("bigtrain") and "failed" not in row
+        if name.startswith("bigtrain") and "float8" not in name and "failed" not in row
     }
     if not ours:
         part.fail(f"bigtrain has no result: {rows['bigtrain']['failed']}")

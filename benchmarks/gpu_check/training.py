@@ -66,6 +66,7 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     json: dict[str, Any] = field(default_factory=dict)
     gradient_dtype: str | None = None
+    float8: str = "none"
 
 
 @dataclass
@@ -178,6 +179,7 @@ def run_of(setup: Setup, case: Case) -> ResolvedRun:
             "dtype": case.dtype,
             "initial_loss_scale_power": case.scale_power,
             "gradient_dtype": case.gradient_dtype,
+            "float8": case.float8,
         },
         "output": {"directory": str(setup.directory / "run")},
     }

@@ -13,6 +13,11 @@ LLAMA = {
     "max_position_embeddings": 2048,
 }  # fmt: skip
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+# Its routers have buffers, which ZeRO 3 must find on the GPU too.
+GLM4_MOE = {
+    **LLAMA, "model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 768, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 # Rows that a rank sends to experts, as if the router were balanced: micro-batch x tokens x chosen.
 EXPERT_ROWS = 2 * 1024 * MIXTRAL["num_experts_per_tok"]
 _RUN: dict[str, Any] = {
@@ -82,6 +87,7 @@ CASES = (
     Case("zero 3, sequence 2", "zero3", changes=_with(parallel={"sequence": 2})),
     Case("zero 1, experts 2", changes=_with(model={"config": MIXTRAL}, parallel={"expert": 2})),
     Case("zero 3, experts not divided", "zero3", changes=_with(model={"config": MIXTRAL})),
+    Case("zero 3, routers with buffers", "zero3", changes=_with(model={"config": GLM4_MOE})),
     Case("zero 1, LoRA", base=True, changes=_with(adapters={"rank": 8})),
     Case("zero 3, LoRA", "zero3", base=True, changes=_with(adapters={"rank": 8})),
     Case("zero 1, isolated documents", isolated=True),

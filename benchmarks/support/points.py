@@ -96,9 +96,12 @@ class Point:
     sequence_length: int | None = None  # default: that of the size
     compile: str = "off"
     loss: str = "plain"
+    loss_chunk_tokens: int | None = None
     checkpointing: str = "none"
     engine: str | None = None
     gradient_dtype: str | None = None
+    float8: str = "none"
+    kernels: str = "none"
     quick_weights: bool = False
     profile: bool = False
 
@@ -169,6 +172,8 @@ def resolve_point(point: Point, directory: Path) -> ResolvedRun:
             "config": llama(shape, sequence_length),
             "compile": point.compile,
             "loss": point.loss,
+            "loss_chunk_tokens": point.loss_chunk_tokens,
+            "kernels": point.kernels,
             "gradient_checkpointing": point.checkpointing,
         },
         "data": {"path": str(directory / "shards")},
@@ -180,7 +185,11 @@ def resolve_point(point: Point, directory: Path) -> ResolvedRun:
         "train": {"steps": point.total_steps + 1},
         "optimizer": {"lr": 1e-4, "clip_norm": 1.0},
         "schedule": {"type": "constant"},
-        "precision": {"dtype": DTYPES[point.dtype], "gradient_dtype": point.gradient_dtype},
+        "precision": {
+            "dtype": DTYPES[point.dtype],
+            "gradient_dtype": point.gradient_dtype,
+            "float8": point.float8,
+        },
         "logging": {"every_steps": LOG_EVERY_STEPS},
         "output": {"directory": str(directory / "run")},
     }

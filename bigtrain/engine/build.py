@@ -29,6 +29,7 @@ from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.partitioning import (
     build_dtype,
     copy_of,
+    move_buffers,
     partitioning_of,
     register_external_parameters,
     run_dtype,
@@ -122,6 +123,7 @@ def _initialize(
     set_mpu(mpu)
     set_expert_groups(mesh.expert, mesh.expert_replicas)
     has_experts = any("moe" in group and group["params"] for group in groups)
+    move_buffers(model, device)  # which DeepSpeed leaves where they are under ZeRO 3
     with engine_with_experts() if has_experts else nullcontext():
         engine, *_ = deepspeed.initialize(
             model=model,

@@ -1,17 +1,19 @@
 """Objectives: the loss of a micro-batch, what it is a mean of, and metrics.
 
-An objective returns the loss summed over the units of a micro-batch (target tokens, rows, pairs);
-the engine divides by the units of the global batch, so that a step does not depend on micro-batches
-and ranks. `NextToken` leaves the cross-entropy to the engine; the others get the log-probabilities
-of the target tokens, which `bigtrain.models.layers.chunked_loss` computes without full logits.
+An objective returns the loss summed over the units of a micro-batch (target tokens, rows, pairs,
+answers); the engine divides by the units of the global batch, so that a step does not depend on
+micro-batches and ranks. `NextToken` leaves the cross-entropy to the engine; the others get the
+log-probabilities of the target tokens, which `bigtrain.models.layers.chunked_loss` computes without
+full logits.
 
-Shapes: R = rows of a micro-batch (of pairs: chosen and rejected alternate), T = tokens of a row.
+Shapes: R = rows of a micro-batch (of pairs: chosen and rejected alternate; of rated answers: the
+answer and a mismatched one), T = tokens of a row.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -41,11 +43,18 @@ class Passes(Protocol):
     def log_probabilities(
         self, batch: MicroBatch, moved: MicroBatch
     ) -> tuple[torch.Tensor, Any]: ...
+    def evaluating(self) -> AbstractContextManager[None]: ...
     def reference(self) -> AbstractContextManager[None]: ...
+    def feed(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, MicroBatch]]: ...
+    def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor: ...
 
 
 class Objective(Protocol):
     """Loss of a run."""
+
+    def prepare(self, passes: Passes, batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
+        """Compute what the losses of `batches` need of all of them together, this rank's
+        micro-batches of a step or of an evaluation, and return them. Collective over all ranks."""
 
     def count(self, labels: torch.Tensor) -> int:
         """Return the units of `labels` int64 [R, T], on the host."""
@@ -63,6 +72,9 @@ class Objective(Protocol):
 
 class NextToken:
     """Cross-entropy of the next token."""
+
+    def prepare(self, passes: Passes, batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
+        return batches
 
     def count(self, labels: torch.Tensor) -> int:
         return int((labels != IGNORED_LABEL).sum())
@@ -90,6 +102,9 @@ class OfLogProbabilities:
     ) -> None:
         self._loss, self._unit = loss, unit
         self._needs_reference = needs_reference
+
+    def prepare(self, passes: Passes, batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
+        return batches
 
     def count(self, labels: torch.Tensor) -> int:
         targets = labels != IGNORED_LABEL
@@ -187,6 +202,74 @@ def _log1mexp(values: torch.Tensor) -> torch.Tensor:
     return torch.where(is_small, near, far)
 
 
+class RatedAnswers:
+    """Loss of answers that are desirable or not (KTO, arXiv 2402.01306, equations 7 and 8).
+
+    How far the model has moved from its reference is one number for a step: the mean over the
+    mismatched answers of the global batch, 0 at least, without a gradient. In an evaluation it is
+    the mean over all held-out samples, whose micro-batches this therefore keeps on the host."""
+
+    def __init__(self, section: ObjectiveSection) -> None:
+        self._section = section
+        self._divergence: torch.Tensor | None = None
+
+    def count(self, labels: torch.Tensor) -> int:
+        return int((labels[0::2] != IGNORED_LABEL).any(-1).sum())
+
+    @torch.no_grad()
+    def prepare(self, passes: Passes, batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
+        """Estimate the divergence. TRL does it for the micro-batches that ranks train at once."""
+        kept = list(batches)
+        total = torch.zeros(2, dtype=torch.float64)
+        for batch, moved in passes.feed(kept):
+            mismatched = batch.every_second(1), moved.every_second(1)
+            with passes.evaluating():
+                policy = passes.log_probabilities(*mismatched)[0].sum(-1)
+            with passes.reference():
+                reference = passes.log_probabilities(*mismatched)[0].sum(-1)
+            total = total.to(policy.device)
+            total[0] += (policy - reference).sum()
+            total[1] += (mismatched[1].labels != IGNORED_LABEL).any(-1).sum()
+        total = passes.sum_over_replicas(total)
+        self._divergence = (total[0] / total[1].clamp(min=1)).clamp(min=0).float()
+        record("kl", self._divergence)
+        return kept
+
+    def summed_loss(
+        self,
+        passes: Passes,
+        batch: MicroBatch,
+        moved: MicroBatch,
+        factor: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        assert self._divergence is not None
+        answers = batch.every_second(0), moved.every_second(0)
+        with torch.no_grad(), passes.reference():
+            reference = passes.log_probabilities(*answers)[0].sum(-1)
+        values, outputs = passes.log_probabilities(*answers)
+        sums, desirable = values.sum(-1), answers[1].desirable
+        assert desirable is not None
+        weights = torch.where(
+            desirable, self._section.desirable_weight, self._section.undesirable_weight
+        )
+        margins = (sums - reference - self._divergence) * torch.where(desirable, 1.0, -1.0)
+        present = (answers[1].labels != IGNORED_LABEL).any(-1)
+        losses = weights * (1 - torch.sigmoid(self._section.beta * margins)) * present
+        self._record(answers[0], sums.detach(), self._section.beta * (sums.detach() - reference))
+        return losses.sum(), outputs
+
+    def _record(self, answers: MicroBatch, sums: torch.Tensor, rewards: torch.Tensor) -> None:
+        """Record rewards as TRL does. `answers`: on the host."""
+        assert answers.desirable is not None
+        present = (answers.labels != IGNORED_LABEL).any(-1)
+        for side, chosen in (("chosen", answers.desirable), ("rejected", ~answers.desirable)):
+            mask = chosen & present
+            if count := int(mask.sum()):
+                mask = mask.to(sums.device)
+                for name, of in (("rewards", rewards), ("logps", sums)):
+                    record(f"{name}/{side}", (of * mask).sum() / count, weight=float(count))
+
+
 class _UserLoss:
     """Loss of a class of the user, with the location of its code in errors."""
 
@@ -231,6 +314,8 @@ def make_objective(config: RunConfig) -> Objective:
         loss = _UserLoss(section)
         needs = bool(getattr(loss.kind, "reference", False))
         return OfLogProbabilities(loss, unit_of(section), needs_reference=needs)
+    if section.type == "kto":
+        return RatedAnswers(section)
     if section.reads_pairs:
         preference = Preference(section)
         needs = section.needs_reference

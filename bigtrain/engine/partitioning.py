@@ -67,6 +67,15 @@ def partitioning_of(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
     return Partitioning(construct, gather, dist.get_rank() == 0)
 
 
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move all buffers to `device`; those that modules share stay shared. DeepSpeed moves the
+    buffers of a full model only (0.19.8, runtime/engine.py, `_configure_distributed_model`)."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, moved.setdefault(id(buffer), buffer.to(device)))
+
+
 def copy_of(value: Any) -> Any:
     """Return a deep copy of JSON values; `deepspeed.initialize` writes into what it is given."""
     if isinstance(value, dict):

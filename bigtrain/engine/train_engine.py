@@ -106,7 +106,7 @@ class TrainEngine:
         self._computes_loss = computes_loss
         self.is_compiled = is_compiled
         self.host_time = host_time or HostTime()
-        self._feed = DeviceFeed(device)
+        self.feed = DeviceFeed(device)
         self.on_phase: Callable[[str], object] = _unwatched
         self.added_states: dict[str, dict[str, torch.Tensor]] = {}
         moe = moe or MoeSection()
@@ -162,7 +162,9 @@ class TrainEngine:
         if not self.module.training:  # which asks every module; else it is left so
             self.engine.train()
         self._reset_step_counters(observe)
-        for batch, moved in self._feed(micro_batches):
+        self.on_phase(FORWARD_PASS)
+        self._objective.prepare(self, micro_batches)
+        for batch, moved in self.feed(micro_batches):
             self._accumulate(batch, moved, scale, loss_sum)
             if batch is micro_batches[-1]:
                 self.on_phase(OPTIMIZER_UPDATE)
@@ -286,7 +288,7 @@ class TrainEngine:
         of tokens, over all ranks' `batches`. Every rank must bring the same number of batches."""
         totals = torch.zeros(2, device=self.device, dtype=torch.float64)
         self.engine.eval()
-        for batch, moved in self._feed(batches):
+        for batch, moved in self.feed(self._objective.prepare(self, batches)):
             totals[0] += self._objective.summed_loss(self, batch, moved)[0]
             totals[1] += self._objective.count(self._labels(batch))
         self.engine.train()
@@ -363,7 +365,7 @@ class TrainEngine:
         them, on the CPU. Collective over the ranks that share the sample, and with ZeRO 3 over
         all; then every rank brings a batch, of any shape."""
         self.engine.eval()
-        ((batch, moved),) = self._feed([batch])
+        ((batch, moved),) = self.feed([batch])
         with uncompiled() if self.is_compiled else nullcontext():
             if not top_k:
                 scores = self.log_probabilities(batch, moved)[0].unsqueeze(-1)
@@ -378,17 +380,27 @@ class TrainEngine:
         return scores.cpu()
 
     @contextmanager
-    def reference(self) -> Iterator[None]:
-        """Let forward passes inside be those of the reference model: without adapters and
-        dropout."""
+    def evaluating(self) -> Iterator[None]:
+        """Let forward passes inside be without dropout."""
         was_training = self.module.training
         self.engine.eval()
         try:
-            with adapters_off(self.module):
-                yield
+            yield
         finally:
             if was_training:
                 self.engine.train()
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Let forward passes inside be those of the reference model: without adapters and
+        dropout."""
+        with self.evaluating(), adapters_off(self.module):
+            yield
+
+    def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `values` over the ranks with other samples."""
+        dist.all_reduce(values, group=self.mesh.replicas)
+        return values
 
     def _forward(self, batch: MicroBatch, moved: MicroBatch, **more: Any) -> Any:
         with self.isolation.document_mask(batch.position_ids):

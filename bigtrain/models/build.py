@@ -186,18 +186,18 @@ def _construct(
     dtype: torch.dtype,
     partitioning: Partitioning,
 ) -> PreTrainedModel:
-    try:
-        with torch.random.fork_rng(devices=[]), no_init_weights(), partitioning.construct():
-            # Few constructors draw numbers themselves; `_init_weights` does nearly all of it.
-            torch.manual_seed(seed)
-            # transformers chooses if it gets None.
-            attention = None if section.attention == "auto" else section.attention
+    with torch.random.fork_rng(devices=[]), no_init_weights(), partitioning.construct():
+        # Few constructors draw numbers themselves; `_init_weights` does nearly all of it.
+        torch.manual_seed(seed)
+        # transformers chooses if it gets None.
+        attention = None if section.attention == "auto" else section.attention
+        try:
             model = AutoModelForCausalLM.from_config(
                 hf_config, dtype=dtype, attn_implementation=attention
             )
-    except (ValueError, ImportError) as error:
-        key = "model.config" if section.path is None else f"model.path = {section.path!r}"
-        raise ModelError(_why_not_built(key, section.attention, error)) from error
+        except (ValueError, ImportError) as error:
+            key = "model.config" if section.path is None else f"model.path = {section.path!r}"
+            raise ModelError(_why_not_built(key, section.attention, error)) from error
     # no_init_weights also skips the tying that post_init would do.
     model.tie_weights()
     assert isinstance(model, PreTrainedModel)

@@ -74,6 +74,13 @@ def load_hf_config(section: ConfigurationSource) -> PreTrainedConfig:
             f"{key} = {source!r}: transformers refuses its config.json: "
             f"{one_line(error, None)} -> correct the file"
         ) from error
+    try:
+        config.get_text_config()
+    except ValueError as error:
+        raise ModelError(
+            f"{key} = {source!r}: holds several language models: {one_line(error, None)} -> give "
+            "the configuration of one of them"
+        ) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         if hasattr(config, "auto_map"):
             raise ModelError(

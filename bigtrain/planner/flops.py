@@ -27,14 +27,12 @@ from bigtrain.settings.hf_config_keys import CHOSEN_EXPERTS, EXPERTS, number_of
 class ModelShape:
     """Model dimensions that determine the FLOPs of a token.
 
-    `num_matmul_parameters`: parameters each token is multiplied with; `num_heads`: query heads;
-    `head_size`: size of one query head.
+    `num_matmul_parameters`: parameters each token is multiplied with; `attention_width`: query
+    heads times their size, summed over the layers.
     """
 
     num_matmul_parameters: int
-    num_layers: int
-    num_heads: int
-    head_size: int
+    attention_width: int
 
 
 def flops_per_token(shape: ModelShape, sequence_length: int, *, frozen: bool = False) -> int:
@@ -44,7 +42,7 @@ def flops_per_token(shape: ModelShape, sequence_length: int, *, frozen: bool = F
     `frozen`: if only adapters are trained, the weights have no gradients, so ``4 N`` remain; the
     adapters' own FLOPs are comparatively few and are ignored.
     """
-    attention = shape.num_layers * shape.num_heads * shape.head_size * sequence_length
+    attention = shape.attention_width * sequence_length
     return (4 if frozen else 6) * shape.num_matmul_parameters + 12 * attention
 
 
@@ -67,11 +65,14 @@ def model_shape(
     architecture calls them. Norms and biases stay in ``N``, as in the paper.
     """
     num_layers = number_of(config, ["num_hidden_layers"])
-    num_heads = number_of(config, ["num_attention_heads"])
-    hidden_size = number_of(config, ["hidden_size"])
-    if num_layers is None or num_heads is None or hidden_size is None:
+    if num_layers is None:
         return None
-    head_size = number_of(config, ["head_dim"]) or hidden_size // num_heads
+    # Some architectures have other heads in some layers (Gemma 4): a configuration for each layer.
+    by_layer = getattr(config, "per_layer_config", None)
+    layers = [by_layer[n] for n in range(num_layers)] if by_layer else [config] * num_layers
+    widths = [width for layer in layers if (width := _attention_width(layer)) is not None]
+    if len(widths) < num_layers:
+        return None
     num_dense = num_expert = 0
     for name, count in parameters:
         if name == input_embedding and not tied:
@@ -85,7 +86,16 @@ def model_shape(
         if num_used is None or num_all is None:
             return None
         num_expert = num_expert * num_used // num_all
-    return ModelShape(num_dense + num_expert, num_layers, num_heads, head_size)
+    return ModelShape(num_dense + num_expert, sum(widths))
+
+
+def _attention_width(layer: object) -> int | None:
+    num_heads, hidden_size = (
+        number_of(layer, [key]) for key in ("num_attention_heads", "hidden_size")
+    )
+    if num_heads is None or hidden_size is None:
+        return None
+    return num_heads * (number_of(layer, ["head_dim"]) or hidden_size // num_heads)
 
 
 @functools.cache

@@ -26,6 +26,7 @@ from bigtrain.models.configuration import load_hf_config, text_config, vocabular
 from bigtrain.models.equivalence.expert_parallel import check_expert_gathering
 from bigtrain.models.equivalence.model_plan import ModelPlan, cached_model_plan
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
+from bigtrain.models.export.verified import why_not_reloaded
 from bigtrain.models.layers.float8 import check_float8
 from bigtrain.models.layers.kernels import check_kernels
 from bigtrain.models.lm_eval_tasks import check_tasks
@@ -90,6 +91,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     if check != "listed":  # files and names are the same for every rank of a host
         problems += check_output(Path(config.output.directory))
         problems += check_memory_directory(config)
+        problems += _check_reload(config, hf_config)
         problems += _check_base_files(config)
         problems += check_tasks(config.evaluation)
     if datasets:
@@ -164,6 +166,19 @@ def _check_tokenizer(config: RunConfig, dataset: TokenDataset) -> Sequence[Probl
         return problems
     directory = str(dataset.tokenizer_path)
     return check_added_tokens(config.tokenizer, base, dataset.table.tokenizer, directory)
+
+
+def _check_reload(config: RunConfig, hf_config: Any) -> Sequence[Problem]:
+    """Check that transformers will read the configuration of an export, unless it is the base's."""
+    if config.model.path is not None or not config.output.export:
+        return []
+    error = why_not_reloaded(hf_config)
+    if error is None:
+        return []
+    name = hf_config.model_type
+    rule = f"transformers cannot reload an export of a {name} that starts from random weights"
+    remedy = f"start from weights (model.path), or output.export=false ({error})"
+    return [Problem("model.config", name, rule, remedy)]
 
 
 def _check_export(hf_config: Any, dataset: TokenDataset) -> Sequence[Problem]:

@@ -24,7 +24,8 @@ class BatchPlan:
 
     `global_batch_size` is of all sites together; `data_size`, `accumulation`, `site_batch_size` and
     `site_begin` (the samples of a step that it reads, and the first of them) are this site's.
-    `rows_per_sample`: rows of `sequence_length` tokens in a sample, 2 for a pair.
+    `rows_per_sample`: rows of `sequence_length` tokens in a sample, 2 for a pair and for an
+    answer with a mismatched one.
     """
 
     global_batch_size: int

@@ -25,11 +25,25 @@ def unit_of(section: ObjectiveSection) -> Unit:
     if is_imported(section.type):
         unit: Unit = getattr(import_named("objective.type", section.type), "unit", "tokens")
         return unit
-    return "pairs" if section.reads_pairs else "tokens"
+    known: dict[str, Unit] = {"preference": "pairs", "kto": "rows"}
+    return known.get(section.type, "tokens")
+
+
+def rows_of_answers(section: ObjectiveSection) -> Literal["preference", "kto"] | None:
+    """Return the rows of the data that an objective reads (``rows`` in their manifest); None for
+    those of the next token."""
+    if section.type == "kto":
+        return "kto"
+    return "preference" if unit_of(section) == "pairs" else None
 
 
 def rows_per_sample(section: ObjectiveSection) -> int:
-    """Return the rows of a sample: 2 for a pair."""
+    """Return the rows of a sample: 2 for a pair, and for an answer with a mismatched one."""
+    return 1 if rows_of_answers(section) is None else 2
+
+
+def trained_rows_per_sample(section: ObjectiveSection) -> int:
+    """Return the rows of a sample in a forward pass with gradients."""
     return 2 if unit_of(section) == "pairs" else 1
 
 
@@ -67,9 +81,17 @@ def check_objective(section: ObjectiveSection) -> list[Problem]:
 
 
 def check_reference(config: RunConfig) -> list[Problem]:
-    """Return the problem of an objective of the user that asks for a reference without adapters."""
+    """Return the problem of an objective that gets its reference by adapters, without adapters."""
     section = config.objective
-    if not is_imported(section.type) or config.adapters is not None:
+    if config.adapters is not None:
+        return []
+    if section.type == "kto":
+        rule = (
+            "its reference is the model with its adapters off, and the run has none: scores of "
+            "mismatched answers are not stored"
+        )
+        return [Problem("objective.type", section.type, rule, "adapters: {type: lora}")]
+    if not is_imported(section.type):
         return []
     if not getattr(import_named("objective.type", section.type), "reference", False):
         return []
@@ -78,11 +100,13 @@ def check_reference(config: RunConfig) -> list[Problem]:
 
 
 def check_pairs(config: RunConfig) -> list[Problem]:
-    """Return the problems of settings of the data that have no meaning for pairs, whose answers
-    have rows of their own."""
-    if rows_per_sample(config.objective) == 1:
+    """Return the problems of settings of the data that have no meaning for answers, which have rows
+    of their own."""
+    rows = rows_of_answers(config.objective)
+    if rows is None:
         return []
-    data, rule = config.data, "each answer of a pair is a row of its own, padded at the end"
+    answer = "each answer of a pair" if rows == "preference" else "each answer"
+    data, rule = config.data, f"{answer} is a row of its own, padded at the end"
     return [
         Problem(f"data.{name}", value, rule, f"data.{name}={json.dumps(unset)}")
         for name, value, unset in (

@@ -196,12 +196,14 @@ class RunConfig(Section):
         adapters = self.adapters
         if not self.objective.needs_reference or adapters is None:
             return self
+        key = "loss" if self.objective.reads_pairs else "type"
         for name in ("dora", "modules_to_save"):
             if value := getattr(adapters, name):
                 shown = list(value) if isinstance(value, tuple) else value
                 raise ValueError(
                     f"adapters.{name} = {shown} changes the model also with its adapters off, by "
-                    f"which objective.loss = {self.objective.loss!r} gets its reference -> omit it"
+                    f"which objective.{key} = {getattr(self.objective, key)!r} gets its reference "
+                    "-> omit it"
                 )
         return self
 

@@ -37,11 +37,12 @@ DRAWINGS = {"docs/reference/checkpoint_format.md", "docs/architecture.md"}
 NOT_HERE = {
     r"^make (test|check|docs|install)\b": "installs, or runs all tests, of which this is one",
     r"^make gpu-(check|wheels)": "needs a GPU, or fetches wheels for one",
+    r"^make operator-proof": "fetches 1 GB; tests/unit/benchmarks/test_operator_proof.py",
     r"^(sbatch|srun) ": "needs a Slurm cluster; tests/cluster/test_slurm.py submits to a real one",
     r"^bigtrain (doctor|hostfile) .*--slurm": "needs a Slurm job; tests/cluster/test_slurm.py",
     r"--hostfile hostfiles/mine": "needs several hosts; tests/cluster/test_hostfile.py has them",
-    r"^kubectl ": "needs a Kubernetes cluster; tests/launch/test_kubernetes.py reads manifests",
-    r"^docker ": "needs docker; tests/launch/test_dockerfile.py lints and types its lines",
+    r"^kubectl ": "needs a Kubernetes cluster; tests/cluster/test_image.py starts the pods",
+    r"^docker ": "needs docker; tests/cluster/test_image.py builds the image without it",
     r"^bash RUN\.torchrun\.sh": "waits for other hosts; tests/cluster/test_elastic.py has them",
     r"^accelerate (config|launch bigtrain/train\.py --config RUN)": "asks for the machine's GPUs; "
     "tests/cluster/test_accelerate.py answers it",
@@ -67,6 +68,7 @@ PAGES_ELSEWHERE = {
     "docs/howto/objectives.md": "tests/docs/test_howto_objectives.py",
     "docs/howto/scores.md": "tests/docs/test_howto_scores.py",
     "docs/howto/long_samples.md": "tests/docs/test_howto_long_samples.py",
+    "docs/howto/container.md": "tests/cluster/test_image.py",
     "docs/howto/llama_cpp.md": "tests/launch/test_gguf.py",
 }
 

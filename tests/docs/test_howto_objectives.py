@@ -52,7 +52,7 @@ def write_rows(path: Path) -> None:
 
 
 def own(folder: Path, world_size: int, name: str, gamma: float, *more: str) -> dict[int, float]:
-    section = yaml.safe_load(blocks("yaml")[2])["objective"]
+    section = yaml.safe_load(blocks("yaml")[3])["objective"]
     section["settings"]["gamma"] = gamma
     objective = f"objective={json.dumps(section)}"
     arguments = ("--config", "run.yaml", objective, f"output.directory={name}", *more)
@@ -100,7 +100,7 @@ def test_a_faulty_loss_names_its_line(folder: Path, body: str, text: str) -> Non
 def test_the_preference_run_of_the_page(inputs: Inputs, folder: Path, finished_run: Path) -> None:
     shutil.copytree(finished_run / "hf", folder / "base")
     write_rows(folder / "pairs.jsonl")
-    (command,) = re.findall(r"^bigtrain (tokenize .*)", PAGE, flags=re.M)
+    command, _ = re.findall(r"^bigtrain (tokenize .*)", PAGE, flags=re.M)
     run = [sys.executable, "-m", "bigtrain", *command.split()]
     subprocess.run(run, cwd=folder, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     (folder / "preference.yaml").write_text(blocks("yaml")[0])
@@ -131,6 +131,40 @@ def test_the_preference_run_of_the_page(inputs: Inputs, folder: Path, finished_r
     assert re.search(r"pairs: \d+ of \d+ answers are truncated, which loses \d.\d\d% ", log)
 
 
+def test_the_kto_run_of_the_page(inputs: Inputs, folder: Path, finished_run: Path) -> None:
+    shutil.copytree(finished_run / "hf", folder / "base")
+    write_rows(folder / "pairs.jsonl")
+    pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    with (folder / "rated.jsonl").open("w") as file:
+        for number, row in enumerate(pairs):
+            side = "rejected" if number % 3 else "chosen"
+            rated = {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+            file.write(json.dumps(rated) + "\n")
+    (folder / "kto.yaml").write_text(blocks("yaml")[1])
+    (tokenizing,) = re.findall(r"^bigtrain (tokenize --input rated.*)", PAGE, flags=re.M)
+    (training,) = re.findall(r"^torchrun (.*)", PAGE, flags=re.M)
+    option, size, program, *arguments = training.split()
+    assert (option, program) == ("--nproc_per_node", "bigtrain/train.py")
+    run = [sys.executable, "-m", "bigtrain", *tokenizing.split()]
+    subprocess.run(run, cwd=folder, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    run_script(int(size), WORKER, folder, *arguments)
+    rows = metrics(folder / "runs/kto", "recorded")
+    assert list(rows) == [5, 10]
+    names = {"kl", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"}
+    assert rows[10].keys() == names
+    assert rows[10]["rewards/chosen"] > rows[10]["rewards/rejected"]
+    losses = metrics(folder / "runs/kto")
+    assert losses[10] < losses[5]
+    assert (folder / "runs/kto/hf/adapter_model.safetensors").exists()
+    assert "nats per answer" in (folder / "runs/kto/hf/README.md").read_text()
+    shutil.move(folder / "rated", folder / "pairs")
+    (folder / "run.yaml").write_text(blocks("yaml")[0])
+    assert "has no preference pairs, which preference reads" in refused(folder)
+    text = refused(folder, "objective={type: next_token}")
+    assert "has answers with labels (kto)" in text
+    assert "objective.type=kto" in text
+
+
 def refused(folder: Path, *overrides: str) -> str:
     with pytest.raises(LaunchError) as caught:
         run_script(1, WORKER, folder, "--config", "run.yaml", *overrides)
@@ -158,7 +192,7 @@ LAYOUTS = {
 
 @pytest.mark.slow
 def test_terms_are_the_same_in_every_layout(folder: Path) -> None:
-    section = json.dumps(yaml.safe_load(blocks("yaml")[1])["objective"] | {"z_loss": 0.01})
+    section = json.dumps(yaml.safe_load(blocks("yaml")[2])["objective"] | {"z_loss": 0.01})
     run_script(1, WORKER, folder, "--config", "run.yaml")
     run_script(
         1, WORKER, folder, "--config", "run.yaml", f"objective={section}", "output.directory=one"

@@ -1,4 +1,4 @@
-"""Dockerfile: linted, and true about this project. No image is built here: there is no registry."""
+"""Dockerfile: linted, and true about this project. tests/cluster/test_image.py builds it."""
 
 from __future__ import annotations
 
@@ -38,14 +38,19 @@ def test_it_installs_as_make_does() -> None:
         assert words in makefile
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda", "tpu"])
-def test_device_argument(device: str) -> None:
+INDEX = re.findall(r"^ARG TORCH_INDEX=(\S+)$", DOCKERFILE, flags=re.M)[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "index"), [("cpu", INDEX), ("cpu", ""), ("cuda", INDEX), ("tpu", INDEX)]
+)
+def test_device_argument(device: str, index: str) -> None:
     """The shell of that layer, with a pip that only says what it was asked for."""
     [layer] = [text for text in re.split(r"^(?=[A-Z]+ )", DOCKERFILE, flags=re.M) if "case" in text]
     script = layer.removeprefix("RUN ").replace("\\\n", "\n")
     result = subprocess.run(
         ["sh", "-c", f'pip() {{ echo "$@"; }}\n{script.replace(chr(10), " ")}'],
-        env={"DEVICE": device, "PATH": "/usr/bin:/bin"},
+        env={"DEVICE": device, "TORCH_INDEX": index, "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
         check=False,
@@ -55,4 +60,5 @@ def test_device_argument(device: str) -> None:
         assert result.stderr == "DEVICE=tpu is neither cpu nor cuda\n"
         return
     assert result.returncode == 0, result.stderr
-    assert ("whl/cpu" in result.stdout) == (device == "cpu")
+    assert ("--index-url" in result.stdout) == (device == "cpu" and index == INDEX)
+    assert "whl/cpu" not in result.stdout or f"--index-url {INDEX} --extra" in result.stdout

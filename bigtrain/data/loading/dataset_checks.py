@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.data.samples.packing_plan import plan_of
-from bigtrain.data.samples.pairs import PairSamples, count_pairs
+from bigtrain.data.samples.pairs import PairSamples, count_answers
+from bigtrain.data.samples.rated import RatedSamples
 from bigtrain.data.samples.source import with_source
 from bigtrain.data.samples.token_stream import count_windows, split_stream
 from bigtrain.data.shards.dataset import Level, TokenDataset, open_dataset
@@ -22,7 +23,7 @@ from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, Split, TokenizerR
 from bigtrain.data.shards.shard_table import ShardTable
 from bigtrain.data.tokenizers.cache import foreign_file
 from bigtrain.errors import DataError, Problem
-from bigtrain.settings.objective import rows_per_sample
+from bigtrain.settings.objective import rows_of_answers
 from bigtrain.settings.run_config import ModelSection, RunConfig
 from bigtrain.system.storage.copies import local_path
 
@@ -68,7 +69,7 @@ def check_datasets(
         return [Problem("data.packing", config.data.packing, str(error))]
     problems += check_same_directory(config)
     problems += check_tokenizer_files(config)
-    problems += check_rows(config, tables) or check_pairs(config, datasets)
+    problems += check_rows(config, tables) or check_answers(config, datasets)
     problems += check_masks(config, tables) + check_same_tokenizer(config, tables)
     problems += check_same_beginnings(config, tables) + check_same_templates(config, tables)
     if model_vocab_size is None:
@@ -223,8 +224,8 @@ def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Pr
 
 def count_samples(config: RunConfig, dataset: TokenDataset, split: Split) -> int:
     """Return the number of samples of a split, counted as in `bigtrain.data.loading.loader`."""
-    if rows_per_sample(config.objective) == 2:
-        return count_pairs(dataset, split)
+    if rows_of_answers(config.objective):
+        return count_answers(dataset, split)
     if config.data.packing == "best_fit":
         return plan_of(config, dataset, split).num_packs
     length = config.batch.sequence_length
@@ -240,57 +241,68 @@ NOT_FOR_NEXT_TOKEN = {
     ),
     "kto": (
         "has answers with labels (kto), and next_token would learn the undesirable ones, too",
-        "tokenize the answers to learn as conversations: prompt and completion, or messages",
+        "objective.type=kto",
     ),
 }
 """Why the objective next_token refuses a dataset, by its rows, and the remedy."""
 
+MISSING_ROWS = {
+    "preference": ("has no preference pairs, which {} reads", "tokenize preference data"),
+    "kto": ("has no answers with labels, which {} reads", "tokenize with --format kto"),
+}
+"""Why an objective refuses a dataset without the rows that it reads, and the fix."""
+
 
 def check_rows(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
     """Check that the objective reads the rows of every source."""
-    reads_pairs = rows_per_sample(config.objective) == 2
+    wanted = rows_of_answers(config.objective)
     problems = []
     for number, table in enumerate(tables):
-        if reads_pairs and table.rows != "preference":
-            rule = f"has no preference pairs, which {config.objective.type} reads"
-            problems.append(_problem(config, number, rule, "tokenize preference data"))
-        if table.rows is not None and not reads_pairs:
+        if wanted is not None and table.rows != wanted:
+            rule, remedy = MISSING_ROWS[wanted]
+            rule = rule.format(config.objective.type)
+            problems.append(_problem(config, number, rule, remedy))
+        if table.rows is not None and wanted is None:
             problems.append(_problem(config, number, *NOT_FOR_NEXT_TOKEN[table.rows]))
     return problems
 
 
-def check_pairs(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Problem]:
-    """Check that every answer of a pair fits a sample. Reads the index of every shard."""
+def check_answers(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Problem]:
+    """Check that every answer fits a row. Reads the index of every shard."""
     problems = []
-    for number, dataset in enumerate(datasets if rows_per_sample(config.objective) == 2 else ()):
+    for number, dataset in enumerate(datasets if rows_of_answers(config.objective) else ()):
         for split in dataset.table.splits:
             try:
-                open_pairs(config, dataset, split)
+                open_answers(config, dataset, split)
             except DataError as error:
                 problems.append(_problem(config, number, f"{split}: {error}"))
     return problems
 
 
 def pair_notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> tuple[str, ...]:
-    """Return a line on each dataset of pairs whose answers are truncated."""
-    if rows_per_sample(config.objective) == 1 or config.data.long_documents == "cut":
+    """Return a line on each dataset of answers some of which are truncated."""
+    if not rows_of_answers(config.objective) or config.data.long_documents != "truncate":
         return ()
-    lost = [(dataset.path, open_pairs(config, dataset, "train")) for dataset in datasets]
-    return tuple(f"{path}: {pairs.lost}" for path, pairs in lost if pairs and pairs.lost)
+    lost = [(dataset.path, open_answers(config, dataset, "train")) for dataset in datasets]
+    return tuple(f"{path}: {answers.lost}" for path, answers in lost if answers and answers.lost)
 
 
-def open_pairs(config: RunConfig, dataset: TokenDataset, split: Split) -> PairSamples | None:
-    """Return the pairs of a split; None if it is empty. Raises DataError as `PairSamples`."""
+def open_answers(
+    config: RunConfig, dataset: TokenDataset, split: Split
+) -> PairSamples | RatedSamples | None:
+    """Return the pairs or rated answers of a split; None if it is empty. Raises DataError as
+    `PairSamples` and `RatedSamples`."""
     if not dataset.table.num_documents(split):
         return None
     truncates = config.data.long_documents == "truncate"
     length = config.batch.sequence_length
-    return PairSamples(split_stream(dataset, split), length, truncates=truncates)
+    kind = RatedSamples if rows_of_answers(config.objective) == "kto" else PairSamples
+    return kind(split_stream(dataset, split), length, truncates=truncates)
 
 
 def check_masks(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
     """Check that conversations are isolated: attention must not see another conversation."""
-    if config.data.isolates or rows_per_sample(config.objective) == 2:
+    if config.data.isolates or rows_of_answers(config.objective):
         return []
     return [
         Problem(
@@ -409,11 +421,11 @@ def _unfit(
             "tokenize it with the tokenizer of the training data",
         )
     split = measured_split(dataset)
-    if rows_per_sample(config.objective) == 2:
-        if dataset.table.rows != "preference":
-            return f"has no preference pairs, which {config.objective.type} reads", ""
+    if wanted := rows_of_answers(config.objective):
+        if dataset.table.rows != wanted:
+            return MISSING_ROWS[wanted][0].format(config.objective.type), ""
         try:
-            open_pairs(config, dataset, split)
+            open_answers(config, dataset, split)
         except DataError as error:
             return f"{error}", ""
         return None

@@ -14,11 +14,12 @@ import numpy.typing as npt
 import torch
 
 from bigtrain.data.loading.collator import BatchOptions, BatchReader, Collator, StoredRows, new_rows
-from bigtrain.data.loading.dataset_checks import measured_split, open_pairs, tokens_per_byte
+from bigtrain.data.loading.dataset_checks import measured_split, open_answers, tokens_per_byte
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.samples.mixture import MixedSamples, MixtureOrder
 from bigtrain.data.samples.packing_plan import packed_documents
 from bigtrain.data.samples.phases import JoinedWindows, Phase, first_phase, identify_sources
+from bigtrain.data.samples.rated import labels_of
 from bigtrain.data.samples.shuffle import SampleOrder
 from bigtrain.data.samples.source import SourceDataset, with_source
 from bigtrain.data.samples.token_stream import Indices, PackedWindows, Samples, split_stream
@@ -26,7 +27,7 @@ from bigtrain.data.shards.dataset import TokenDataset, open_sources
 from bigtrain.data.shards.manifest import Split
 from bigtrain.errors import DataError
 from bigtrain.settings.batch_plan import BatchPlan
-from bigtrain.settings.objective import rows_per_sample
+from bigtrain.settings.objective import rows_of_answers
 from bigtrain.settings.run_config import RunConfig
 
 HELD_OUT_ORDER_SEED = 0
@@ -61,6 +62,7 @@ class TrainingBatches:
         self.order = order
         self.options = options
         self.scores: Scores | None = None
+        self._labels = labels_of(dataset)
         self._order_lock = Lock()
         self._closed = Event()
         self._step_rows = plan.accumulation * plan.micro_batch_size
@@ -90,13 +92,13 @@ class TrainingBatches:
         following = first_sample + self.plan.global_batch_size
         self._ready = (following, rest) if len(rest.tokens) else None
         parts = step.split(self.plan.micro_batch_size)
-        if self.scores is None:
+        if self.scores is None and self._labels is None:
             return [_as_model_input(part, self.plan) for part in parts]
         with self._order_lock:
             samples = self._own_samples(first_sample, 1)
-        own = self.scores[samples].reshape(len(parts), -1)
-        pairs = zip(parts, own, strict=True)
-        return [_as_model_input(part, self.plan, scores) for part, scores in pairs]
+        pairs = zip(parts, samples.reshape(len(parts), -1), strict=True)
+        known = self.scores, self._labels
+        return [_as_model_input(part, self.plan, own, *known) for part, own in pairs]
 
     def _own_samples(self, first_sample: int, num_steps: int) -> Indices:
         """Return the samples that this rank reads in steps from `first_sample` on."""
@@ -164,21 +166,35 @@ class TrainingBatches:
 
 
 def _row_length(plan: BatchPlan) -> int:
-    """Return the tokens of a row as it is read: of a pair, those of both, but for the last one."""
+    """Return the tokens of a row as it is read: of two answers, those of both, but for the last."""
     return plan.rows_per_sample * (plan.sequence_length + 1) - 1
-
-
-def _as_model_input(batch: MicroBatch, plan: BatchPlan, scores: Scores | None = None) -> MicroBatch:
-    """Return `batch` in rows of the sequence length; `scores`: of its samples."""
-    if plan.rows_per_sample == 2:
-        batch = batch.of_pairs()
-    if scores is None:
-        return batch
-    return replace(batch, reference=torch.from_numpy(scores.reshape(-1)))
 
 
 Scores = npt.NDArray[np.float32]
 """Log-probabilities of the targets under the reference model, [samples, rows of a sample]."""
+
+
+def _as_model_input(
+    batch: MicroBatch,
+    plan: BatchPlan,
+    samples: Indices | None = None,
+    scores: Scores | None = None,
+    labels: npt.NDArray[np.uint8] | None = None,
+) -> MicroBatch:
+    """Return `batch` in rows of the sequence length, of `samples` and then padding. scores, labels:
+    of all samples, if there are some."""
+    if plan.rows_per_sample == 2:
+        batch = batch.of_pairs()
+    count = len(batch.input_ids)
+    if samples is not None and scores is not None:
+        sums = np.zeros((count // scores.shape[1], scores.shape[1]), np.float32)
+        sums[: len(samples)] = scores[samples]
+        batch = replace(batch, reference=torch.from_numpy(sums.reshape(-1)))
+    if samples is not None and labels is not None:
+        desirable = np.zeros((count // 2, 2), np.bool_)
+        desirable[: len(samples)] = labels[samples, None]
+        batch = replace(batch, desirable=torch.from_numpy(desirable.reshape(-1)))
+    return batch
 
 
 @dataclass(frozen=True)
@@ -257,19 +273,13 @@ class HeldOutBatches:
         plan = self.plan
         order = SampleOrder(self.dataset.num_samples, HELD_OUT_ORDER_SEED)
         reader = BatchReader(self.dataset, self.options)
+        known = self.scores, labels_of(self.dataset)
         for number in range(len(self)):
             first = (number * plan.data_size + self.data_rank) * plan.micro_batch_size
             count = max(0, min(plan.micro_batch_size, self.num_samples - first))
             numbers = order.windows(first, count)
             batch = reader.read(numbers, plan.micro_batch_size)
-            yield _as_model_input(batch, plan, self._scores_of(numbers))
-
-    def _scores_of(self, numbers: Indices) -> Scores | None:
-        if self.scores is None:
-            return None
-        found = np.zeros((self.plan.micro_batch_size, self.plan.rows_per_sample), np.float32)
-        found[: len(numbers)] = self.scores[numbers]
-        return found
+            yield _as_model_input(batch, plan, numbers, *known)
 
     def every_sample(self) -> EverySample:
         """Return all samples of the split in the order of their numbers."""
@@ -391,10 +401,10 @@ def _samples(
     try:
         if split == "train" and isinstance(dataset, SourceDataset):
             return dataset.train
-        if rows_per_sample(config.objective) == 2:
-            pairs = open_pairs(config, dataset, split)
-            assert pairs is not None
-            return pairs
+        if rows_of_answers(config.objective):
+            answers = open_answers(config, dataset, split)
+            assert answers is not None
+            return answers
         if config.data.packing == "best_fit":
             return packed_documents(config, dataset, split)
         return PackedWindows(split_stream(dataset, split), sequence_length, chunk_length)

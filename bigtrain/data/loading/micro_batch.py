@@ -19,6 +19,7 @@ class MicroBatch:
     the label that would cross a boundary has no loss. `tokens` int64 [B, T + 1], if every token
     is a target: inputs and labels are views of it, and not contiguous. `reference` float32 [B], for
     objectives with stored scores: log-probability of the targets of a row under the reference.
+    `desirable` bool [B], of rated answers: whether the answer of a row's sample is desirable.
     """
 
     input_ids: torch.Tensor
@@ -26,6 +27,7 @@ class MicroBatch:
     position_ids: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
     reference: torch.Tensor | None = None
+    desirable: torch.Tensor | None = None
 
     @classmethod
     def of_tokens(cls, tokens: torch.Tensor) -> MicroBatch:
@@ -50,23 +52,26 @@ class MicroBatch:
             return [self]
         if self.tokens is not None:
             return [MicroBatch.of_tokens(part) for part in self.tokens.split(rows)]
-        positions = self.position_ids
         parts = zip(
             self.input_ids.split(rows),
             self.labels.split(rows),
-            repeat(None) if positions is None else positions.split(rows),
+            *(repeat(None) if one is None else one.split(rows) for one in self._optional),
             strict=False,
         )
         return [MicroBatch(*part) for part in parts]
+
+    def every_second(self, first: int) -> MicroBatch:
+        """Return rows `first`, `first` + 2, ..."""
+        return self.moved(lambda tensor: tensor[first::2].contiguous())
+
+    @property
+    def _optional(self) -> tuple[torch.Tensor | None, ...]:
+        """The fields after `labels`, of rows whose tokens are not all targets."""
+        return self.position_ids, None, self.reference, self.desirable
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         """Apply `move` to each tensor; to `tokens` only, if the others are views of it."""
         if self.tokens is not None:
             return MicroBatch.of_tokens(move(self.tokens))
-        positions, reference = self.position_ids, self.reference
-        return MicroBatch(
-            move(self.input_ids),
-            move(self.labels),
-            None if positions is None else move(positions),
-            reference=None if reference is None else move(reference),
-        )
+        others = (None if one is None else move(one) for one in self._optional)
+        return MicroBatch(move(self.input_ids), move(self.labels), *others)

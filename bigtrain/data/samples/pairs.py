@@ -63,6 +63,6 @@ class PairSamples(StreamSamples):
         return Ranges(numbers, self._begins[documents], self._lengths[documents], places)
 
 
-def count_pairs(dataset: TokenDataset, split: Split) -> int:
-    """Return the pairs of a split."""
-    return dataset.table.num_documents(split) // 2
+def count_answers(dataset: TokenDataset, split: Split) -> int:
+    """Return the samples of a split: its pairs, or its rated answers."""
+    return dataset.table.num_documents(split) // (2 if dataset.table.rows == "preference" else 1)

@@ -22,7 +22,7 @@ import xxhash
 
 from bigtrain.data.samples.mixture import MixtureOrder, integer_weights
 from bigtrain.data.samples.packing_plan import plan_of
-from bigtrain.data.samples.pairs import count_pairs
+from bigtrain.data.samples.pairs import count_answers
 from bigtrain.data.samples.shuffle import SampleOrder, convert_place, permute
 from bigtrain.data.samples.token_stream import (
     Indices,
@@ -35,7 +35,7 @@ from bigtrain.data.samples.token_stream import (
 from bigtrain.data.shards.dataset import TokenDataset
 from bigtrain.data.shards.shard_table import ShardTable
 from bigtrain.errors import CheckpointError
-from bigtrain.settings.objective import rows_per_sample
+from bigtrain.settings.objective import rows_of_answers
 from bigtrain.settings.run_config import DataSection, RunConfig, SourceSection
 
 
@@ -341,10 +341,10 @@ def identify_sources(
         digest = xxhash.xxh3_64(dataset.table.tokenizer.hash.encode())
         _add_tokens(digest, dataset.table)
         num_tokens = dataset.table.num_tokens("train")
-        if rows_per_sample(config.objective) == 2:
+        if rows := rows_of_answers(config.objective):
             length = config.batch.sequence_length
-            digest.update(f"pairs:{length}".encode())
-            num_tokens = count_pairs(dataset, "train") * length + 1
+            digest.update(f"{'pairs' if rows == 'preference' else rows}:{length}".encode())
+            num_tokens = count_answers(dataset, "train") * length + 1
         elif config.data.packing == "best_fit":
             length = config.batch.sequence_length
             digest.update(f"best_fit:{length}:{config.data.long_documents}".encode())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
+import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +19,8 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
+
+_ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
 
 
 def set_mpu(mpu: Any) -> None:
@@ -79,7 +83,10 @@ def operators_loaded_by(load: Callable[..., ModuleType]) -> Iterator[None]:
     def load_jit(builder: OpBuilder, verbose: bool = True) -> ModuleType:
         from torch.utils import cpp_extension
 
-        with replaced(cpp_extension, "load", partial(load, cpp_extension.load)):
+        with (
+            replaced(cpp_extension, "load", partial(load, cpp_extension.load)),
+            _plain_architectures(),
+        ):
             module: ModuleType = jit_load(builder, verbose)
             return module
 
@@ -88,6 +95,22 @@ def operators_loaded_by(load: Callable[..., ModuleType]) -> Iterator[None]:
         replaced(backend, "build_shm_op", lambda: None),
     ):
         yield
+
+
+@contextmanager
+def _plain_architectures() -> Iterator[None]:
+    """Remove the letters of architectures (9.0a) from TORCH_CUDA_ARCH_LIST inside: DeepSpeed cannot
+    read them (0.19.8, ops/op_builder/builder.py, `compute_capability_args`), and its operators use
+    nothing that only such architectures have."""
+    before = os.environ.get(_ARCHITECTURES)
+    if before is None:
+        yield
+        return
+    os.environ[_ARCHITECTURES] = re.sub(r"(\d+\.\d+)[a-z]", r"\1", before)
+    try:
+        yield
+    finally:
+        os.environ[_ARCHITECTURES] = before
 
 
 @contextmanager

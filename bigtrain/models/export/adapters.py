@@ -79,11 +79,11 @@ def export_adapter(
         # safetensors writes with permissions for the owner only, whatever the umask is.
         shutil.copymode(directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS)
         write_tokenizer(tokenizer_directory, directory, output)
-        if card:
-            (directory / CARD).write_text(card, encoding="utf-8")
         with torch.no_grad(), _quiet():
             model = _load(base, hf_config, directory, DTYPES[probe.dtype], section)
-            compare_logits(model, probe, output, dtype)
+            notes = compare_logits(model, probe, output, dtype)
+        if card:
+            (directory / CARD).write_text("\n".join([card, *notes]), encoding="utf-8")
 
 
 @torch.no_grad()

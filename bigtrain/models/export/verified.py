@@ -10,17 +10,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
-from bigtrain.errors import ModelError, OutputError
-from bigtrain.models.build import build_model, read_in_turn
+from bigtrain.errors import ModelError, OutputError, one_line
+from bigtrain.models.build import build_model, empty_model, read_in_turn
 from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
 from bigtrain.models.export.base_record import BaseRecord
 from bigtrain.models.parallel.grouped_experts import fit_experts
@@ -37,6 +38,8 @@ CARD = "README.md"
 # Relative root-mean-square difference of logits that another kernel, thread count or device makes:
 # about 1e-6 was seen in float32 and 5e-3 in bfloat16; a wrong or misplaced weight makes about 1.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 2e-2}
+
+_GPU = "cuda"
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,23 @@ class Probe:
         """Read what `save` wrote."""
         tensors = load_file(path)
         return Probe(tensors["input_ids"], tensors["logits"], dtype)
+
+
+def why_not_reloaded(hf_config: PreTrainedConfig) -> str | None:
+    """Return why transformers cannot read an export of the architecture without a base's files,
+    such as one whose language model has a configuration that is not its own; None if it can, or if
+    the model cannot be built at all, which the run's plan reports."""
+    try:
+        exported = empty_model(hf_config).config
+    except Exception:  # of any architecture's code
+        return None
+    with TemporaryDirectory() as directory:
+        exported.save_pretrained(directory)
+        try:
+            empty_model(AutoConfig.from_pretrained(directory, trust_remote_code=False))
+        except Exception as error:  # of transformers, and of any architecture's code
+            return one_line(error)
+    return None
 
 
 def export_model(
@@ -111,17 +131,17 @@ def export_model(
         if generation_config is not None and generation_config.is_file():
             shutil.copyfile(generation_config, temporary / GENERATION_CONFIG)
         if base is None:
-            notes += rewrite_config(temporary / CONFIG_NAME, hf_config)
+            notes += rewrite_config(temporary / CONFIG_NAME)
         else:
             notes += base.write_files(temporary, hf_config, dtype)
         files = None if base is None else base.files
         notes += write_tokenizer(tokenizer_directory, temporary, output, files)
         notes += stop_at_end_of_turn(temporary)
+        coarsest = dtype if dtype is not None else base.lowest_precision if base else probe.dtype
+        notes += _verify(temporary, probe, output, coarsest, in_turn=is_sharded)
         if card:
             text = card + _changes(notes, base)
             (temporary / CARD).write_text(text, encoding="utf-8")
-        coarsest = dtype if dtype is not None else base.lowest_precision if base else probe.dtype
-        _verify(temporary, probe, output, coarsest, in_turn=is_sharded)
     return notes
 
 
@@ -159,9 +179,9 @@ def writing_directory(output: Path, *, replace: bool) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-@torch.no_grad()
-def _verify(directory: Path, probe: Probe, output: Path, dtype: str, *, in_turn: bool) -> None:
-    """Compare the logits of the model in `directory`; `in_turn`: load one layer at a time."""
+def _verify(directory: Path, probe: Probe, output: Path, dtype: str, *, in_turn: bool) -> list[str]:
+    """Compare the logits of the model in `directory` as `compare_logits`; `in_turn`: load one layer
+    at a time."""
     if in_turn:
         section = ModelSection(path=str(directory))
         hf_config = load_hf_config(section)
@@ -170,22 +190,43 @@ def _verify(directory: Path, probe: Probe, output: Path, dtype: str, *, in_turn:
     else:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[probe.dtype])
         fit_experts(model)  # grouped products do not take every width
-    compare_logits(model, probe, output, dtype)
+    return compare_logits(model, probe, output, dtype, on_gpu=not in_turn)
 
 
 @torch.no_grad()
-def compare_logits(model: Any, probe: Probe, output: Path, dtype: str) -> None:
-    """Raises ModelError if the logits of `model`, reloaded from files of `dtype`, differ from the
-    probe's. `output`: the directory's name in the error."""
+def compare_logits(
+    model: Any, probe: Probe, output: Path, dtype: str, *, on_gpu: bool = True
+) -> list[str]:
+    """Compare the logits of `model`, reloaded from files of `dtype`, with the probe's; if they
+    differ on the CPU, on a GPU where there is one, unless it is not to be used (`on_gpu`). Returns
+    a note if they agree only there: sparse attention chooses among equal scores, which devices
+    order differently. Raises ModelError if they do not agree. `output`: the directory's name in the
+    error."""
     model.eval()
     tolerance = max(_TOLERANCE[dtype], _TOLERANCE[probe.dtype])
-    logits = model(input_ids=probe.input_ids, use_cache=False).logits.float()
-    difference = relative_difference(logits, probe.logits)
-    if not difference <= tolerance:
-        raise ModelError(
-            f"{output}: not written: reloaded, its logits differ from the trained model's by "
-            f"{difference:.1e} (root mean square, relative; limit {tolerance:.0e})"
-        )
+    difference = _difference(model, probe, "cpu")
+    if difference <= tolerance:
+        return []
+    if on_gpu and torch.cuda.is_available():
+        try:
+            there = _difference(model.to(_GPU), probe, _GPU)
+        except torch.OutOfMemoryError:  # the run's own model is there, too
+            there = float("inf")
+        if there <= tolerance:
+            return [
+                f"on a CPU, logits differ from the trained model's on its GPU by {difference:.1e} "
+                f"(root mean square, relative); on a GPU by {there:.1e}"
+            ]
+    raise ModelError(
+        f"{output}: not written: reloaded, its logits differ from the trained model's by "
+        f"{difference:.1e} (root mean square, relative; limit {tolerance:.0e})"
+    )
+
+
+def _difference(model: Any, probe: Probe, device: str) -> float:
+    ids = probe.input_ids.to(device)
+    logits = model(input_ids=ids, use_cache=False).logits.float()
+    return relative_difference(logits.cpu(), probe.logits)
 
 
 def relative_difference(ours: torch.Tensor, reference: torch.Tensor) -> float:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
 from bigtrain.models.weights.import_hf import quiet_transformers
@@ -147,11 +147,12 @@ def _with_floats(value: Any) -> Any:
     return [_with_floats(item) for item in value] if isinstance(value, list) else value
 
 
-def rewrite_config(path: Path, config: PreTrainedConfig) -> list[str]:
-    """Complete the configuration file that transformers 5 wrote for a new model (no base). Returns
-    notes as `complete_config`. Raises OSError."""
+def rewrite_config(path: Path) -> list[str]:
+    """Complete the configuration file that transformers 5 wrote for a new model (no base), which
+    may be the language model's part of the run's. Returns notes as `complete_config`. Raises
+    OSError."""
     values = json.loads(path.read_text(encoding="utf-8"))
-    notes = complete_config(values, config)
+    notes = complete_config(values, AutoConfig.from_pretrained(path, trust_remote_code=False))
     write_json(path, values)
     return [f"{CONFIG_NAME}: {note}" for note in notes]
 

@@ -22,6 +22,7 @@ from bigtrain.models.weights.import_hf import Weights, find_weights
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.changed_settings import base_sums, refuse_other_base
 from bigtrain.run.run_directory import MODEL_CONFIG
+from bigtrain.settings.objective import rows_per_sample
 from bigtrain.settings.run_config import ModelSection, RunConfig
 
 
@@ -167,15 +168,14 @@ def model_card(
     if base is not None and not Path(base).exists():
         front["base_model"] = base
     samples = config.batch.samples_per_step
-    tokens = (
-        step * samples * (2 if config.objective.reads_pairs else 1) * config.batch.sequence_length
-    )
+    tokens = step * samples * rows_per_sample(config.objective) * config.batch.sequence_length
+    units = {"preference": "pair", "kto": "answer"}
     sources = [config.data.path, *(source.path for source in config.data.sources)]
     figures = {
         "step": f"{step:,} of {config.train.total_steps:,}",
         "tokens seen": f"{tokens:,}",
         "data": ", ".join(filter(None, sources)),
-        **_last_figures(metrics, step, "pair" if config.objective.reads_pairs else "token"),
+        **_last_figures(metrics, step, units.get(config.objective.type, "token")),
     }
     dumped = config.model_dump(mode="json", exclude_defaults=True)
     chosen = {name: dumped[name] for name in _SECTIONS if name in dumped}

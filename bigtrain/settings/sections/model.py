@@ -11,9 +11,9 @@ from bigtrain.settings.sections.extensions import ImportedName
 
 Float8 = Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
 
-_CHUNK_BYTES = 256 * 2**20
-"""Float32 logits of a chunk. Smaller chunks save little memory, and each costs an addition of the
-head's full gradient."""
+_CHUNK_BYTES = 2**30
+"""Float32 logits of a chunk. Each chunk costs an addition of the head's full gradient: on an H100,
+Llama 3.2 1B trains 9% faster than with chunks of 256 MiB, and takes 2.3 GiB more."""
 
 
 def chunk_tokens(vocabulary_size: int, loss_chunk_tokens: int | None) -> int:
@@ -79,7 +79,7 @@ class ModelSection(Section):
     micro-batch; chunked: some tokens at a time, so that the full logits never exist; liger: by its
     fused kernel (CUDA); auto: chunked where the logits are larger than one chunk"""
     loss_chunk_tokens: PositiveInt | None = None
-    """tokens whose logits exist at a time; default: as many as take 256 MiB in float32"""
+    """tokens whose logits exist at a time; default: as many as take 1 GiB in float32"""
 
     tiled_mlp: Literal["auto", "off"] | PositiveInt = "off"
     """compute the MLP of each layer, experts too, in tiles of tokens, and again in the backward

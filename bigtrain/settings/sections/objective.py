@@ -14,7 +14,7 @@ from bigtrain.settings.sections.extensions import (
     known_or_imported,
 )
 
-KnownObjective = Literal["next_token", "preference"]
+KnownObjective = Literal["next_token", "preference", "kto"]
 PreferenceLoss = Literal["sigmoid", "ipo", "simpo", "orpo"]
 REFERENCE_FREE: tuple[PreferenceLoss, ...] = ("simpo", "orpo")
 """Losses that compare the answers of a pair without a reference model."""
@@ -25,14 +25,18 @@ class ObjectiveSection(Section):
 
     type: KnownObjective | ImportedName = "next_token"
     """next_token: cross-entropy of the next token; preference: pairs of a chosen and a rejected
-    answer (rows: preference in the data's manifest); or a class of yours, as
-    package.module:Class"""
+    answer (rows: preference in the data's manifest); kto: answers that are labeled desirable or not
+    (rows: kto; arXiv 2402.01306), with adapters; or a class of yours, as package.module:Class"""
     loss: PreferenceLoss = "sigmoid"
     """preference: sigmoid (DPO, arXiv 2305.18290), ipo (arXiv 2310.12036), simpo (arXiv 2405.14734)
     or orpo (arXiv 2403.07691)"""
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """preference: strength with which the loss keeps the model near the reference (sigmoid, ipo),
-    scale of the reward (simpo), weight of the odds ratio (orpo)"""
+    """kto and preference: strength with which the loss keeps the model near the reference (kto,
+    sigmoid, ipo), scale of the reward (simpo), weight of the odds ratio (orpo)"""
+    desirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    """kto: weight of the losses of desirable answers"""
+    undesirable_weight: Annotated[float, Field(gt=0)] = 1.0
+    """kto: weight of the losses of undesirable answers"""
     gamma: NonNegativeFloat = 0.0
     """simpo: margin by which the chosen answer's reward is to be larger"""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -55,7 +59,7 @@ class ObjectiveSection(Section):
     @property
     def needs_reference(self) -> bool:
         """Whether it compares with a reference model, for an objective of bigtrain."""
-        return self.reads_pairs and self.loss not in REFERENCE_FREE
+        return self.type == "kto" or (self.reads_pairs and self.loss not in REFERENCE_FREE)
 
     @field_validator("type", mode="before")
     @classmethod
@@ -69,12 +73,16 @@ class ObjectiveSection(Section):
                 "objective.settings are arguments of a class of yours, and objective.type = "
                 f"{self.type!r} is bigtrain's own -> omit them"
             )
-        unused = [] if self.reads_pairs else ["loss", "beta", "gamma"]
-        if self.reads_pairs and self.loss != "simpo":
-            unused = ["gamma"]
+        unused = [] if self.reads_pairs else ["loss"]
+        if not self.reads_pairs or self.loss != "simpo":
+            unused += ["gamma"]
+        if self.type != "kto":
+            unused += ["desirable_weight", "undesirable_weight"]
+            unused += [] if self.reads_pairs else ["beta"]
         if self.type != "next_token":
             unused += ["label_smoothing", "z_loss"]
-        unused += [] if self.needs_reference else ["reference"]
+        if not (self.reads_pairs and self.needs_reference):
+            unused += ["reference"]
         for name in unused:
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:

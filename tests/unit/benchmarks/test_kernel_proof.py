@@ -75,3 +75,19 @@ def test_kernels_compile_and_compute_what_pytorch_does() -> None:
         assert all(Distances(**each).is_rounding for each in one["distances"]), one["case"]
     launch = results[0]["launches"][0]
     assert kernel_proof.compile_launch(launch, "bf16", 90).registers > 0
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed: make kernel-proof"
+)
+def test_flex_attention_compiles_forward_and_backward() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks.flex_proof", "90"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = json.loads(result.stdout.splitlines()[-1])
+    assert [row["way"] for row in rows] == 2 * ["forward", "backward"]
+    assert all(0 < row["registers"] < 256 for row in rows)

@@ -20,30 +20,45 @@ PARAMETERS = [("embed.weight", 1000), ("layers.0.weight", 300), ("lm_head.weight
 
 def test_formula_reproduces_the_utilization_published_for_palm_540b() -> None:
     """PaLM, table 3: 238.3K tokens/s on 6144 TPU v4 (275 TFLOP/s) is 46.2 % MFU."""
-    palm = ModelShape(540_350_000_000, num_layers=118, num_heads=48, head_size=256)
+    palm = ModelShape(540_350_000_000, attention_width=118 * 48 * 256)
     per_token = flops_per_token(palm, 2048)
     utilization = model_flops_utilization(238_300, per_token, 275e12, num_devices=6144)
     assert utilization == pytest.approx(0.462, abs=0.001)
 
 
 def test_terms_of_the_formula() -> None:
-    shape = ModelShape(num_matmul_parameters=1000, num_layers=2, num_heads=4, head_size=8)
+    shape = ModelShape(num_matmul_parameters=1000, attention_width=2 * 4 * 8)
     assert flops_per_token(shape, 16) == 6 * 1000 + 12 * 2 * 4 * 8 * 16
     assert flops_per_token(shape, 16, frozen=True) == 4 * 1000 + 12 * 2 * 4 * 8 * 16
 
 
 def test_input_embedding_counts_only_where_it_is_also_the_head() -> None:
     untied = model_shape(CONFIG, PARAMETERS, "embed.weight", tied=False)
-    assert untied == ModelShape(1300, num_layers=2, num_heads=4, head_size=8)
+    assert untied == ModelShape(1300, attention_width=2 * 4 * 8)
     tied = model_shape(CONFIG, PARAMETERS[:2], "embed.weight", tied=True)
-    assert tied == ModelShape(1300, num_layers=2, num_heads=4, head_size=8)
+    assert tied == ModelShape(1300, attention_width=2 * 4 * 8)
 
 
 def test_head_size_of_the_configuration_wins_over_the_quotient() -> None:
     config = SimpleNamespace(**vars(CONFIG), head_dim=64)
     shape = model_shape(config, PARAMETERS, "embed.weight", tied=False)
     assert shape is not None
-    assert shape.head_size == 64
+    assert shape.attention_width == 2 * 4 * 64
+
+
+def test_layers_with_other_heads_count_with_their_own() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Gemma4TextConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        head_dim=16,
+        per_layer_config={1: {"head_dim": 32}},
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    shape = model_shape(config, PARAMETERS, "embed.weight", tied=False)
+    assert shape is not None
+    assert shape.attention_width == 4 * 16 + 4 * 32
 
 
 @pytest.mark.parametrize("count_name", ["num_local_experts", "num_experts", "n_routed_experts"])
@@ -77,9 +92,9 @@ def test_shape_of_real_models_matches_their_parameter_count() -> None:
     shape = model_shape(
         config.get_text_config(), parameters, "model.embed_tokens.weight", tied=True
     )
-    assert shape == ModelShape(model.num_parameters(), num_layers=2, num_heads=4, head_size=8)
+    assert shape == ModelShape(model.num_parameters(), attention_width=2 * 4 * 8)
     gpt2 = transformers.GPT2Config(n_embd=32, n_layer=3, n_head=4)
-    assert model_shape(gpt2.get_text_config(), [], "wte", tied=True) == ModelShape(0, 3, 4, 8)
+    assert model_shape(gpt2.get_text_config(), [], "wte", tied=True) == ModelShape(0, 3 * 32)
 
 
 @pytest.mark.parametrize(

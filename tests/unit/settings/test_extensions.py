@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from bigtrain.errors import ConfigError
+from bigtrain.planner.run_prediction import layout_of
 from bigtrain.settings.loading import parse_run_config
 from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.resolve import resolve_run
@@ -209,6 +211,13 @@ def test_an_objective_of_pairs_reads_two_rows_of_a_sample(code: Path) -> None:
         ({"beta": 0.2}, "objective.beta = 0.2 has no effect with objective.type = next_token"),
         ({"type": "preference", "gamma": 1.0}, "no effect with objective.loss = sigmoid"),
         ({"type": "preference", "z_loss": 0.1}, "no effect with objective.type = preference"),
+        (
+            {"desirable_weight": 2.0},
+            "desirable_weight = 2.0 has no effect with objective.type = next",
+        ),
+        ({"type": "kto", "loss": "ipo"}, "objective.loss = ipo has no effect with objective.type"),
+        ({"type": "kto", "reference": "s"}, "objective.reference = s has no effect with objective"),
+        ({"type": "kto", "undesirable_weight": 0}, "input should be greater than 0"),
         ({"type": "next_tokn"}, "did you mean next_token?"),
         ({"type": "preference", "loss": "dpo"}, "input should be 'sigmoid', 'ipo'"),
     ],
@@ -216,4 +225,52 @@ def test_an_objective_of_pairs_reads_two_rows_of_a_sample(code: Path) -> None:
 def test_settings_of_an_objective_without_effect(objective: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_run_config({**RUN, "objective": objective})
+    assert expected in str(caught.value)
+
+
+@pytest.fixture
+def adapted(tmp_path: Path) -> dict[str, Any]:
+    """Sections of a run of adapters."""
+    config = {"model_type": "llama", "num_attention_heads": 2, "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return {"model": {"path": str(tmp_path)}, "adapters": {"type": "lora"}}
+
+
+def test_kto_reads_an_answer_and_a_mismatched_one(adapted: dict[str, Any]) -> None:
+    run = resolved(**adapted, objective={"type": "kto"})
+    assert run.plan.tokens_per_step == 2 * 8 * 8
+    assert layout_of(run).micro_batch_size == 1  # rows with gradients
+    pairs = resolved(**adapted, objective={"type": "preference"})
+    assert layout_of(pairs).micro_batch_size == 2
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        (
+            {"adapters": None},
+            "objective.type = 'kto': its reference is the model with its adapters off, and the run "
+            "has none: scores of mismatched answers are not stored -> adapters: {type: lora}",
+        ),
+        (
+            {"data": {"path": "x", "packing": "best_fit"}},
+            "data.packing = 'best_fit': each answer is a row of its own, padded at the end -> "
+            'data.packing="concatenate"',
+        ),
+        ({"parallel": {"pipeline": 2}}, "stages compute the loss of the next token only"),
+        ({"parallel": {"sequence": 2}}, "complete rows, of which a rank has a part"),
+        ({"parallel": {"expert": 2}}, "where ranks divide the experts"),
+        ({"precision": {"dtype": "float16"}}, "with a loss scale"),
+        (
+            {"adapters": {"type": "lora", "dora": True}},
+            "adapters.dora = True changes the model also with its adapters off, by which "
+            "objective.type = 'kto' gets its reference",
+        ),
+    ],
+    ids=["full", "packing", "pipeline", "sequence", "expert", "float16", "dora"],
+)
+def test_what_kto_refuses(adapted: dict[str, Any], sections: dict[str, Any], expected: str) -> None:
+    tree = {**RUN, **adapted, "objective": {"type": "kto"}, **sections}
+    with pytest.raises(ConfigError) as caught:
+        resolve_run(parse_run_config(tree), 2)
     assert expected in str(caught.value)

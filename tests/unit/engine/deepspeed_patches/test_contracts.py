@@ -6,13 +6,14 @@ import dataclasses
 import importlib
 import inspect
 import math
+import os
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from deepspeed import comm
-from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.ops.op_builder.builder import CUDAOpBuilder, OpBuilder
 from deepspeed.runtime import constants
 from deepspeed.runtime import utils as runtime_utils
 from deepspeed.runtime.base_optimizer import BackwardHookStateManager, ZeROOptimizer
@@ -655,6 +656,20 @@ CONTRACTS = [
         "self.shm_comm_op = build_shm_op()",
     ),
 ]
+
+
+def test_deepspeed_reads_architectures_without_letters_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    builder = type("Builder", (CUDAOpBuilder,), {"absolute_name": str, "sources": list})("any")
+    builder.jit_mode = True
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a;10.0f+PTX")
+    with pytest.raises(ValueError, match="0a"):
+        builder.compute_capability_args()
+    with startup._plain_architectures():
+        assert os.environ["TORCH_CUDA_ARCH_LIST"] == "9.0;10.0+PTX"
+        builder.compute_capability_args()
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "9.0a;10.0f+PTX"
 
 
 def test_a_function_that_carries_its_signature_is_not_inspected(
