@@ -1,11 +1,13 @@
 """Bytes of live tensors that the planner predicts, against what running processes allocate.
 
     python benchmarks/planner_memory.py [--world-size 2] [--only llama]
+    python benchmarks/planner_memory.py --world-size 4 --lengths 16384,65536,262144
 
 Small models of eight architectures in real processes on CPUs, ZeRO 0 to 3, every kind of
 parallelism, recomputation, chunked loss, offload (to the memory where the rest is too), 16 and 32
 bit: for each the fullest rank's peak in a step, by torch's profile of every allocation
-(`benchmarks/support/memory_worker.py`).
+(`benchmarks/support/memory_worker.py`). With `--lengths`: one sample of each of these lengths,
+divided among the ranks in every kind of sequence parallelism (hours for 262144 on two cores).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +97,48 @@ MORE: dict[str, tuple[str, ...]] = {
     "mistral": (*USUAL, *CUT, "zero3 offload"),
 }
 
+# A model whose attention at 262,144 tokens two cores compute in minutes.
+LONG: dict[str, Any] = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 64,
+        "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 16}  # fmt: skip
+KINDS: dict[str, dict[str, int]] = {
+    "ulysses 4": {"ulysses": 4},
+    "ring 4": {"ring": 4},
+    "ulysses 2, ring 2": {"ulysses": 2, "ring": 2},
+}
+
+
+def long_cases(
+    directory: Path, only: str, bucket: int, lengths: Sequence[int], num_heads: int
+) -> list[dict[str, Any]]:
+    """Return a case of each length and kind that `num_heads` allow, the models written below
+    `directory`."""
+    specs, engine = [], _with_bucket(directory, "zero3", bucket)
+    for length in lengths:
+        where = directory / f"long{length}"
+        heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
+        config = AutoConfig.for_model(**LONG, **heads, max_position_embeddings=length)
+        AutoModelForCausalLM.from_config(config).save_pretrained(where)
+        for name, kind in KINDS.items():
+            title = f"{length} {name}"
+            if only in title and num_heads % kind.get("ulysses", 1) == 0:
+                model = {"path": str(where), "attention": "sdpa", "loss": "chunked",
+                         "loss_chunk_tokens": 512, "gradient_checkpointing": "full",
+                         "tiled_mlp": 16}  # fmt: skip
+                run = {
+                    "model": model,
+                    "data": {"path": "unused"},
+                    "batch": {"sequence_length": length, "global_batch_size": 1,
+                              "micro_batch_size": 1},
+                    "train": {"steps": 3},
+                    "optimizer": {"lr": 1e-3},
+                    "precision": {"dtype": "float32"},
+                    "parallel": {"sequence": kind},
+                    "output": {"directory": "unused"},
+                }  # fmt: skip
+                specs.append({"title": title, "config": run, "engine": engine,
+                              "output": str(directory / f"{len(specs)}")})  # fmt: skip
+    return specs
+
 
 def cases(directory: Path, only: str, bucket: int) -> list[dict[str, Any]]:
     """Return every case, with its model written below `directory`."""
@@ -151,6 +196,10 @@ def predicted(case: dict[str, Any], world_size: int) -> dict[str, float]:
     return {"total": use.allocated + use.host_offload, **use.terms(), "offload": use.host_offload}
 
 
+def _numbers(words: str) -> list[int]:
+    return [int(word) for word in words.split(",")]
+
+
 def main() -> None:
     """Measure and print a line for each case."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -159,9 +208,14 @@ def main() -> None:
     parser.add_argument(
         "--bucket", type=int, default=200_000, help="elements of DeepSpeed's buckets"
     )
+    parser.add_argument("--lengths", type=_numbers, default=[], help="tokens of long samples")
+    parser.add_argument("--heads", type=int, default=4, help="of the model for long samples")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        todo = cases(Path(name), args.only, args.bucket)
+        if args.lengths:
+            todo = long_cases(Path(name), args.only, args.bucket, args.lengths, args.heads)
+        else:
+            todo = cases(Path(name), args.only, args.bucket)
         (Path(name) / "cases.json").write_text(json.dumps(todo))
         worker = str(Path(__file__).parent / "support" / "memory_worker.py")
         run_local_world(args.world_size, [worker, str(Path(name) / "cases.json")], {})

@@ -29,6 +29,8 @@ ASKS = re.compile(
     r"^# Layout: the first of `bigtrain plan --config (\S+) --gpus (\S+)`\.\n((?:# .*\n)*)", re.M
 )
 KEYS = ("micro_batch_size", "gradient_checkpointing", "parallel", "deepspeed_config")
+OF_LONG_SAMPLES = {"activation_offload": "false", "tiled_mlp": "'off'"}
+"""Keys that a recipe needs if its layout has another value."""
 
 
 def main() -> int:
@@ -84,6 +86,8 @@ def with_layout(text: str) -> str:
     asks = f"# Layout: the first of `bigtrain plan --config {name} --gpus {gpus}`.\n"
     text = ASKS.sub(lambda _: asks + prediction(best, plan.cluster), text, count=1)
     for key, value in settings_of(best).items():
+        if OF_LONG_SAMPLES.get(key) == value and f" {key}:" not in text:
+            continue
         text, changed = re.subn(rf"^( *{key}:).*$", rf"\1 {value}", text, flags=re.M)
         assert changed == 1, f"{name}: {key} occurs {changed} times"
     return text
@@ -101,22 +105,27 @@ def prediction(best: Candidate, cluster: Cluster) -> str:
 
 
 def settings_of(best: Candidate) -> dict[str, str]:
-    """Return the layout as values of `KEYS`. A JSON of ds_configs/ has no layout that moves only
-    the optimizer under ZeRO 3; no recipe is ranked so."""
+    """Return the layout as values of `KEYS` and `OF_LONG_SAMPLES`. A JSON of ds_configs/ has no
+    layout that moves only the optimizer under ZeRO 3; no recipe is ranked so."""
     layout = best.layout
     assert not layout.offload_optimizer
+    sequence = str(layout.sequence_size)
+    if layout.ring_size > 1:
+        sequence = f"{{ulysses: {layout.ulysses_size}, ring: {layout.ring_size}}}"
     degrees = (
-        f"{{tensor: {layout.tensor_size}, pipeline: {layout.pipeline_size}, "
-        f"sequence: {layout.sequence_size}"
+        f"{{tensor: {layout.tensor_size}, pipeline: {layout.pipeline_size}, sequence: {sequence}"
     )
     degrees += f", expert: {layout.expert_size}}}" if layout.expert_size > 1 else "}"
+    tiles = "'off'" if layout.tiled_mlp == "off" else str(layout.tiled_mlp)
     values = (
         str(layout.micro_batch_size),
         str(layout.gradient_checkpointing),
         degrees,
         f"zero{layout.zero_stage}",
+        str(layout.offload_activations).lower(),
+        tiles,
     )
-    return dict(zip(KEYS, values, strict=True))
+    return dict(zip((*KEYS, *OF_LONG_SAMPLES), values, strict=True))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,18 +94,22 @@ def peak_of(seen: profile) -> dict[str, float]:
 
 
 def let_gloo_go_first() -> None:
-    """Return from an all-reduce when gloo's thread has let go of the tensor, so that its memory is
-    freed where the profile sees it."""
-    all_reduce = dist.all_reduce
+    """Return from a collective when gloo's thread has let go of the tensor that it sends, so that
+    its memory is freed where the profile sees it."""
 
-    def returning_last(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        held = tensor._use_count()
-        work = all_reduce(tensor, *args, **kwargs)
-        while work is None and tensor._use_count() > held:
-            os.sched_yield()
-        return work
+    def returning_last(run: Callable[..., Any], position: int, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sent = kwargs[name] if name in kwargs else args[position]
+            held = sent._use_count()
+            work = run(*args, **kwargs)
+            while work is None and sent._use_count() > held:
+                os.sched_yield()
+            return work
 
-    dist.all_reduce = returning_last
+        return call
+
+    dist.all_reduce = returning_last(dist.all_reduce, 0, "tensor")
+    dist.all_to_all_single = returning_last(dist.all_to_all_single, 1, "input")
 
 
 def _allocations(events: Sequence[Any]) -> Iterator[tuple[int, int, int]]:

@@ -111,6 +111,7 @@ def ranked_layouts(args: argparse.Namespace, *, varies: bool = True) -> Plan:
         network_bits_per_second=args.network,
         hardware=args.hardware,
         varies=varies,
+        longest=getattr(args, "longest", False),
     )
 
 
@@ -123,11 +124,14 @@ def _plan(args: argparse.Namespace) -> int:
             "device": plan.cluster.device.name,
             "num_devices": plan.cluster.num_devices,
             "model": {"num_parameters": plan.model.num_parameters, "source": plan.model.source},
+            "sample_tokens": plan.config.batch.sequence_length,
             "num_layouts_that_do_not_fit": plan.num_others,
             "layouts": plan.layouts(),
         }
         print(json.dumps(tree, indent=1))
     else:
+        if args.longest:
+            print(_longest(plan))
         print(_heading(plan))
         if plan.remark:
             print(f"the model's costs are {plan.remark}")
@@ -139,6 +143,20 @@ def _plan(args: argparse.Namespace) -> int:
         start = launch_line(str(path), plan)
         print(f"wrote {path} and {path.with_name('deepspeed.json')}; start it with:\n  {start}")
     return 0
+
+
+def _longest(plan: Plan) -> str:
+    from bigtrain.settings.hf_config_keys import inspect_configuration
+
+    length = plan.config.batch.sequence_length
+    line = f"longest sample that fits: {length} tokens"
+    known = inspect_configuration(plan.config.model)[0].max_position_embeddings
+    if known is not None and known < length:
+        line += (
+            f"; the model has {known} positions: model.overrides extends them "
+            "(max_position_embeddings, rope_parameters)"
+        )
+    return line
 
 
 def _heading(plan: Plan) -> str:

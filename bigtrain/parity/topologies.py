@@ -16,6 +16,7 @@ from bigtrain.parity.proxy import SHIPPED, Engine, Proxy
 from bigtrain.settings.hf_config_keys import inspect_configuration
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import MoeSection, ParallelSection, RunConfig
+from bigtrain.settings.sections.running import SequenceSection
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,9 @@ def _is_other_auxiliary_loss(config: RunConfig, parallel: ParallelSection) -> bo
 
 def _degrees(world_size: int, *, has_experts: bool) -> Iterator[ParallelSection]:
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    for tensor, pipeline, sequence in product(divisors, repeat=3):
-        if world_size % (tensor * pipeline * sequence) == 0:
+    for tensor, pipeline, ulysses, ring in product(divisors, repeat=4):
+        if world_size % (tensor * pipeline * ulysses * ring) == 0:
+            sequence = SequenceSection(ulysses=ulysses, ring=ring) if ring > 1 else ulysses
             replicas = world_size // (tensor * pipeline)
             for expert in (n for n in divisors if replicas % n == 0 and (n == 1 or has_experts)):
                 yield ParallelSection(
@@ -98,9 +100,10 @@ def _degrees(world_size: int, *, has_experts: bool) -> Iterator[ParallelSection]
 
 def _name(config: RunConfig, engine: Engine, world_size: int) -> str:
     parallel = config.parallel
+    kinds = ("sequence",) if parallel.degrees.ring_size == 1 else ("ulysses", "ring")
     sizes = {
         name: getattr(parallel.degrees, f"{name}_size")
-        for name in ("tensor", "pipeline", "sequence", "ring", "expert")
+        for name in ("tensor", "pipeline", *kinds, "expert")
     }
     degrees = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     data_size = world_size // parallel.degrees.replica_size

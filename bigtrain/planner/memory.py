@@ -255,7 +255,7 @@ def _activations_and_loss(
         kept += model.saved_bytes_outside * layout.tokens_per_micro_batch
     else:
         working += 2 * hidden  # received from the next stage, and sent to the previous one
-    loss, left = _loss(model, layout, engine) if stage.is_last else (0.0, 0.0)
+    loss, left = _loss(model, layout, engine, hidden) if stage.is_last else (0.0, 0.0)
     if loss >= left + working:
         return kept, loss, inputs
     return kept + working, left, inputs
@@ -273,7 +273,7 @@ def _kept(
     passing = 0.0  # inside a ring, or an MLP in tiles
     if engine.is_deepspeed:
         for kind in (model.kinds[kind] for kind in sizes):
-            of_ring = _ring_bytes(kind, model, layout)
+            of_ring = _ring_bytes(kind, model, layout) - _freed_bytes(kind, layout)
             passing = max(passing, of_ring, _tile_bytes(kind, model, layout, engine))
     if layout.recompute == "operators":
         kept = {kind: _results_kept(model.kinds[kind], model, layout) for kind in sizes}
@@ -281,7 +281,8 @@ def _kept(
     if layout.recompute != "full":
         return everything, passing, 0.0
     anew = stage.every(layout.recompute_every)
-    # The output of a stage is kept too, for the backward pass from the next stage.
+    # The output of a stage is kept too, for the backward pass from the next stage. `largest` has
+    # the input of the layer that is recomputed once more: as much as the gradient of its output.
     inputs = hidden * (sum(n for _, n in anew) + (1 if layout.pipeline_size > 1 else 0))
     left = everything - sum(count * sizes[kind] for kind, count in anew)
     if anew is stage.counts:
@@ -293,17 +294,31 @@ def _kept(
 
 def _ring_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
     """Return the bytes that the backward pass of a ring takes in one layer
-    (models/parallel/ring_attention.py): the keys and values of two ranks, in float32 the gradients
-    of queries, of keys and values, and those of one rank's as they are computed, sent and
-    received."""
+    (models/parallel/ring_attention.py): keys and values received, arriving (none in the last of
+    two steps) and, half of them, sent; in float32 the gradients of queries, of keys and values, and
+    those of one rank's as they are computed, sent and, half of them, received; and what the
+    kernel of one piece, half of the queries and keys, takes: copies, and gradients."""
     if layout.ring_size == 1 or layer.attention is None:
         return 0.0
-    own, t = layer.attention, layout.tensor_size
+    own, t, size = layer.attention, layout.tensor_size, model.element_bytes
     tokens = layout.tokens_per_micro_batch
     degrees = (t, layout.ulysses_size, layout.ring_size)
-    sent = sequence_bytes(own, tokens, model.element_bytes, degrees)
-    queries = 4.0 * tokens * own.num_heads * own.head_size / t
-    return queries + 2 * sent.keys + 4 * sent.gradients
+    sent = sequence_bytes(own, tokens, size, degrees)
+    queries = tokens * own.num_heads * own.head_size / t
+    kernel = size * queries + 1.5 * (size * queries + sent.keys)
+    if layout.ring_size == 2:
+        kernel = max(kernel, 1.5 * sent.gradients)  # sent when the last kernel has ended
+        return 4 * queries + 1.5 * sent.keys + 2 * sent.gradients + kernel
+    return 4 * queries + 2.5 * sent.keys + 3.5 * sent.gradients + kernel
+
+
+def _freed_bytes(layer: LayerCosts, layout: Layout) -> float:
+    """Return the bytes kept for the backward pass of a layer that are freed before its attention:
+    those of its MLPs, and half of those outside of MLPs and of what tensor parallelism divides."""
+    tokens, own = layout.tokens_per_micro_batch, layer.mlp
+    of_mlp = _mlp_bytes(layer, layout)
+    freed = 0.0 if layout.tiled_mlp != "off" else of_mlp
+    return tokens * (freed + (layer.saved_bytes_whole - own.saved_bytes_whole) / 2)
 
 
 def _results_kept(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
@@ -322,8 +337,10 @@ def _results_kept(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float
     return model.element_bytes * width * layout.tokens_per_micro_batch
 
 
-def _loss(model: ModelCosts, layout: Layout, engine: Engine) -> tuple[float, float]:
-    """Return the peak bytes of logits, losses and their gradients; and of the logits only."""
+def _loss(model: ModelCosts, layout: Layout, engine: Engine, hidden: int) -> tuple[float, float]:
+    """Return the peak bytes of logits, losses and their gradients; and of the logits only, which
+    remain in the layers' backward pass unless the loss is computed in chunks. Chunks keep the
+    gradient of the hidden states, of `hidden` bytes."""
     tokens, head = layout.tokens_per_micro_batch, 0.0
     if layout.loss_chunk_tokens is not None:
         tokens = min(tokens, layout.loss_chunk_tokens)
@@ -339,7 +356,9 @@ def _loss(model: ModelCosts, layout: Layout, engine: Engine) -> tuple[float, flo
     whole = logits * (model.element_bytes + 12.0)
     if layout.tensor_size > 1:
         whole += logits * model.element_bytes * (1 + 1 / layout.tensor_size)
-    return head + whole, head + logits * model.element_bytes
+    if layout.loss_chunk_tokens is not None:
+        return head + whole + hidden, 0.0
+    return whole, logits * model.element_bytes
 
 
 def _offload_buffer(model: ModelCosts, layout: Layout) -> float:

@@ -139,6 +139,43 @@ def search(
     return replace(ranking, num_larger=larger)
 
 
+def longest_sample(request: SearchSpace, cluster: Cluster, engine: Engine) -> tuple[int, Ranking]:
+    """Return the most tokens of a sample that fit, to a hundredth, and the layouts for them, with
+    the fewest samples a step that the devices can share; or 0 tokens and the layouts that do not
+    fit. `request` tells everything but these two. Memory grows with the tokens of a sample."""
+    grain = math.lcm(_GRAIN, 2 * cluster.num_devices)
+    divisors = [n for n in range(1, cluster.num_devices + 1) if cluster.num_devices % n == 0]
+    facts = request.facts.changed(max_positions=None)  # the model's overrides can extend them
+
+    def at(num_grains: int) -> Ranking:
+        ranking = Ranking([], [], 0)
+        for samples in divisors:
+            changes = {"sequence_length": num_grains * grain, "global_batch_size": samples}
+            ranking = search(replace(request, facts=facts, **changes), cluster, engine)
+            if ranking.fitting or ranking.others:
+                break
+        return ranking
+
+    low, most = 1, _MOST_TOKENS // grain
+    best = at(low)
+    if not best.fitting:
+        return 0, best
+    while 2 * low <= most and (larger := at(2 * low)).fitting:
+        low, best = 2 * low, larger
+    high = 2 * low
+    while high - low > max(1, low // 100):
+        middle = (low + high) // 2
+        tried = at(middle)
+        if tried.fitting:
+            low, best = middle, tried
+        else:
+            high = middle
+    return low * grain, best
+
+
+_GRAIN = 1024  # tokens
+_MOST_TOKENS = 2**30
+
 BUCKETS = (10_000_000, 500_000_000)  # elements, in addition to the run's own
 
 

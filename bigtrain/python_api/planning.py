@@ -15,7 +15,7 @@ from bigtrain.settings.run_config import RunConfig
 if TYPE_CHECKING:
     from bigtrain.planner.layout import Layout
     from bigtrain.planner.model_costs import ModelCosts
-    from bigtrain.planner.search import Candidate, Cluster, SearchSpace
+    from bigtrain.planner.search import Candidate, Cluster, Ranking, SearchSpace
     from bigtrain.planner.tables.engines import MeasuredEngine
     from bigtrain.planner.tables.hardware import Device as Accelerator
     from bigtrain.settings.compatibility.facts import Device
@@ -98,20 +98,22 @@ def plan(
     network_bits_per_second: float | None = None,
     hardware: str | Path | None = None,
     varies: bool = True,
+    longest: bool = False,
 ) -> Plan:
     """Return the layouts of a run on `devices`, such as ``8xH100-80GB`` or ``4xCPU``.
 
     nodes_of: devices on each node (default: 8). host_memory_bytes: of a node, for offload.
     network_bits_per_second: per device (default: of the device's usual node). hardware: a file of
     ``bigtrain plan --calibrate``. varies: also with loss and buckets that differ from a run's
-    defaults.
+    defaults. longest: for the longest sample that fits, instead of the run's length and batch,
+    which the plan's configuration then has.
 
     Traces a model that was never planned before, which imports torch. Raises ConfigError if
     nothing fits, ModelError for an unknown model.
     """
     from bigtrain.models.tracing.traced_costs import model_costs
     from bigtrain.planner.plan_text import nothing_fits
-    from bigtrain.planner.search import search
+    from bigtrain.planner.search import longest_sample, search
     from bigtrain.planner.tables.engines import engine_named
 
     cluster, measured = _cluster(
@@ -123,7 +125,11 @@ def plan(
     engine = engine_named("deepspeed")
     if measured is not None:
         engine = engine.with_measured(measured)
-    ranking = search(request, cluster, engine)
+    if longest:
+        length, ranking = longest_sample(request, cluster, engine)
+        loaded = _with_samples(loaded, length, ranking)
+    else:
+        ranking = search(request, cluster, engine)
     if not ranking.fitting and not ranking.others:
         raise ConfigError(_no_layout(loaded, cluster))
     if not ranking.fitting:
@@ -199,6 +205,18 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
         copies_states=config.checkpoint.asynchronous,
         memory_copies=memory_copies(config.checkpoint),
     )
+
+
+def _with_samples(config: RunConfig, length: int, ranking: Ranking) -> RunConfig:
+    """Return `config` with samples of `length` tokens, as many a step as the layouts have."""
+    if not ranking.fitting:
+        return config
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    tree["batch"] = {
+        "sequence_length": length,
+        "global_batch_size": ranking.fitting[0].layout.global_batch_size,
+    }
+    return RunConfig.model_validate(tree)
 
 
 def _no_layout(config: RunConfig, cluster: Cluster) -> Problem:

@@ -34,6 +34,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "llama3_1b": SIZES,
     "qwen3_30b_a3b": {},
     "llama3_70b": {},
+    "llama3_8b_1m": {},
     "qwen3_8b_lora": {},
 }
 
@@ -73,6 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, config in (
         ("Qwen/Qwen3-30B-A3B-Base", Qwen3MoeConfig(**SIZES, **ids, **experts)),
         ("meta-llama/Llama-3.1-70B", LlamaConfig(**SIZES, **ids)),
+        ("meta-llama/Llama-3.1-8B", LlamaConfig(**SIZES, **ids)),
         ("Qwen/Qwen3-8B-Base", Qwen3Config(**SIZES, **ids)),
     ):
         tokenizer.save_pretrained(str(folder / name))
@@ -91,9 +93,11 @@ def test_it_trains_and_exports(folder: Path, name: str) -> None:
     model = [f"model.config.{key}={value}" for key, value in values.items()]
     program = str(ROOT / "bigtrain/train.py")
     is_adapted = name.endswith("_lora")
+    in_samples = is_adapted or name.endswith("_1m")
     short = [s.replace("global_tokens=2048", "global_batch_size=32") for s in SHORT]
-    words = ("--config", name, f"data.path={shards}", *(short if is_adapted else SHORT), *model)
-    words += ("parallel.expert=1",)  # of one process
+    words = ("--config", name, f"data.path={shards}", *(short if in_samples else SHORT), *model)
+    # Of one process, on a CPU.
+    words += ("parallel.expert=1", "parallel.sequence=1", "model.activation_offload=false")
     assert "same logits" in call(folder, sys.executable, program, *words)
     written = "adapter_config.json" if is_adapted else "config.json"
     assert (folder / "runs" / name / "hf" / written).is_file()

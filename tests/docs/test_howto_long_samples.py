@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import yaml
 
 from bigtrain.cli import main as bigtrain
+from bigtrain.python_api.planning import plan
 from tests.launch.conftest import Inputs, finished_run, inputs, metrics, train
 from tests.support.pages import page_blocks, page_text
 
@@ -17,6 +20,12 @@ __all__ = ["finished_run", "inputs"]
 
 PAGE = page_text("docs/howto/long_samples.md")
 WORLD_SIZE = 4
+
+
+def lines(start: str) -> list[str]:
+    """Lines of the page's blocks that start so."""
+    every = (line for block in page_blocks(PAGE) for line in block.splitlines())
+    return [line for line in every if line.startswith(start)]
 
 
 @pytest.fixture
@@ -39,6 +48,8 @@ def test_the_run_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     assert "parallel.sequence={ulysses: 2, ring: 2}" in refused
     assert bigtrain([*check, "3", "parallel.sequence={ring: 3}"]) == 2
     assert "batch.sequence_length = 64" in capsys.readouterr().err
+    (typed,) = lines("bigtrain check")
+    assert bigtrain([*shlex.split(typed)[1:], "--world-size", str(WORLD_SIZE)]) == 0
 
 
 @pytest.mark.slow
@@ -47,11 +58,11 @@ def test_the_run_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
 def test_kinds_train_as_one_process(folder: Path) -> None:
     """Losses, held-out losses and a resume with another kind; every run is exported, which compares
     its logits."""
-    (line,) = (line for block in page_blocks(PAGE) for line in block.splitlines()
-               if line.startswith("torchrun"))  # fmt: skip
-    words = shlex.split(line)
-    assert words[:4] == ["torchrun", "--nproc-per-node", str(WORLD_SIZE), "bigtrain/train.py"]
-    assert words[4:] == ["--config", "long.yaml"]
+    rings, tiles = (shlex.split(line) for line in lines("torchrun"))
+    start = ["torchrun", "--nproc-per-node", str(WORLD_SIZE), "bigtrain/train.py"]
+    assert rings == [*start, "--config", "long.yaml"]
+    changed = [*rings, "model.tiled_mlp=4", "output.directory=runs/tiled"]
+    assert tiles == changed
     # Ranks are forked from a process with another working directory.
     run = ["--config", str(folder / "long.yaml"), f"data.path={folder / 'shards'}"]
     run.append("logging.every_steps=1")
@@ -60,9 +71,14 @@ def test_kinds_train_as_one_process(folder: Path) -> None:
     assert finished.code == 0, finished.output
     finished = train(*run, "parallel.sequence=1", f"output.directory={folder / 'runs/one'}")
     assert finished.code == 0, finished.output
+    tiled = ["model.tiled_mlp=4", f"output.directory={folder / 'runs/tiled'}"]
+    finished = train(*run, *tiled, num_processes=WORLD_SIZE)
+    assert finished.code == 0, finished.output
+    assert "MLPs: 2 in 4 tiles of 8 tokens" in finished.output
     for key in ("loss", "grad_norm", "held_out_loss"):
         expected = metrics(folder / "runs/one", key)
-        assert metrics(folder / "runs/long", key) == pytest.approx(expected, rel=1e-4), key
+        for name in ("long", "tiled"):
+            assert metrics(folder / "runs" / name, key) == pytest.approx(expected, rel=1e-4), key
     assert (folder / "runs/long/hf/model.safetensors").is_file()
     (last,) = (folder / "runs/long").glob("**/step*8")
     shutil.rmtree(last)
@@ -74,14 +90,37 @@ def test_kinds_train_as_one_process(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_plans_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line, one_device = (line for block in page_blocks(PAGE) for line in block.splitlines()
-               if line.startswith("bigtrain"))  # fmt: skip
+    line, one_device, longest, million = lines("bigtrain plan")
     assert bigtrain([*shlex.split(line)[1:], "--write", "plans"]) == 0
     assert "SP 16, ring 2" in capsys.readouterr().out
     sequence = yaml.safe_load((folder / "plans/run.yaml").read_text())["parallel"]["sequence"]
-    assert sequence == {"ulysses": 8, "ring": 2}
+    assert sequence == {"ulysses": 4, "ring": 2}
     assert bigtrain([*shlex.split(one_device)[1:], "--write", "offloaded"]) == 0
     assert "activation offload" in capsys.readouterr().out
     model = yaml.safe_load((folder / "offloaded/run.yaml").read_text())["model"]
     assert model["activation_offload"]
     assert model["gradient_checkpointing"] == "full"
+    assert bigtrain([*shlex.split(longest)[1:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sample_tokens"] == 4194304
+    assert bigtrain(shlex.split(million)[1:]) == 0
+    assert "SP 8, micro 1, recompute, activation offload" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "row", [row for row in PAGE.splitlines() if re.match(r"\| .*H[12]00", row)]
+)
+def test_predictions_of_the_table(row: str) -> None:
+    first, told = (cell.strip() for cell in row.split("|")[1:3])
+    number = {"one": 1, "eight": 8, "32": 32}[re.search(r"(\w+) H\d00", first)[1]]  # type: ignore[index]
+    devices = f"{number}x" + ("H200-141GB" if "H200" in first else "H100-80GB")
+    if "GiB" not in told:
+        found = plan("llama3_8b", devices, longest=True, host_memory_bytes=1.9e12)
+        assert f"{found.config.batch.sequence_length:,}" == told
+        return
+    tokens = 1048576
+    found = plan("qwen3_8b_continue", devices, f"batch.sequence_length={tokens}",
+                 "batch.global_tokens=null", "batch.global_batch_size=1",
+                 f"model.overrides={{max_position_embeddings: {tokens}}}")  # fmt: skip
+    best = found.fitting[0]
+    assert told == f"{best.memory.total / 2**30:.1f} GiB, {tokens / best.tokens_per_second:.0f} s"

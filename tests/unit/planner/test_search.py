@@ -13,7 +13,7 @@ from bigtrain.planner import stages
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import DenseShape, Matmul, ModelCosts, closed_form
 from bigtrain.planner.plan_text import as_json, nothing_fits, plan_table
-from bigtrain.planner.search import Candidate, Cluster, SearchSpace, assess
+from bigtrain.planner.search import Candidate, Cluster, SearchSpace, assess, longest_sample
 from bigtrain.planner.search import search as whole_search
 from bigtrain.planner.seconds import layer as layer_seconds
 from bigtrain.planner.tables.engines import Engine, engine_named
@@ -297,17 +297,40 @@ def test_activations_are_offloaded_where_nothing_else_fits() -> None:
 
 
 def test_mlps_are_tiled_where_nothing_else_fits() -> None:
-    fitting, _ = search(long_samples(262144), cluster(1), ENGINE)
+    fitting, _ = search(long_samples(409600), cluster(1), ENGINE)
     assert fitting
     assert all(candidate.layout.tiled_mlp == "auto" for candidate in fitting)
     assert ", tiled MLP, " in fitting[0].describe()
-    every = [*itertools.chain(*search(long_samples(262144, float8="rowwise"), cluster(1), ENGINE))]
+    every = [*itertools.chain(*search(long_samples(409600, float8="rowwise"), cluster(1), ENGINE))]
     assert every
     assert all(candidate.layout.tiled_mlp == "off" for candidate in every)
     # A run's own tiles are kept, and no others proposed.
-    request = replace(long_samples(262144), tiled_mlp=8)
+    request = replace(long_samples(409600), tiled_mlp=8)
     every = [*itertools.chain(*search(request, cluster(1), ENGINE))]
     assert all(candidate.layout.tiled_mlp == 8 for candidate in every)
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_the_longest_sample_fits_and_one_of_two_percent_more_does_not(num_devices: int) -> None:
+    length, ranking = longest_sample(long_samples(4096), cluster(num_devices), ENGINE)
+    assert length % (2 * num_devices) == 0
+    layout = ranking.fitting[0].layout
+    assert (layout.sequence_length, layout.global_batch_size) == (length, 1)
+    assert layout.sequence_size * layout.tensor_size == num_devices
+    grain = 1024 * num_devices
+    longer = -(-(length + length // 50) // grain) * grain
+    assert not whole_search(long_samples(longer), cluster(num_devices), ENGINE).fitting
+    same = whole_search(long_samples(length), cluster(num_devices), ENGINE)
+    assert [c.layout for c in same.fitting] == [c.layout for c in ranking.fitting]
+    # The same with float8, which cannot be tiled: fewer.
+    assert longest_sample(long_samples(4096, float8="rowwise"), cluster(1), ENGINE)[0] < length
+
+
+def test_no_sample_fits_a_device_smaller_than_the_states() -> None:
+    tight = replace(cluster(1), device=replace(find_device("H100"), memory_bytes=4e9))
+    length, ranking = longest_sample(long_samples(4096), tight, ENGINE)
+    assert (length, ranking.fitting) == (0, [])
+    assert ranking.others
 
 
 def test_a_larger_micro_batch_is_no_reason_to_offload() -> None:
