@@ -150,8 +150,13 @@ def longest_sample(request: SearchSpace, cluster: Cluster, engine: Engine) -> tu
     def at(num_grains: int) -> Ranking:
         ranking = Ranking([], [], 0)
         for samples in divisors:
-            changes = {"sequence_length": num_grains * grain, "global_batch_size": samples}
-            ranking = search(replace(request, facts=facts, **changes), cluster, engine)
+            tried = replace(
+                request,
+                facts=facts,
+                sequence_length=num_grains * grain,
+                global_batch_size=samples,
+            )
+            ranking = search(tried, cluster, engine)
             if ranking.fitting or ranking.others:
                 break
         return ranking
@@ -165,9 +170,9 @@ def longest_sample(request: SearchSpace, cluster: Cluster, engine: Engine) -> tu
     high = 2 * low
     while high - low > max(1, low // 100):
         middle = (low + high) // 2
-        tried = at(middle)
-        if tried.fitting:
-            low, best = middle, tried
+        between = at(middle)
+        if between.fitting:
+            low, best = middle, between
         else:
             high = middle
     return low * grain, best
