@@ -187,7 +187,7 @@ def _take(
     of_rows: Sequence[torch.Tensor],
     sums: Sequence[GradientSum],
 ) -> None:
-    """Store the gradients of a tile: those of its tokens in `of_rows`, those of parameters in sums."""
+    """Store the gradients of a tile: of its tokens in `of_rows`, and of parameters in `sums`."""
     for target, gradient in zip(of_rows, found, strict=False):
         if gradient is not None:
             target[part] = gradient
