@@ -6,7 +6,8 @@ from typing import Any, Literal, cast
 
 import torch
 
-from bigtrain.models.layers.compilation import compile_layers, is_compiled, offload_checkpoints
+from bigtrain.models.layers.activation_offload import offload_checkpoints
+from bigtrain.models.layers.compilation import compile_layers, is_compiled
 from bigtrain.models.layers.kernels import apply_kernels
 from bigtrain.models.layers.tiled_mlp import TilePlan
 from bigtrain.settings.compatibility.facts import Facts

@@ -287,8 +287,10 @@ def _kept(
     left = everything - sum(count * sizes[kind] for kind, count in anew)
     if anew is stage.counts:
         left = 0.0
-    if layout.offload_activations:  # all but the input of the layer that is recomputed
-        return left, largest + passing + hidden, float(inputs)
+    if (
+        layout.offload_activations
+    ):  # all but the input of the layer that is recomputed, and the next
+        return left, largest + passing + 2 * hidden, float(inputs)
     return left + inputs, largest + passing, 0.0
 
 

@@ -114,7 +114,7 @@ def test_offload_moves_states_to_main_memory() -> None:
 
 
 def test_offload_moves_inputs_of_recomputed_layers_to_main_memory() -> None:
-    """All but the one that a layer is recomputed from."""
+    """All but the one that a layer is recomputed from, and one that leaves or returns."""
     model = closed_form(LLAMA)
     full: dict[str, Any] = {"recompute": "full", "sequence_length": 65536, "num_accumulation": 4}
     full["loss_chunk_tokens"] = 512
@@ -122,7 +122,7 @@ def test_offload_moves_inputs_of_recomputed_layers_to_main_memory() -> None:
     one = 2.0 * 4096 * 65536
     assert kept.host_activations == 0
     assert moved.host_activations == pytest.approx(32 * one)
-    assert kept.allocated - moved.allocated == pytest.approx(31 * one)
+    assert kept.allocated - moved.allocated == pytest.approx(30 * one)
     assert moved.host_terms()["activations"] == moved.host_activations
 
 

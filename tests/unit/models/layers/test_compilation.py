@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch.profiler import profile
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from bigtrain.errors import ModelError
 from bigtrain.models.layers.compilation import (
     compile_layers,
     is_compiled,
-    offload_checkpoints,
     uncompiled,
 )
 from tests.unit.models.layers.test_chunked_loss import COMMON, gradients
@@ -69,31 +67,6 @@ def test_nothing_is_compiled_after_step_2(model_type: str, checkpointing: bool) 
     with uncompiled(), torch.no_grad():
         models[1](input_ids=ids[:, :5])
     assert counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_inputs_of_checkpointed_layers_may_lie_elsewhere(every: int) -> None:
-    """They alone are copied, without a GPU to other memory of the host; gradients are the same."""
-    models = [model_of("llama"), model_of("llama")]
-    for model in models:
-        model.train()
-        recompute(model, every)
-    assert offload_checkpoints(models[1], "cuda") == LAYERS // every
-    ids = torch.randint(1, 97, (2, 16), generator=torch.Generator().manual_seed(0))
-    losses = []
-    for model, num_copies in zip(models, (0, LAYERS // every), strict=True):
-        with profile(record_shapes=True, acc_events=True) as recorded:
-            losses.append(model(input_ids=ids, labels=ids, use_cache=False).loss)
-        hidden = [[*ids.shape, COMMON["hidden_size"]]] * 2
-        copies = [e for e in recorded.events() if e.name == "aten::copy_"]
-        assert sum(e.input_shapes[:2] == hidden for e in copies) == num_copies
-    wanted, found = (gradients(m, loss) for m, loss in zip(models, losses, strict=True))
-    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
-
-
-def test_offload_needs_layers_that_recompute() -> None:
-    with pytest.raises(ModelError, match=r"model\.activation_offload: a llama has no checkpointed"):
-        offload_checkpoints(model_of("llama"), "cpu")
 
 
 def test_auto_compiles_on_cuda_where_it_may() -> None:
