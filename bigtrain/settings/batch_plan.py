@@ -20,7 +20,8 @@ class BatchPlan:
 
     Sample ``global_batch_size * step + site_begin + (micro_step * data_size + data_rank) *
     micro_batch_size + j`` is row ``j`` of the micro-batch, so the samples of a step do not depend
-    on the split: each site reads a contiguous block of them.
+    on the split: each site reads a contiguous block of them. Packed documents are first sorted
+    within a step (`data.balance_attention`).
 
     `global_batch_size` is of all sites together; `data_size`, `accumulation`, `site_batch_size` and
     `site_begin` (the samples of a step that it reads, and the first of them) are this site's.

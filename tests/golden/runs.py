@@ -225,7 +225,9 @@ RUNS: dict[str, Run] = {
     "ZeRO 2, dropout, documents apart": Run(
         ((2, {ZERO: "zero2", "data.document_boundaries": "isolate"}),), "llama with dropout"
     ),
-    "ZeRO 3, packed": Run(((2, {ZERO: "zero3", "data.packing": "best_fit"}),)),
+    "ZeRO 3, packed": Run(
+        ((2, {ZERO: "zero3", "data.packing": "best_fit", "data.balance_attention": False}),)
+    ),
     "ZeRO 2, experts": Run(((2, {ZERO: "zero2"}),), "qwen3_moe"),
     "ZeRO 1, experts divided, their biases updated": Run(
         ((2, {ZERO: "zero1", "parallel.expert": 2, "moe.bias_update_rate": 0.01}),),
@@ -268,7 +270,11 @@ RUNS: dict[str, Run] = {
             ),
         ),
         data="chat",
-        overrides={"data.packing": "best_fit", "batch.sequence_length": 64},
+        overrides={
+            "data.packing": "best_fit",
+            "data.balance_attention": False,
+            "batch.sequence_length": 64,
+        },
     ),
 }
 

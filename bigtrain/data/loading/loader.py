@@ -17,7 +17,7 @@ from bigtrain.data.loading.collator import BatchOptions, BatchReader, Collator, 
 from bigtrain.data.loading.dataset_checks import measured_split, open_answers, tokens_per_byte
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.samples.mixture import MixedSamples, MixtureOrder
-from bigtrain.data.samples.packing_plan import packed_documents
+from bigtrain.data.samples.packing_plan import PackedDocuments, balanced, packed_documents
 from bigtrain.data.samples.phases import JoinedWindows, Phase, first_phase, identify_sources
 from bigtrain.data.samples.rated import labels_of
 from bigtrain.data.samples.shuffle import SampleOrder
@@ -41,7 +41,8 @@ reading dozens of samples, so a thread reads several steps at once if they are s
 class TrainingBatches:
     """Micro-batches of one data-parallel rank, by the number of samples consumed. Assignment of
     samples to rows: `bigtrain.settings.batch_plan.BatchPlan`. `workers` threads read and check the
-    rows of the steps that follow; the batches do not depend on their number. `close` ends them."""
+    rows of the steps that follow; the batches do not depend on their number. `close` ends them.
+    balances: the packed documents of a step are divided by their attention."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class TrainingBatches:
         options: BatchOptions,
         *,
         workers: int = 1,
+        balances: bool = False,
     ) -> None:
         assert 0 <= data_rank < plan.data_size
         assert dataset.sequence_length == _row_length(plan)
@@ -63,6 +65,7 @@ class TrainingBatches:
         self.options = options
         self.scores: Scores | None = None
         self._labels = labels_of(dataset)
+        self._balances = balances and plan.data_size > 1
         self._order_lock = Lock()
         self._closed = Event()
         self._step_rows = plan.accumulation * plan.micro_batch_size
@@ -106,6 +109,10 @@ class TrainingBatches:
         samples = self.order.windows(first_sample, num_steps * plan.global_batch_size)
         steps = samples.reshape(num_steps, plan.global_batch_size)
         own = steps[:, plan.site_begin : plan.site_begin + plan.site_batch_size]
+        if self._balances:
+            assert isinstance(self.dataset, MixedSamples)
+            work = self.dataset.of_sources(own.reshape(-1), _attention_work).reshape(own.shape)
+            own = balanced(own, work, plan.data_size, plan.micro_batch_size)
         divided = own.reshape(-1, plan.data_size, plan.micro_batch_size)
         return divided[:, self.data_rank].reshape(-1)
 
@@ -163,6 +170,11 @@ class TrainingBatches:
             reader.read_rows(mine, request.rows.part(0, len(mine)), self._closed.is_set)
 
         return read
+
+
+def _attention_work(packed: Samples, samples: Indices) -> npt.NDArray[np.float64]:
+    assert isinstance(packed, PackedDocuments)
+    return packed.attention_work(samples)
 
 
 def _row_length(plan: BatchPlan) -> int:
@@ -335,6 +347,8 @@ def open_training_data(
         phase.order(config.seed),
         _options(config, datasets, device_pin),
         workers=config.data.workers,
+        balances=config.data.balance_attention
+        and all(isinstance(samples, PackedDocuments) for samples in sources),
     )
 
 

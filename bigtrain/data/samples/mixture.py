@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 
 from bigtrain.data.samples.shuffle import SampleOrder, shuffle_block
 from bigtrain.data.samples.token_stream import Indices, Samples, TokenRows
@@ -56,6 +57,18 @@ class MixedSamples:
             own = np.flatnonzero(numbers == number)
             source = self.sources[number]
             source.fill(samples[own] - (self._ends[number] - source.num_samples), rows[own], out)
+
+    def of_sources(
+        self, samples: Indices, compute: Callable[[Samples, Indices], npt.NDArray[np.float64]]
+    ) -> npt.NDArray[np.float64]:
+        """Return a number for each sample, which `compute` returns for samples of one source."""
+        numbers = np.searchsorted(self._ends, samples, side="right")
+        result = np.empty(len(samples))
+        for number in np.unique(numbers).tolist():
+            own, source = np.flatnonzero(numbers == number), self.sources[number]
+            first = self._ends[number] - source.num_samples
+            result[own] = compute(source, samples[own] - first)
+        return result
 
     def describe(self, sample: int) -> str:
         number = int(np.searchsorted(self._ends, sample, side="right"))

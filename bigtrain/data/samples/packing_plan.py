@@ -218,6 +218,13 @@ class PackedDocuments(StreamSamples):
             out.begins.append(places)
             out.begins.append((rows * width + used)[used < width])
 
+    def attention_work(self, samples: Indices) -> npt.NDArray[np.float64]:
+        """Return the pairs of tokens that attention compares in each sample, twice: squares of the
+        lengths of its documents, summed."""
+        pieces = self._pieces(samples)
+        squares = pieces.lengths.astype(np.float64) ** 2
+        return np.bincount(pieces.numbers, squares, minlength=len(samples)).astype(np.float64)
+
     def _pieces(self, samples: Indices) -> Ranges:
         assert 0 <= samples.min() <= samples.max() < self.num_samples
         plan = self.plan
@@ -241,6 +248,21 @@ class PackedDocuments(StreamSamples):
 
     def _corrupt(self) -> DataError:
         return DataError(f"the packing plan {self.plan.path} is corrupt -> remove it")
+
+
+def balanced(
+    samples: Indices, work: npt.NDArray[np.float64], data_size: int, micro_batch_size: int
+) -> Indices:
+    """Return the samples of steps [steps, samples of a step] in another order within each step, so
+    that all ranks have about as much `work`, of the same shape, in every micro-step. Samples are
+    read in the order micro-step, rank, row (`bigtrain.settings.batch_plan.BatchPlan`): the largest
+    come first, those of one micro-step are neighbors by work, and rows are dealt to the ranks
+    forth and back."""
+    order = np.argsort(-work, axis=1, kind="stable")
+    dealt = order.reshape(len(samples), -1, micro_batch_size, data_size).copy()
+    dealt[:, :, 1::2] = dealt[:, :, 1::2, ::-1]
+    places = dealt.swapaxes(2, 3).reshape(samples.shape)
+    return np.take_along_axis(samples, places, axis=1)
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,10 @@ class DataSection(Section):
     """best_fit, for documents longer than a sample; cut: several samples, the later ones without
     the context before; truncate: one sample, the rest is dropped. Of preference pairs only truncate
     is possible; cut: a longer answer is refused"""
+    balance_attention: bool = True
+    """with packing best_fit: divide the samples of a step among the ranks by their attention, the
+    sum of squares of the lengths of their documents, so that no rank waits for one with long
+    documents; which samples a step has does not change"""
     chunk_length: PositiveInt | None = None
     """tokens of the chunks that are shuffled, a multiple of batch.sequence_length and by default
     equal to it; it is the longest sequence to which a running run can be extended

@@ -17,6 +17,7 @@ from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.samples.packing_plan import (
     PackedDocuments,
     PackingPlan,
+    balanced,
     open_plan,
     packed_documents,
     packing_reports,
@@ -135,7 +136,8 @@ def test_an_epoch_holds_every_document(kind: str, request: pytest.FixtureRequest
 
 def test_rows_do_not_depend_on_processes(plain: Path, masked: Path) -> None:
     mixture = {
-        "sources": [{"path": str(plain), "weight": 0.5}, {"path": str(masked), "weight": 0.5}]
+        "sources": [{"path": str(plain), "weight": 0.5}, {"path": str(masked), "weight": 0.5}],
+        "balance_attention": False,
     }
     config = config_for(mixture)
     whole = BatchPlan(8, 8, 1, 1, LENGTH)
@@ -153,6 +155,46 @@ def test_rows_do_not_depend_on_processes(plain: Path, masked: Path) -> None:
     whole_pieces = set(expected_pieces(plain))
     kinds = {piece in whole_pieces for piece in pieces_of(alone) if len(piece[0]) < LENGTH}
     assert kinds == {True, False}
+
+
+def work_of(batch: MicroBatch) -> int:
+    """Squares of the lengths of its documents, padding with them."""
+    return sum(len(ids) ** 2 for ids, _ in pieces_of(batch))
+
+
+@pytest.mark.parametrize(("micro", "accumulation"), [(1, 4), (2, 2), (4, 1)])
+def test_ranks_have_about_as_much_attention(
+    micro: int, accumulation: int, plain: Path, masked: Path
+) -> None:
+    """In every micro-step, with the samples that a step has without balance."""
+    sources = [{"path": str(plain), "weight": 0.5}, {"path": str(masked), "weight": 0.5}]
+    plan = BatchPlan(16, micro, 4, accumulation, LENGTH)
+    slowest: dict[bool, list[float]] = {}
+    steps: dict[bool, list[list[Any]]] = {}
+    for balances in (False, True):
+        config = config_for({"sources": sources, "balance_attention": balances})
+        ranks = []
+        for rank in range(4):
+            with closing(open_training_data(config, plan, rank)) as batches:
+                ranks.append([batches.step(16 * step) for step in range(6)])
+        works = np.array([[[work_of(b) for b in step] for step in rank] for rank in ranks])
+        slowest[balances] = (works.max(0) / works.mean(0)).ravel().tolist()
+        steps[balances] = [
+            sorted(row for rank in ranks for b in rank[step] for row in b.input_ids.tolist())
+            for step in range(6)
+        ]
+    assert steps[True] == steps[False]
+    assert np.mean(slowest[True]) - 1 < 0.5 * (np.mean(slowest[False]) - 1)
+    assert max(slowest[True]) < max(slowest[False])
+
+
+def test_balance_is_exact_arithmetic() -> None:
+    """The largest first; neighbors by work in a micro-step; rows dealt forth and back."""
+    work = np.array([[3.0, 9.0, 1.0, 7.0, 5.0, 8.0, 2.0, 6.0]])
+    samples = np.arange(100, 108)[None]
+    (dealt,) = balanced(samples, work, data_size=2, micro_batch_size=2).reshape(1, 2, 2, 2)
+    works = work[0][dealt - 100]
+    assert works.tolist() == [[[9, 6], [8, 7]], [[5, 1], [3, 2]]]
 
 
 def test_masks_of_concatenated_documents(masked: Path) -> None:
