@@ -122,7 +122,7 @@ def long_cases(
             title = f"{length} {name}"
             if only in title and num_heads % kind.get("ulysses", 1) == 0:
                 model = {"path": str(where), "attention": "sdpa", "loss": "chunked",
-                         "loss_chunk_tokens": 512, "gradient_checkpointing": "full",
+                         "loss_chunk_tokens": 128, "gradient_checkpointing": "full",
                          "tiled_mlp": 16}  # fmt: skip
                 run = {
                     "model": model,
@@ -135,7 +135,7 @@ def long_cases(
                     "parallel": {"sequence": kind},
                     "output": {"directory": "unused"},
                 }  # fmt: skip
-                specs.append({"title": title, "config": run, "engine": engine,
+                specs.append({"title": title, "config": run, "engine": engine, "warm_up": 1,
                               "output": str(directory / f"{len(specs)}")})  # fmt: skip
     return specs
 

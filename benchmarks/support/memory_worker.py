@@ -48,7 +48,7 @@ def measure(case: dict[str, Any], world: World, device: torch.device) -> dict[st
         assert config.model.path is not None
         read_weights(engine, find_weights(config.model.path, hf_config))
         batches = _batches(config, run.plan.accumulation)
-        for _ in range(WARM_UP):
+        for _ in range(case.get("warm_up", WARM_UP)):
             engine.train_step(batches, 1e-4)
         with record_function(MARK):
             engine.train_step(batches, 1e-4)
