@@ -123,8 +123,8 @@ def plain_config(architecture: str, data: str, datasets: dict[str, Path]) -> dic
     return config
 
 
-# Every pair of kind, architecture, data, ZeRO stage and tensor-parallel size is in one case, in
-# worlds of four ranks at most. gpt-oss has no tensor-parallel plan.
+# Every pair of kind, architecture, data, ZeRO stage and tensor-parallel size is in one case.
+# gpt-oss has no tensor-parallel plan.
 CASES = [
     Case(1, 2, "zero1", "llama", "concatenated", slow=False),
     Case(1, 2, "zero3", "gemma3", "isolated", slow=False),
@@ -151,6 +151,11 @@ CASES = [
     Case(1, 2, "zero1", "gemma3", "isolated", tensor=2),
     Case(1, 2, "zero3", "gpt_oss", "isolated", data_size=2),
     Case(1, 2, "zero1", "mixtral", "isolated", tensor=2),
+    Case(2, 1, "zero3", "llama", "isolated", tensor=2),
+    Case(2, 2, "zero1", "qwen3", "isolated", tensor=2),
+    Case(1, 3, "zero1", "mixtral", "concatenated", tensor=2),
+    Case(1, 4, "zero3", "llama", "chat", tensor=2),
+    Case(4, 1, "zero3", "qwen3", "chat"),
     Case(1, 2, "zero1", "mixtral", "isolated", expert=2),
     Case(2, 2, "zero3", "mixtral", "chat", expert=4),
     Case(1, 2, "zero1", "qwen3", "isolated", dtype="bfloat16"),

@@ -27,6 +27,9 @@ MODELS = {
 }
 CASES: dict[str, dict[str, Any]] = {
     "samples sequence": {"parallel": {"sequence": 2}},
+    "samples ring": {"parallel": {"sequence": {"ring": 2}}},
+    "documents ring": {"parallel": {"sequence": {"ring": 2}}},
+    "documents tiles": {"tiled_mlp": 3},
     "documents data": {},
     "documents sequence": {"parallel": {"sequence": 2}},
     "documents tensor": {"parallel": {"tensor": 2}},
