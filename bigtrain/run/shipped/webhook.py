@@ -1,0 +1,98 @@
+"""Callback `webhook`: messages when the run ends, dies or stalls, in Slack's format."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bigtrain.errors import ExtensionError
+from bigtrain.run.run_view import RunView
+from bigtrain.run.shipped import webhook_watcher
+from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.sections.extensions import WebhookSettings
+
+_EXTRA_SECONDS = 5.0
+
+
+class Webhook:
+    """Sender of the messages of a run: a process of its own (`webhook_watcher`), which hears of
+    each step through a pipe, and notices when this process is gone, however that ended."""
+
+    def __init__(
+        self, settings: WebhookSettings, config: RunConfig, warn: Callable[[str], None]
+    ) -> None:
+        """Start the watcher. Raises ExtensionError without an address."""
+        url = os.environ.get(settings.url_env, "").strip()
+        if not url.startswith(("http://", "https://")):
+            what = "is not the address of a webhook" if url else "is not set on the main rank"
+            raise ExtensionError(
+                f"the environment variable {settings.url_env} {what} -> set it to http(s)://..., "
+                "or name another one in settings.url_env"
+            )
+        self._settings, self._warn = settings, warn
+        directory = Path(config.output.directory).resolve()
+        self._last: str | None = None
+        self._has_warned = False
+        self._watcher = subprocess.Popen(
+            [sys.executable, "-I", "-S", webhook_watcher.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            bufsize=0,
+        )
+        self._watcher.wait()  # it has forked; see there
+        assert self._watcher.stdin is not None
+        self._send(
+            url=url,
+            pid=os.getpid(),
+            stall_seconds=settings.stall_seconds,
+            timeout_seconds=settings.timeout_seconds,
+            run=f"run {directory.name} on {socket.gethostname()} ({directory})",
+            total_steps=config.train.total_steps,
+        )
+        os.set_blocking(self._watcher.stdin.fileno(), False)
+
+    def start(self, view: RunView) -> None:
+        """Report the step from which this launch continues."""
+        self._send(step=view.step)
+
+    step = start
+
+    def end(self, view: RunView) -> None:
+        """Choose the last message: the run is complete, or was stopped by a signal."""
+        if view.stopped_by is None:
+            loss = view.metrics.get("loss")
+            self._last = "is complete" + ("" if loss is None else f", loss {loss:.4g}")
+        else:
+            self._last = f"was stopped by {view.stopped_by} and saved; the same command resumes it"
+
+    def close(self, view: RunView) -> None:
+        """Let the watcher send the last message, and wait for it to end."""
+        if view.error is not None:
+            self._last = f"has died: {view.error}"
+        stdin, stdout = self._watcher.stdin, self._watcher.stdout
+        assert stdin is not None
+        assert stdout is not None
+        limit = self._settings.timeout_seconds + _EXTRA_SECONDS
+        select.select([], [stdin], [], limit)  # full while the watcher sends a message
+        self._send(last=self._last, step=view.step)
+        stdin.close()
+        select.select([stdout], [], [], limit)
+        stdout.close()
+
+    def _send(self, **message: Any) -> None:
+        assert self._watcher.stdin is not None
+        try:
+            # None of the bytes, if the pipe is full: a later step counts as well.
+            self._watcher.stdin.write(json.dumps(message).encode() + b"\n")
+        except OSError:
+            if not self._has_warned:
+                self._has_warned = True
+                self._warn("webhook: its process has ended, so no message will be sent")
