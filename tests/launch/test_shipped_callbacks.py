@@ -15,6 +15,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
+from bigtrain.launchers.agent import WATCHER
 from bigtrain.report.step_metrics import names_of_kind
 from bigtrain.run.shipped import webhook_watcher
 from tests.launch.conftest import TRAIN, Inputs, start, wait
@@ -41,6 +42,16 @@ class At:
             raise RuntimeError("<as asked>")
         if self.kills == view.rank:
             os.kill(os.getpid(), signal.SIGKILL)
+"""
+RANK = """
+import os, signal
+from bigtrain.run.shipped.webhook import Webhook
+from bigtrain.settings.loading import load_run_config
+from bigtrain.settings.sections.extensions import WebhookSettings
+
+config = load_run_config("quickstart", ["data.path=shards"])
+Webhook(WebhookSettings(url_env="HOOK"), config, print)
+os.kill(os.getpid(), signal.SIGKILL)
 """
 SECRET = "/services/T000/B000/secret"
 
@@ -250,19 +261,43 @@ def test_a_server_that_never_answers(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("module", ["bigtrain.launchers.agent", "deepspeed.launcher.runner"])
 def test_another_rank_is_killed_under_a_launcher(
-    module: str, inputs: Inputs, tmp_path: Path
+    module: str, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = ["--nproc_per_node", "2"]
     if "deepspeed" in module:
         sizes = ["--num_accelerators", "2"]
     command = ["-m", module, *sizes, "--master_port", str(free_port()), TRAIN]
     command += arguments(inputs, tmp_path, webhook(), at(3, kills=1))
-    with Receiver() as server, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOOK", server.url + SECRET)
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(tmp_path)]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(tmp_path)]))
+    with Receiver() as server:
+        monkeypatch.setenv("HOOK", server.url + SECRET)
         finished = wait(start(command, tmp_path))
         server.wait_for(lambda posts: bool(posts))
     assert finished.code != 0
     [text] = texts(server)
     assert "has died" in text
     assert "[step 3 of 6]" in text
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_agent_waits_for_the_last_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the first process of a container, whose end ends all others. The rank has no model: it
+    uses the callback, and kills itself."""
+    (tmp_path / "rank.py").write_text(RANK)
+    command = ["-m", "bigtrain.launchers.agent", "--standalone", "--nproc_per_node", "1"]
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with Receiver(held=True) as server:
+        monkeypatch.setenv("HOOK", server.url + SECRET)
+        process = start([*command, tmp_path / "rank.py"], tmp_path)
+        server.wait_for(lambda posts: bool(posts))
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(3)
+        server.release()
+        finished = wait(process)
+    assert finished.code == 128 + 9, finished.output
+    assert WATCHER in webhook_watcher.__file__
+    [text] = texts(server)
+    assert text.endswith(f"{webhook_watcher._KILLED} [before its first step]")

@@ -30,20 +30,27 @@ class Received:
 class Receiver:
     """An HTTP server on a free port. A GET is answered once `opens` holds of the POSTs so far.
 
-    status: of its answers to POSTs. certificate: a file of key and certificate, for HTTPS.
+    status: of its answers to POSTs, which are held until `release` if `held`. certificate: a file
+    of key and certificate, for HTTPS.
     """
 
-    def __init__(self, status: int = 200, certificate: Path | None = None) -> None:
+    def __init__(
+        self, status: int = 200, certificate: Path | None = None, held: bool = False
+    ) -> None:
         self.posts: list[Received] = []
         self.opens: Callable[[list[Received]], bool] = lambda _: True
         self._changed = threading.Condition()
+        self._released = threading.Event()
+        if not held:
+            self.release()
         receiver = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                self._answer(status)
                 receiver._add(Received(self.path, dict(self.headers), body))
+                receiver._released.wait(LIMIT_SECONDS)
+                self._answer(status)
 
             def do_GET(self) -> None:
                 receiver.wait_for(receiver.opens)
@@ -70,6 +77,10 @@ class Receiver:
         with self._changed:
             self.posts.append(post)
             self._changed.notify_all()
+
+    def release(self) -> None:
+        """Answer POSTs from now on."""
+        self._released.set()
 
     def wait_for(self, condition: Callable[[list[Received]], bool]) -> None:
         """Wait until `condition` holds of the POSTs."""

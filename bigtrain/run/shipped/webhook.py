@@ -45,6 +45,8 @@ class Webhook:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
+            # `bigtrain.launchers.agent` would take it for a rank.
+            env={name: value for name, value in os.environ.items() if name != "RANK"},
             bufsize=0,
         )
         self._watcher.wait()  # it has forked; see there

@@ -14,6 +14,7 @@ import html
 import json
 import os
 import select
+import signal
 import sys
 import time
 import urllib.error
@@ -29,8 +30,11 @@ _KILLED = (
 
 def main() -> None:
     """Watch until the run ends."""
+    # Schedulers send them to all processes of a job, and the run may go on to save.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     # An orphan in a session of its own: launchers that end a rank and its descendants, or its
-    # process group, do not end it.
+    # process group, do not end it. `bigtrain.launchers.agent` waits for it.
     if os.fork():
         os._exit(0)
     lines = Lines()
