@@ -248,10 +248,11 @@ def _settings_problem(key: str, shipped: ShippedCallback, detail: dict[str, Any]
     if detail["type"] != "extra_forbidden":
         rule = str(detail["msg"]).removeprefix("Value error, ")
         remedy = f"the default: {known[str(detail['loc'][0])].default!r}"
-        return Problem(f"{key}.{name}", detail["input"], rule[:1].lower() + rule[1:], remedy)
+        value = None if name.startswith("url") else detail["input"]  # may be an address by mistake
+        return Problem(f"{key}.{name}", value, rule[:1].lower() + rule[1:], remedy)
     if name == "url" and "url_env" in known:  # its value is not shown
         rule = "a webhook's address is a secret, and settings are recorded and logged"
-        remedy = f"set it in an environment variable, and name that in {key}.url_env"
+        remedy = f"write it to an environment variable or file, named in {key}.url_env or url_file"
         return Problem(f"{key}.url", None, rule, remedy)
     remedy = did_you_mean(name, list(known)) if known else "it has no settings: omit them"
     return Problem(f"{key}.{name}", None, "unknown key", remedy)

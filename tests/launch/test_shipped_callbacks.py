@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -202,9 +203,11 @@ def test_a_stall_and_a_killed_rank(inputs: Inputs, tmp_path: Path) -> None:
 
 
 def test_an_error_with_a_server_that_refuses(inputs: Inputs, tmp_path: Path) -> None:
-    with Receiver(status=500) as server:
-        more = {"environment": {"HOOK": server.url + SECRET}}
-        codes, output = live(inputs, tmp_path, 1, webhook(), at(2, fails=True), **more)
+    with Receiver(status=500) as server, tempfile.NamedTemporaryFile("w") as file:
+        file.write(f"{server.url}{SECRET}\n")
+        file.flush()
+        hook = webhook(url_file=file.name)
+        codes, output = live(inputs, tmp_path, 1, hook, at(2, fails=True))
     [text] = texts(server)
     assert ") has died: callbacks.1.type = 'at_step:At': step raised RuntimeError: " in text
     assert "&lt;as asked&gt;" in text
@@ -220,8 +223,14 @@ def test_an_error_with_a_server_that_refuses(inputs: Inputs, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("callback", "environment", "expected"),
     [
-        (webhook(), {}, "variable HOOK is not set on the main rank -> set it to"),
-        (webhook(), {"HOOK": "hooks/secret"}, "variable HOOK is not the address of a webhook -> "),
+        (webhook(), {}, "variable HOOK is empty or not set on the main rank -> write http(s)://"),
+        (webhook(), {"HOOK": "hooks/secret"}, "variable HOOK does not contain the address of a "),
+        (
+            webhook(url_file="no-such-file"),
+            {},
+            "the file no-such-file cannot be read on the main rank (No such file or directory) -> "
+            "correct settings.url_file",
+        ),
         (
             {"type": "opentelemetry"},
             {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
@@ -229,7 +238,7 @@ def test_an_error_with_a_server_that_refuses(inputs: Inputs, tmp_path: Path) -> 
             "OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf",
         ),
     ],
-    ids=["no address", "not an address", "grpc"],
+    ids=["no address", "not an address", "no file", "grpc"],
 )
 def test_the_environment_of_the_main_rank_is_refused(
     callback: dict[str, Any],

@@ -29,13 +29,7 @@ class Webhook:
         self, settings: WebhookSettings, config: RunConfig, warn: Callable[[str], None]
     ) -> None:
         """Start the watcher. Raises ExtensionError without an address."""
-        url = os.environ.get(settings.url_env, "").strip()
-        if not url.startswith(("http://", "https://")):
-            what = "is not the address of a webhook" if url else "is not set on the main rank"
-            raise ExtensionError(
-                f"the environment variable {settings.url_env} {what} -> set it to http(s)://..., "
-                "or name another one in settings.url_env"
-            )
+        url = _address(settings)
         self._settings, self._warn = settings, warn
         directory = Path(config.output.directory).resolve()
         self._last: str | None = None
@@ -45,7 +39,7 @@ class Webhook:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            # `bigtrain.launchers.agent` would take it for a rank.
+            # By RANK `bigtrain.launchers.agent` identifies the ranks that it has started.
             env={name: value for name, value in os.environ.items() if name != "RANK"},
             bufsize=0,
         )
@@ -98,3 +92,25 @@ class Webhook:
             if not self._has_warned:
                 self._has_warned = True
                 self._warn("webhook: its process has ended, so no message will be sent")
+
+
+def _address(settings: WebhookSettings) -> str:
+    """Return the address of the webhook, which no message may contain. Raises ExtensionError."""
+    if settings.url_file is not None:
+        source, key = f"the file {settings.url_file}", "settings.url_file"
+        try:
+            url = Path(settings.url_file).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or type(error).__name__
+            raise ExtensionError(
+                f"{source} cannot be read on the main rank ({reason}) -> correct {key}"
+            ) from None
+    else:
+        source, key = f"the environment variable {settings.url_env}", "settings.url_env"
+        url = os.environ.get(settings.url_env, "").strip()
+    if not url.startswith(("http://", "https://")):
+        what = "does not contain the address of a webhook" if url else "is empty or not set"
+        raise ExtensionError(
+            f"{source} {what} on the main rank -> write http(s)://... there, or correct {key}"
+        )
+    return url

@@ -30,7 +30,7 @@ _KILLED = (
 
 def main() -> None:
     """Watch until the run ends."""
-    # Schedulers send them to all processes of a job, and the run may go on to save.
+    # Schedulers send them to all processes of a job, and the run may still save.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # An orphan in a session of its own: launchers that end a rank and its descendants, or its

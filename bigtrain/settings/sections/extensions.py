@@ -61,8 +61,10 @@ class SamplesSection(Section):
 class WebhookSettings(Section):
     """Settings of the callback `webhook`."""
 
-    url_env: Annotated[str, Field(min_length=1)] = "BIGTRAIN_WEBHOOK_URL"
+    url_env: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] = "BIGTRAIN_WEBHOOK_URL"
     """environment variable of the main rank with the address, which is a secret"""
+    url_file: Annotated[str, Field(pattern="^[^:]+$")] | None = None
+    """file with the address, on the host of the main rank; instead of url_env"""
     stall_seconds: Annotated[float, Field(gt=0)] | None = 1800.0
     """without a finished step, after which the run is reported as stalled, once until its next
     step; evaluations, saves and the start count; null: never"""

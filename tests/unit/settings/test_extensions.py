@@ -287,8 +287,18 @@ def test_what_kto_refuses(adapted: dict[str, Any], sections: dict[str, Any], exp
         (
             {"type": "webhook", "settings": {"url": "https://hooks/secret"}},
             "callbacks.0.settings.url: a webhook's address is a secret, and settings are recorded "
-            "and logged -> set it in an environment variable, and name that in "
-            "callbacks.0.settings.url_env",
+            "and logged -> write it to an environment variable or file, named in "
+            "callbacks.0.settings.url_env or url_file",
+        ),
+        (
+            {"type": "webhook", "settings": {"url_env": "https://hooks/secret'"}},
+            "callbacks.0.settings.url_env: string should match pattern '^[A-Za-z_]\\w*$' -> the "
+            "default: 'BIGTRAIN_WEBHOOK_URL'",
+        ),
+        (
+            {"type": "webhook", "settings": {"url_file": "https://hooks/secret'"}},
+            "callbacks.0.settings.url_file: string should match pattern '^[^:]+$' -> the default: "
+            "None",
         ),
         (
             {"type": "webhook", "settings": {"stall_seconds": -1}},
@@ -309,7 +319,7 @@ def test_a_callback_of_bigtrain(section: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(callbacks=[section])
     assert expected in str(caught.value)
-    assert "secret'" not in str(caught.value)
+    assert "hooks/secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
