@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bigtrain.launchers.agent import WATCHER
 from bigtrain.report.step_metrics import names_of_kind
+from bigtrain.run.run_view import RunView
 from bigtrain.run.shipped import webhook_watcher
-from tests.launch.conftest import TRAIN, Inputs, start, wait
+from bigtrain.run.shipped.trainjob import TrainJob
+from bigtrain.settings.loading import load_run_config
+from bigtrain.settings.sections.extensions import NoSettings
+from tests.launch.conftest import STEPS, TRAIN, Inputs, start, wait
 from tests.support.http_server import Receiver
 from tests.support.lives import shared_server
 from tests.support.worlds import ROOT, free_port
@@ -264,6 +270,25 @@ def test_a_server_that_never_answers(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err == "webhook: message not sent: timed out\n"
     webhook_watcher.post({**settings, "url": "secret"}, "is complete", 2)
     assert capfd.readouterr().err == "webhook: message not sent: ValueError\n"
+
+
+def test_a_trainjob_gets_few_updates(inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most one in five seconds, but the last one; one warning that they are refused."""
+    config = load_run_config(str(inputs.run_yaml))
+    first = RunView(0, 0, 0, {}, {}, Path("run"), config, 0, 1)
+    warnings: list[str] = []
+    with Receiver(status=403) as server:
+        monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", server.url)
+        reporter = TrainJob(NoSettings(), config, warnings.append)
+        reporter.start(first)
+        server.wait_for(lambda posts: bool(posts))
+        for step in range(1, STEPS + 1):
+            reporter.step(replace(first, step=step, metrics={"loss": math.inf}))
+        reporter.close(first)
+    statuses = [post.tree["trainerStatus"] for post in server.posts]
+    assert [one["progressPercentage"] for one in statuses] == [0, 100]
+    assert {"name": "loss", "value": "inf"} in statuses[1]["metrics"]
+    assert warnings == ["trainjob: progress cannot be reported: HTTP status 403"]
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from bigtrain.errors import ExtensionError
 from bigtrain.run.run_view import RunView
@@ -77,10 +77,10 @@ class Webhook:
         assert stdin is not None
         assert stdout is not None
         limit = self._settings.timeout_seconds + _EXTRA_SECONDS
-        select.select([], [stdin], [], limit)  # full while the watcher sends a message
+        _wait_for(stdin, select.POLLOUT, limit)  # full while the watcher sends a message
         self._send(last=self._last, step=view.step)
         stdin.close()
-        select.select([stdout], [], [], limit)
+        _wait_for(stdout, select.POLLIN, limit)
         stdout.close()
 
     def _send(self, **message: Any) -> None:
@@ -92,6 +92,12 @@ class Webhook:
             if not self._has_warned:
                 self._has_warned = True
                 self._warn("webhook: its process has ended, so no message will be sent")
+
+
+def _wait_for(pipe: IO[bytes], event: int, seconds: float) -> None:
+    poll = select.poll()  # select takes no file descriptors above 1023
+    poll.register(pipe, event)
+    poll.poll(1000 * seconds)
 
 
 def _address(settings: WebhookSettings) -> str:
