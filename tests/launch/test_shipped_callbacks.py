@@ -284,6 +284,8 @@ def test_a_trainjob_gets_few_updates(inputs: Inputs, monkeypatch: pytest.MonkeyP
         server.wait_for(lambda posts: bool(posts))
         for step in range(1, STEPS + 1):
             reporter.step(replace(first, step=step, metrics={"loss": math.inf}))
+        with pytest.raises(AssertionError):
+            server.wait_for(lambda posts: len(posts) > 1, 1)
         reporter.close(first)
     statuses = [post.tree["trainerStatus"] for post in server.posts]
     assert [one["progressPercentage"] for one in statuses] == [0, 100]

@@ -82,10 +82,12 @@ class Receiver:
         """Answer POSTs from now on."""
         self._released.set()
 
-    def wait_for(self, condition: Callable[[list[Received]], bool]) -> None:
+    def wait_for(
+        self, condition: Callable[[list[Received]], bool], seconds: float = LIMIT_SECONDS
+    ) -> None:
         """Wait until `condition` holds of the POSTs."""
         with self._changed:
-            assert self._changed.wait_for(lambda: condition(self.posts), LIMIT_SECONDS), self.posts
+            assert self._changed.wait_for(lambda: condition(self.posts), seconds), self.posts
 
     def __enter__(self) -> Self:
         self._thread.start()
