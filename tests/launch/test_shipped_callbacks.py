@@ -40,15 +40,18 @@ class At:
     def step(self, view):
         if view.step != self.at:
             return
-        if self.get and view.rank == 0:
+        if self.kills == view.rank:
+            if self.get and os.fork() == 0:  # it holds whatever this process has open
+                urllib.request.urlopen(self.get, timeout=60).close()
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.get and self.kills is None and view.rank == 0:
             with urllib.request.urlopen(self.get, timeout=60) as answer:
                 text = answer.read()
             if self.to:
                 open(self.to, "wb").write(text)
         if self.fails:
             raise RuntimeError("<as asked>")
-        if self.kills == view.rank:
-            os.kill(os.getpid(), signal.SIGKILL)
 """
 RANK = """
 import os, signal
@@ -193,13 +196,16 @@ def check_exported(body: bytes, row: dict[str, Any]) -> None:
 
 @pytest.mark.distributed
 def test_a_stall_and_a_killed_rank(inputs: Inputs, tmp_path: Path) -> None:
+    """Also if a process that the rank has forked lives on."""
     stalled = "has stalled: no step was finished for 1 s [step 2 of 6]"
     with Receiver() as server:
-        server.opens = lambda posts: any(post.tree["text"].endswith(stalled) for post in posts)
-        waits = at(2, get=server.url)
+        awaited = {"/stalled": stalled, "/died": " has died"}
+        server.opens = lambda path, posts: any(awaited[path] in post.tree["text"] for post in posts)
+        waits = at(2, get=f"{server.url}/stalled")
+        dies = at(4, kills=0, get=f"{server.url}/died")
         hook = webhook(stall_seconds=1)
         more = {"environment": {"HOOK": server.url + SECRET}}
-        codes, output = live(inputs, tmp_path, 2, hook, waits, at(4, kills=0), **more)
+        codes, output = live(inputs, tmp_path, 2, hook, waits, dies, **more)
         server.wait_for(lambda posts: any("has died" in post.tree["text"] for post in posts))
     assert codes[0] == -9
     assert [text.endswith(stalled) for text in texts(server)].count(True) == 1

@@ -28,7 +28,8 @@ class Received:
 
 
 class Receiver:
-    """An HTTP server on a free port. A GET is answered once `opens` holds of the POSTs so far.
+    """An HTTP server on a free port. A GET is answered once `opens` holds of its path and the POSTs
+    so far.
 
     status: of its answers to POSTs, which are held until `release` if `held`. certificate: a file
     of key and certificate, for HTTPS.
@@ -38,7 +39,7 @@ class Receiver:
         self, status: int = 200, certificate: Path | None = None, held: bool = False
     ) -> None:
         self.posts: list[Received] = []
-        self.opens: Callable[[list[Received]], bool] = lambda _: True
+        self.opens: Callable[[str, list[Received]], bool] = lambda *_: True
         self._changed = threading.Condition()
         self._released = threading.Event()
         if not held:
@@ -53,7 +54,7 @@ class Receiver:
                 self._answer(status)
 
             def do_GET(self) -> None:
-                receiver.wait_for(receiver.opens)
+                receiver.wait_for(lambda posts: receiver.opens(self.path, posts))
                 self._answer(200)
 
             def _answer(self, code: int) -> None:
