@@ -18,6 +18,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
+from bigtrain.errors import EXIT_STOPPED
 from bigtrain.launchers.agent import WATCHER
 from bigtrain.report.step_metrics import names_of_kind
 from bigtrain.run.run_view import RunView
@@ -35,8 +36,9 @@ import os, signal, urllib.request
 
 class At:
     ranks = "all"
-    def __init__(self, step, get=None, to=None, fails=False, kills=None):
+    def __init__(self, step, get=None, to=None, fails=False, kills=None, stops=False):
         self.at, self.get, self.to, self.fails, self.kills = step, get, to, fails, kills
+        self.stops = stops
     def step(self, view):
         if view.step != self.at:
             return
@@ -50,6 +52,8 @@ class At:
                 text = answer.read()
             if self.to:
                 open(self.to, "wb").write(text)
+        if self.stops:
+            os.kill(os.getpid(), signal.SIGTERM)
         if self.fails:
             raise RuntimeError("<as asked>")
 """
@@ -215,12 +219,14 @@ def test_a_stall_and_a_killed_rank(inputs: Inputs, tmp_path: Path) -> None:
 
 
 def test_an_error_with_a_server_that_refuses(inputs: Inputs, tmp_path: Path) -> None:
-    with Receiver(status=500) as server, tempfile.NamedTemporaryFile("w") as file:
+    with Receiver(status=400) as server, tempfile.NamedTemporaryFile("w") as file:
         file.write(f"{server.url}{SECRET}\n")
         file.flush()
         hook = webhook(url_file=file.name)
-        codes, output = live(inputs, tmp_path, 1, hook, at(2, fails=True))
-    [text] = texts(server)
+        more = {"environment": {"OTEL_EXPORTER_OTLP_ENDPOINT": server.url}}
+        otlp = {"type": "opentelemetry"}
+        codes, output = live(inputs, tmp_path, 1, hook, at(2, fails=True), otlp, **more)
+    [text] = [post.tree["text"] for post in server.posts if post.path == SECRET]
     assert ") has died: callbacks.1.type = 'at_step:At': step raised RuntimeError: " in text
     assert "&lt;as asked&gt;" in text
     assert text.endswith(" [step 2 of 6]")
@@ -228,8 +234,21 @@ def test_an_error_with_a_server_that_refuses(inputs: Inputs, tmp_path: Path) -> 
     assert codes == [2], output
     assert "step raised RuntimeError: <as asked>" in output
     assert output.count("webhook: ") == 1
-    assert "webhook: message not sent: HTTP status 500\n" in output
+    assert "webhook: message not sent: HTTP status 400\n" in output
+    assert output.count("opentelemetry: ") == 1
+    assert "opentelemetry: Failed to export metrics batch code: 400" in output
     assert secret_is_nowhere(tmp_path, output)
+
+
+def test_a_signal(inputs: Inputs, tmp_path: Path) -> None:
+    with Receiver() as server:
+        more = {"environment": {"HOOK": server.url}}
+        codes, _ = live(inputs, tmp_path, 1, webhook(), at(2, stops=True), **more)
+    [text] = texts(server)
+    assert codes == [EXIT_STOPPED]
+    assert text.endswith(
+        " was stopped by SIGTERM and saved; the same command resumes it [step 2 of 6]"
+    )
 
 
 @pytest.mark.parametrize(

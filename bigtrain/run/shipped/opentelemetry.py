@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable
 
@@ -19,6 +20,7 @@ from bigtrain.settings.sections.extensions import NoSettings
 
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _PROTOCOL = "http/protobuf"
+_LOGGER = logging.getLogger("opentelemetry")
 
 
 class OpenTelemetry:
@@ -30,6 +32,8 @@ class OpenTelemetry:
         self, settings: NoSettings, config: RunConfig, warn: Callable[[str], None]
     ) -> None:
         """Raises ExtensionError if the environment asks for OTLP over anything but HTTP."""
+        self._warn = warn
+        self._failures = _Failures()
         self._view: RunView | None = None
         self._provider: MeterProvider | None = None
         name = next((name for name in _PROTOCOLS if os.environ.get(name)), None)
@@ -41,6 +45,8 @@ class OpenTelemetry:
     def start(self, view: RunView) -> None:
         """Begin to export."""
         self._view = view
+        _LOGGER.addHandler(self._failures)
+        _LOGGER.propagate = False
         attributes = {"bigtrain.run.directory": str(view.directory)}
         if not (
             os.environ.get("OTEL_SERVICE_NAME")
@@ -70,6 +76,9 @@ class OpenTelemetry:
     def step(self, view: RunView) -> None:
         """Take over the metrics, which the SDK's thread exports at its interval."""
         self._view = view
+        if self._failures.first is not None and not self._failures.is_reported:
+            self._failures.is_reported = True
+            self._warn(f"opentelemetry: {self._failures.first}; further warnings are not shown")
 
     evaluation = end = step
 
@@ -77,3 +86,18 @@ class OpenTelemetry:
         """Export for the last time."""
         if self._provider is not None:
             self._provider.shutdown()
+            self.step(view)
+            _LOGGER.removeHandler(self._failures)
+            _LOGGER.propagate = True
+
+
+class _Failures(logging.Handler):
+    """First warning of the SDK, which repeats them at every interval; shown by the main thread."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.first: str | None = None
+        self.is_reported = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.first = self.first or " ".join(record.getMessage().split())[:300]
