@@ -4,7 +4,7 @@ PYTHON ?= python3
 # `make test-oldest` says others.
 VENV := .venv
 CONSTRAINTS := constraints.txt
-EXTRAS := dev,docs,eval,float8,qlora,sites
+EXTRAS := dev,docs,eval,float8,opentelemetry,prometheus,qlora,sites
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -78,7 +78,7 @@ slow-times: $(STAMP)
 
 # In an environment of its own; torch's own index of CPU builds would spare it the CUDA libraries.
 test-oldest:
-	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt EXTRAS=dev,float8,qlora,sites
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt EXTRAS=dev,float8,opentelemetry,prometheus,qlora,sites
 
 check: $(STAMP)
 	$(BIN)/ruff check .

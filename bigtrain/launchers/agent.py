@@ -10,14 +10,19 @@ ranks (so a preempted run looks like a failed one), and it kills them 30 seconds
 while they save. If it restarts nothing (``--max-restarts=0``, its default), SIGTERM is forwarded to
 the ranks instead, and the agent waits until they exit. With ``--rdzv-backend=bigtrain`` hosts that
 are lost are noticed and replaced as `bigtrain.launchers.elastic_patches` documents.
+
+The end of a launch is often the end of its container or job, and so of all its processes: the agent
+waits a moment for the watcher of the callback `webhook` to send its message.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,9 +31,23 @@ from types import FrameType
 from bigtrain.errors import EXIT_FAULTY_HOST
 from bigtrain.launchers.fork_ranks import FORK_SERVER, run_rank, start_fork_server
 
+WATCHER = "webhook_watcher.py"
+"""File of a program that a rank starts, and that outlives it (`bigtrain.run.shipped`)."""
+_WATCHER_SECONDS = 15.0
+_SET_CHILD_SUBREAPER = 36  # prctl(2)
+
 
 def main(arguments: Sequence[str]) -> int:
     """Launch and return the exit code: that of the rank that failed first, or 2."""
+    with suppress(OSError, AttributeError):  # orphans of this launch become children of the agent
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        return _launch(arguments)
+    finally:
+        _wait_for_watchers()
+
+
+def _launch(arguments: Sequence[str]) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -111,20 +130,39 @@ def _forward(number: int, frame: FrameType | None) -> None:
 
 def _ranks() -> list[int]:
     """Return the process ids of the ranks that torchrun has started here, or the fork server."""
-    parents: dict[int, int] = {}
-    started, servers = [], []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            pid = int(folder.name)
-            parents[pid] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parents[pid] == os.getpid():
-                if b"\0RANK=" in b"\0" + (folder / "environ").read_bytes():
-                    started.append(pid)
-                elif FORK_SERVER.encode() in (folder / "cmdline").read_bytes():
-                    servers.append(pid)
-        except (OSError, ValueError):  # the process has ended
-            continue
+    parents = _parents()
+    own = [pid for pid, parent in parents.items() if parent == os.getpid()]
+    started = [pid for pid in own if b"\0RANK=" in b"\0" + _read(pid, "environ")]
+    servers = [pid for pid in own if FORK_SERVER.encode() in _read(pid, "cmdline")]
     return started + [pid for pid, parent in parents.items() if parent in servers]
+
+
+def _wait_for_watchers() -> None:
+    """Wait until the watchers of this launch have sent their last messages, for a limited time."""
+    ends_at = time.monotonic() + _WATCHER_SECONDS
+    while time.monotonic() < ends_at and any(
+        parent == os.getpid() and WATCHER.encode() in _read(pid, "cmdline")
+        for pid, parent in _parents().items()
+    ):
+        time.sleep(0.05)
+
+
+def _parents() -> dict[int, int]:
+    """Return the parent of each process of this machine, by process id."""
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(ValueError, IndexError):
+            pid = int(folder.name)
+            parents[pid] = int(_read(pid, "stat").decode().rpartition(")")[2].split()[1])
+    return parents
+
+
+def _read(pid: int, name: str) -> bytes:
+    """Return a file of a process; empty if it has ended. A process that has only to be reaped has
+    an empty ``cmdline``."""
+    with suppress(OSError):
+        return Path("/proc", str(pid), name).read_bytes()
+    return b""
 
 
 def _say(text: str) -> None:

@@ -39,7 +39,8 @@ _OF_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX")
 KEEP_ALIVE = "-o ServerAliveInterval=10 -o ServerAliveCountMax=3 -o ConnectTimeout=15"
 _SECRET_NAME = re.compile(
     r"(^|_)(TOKEN|KEY|AUTH|COOKIE|PASS|PWD)S?($|_)"
-    r"|PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIAL|API_?KEY|(ACCESS|PRIVATE)_?KEY|TOKENS?$",
+    r"|PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIAL|API_?KEY|(ACCESS|PRIVATE)_?KEY|TOKENS?$"
+    r"|WEBHOOK|OTLP_(\w+_)?HEADERS$",
     re.I,
 )
 _SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]+@")  # a URL with a password: proxies, trackers

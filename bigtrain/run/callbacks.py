@@ -8,18 +8,19 @@ makes no call and no collective here.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from signal import Signals
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, TracebackType
+from typing import Any, Self
 
 import torch.distributed as dist
 
 from bigtrain.engine.startup.cpu_collectives import gather_on_main
-from bigtrain.errors import BigtrainError, ExtensionError
+from bigtrain.errors import BigtrainError, ExtensionError, one_line
 from bigtrain.report.recording import Recorder, joined
 from bigtrain.report.step_metrics import StepMetrics
 from bigtrain.run.context import RunContext
@@ -27,14 +28,16 @@ from bigtrain.run.run_log import RunLog
 from bigtrain.run.run_view import Requests, RunView
 from bigtrain.run.state import TrainState
 from bigtrain.settings.extensions import describe, import_named
+from bigtrain.settings.sections.extensions import SHIPPED_CALLBACKS, CallbackSection
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Callbacks:
-    """Callbacks of a launch on this rank. uses_code: whether the run has code of the user, or an
-    objective, that may record metrics; the same on all ranks. failure: error of a callback, after
-    which no other is called; the ranks agree on it."""
+    """Callbacks of a launch on this rank; a context, on whose exit `close` is called. may_request:
+    whether the run has callbacks of the user, which may make requests; uses_code: whether it has
+    code of the user, or an objective, that may record metrics; both the same on all ranks. failure:
+    error of a callback, after which no other is called; the ranks agree on it."""
 
     def __init__(self, context: RunContext, log: RunLog, given: Sequence[object] = ()) -> None:
         """Construct the callbacks of the run on the ranks that they run on. `given`: objects of the
@@ -47,7 +50,8 @@ class Callbacks:
         self.failure: BigtrainError | None = None
         sections = context.config.callbacks
         self.are_any = bool(sections or given)
-        self.uses_code = self.are_any or context.config.records_metrics
+        self.may_request = bool(given) or context.config.has_user_callbacks
+        self.uses_code = self.may_request or context.config.records_metrics
         self._called: list[tuple[str, Any]] = []
         if self.are_any:
             context.long_work.on_every_rank(lambda: self._make(given))
@@ -56,11 +60,17 @@ class Callbacks:
         made = self._called
         for number, section in enumerate(self._context.config.callbacks):
             key = f"callbacks.{number}.type = {section.type!r}"
-            kind = import_named(f"callbacks.{number}.type", section.type)
+            shipped = SHIPPED_CALLBACKS.get(section.type)
+            if shipped is not None and not self._context.world.is_main:
+                continue
+            name = section.type if shipped is None else shipped.code
+            kind = import_named(f"callbacks.{number}.type", name)
             if not self._runs_here(kind):
                 continue
             try:
-                made.append((key, kind(**section.settings)))
+                made.append((key, self._construct(kind, section)))
+            except ExtensionError as error:  # of bigtrain's own: its text is complete
+                raise ExtensionError(f"{key}: {error}") from error
             except Exception as error:
                 raise ExtensionError(
                     f"{key}: its constructor raised {describe(error, kind)} -> correct it, or "
@@ -69,6 +79,18 @@ class Callbacks:
         names = [f"callbacks[{n}] = {type(one).__name__}" for n, one in enumerate(given)]
         pairs = zip(names, given, strict=True)
         made.extend(pair for pair in pairs if self._runs_here(pair[1]))
+
+    def _construct(self, kind: Callable[..., object], section: CallbackSection) -> object:
+        shipped = SHIPPED_CALLBACKS.get(section.type)
+        if shipped is None:
+            return kind(**section.settings)
+        settings = shipped.settings.model_validate(section.settings)
+        return kind(settings, self._context.config, self._warn)
+
+    def _warn(self, text: str) -> None:
+        """Show a line, also when the log is closed."""
+        self._log.to_file(text)
+        print(text, file=sys.stderr, flush=True)
 
     def _runs_here(self, callback: object) -> bool:
         return self._context.world.is_main or getattr(callback, "ranks", "main") == "all"
@@ -112,8 +134,34 @@ class Callbacks:
         if self.are_any:
             name = None if received is None else received.name
             self._call("end", state, stopped_by=name)
-        if self.uses_code:
+        if self.are_any or self.uses_code:
             self._raise_together()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Call `close`, however the launch ends on this rank. An error of it is one line."""
+        if not self._called:
+            return
+        text = None
+        if error is not None:
+            name = "" if isinstance(error, BigtrainError) else f"{type(error).__name__}: "
+            text = name + one_line(error)
+        view = self._look(None, {"error": text})
+        for key, callback in self._called:
+            method: Callable[[RunView], object] | None = getattr(callback, "close", None)
+            if method is None:
+                continue
+            try:
+                method(view)
+            except (Exception, SystemExit) as failure:
+                self._warn(f"{key}: close raised {describe(failure, type(callback))}")
 
     def take_requests(self) -> tuple[bool, bool]:
         """Return whether a callback of this rank asked to stop, and to save, since the last
@@ -152,6 +200,8 @@ class Callbacks:
             try:
                 with self._recorder.collecting():
                     method(view)
+            except ExtensionError as error:
+                self.failure = ExtensionError(f"{key}: {error}")
             except (Exception, SystemExit) as error:
                 self.failure = ExtensionError(
                     f"{key}: {point} raised {describe(error, type(callback))} after step "
@@ -167,7 +217,8 @@ class Callbacks:
             self._view = replace(self._view, **{"checkpoint": None, "stopped_by": None, **changes})
             return self._view
         rank, size = context.world.rank, context.world.size
-        seen = {"metrics": _NOTHING, "evaluation": _NOTHING, **changes}
+        nothing = {"step": 0, "samples": 0, "tokens": 0}
+        seen = {**nothing, "metrics": _NOTHING, "evaluation": _NOTHING, **changes}
         self._view = RunView(
             **seen,
             directory=context.directory,

@@ -106,7 +106,7 @@ def train(
         context.signals,
         group,
         lambda: callbacks.failure or log.failure(),
-        callbacks.take_requests if callbacks.are_any else None,
+        callbacks.take_requests if callbacks.may_request else None,
     )
     stragglers = StragglerWatch(context, log, engine, group, state)
     guard = Guard(config.guard, log)
@@ -176,7 +176,7 @@ def train(
                 with clock.paused("evaluation"):
                     state, metrics = evaluator.run(state, last=last or agreed.ends)
                 callbacks.evaluation(state, metrics)
-                if callbacks.are_any and not last:
+                if callbacks.may_request and not last:
                     agreed |= stop.agreed()
             if agreed.ends:
                 state = replace(state, stopped_steps=config.train.total_steps)

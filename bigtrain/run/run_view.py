@@ -26,7 +26,8 @@ class RunView:
     ``metrics.jsonl``; evaluation: the metrics of the last evaluation of this launch; both are empty
     before the first one, and metrics on all ranks but the main one. directory: of the run. config:
     its settings. checkpoint: at the point `checkpoint`, the directory that was written. stopped_by:
-    at the point `end`, the name of the signal that stopped the run, or None.
+    at the point `end`, the name of the signal that stopped the run, or None. error: at the point
+    `close`, the text of the error that ends the launch on this rank, or None.
     """
 
     step: int
@@ -40,6 +41,7 @@ class RunView:
     world_size: int
     checkpoint: Path | None = None
     stopped_by: str | None = None
+    error: str | None = None
     _requests: Requests = field(default_factory=Requests, repr=False)
 
     def request_stop(self, reason: str = "") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch.distributed as dist
@@ -77,6 +78,7 @@ def train_inputs(
     with (
         open_session(run, world, signals) as (context, log),
         memory_of_earlier_launch(context, log) as memory,
+        ExitStack() as stack,
     ):
         for line in notes:
             log.to_file(line)
@@ -84,7 +86,7 @@ def train_inputs(
             verify_data(context, log)
         refuse_other_run(context, inputs.data_hash)
         beat = context.heartbeat
-        callbacks = Callbacks(context, log, given)
+        callbacks = stack.enter_context(Callbacks(context, log, given))
         prediction = log_prediction(context, log, inputs)
         mesh = open_mesh(run.topology, world.rank, run.config.watchdog.collective_timeout_seconds)
         beat.set_phase("opening the connections of all groups", slow=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import json
 import linecache
@@ -21,7 +22,10 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+from pydantic import ValidationError
+
 from bigtrain.errors import ConfigError, Problem
+from bigtrain.settings.sections.extensions import SHIPPED_CALLBACKS, ShippedCallback
 from bigtrain.settings.suggestions import did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -147,7 +151,7 @@ def call_problem(
     return None
 
 
-CALLBACK_POINTS = ("start", "step", "evaluation", "checkpoint", "end")
+CALLBACK_POINTS = ("start", "step", "evaluation", "checkpoint", "end", "close")
 """Methods of a callback, each called with the run's view."""
 _OTHER_POINTS = {
     "on_train_begin": "start",
@@ -214,8 +218,51 @@ def _check_class(
 
 
 def check_callback_class(key: str, name: str, settings: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems of a callback that the run names: import, constructor, methods."""
-    return _check_class(key, name, settings, check_callback)
+    """Return the problems of a callback that the run names: import, constructor, methods; of one of
+    bigtrain: settings, and libraries that are not installed."""
+    shipped = SHIPPED_CALLBACKS.get(name)
+    if shipped is None:
+        return _check_class(key, name, settings, check_callback)
+    problems = _settings_problems(f"{key.removesuffix('.type')}.settings", shipped, settings)
+    for module in shipped.modules:
+        if not _can_import(module):
+            rule = f"needs {module}, which is not installed"
+            problems.append(Problem(key, name, rule, f"pip install 'bigtrain[{name}]'"))
+            break
+    return problems
+
+
+def _settings_problems(
+    key: str, shipped: ShippedCallback, settings: Mapping[str, Any]
+) -> list[Problem]:
+    try:
+        shipped.settings.model_validate(settings)
+    except ValidationError as error:
+        return [_settings_problem(key, shipped, dict(detail)) for detail in error.errors()]
+    return []
+
+
+def _settings_problem(key: str, shipped: ShippedCallback, detail: dict[str, Any]) -> Problem:
+    name = ".".join(map(str, detail["loc"]))
+    known = shipped.settings.model_fields
+    if detail["type"] != "extra_forbidden":
+        rule = str(detail["msg"]).removeprefix("Value error, ")
+        remedy = f"the default: {known[str(detail['loc'][0])].default!r}"
+        value = None if name.startswith("url") else detail["input"]  # may be an address by mistake
+        return Problem(f"{key}.{name}", value, rule[:1].lower() + rule[1:], remedy)
+    if name == "url" and "url_env" in known:  # its value is not shown
+        rule = "a webhook's address is a secret, and settings are recorded and logged"
+        remedy = f"write it to an environment variable or file, named in {key}.url_env or url_file"
+        return Problem(f"{key}.url", None, rule, remedy)
+    remedy = did_you_mean(name, list(known)) if known else "it has no settings: omit them"
+    return Problem(f"{key}.{name}", None, "unknown key", remedy)
+
+
+def _can_import(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
 
 
 def check_samples_class(key: str, name: str, settings: Mapping[str, Any]) -> list[Problem]:

@@ -21,7 +21,7 @@ from bigtrain.settings.sections.data import (
     TokenizerSection,
 )
 from bigtrain.settings.sections.evaluation import BestSection, EvaluationSection, HeldOutSetSection
-from bigtrain.settings.sections.extensions import CallbackSection
+from bigtrain.settings.sections.extensions import SHIPPED_CALLBACKS, CallbackSection
 from bigtrain.settings.sections.model import (
     ModelSection,
     MoeSection,
@@ -108,7 +108,7 @@ class RunConfig(Section):
     guard: GuardSection = GuardSection()
     engine: EngineSection = EngineSection()
     callbacks: tuple[CallbackSection, ...] = ()
-    """code of yours that is called at points of the run, in this order"""
+    """code that is called at points of the run, in this order"""
     seed: NonNegativeInt = 0
     """of weights, dropout and sample order"""
 
@@ -144,7 +144,12 @@ class RunConfig(Section):
     @property
     def has_user_code(self) -> bool:
         """Whether the run calls code of the user in a step."""
-        return bool(self.callbacks or self.model.type)
+        return bool(self.model.type) or self.has_user_callbacks
+
+    @property
+    def has_user_callbacks(self) -> bool:
+        """Whether a callback is code of the user, which may record metrics and make requests."""
+        return any(one.type not in SHIPPED_CALLBACKS for one in self.callbacks)
 
     @property
     def records_metrics(self) -> bool:

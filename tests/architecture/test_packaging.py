@@ -28,7 +28,7 @@ DISTRIBUTIONS = {"yaml": "pyyaml"}
 # Imported only where an extra of pyproject.toml brought them.
 OPTIONAL = {
     Requirement(text).name.replace("-", "_")
-    for extra in ("gpu", "eval", "float8", "qlora", "sites")
+    for extra in ("gpu", "eval", "float8", "opentelemetry", "prometheus", "qlora", "sites")
     for text in PROJECT["project"]["optional-dependencies"][extra]
 }
 # Imported only together with the distribution that brings them.
@@ -37,6 +37,7 @@ BROUGHT_ALONG = {
     "urllib3": "requests",
     "pyarrow": "datasets",
     "huggingface_hub": "transformers",
+    "opentelemetry": "opentelemetry_sdk",
 }
 
 

@@ -9,15 +9,18 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
 from bigtrain.errors import LaunchError
+from bigtrain.settings.sections.extensions import SHIPPED_CALLBACKS
 from tests.launch.conftest import Inputs, inputs
-from tests.support.lives import run_script
-from tests.support.worlds import ROOT
+from tests.support.http_server import Receiver
+from tests.support.lives import run_forked_world, run_script
+from tests.support.worlds import ROOT, free_port
 
 PAGE = (ROOT / "docs/howto/extend.md").read_text(encoding="utf-8")
 WORKER = ROOT / "tests/launch/extension_worker.py"
@@ -93,6 +96,31 @@ def test_two_ranks_end_after_the_step_that_reaches_the_target(folder: Path) -> N
     assert len(lines(folder)) == 13
 
 
+def test_the_callbacks_of_bigtrain(folder: Path) -> None:
+    """The YAML of the page in its run; each callback does something, and nothing is missing."""
+    callbacks = yaml.safe_load(blocks("yaml")[1])["callbacks"]
+    assert [one["type"] for one in callbacks] == list(SHIPPED_CALLBACKS)
+    typed = re.search(r"^export (\w+)=https://hooks.slack.com", PAGE, flags=re.M)
+    assert typed is not None
+    [prometheus] = [one["settings"] for one in callbacks if one["type"] == "prometheus"]
+    prometheus["port"] = free_port()
+    with Receiver() as server:
+        environment = {typed[1]: f"{server.url}/hook", "OTEL_EXPORTER_OTLP_ENDPOINT": server.url}
+        script = [str(WORKER), str(folder), "--config", "extended.yaml", "train.steps=2"]
+        script.append(f"callbacks={json.dumps(callbacks)}")
+        output = run_forked_world(1, script, environment)
+    assert "KUBEFLOW_TRAINER_SERVER_URL is not set" in output
+    [message] = [post.tree["text"] for post in server.posts if post.path == "/hook"]
+    assert "is complete" in message
+    assert any(post.path == "/v1/metrics" for post in server.posts)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    installed = re.search(r"^pip install 'bigtrain\[(.*)\]'$", PAGE, flags=re.M)
+    assert installed is not None
+    needed = [name for name, one in SHIPPED_CALLBACKS.items() if one.modules]
+    assert installed[1].split(",") == needed
+    assert set(needed) <= extras["optional-dependencies"].keys()
+
+
 LAYOUTS = {
     "ZeRO 0": (1, []),
     "ZeRO 3": (2, ["engine.deepspeed_config=zero3"]),
@@ -106,7 +134,7 @@ LAYOUTS = {
 @pytest.mark.slow
 def test_a_model_trains_the_same_in_every_layout(folder: Path) -> None:
     losses = {}
-    section = yaml.safe_load(blocks("yaml")[1])["model"]
+    section = yaml.safe_load(blocks("yaml")[2])["model"]
     for name, (world_size, layout) in LAYOUTS.items():
         run_script(
             *(world_size, WORKER, folder, "--config", "extended.yaml", *layout),
@@ -151,7 +179,7 @@ def test_the_program_of_the_page(folder: Path) -> None:
 
 @pytest.mark.distributed
 def test_a_source_of_samples_resumes_at_another_world_size(folder: Path) -> None:
-    data = json.dumps(yaml.safe_load(blocks("yaml")[2])["data"])
+    data = json.dumps(yaml.safe_load(blocks("yaml")[3])["data"])
     arguments = ["--config", "extended.yaml", f"data={data}", "callbacks=[]"]
     arguments.append("schedule={type: constant}")
     run_script(1, WORKER, folder, *arguments, "output.directory=runs/whole")

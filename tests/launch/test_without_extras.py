@@ -13,7 +13,13 @@ from tests.launch.conftest import VOCAB_SIZE, Inputs, launch, run_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 # Packages whose modules have other names.
-MODULES = {"lm-eval": "lm_eval", "liger-kernel": "liger_kernel"}
+MODULES = {
+    "lm-eval": "lm_eval",
+    "liger-kernel": "liger_kernel",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter",
+    "opentelemetry-sdk": "opentelemetry.sdk",
+    "prometheus-client": "prometheus_client",
+}
 PROGRAM = """
 import sys
 for name in {modules}:

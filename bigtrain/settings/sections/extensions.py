@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator, Field, JsonValue, WithJsonSchema
+from pydantic import AfterValidator, Field, JsonValue, WithJsonSchema, field_validator
 
 from bigtrain.settings.sections.base import Section
 
@@ -56,11 +58,73 @@ class SamplesSection(Section):
     """arguments of its constructor, by name"""
 
 
-class CallbackSection(Section):
-    """Code of yours that is called at points of the run. See docs/howto/extend.md."""
+class WebhookSettings(Section):
+    """Settings of the callback `webhook`."""
 
-    type: ImportedName
-    """class with one or more of the methods start, step, evaluation, checkpoint and end, as
-    package.module:Class"""
+    url_env: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] = "BIGTRAIN_WEBHOOK_URL"
+    """environment variable of the main rank with the address, which is a secret"""
+    url_file: Annotated[str, Field(pattern="^[^:]+$")] | None = None
+    """file with the address, on the host of the main rank; instead of url_env"""
+    stall_seconds: Annotated[float, Field(gt=0)] | None = 1800.0
+    """without a finished step, after which the run is reported as stalled, once until its next
+    step; evaluations, saves and the start count; null: never"""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 10.0
+    """for one message to be accepted"""
+
+
+class PrometheusSettings(Section):
+    """Settings of the callback `prometheus`."""
+
+    port: Annotated[int, Field(ge=1, le=65535)] = 9464
+    """of the endpoint, on the host of the main rank"""
+    address: Annotated[str, Field(min_length=1)] = "0.0.0.0"
+    """that it listens at; 127.0.0.1: only this host can read it"""
+
+
+class NoSettings(Section):
+    """Settings of a callback that has none."""
+
+
+KnownCallback = Literal["webhook", "prometheus", "opentelemetry", "trainjob"]
+
+
+@dataclass(frozen=True)
+class ShippedCallback:
+    """A callback of bigtrain. code: its class, as user code is named. modules: those that it
+    imports, of the extra of the same name."""
+
+    code: str
+    settings: type[Section] = NoSettings
+    modules: tuple[str, ...] = ()
+
+
+SHIPPED_CALLBACKS: Mapping[str, ShippedCallback] = MappingProxyType(
+    {
+        "webhook": ShippedCallback("bigtrain.run.shipped.webhook:Webhook", WebhookSettings),
+        "prometheus": ShippedCallback(
+            "bigtrain.run.shipped.prometheus:Prometheus", PrometheusSettings, ("prometheus_client",)
+        ),
+        "opentelemetry": ShippedCallback(
+            "bigtrain.run.shipped.opentelemetry:OpenTelemetry",
+            modules=("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
+        ),
+        "trainjob": ShippedCallback("bigtrain.run.shipped.trainjob:TrainJob"),
+    }
+)
+"""By the name that users type."""
+
+
+class CallbackSection(Section):
+    """Code that is called at points of the run. See docs/howto/extend.md."""
+
+    type: KnownCallback | ImportedName
+    """webhook (messages when the run ends, dies or stalls), prometheus, opentelemetry (metrics) or
+    trainjob (progress for Kubeflow Trainer); or, as package.module:Class, a class of yours with one
+    or more of the methods start, step, evaluation, checkpoint, end and close"""
     settings: CodeSettings = Field(default_factory=dict)
-    """arguments of its constructor, by name"""
+    """of a callback of bigtrain, or arguments of your constructor, by name"""
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _is_known(cls, name: object) -> object:
+        return known_or_imported(name, get_args(KnownCallback))

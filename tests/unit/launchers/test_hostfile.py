@@ -242,6 +242,8 @@ def test_a_secret_is_never_taken_along(name: str, value: str, instead: str) -> N
 
 def test_secrets_are_told_by_their_names() -> None:
     secret = ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "DB_PASSWORD", "GITHUB_TOKEN"]
+    secret += ["BIGTRAIN_WEBHOOK_URL", "OTEL_EXPORTER_OTLP_HEADERS"]
+    secret += ["OTEL_EXPORTER_OTLP_METRICS_HEADERS"]
     secret += ["PGPASSWORD", "HFTOKEN", "OPENAI_APIKEY", "DB_CREDENTIALS", "SSH_AUTH_SOCK"]
     assert [name for name in secret if not is_secret(name)] == []
     harmless = ["TOKENIZERS_PARALLELISM", "KEYBOARD", "HF_HOME", "PATH", "HF_TOKEN_PATH"]

@@ -274,3 +274,75 @@ def test_what_kto_refuses(adapted: dict[str, Any], sections: dict[str, Any], exp
     with pytest.raises(ConfigError) as caught:
         resolve_run(parse_run_config(tree), 2)
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (
+            {"type": "webhok"},
+            "callbacks.0.type = 'webhok': input should be 'webhook', 'prometheus', 'opentelemetry' "
+            "or 'trainjob', or code of yours as package.module:Name -> did you mean webhook?",
+        ),
+        (
+            {"type": "webhook", "settings": {"url": "https://hooks/secret"}},
+            "callbacks.0.settings.url: a webhook's address is a secret, and settings are recorded "
+            "and logged -> write it to an environment variable or file, named in "
+            "callbacks.0.settings.url_env or url_file",
+        ),
+        (
+            {"type": "webhook", "settings": {"url_env": "https://hooks/secret'"}},
+            "callbacks.0.settings.url_env: string should match pattern '^[A-Za-z_]\\w*$' -> the "
+            "default: 'BIGTRAIN_WEBHOOK_URL'",
+        ),
+        (
+            {"type": "webhook", "settings": {"url_file": "https://hooks/secret'"}},
+            "callbacks.0.settings.url_file: string should match pattern '^[^:]+$' -> the default: "
+            "None",
+        ),
+        (
+            {"type": "webhook", "settings": {"stall_seconds": -1}},
+            "callbacks.0.settings.stall_seconds = -1: input should be greater than 0 -> the "
+            "default: 1800.0",
+        ),
+        (
+            {"type": "prometheus", "settings": {"prot": 1}},
+            "callbacks.0.settings.prot: unknown key -> did you mean port?",
+        ),
+        (
+            {"type": "trainjob", "settings": {"port": 1}},
+            "callbacks.0.settings.port: unknown key -> it has no settings: omit them",
+        ),
+    ],
+)
+def test_a_callback_of_bigtrain(section: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(callbacks=[section])
+    assert expected in str(caught.value)
+    assert "hooks/secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("prometheus", "prometheus_client"),
+        ("opentelemetry", "opentelemetry.sdk"),
+        ("opentelemetry", "opentelemetry.exporter.otlp.proto.http"),
+    ],
+)
+def test_a_callback_whose_library_is_not_installed(
+    name: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved(callbacks=[{"type": name}])
+    monkeypatch.setitem(sys.modules, module, None)  # importing it raises ModuleNotFoundError
+    with pytest.raises(ConfigError) as caught:
+        resolved(callbacks=[{"type": name}])
+    rule = f"callbacks.0.type = '{name}': needs {module}, which is not installed"
+    assert f"{rule} -> pip install 'bigtrain[{name}]'" in str(caught.value)
+
+
+def test_only_callbacks_of_the_user_may_record_metrics() -> None:
+    shipped, own = [{"type": "trainjob"}], [{"type": "user_code:Watch"}]
+    configs = [parse_run_config({**RUN, "callbacks": one}) for one in (shipped, own)]
+    assert [config.has_user_callbacks for config in configs] == [False, True]
+    assert [config.records_metrics for config in configs] == [False, True]

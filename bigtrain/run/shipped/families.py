@@ -1,0 +1,51 @@
+"""Metrics of a run as exporters name them, from the declared metrics of a step. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from bigtrain.report.step_metrics import StepMetrics
+from bigtrain.run.run_view import RunView
+
+EVALUATION = "evaluation"
+ENTRY = "entry"
+"""Label of the entries of a metric that is an object."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A declared metric. is_count: it counts from the beginning of the run. has_entries: it is an
+    object of numbers."""
+
+    name: str
+    meaning: str
+    unit: str = ""
+    is_count: bool = False
+    has_entries: bool = False
+
+    def values(self, view: RunView) -> dict[str, float]:
+        """Return the known numbers by entry; the entry of a plain number is empty."""
+        if self.name == EVALUATION:
+            value: Any = view.evaluation
+        else:
+            value = getattr(view, self.name) if self.is_count else view.metrics.get(self.name)
+        entries = value if isinstance(value, Mapping) else {"": value}
+        return {name: float(one) for name, one in entries.items() if isinstance(one, int | float)}
+
+
+FAMILIES = (
+    *(
+        Family(
+            row.name,
+            row.metadata["meaning"],
+            row.metadata.get("unit", ""),
+            is_count=row.metadata["kind"] == "position",
+            has_entries=row.metadata["kind"] == "entries",
+        )
+        for row in fields(StepMetrics)
+    ),
+    Family(EVALUATION, "metrics of the last evaluation of this launch, by name", has_entries=True),
+)
+"""The metrics of a step (`StepMetrics`), and those of the last evaluation."""
