@@ -30,6 +30,7 @@ from bigtrain.models.export.verified import why_not_reloaded
 from bigtrain.models.layers.float8 import check_float8
 from bigtrain.models.layers.kernels import check_kernels
 from bigtrain.models.lm_eval_tasks import check_tasks
+from bigtrain.models.score_heads import with_objective_head
 from bigtrain.models.weights.checksums import changed_files, unusable_files
 from bigtrain.models.weights.export_hf import TOKENIZER_REMEDY, class_beside
 from bigtrain.models.weights.import_hf import find_weights
@@ -77,7 +78,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     the user that cannot be read, and one ConfigError with all other problems.
     """
     config = run.config
-    hf_config = load_hf_config(config.model)
+    hf_config = with_objective_head(load_hf_config(config.model), config)
     datasets, not_opened = open_checked(config, check, samples)
     problems: list[Problem] = [
         *check_trackers(config.logging.trackers),
@@ -146,7 +147,7 @@ def check_base_weights(config: RunConfig, inputs: Inputs) -> None:
     hf_config = inputs.hf_config
     if inputs.growth is not None:
         hf_config = base_configuration(hf_config, inputs.growth)
-    find_weights(path, hf_config)
+    find_weights(path, hf_config, seed=config.seed)
 
 
 def _resumes(config: RunConfig) -> bool:

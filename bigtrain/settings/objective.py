@@ -25,7 +25,7 @@ def unit_of(section: ObjectiveSection) -> Unit:
     if is_imported(section.type):
         unit: Unit = getattr(import_named("objective.type", section.type), "unit", "tokens")
         return unit
-    known: dict[str, Unit] = {"preference": "pairs", "kto": "rows"}
+    known: dict[str, Unit] = {"preference": "pairs", "reward": "pairs", "kto": "rows"}
     return known.get(section.type, "tokens")
 
 
@@ -97,6 +97,25 @@ def check_reference(config: RunConfig) -> list[Problem]:
         return []
     rule = "reference = True asks for log-probabilities without adapters, and the run has none"
     return [Problem("objective.type", section.type, rule, "adapters: {type: lora}")]
+
+
+def check_scores(config: RunConfig) -> list[Problem]:
+    """Return the problems of settings that a model with a score head has no use for: it predicts no
+    tokens."""
+    if not config.objective.scores_samples:
+        return []
+    rule = f"objective.type = {config.objective.type} trains a model that predicts no tokens"
+    evaluation = config.evaluation
+    return [
+        Problem(key, value, rule, remedy)
+        for key, value, remedy in (
+            ("evaluation.prompts", list(evaluation.prompts), "omit it"),
+            ("evaluation.tasks", list(evaluation.tasks), "omit it"),
+            ("model.vocabulary", config.model.vocabulary, "grow the base first: bigtrain grow"),
+            ("model.type", config.model.type, "a model class of transformers"),
+        )
+        if value
+    ]
 
 
 def check_pairs(config: RunConfig) -> list[Problem]:

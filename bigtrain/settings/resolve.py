@@ -33,6 +33,7 @@ from bigtrain.settings.hf_config_keys import inspect_configuration, key_table
 from bigtrain.settings.loading import apply_overrides, find_config, load_run_config, parse_yaml
 from bigtrain.settings.objective import (
     check_objective,
+    check_scores,
     check_pairs,
     check_reference,
     rows_per_sample,
@@ -78,7 +79,9 @@ def resolve_run(
     problems.extend(_check_profile(config, world_size))
     problems.extend(_check_extensions(config))
     of_objective = check_objective(config.objective)
-    problems.extend(of_objective or [*check_pairs(config), *check_reference(config)])
+    problems.extend(
+        of_objective or [*check_pairs(config), *check_scores(config), *check_reference(config)]
+    )
     model, of_model = inspect_configuration(config.model)
     problems.extend(of_model)
     plan = None

@@ -237,7 +237,7 @@ def count_samples(config: RunConfig, dataset: TokenDataset, split: Split) -> int
 NOT_FOR_NEXT_TOKEN = {
     "preference": (
         "has preference pairs, and next_token would learn the rejected answers, too",
-        "objective.type=preference",
+        "objective.type=preference, or reward",
     ),
     "kto": (
         "has answers with labels (kto), and next_token would learn the undesirable ones, too",
@@ -296,8 +296,11 @@ def open_answers(
         return None
     truncates = config.data.long_documents == "truncate"
     length = config.batch.sequence_length
-    kind = RatedSamples if rows_of_answers(config.objective) == "kto" else PairSamples
-    return kind(split_stream(dataset, split), length, truncates=truncates)
+    stream = split_stream(dataset, split)
+    if rows_of_answers(config.objective) == "kto":
+        return RatedSamples(stream, length, truncates=truncates)
+    is_complete = config.objective.scores_samples
+    return PairSamples(stream, length, truncates=truncates, is_complete=is_complete)
 
 
 def check_masks(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:

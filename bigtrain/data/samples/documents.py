@@ -80,11 +80,18 @@ def document_lengths(shards: Sequence[Shard], *, may_be_empty: bool = False) -> 
 
 
 def fitted_lengths(
-    stream: TokenStream, lengths: Indices, sequence_length: int, *, truncates: bool
+    stream: TokenStream,
+    lengths: Indices,
+    sequence_length: int,
+    *,
+    truncates: bool,
+    is_complete: bool = False,
 ) -> tuple[Indices, str]:
     """Return the tokens of each document that fit a sample, and a line on what is lost. Raises
-    DataError for one that is longer and not truncated, or has no target then."""
-    width = sequence_length + 1
+    DataError for one that is longer and not truncated, or has no target then. `is_complete`: the
+    model reads the last token too, which otherwise is only a target."""
+    more = 0 if is_complete else 1
+    width = sequence_length + more
     longer = np.flatnonzero(lengths > width)
     if not len(longer):
         return lengths, ""
@@ -93,7 +100,7 @@ def fitted_lengths(
             f"{len(longer)} of {len(lengths)} answers with their prompts are longer than a "
             f"sample (the longest has {int(lengths.max())} tokens, batch.sequence_length = "
             f"{sequence_length} holds {width}) -> batch.sequence_length="
-            f"{int(lengths.max()) - 1}, or data.long_documents=truncate"
+            f"{int(lengths.max()) - more}, or data.long_documents=truncate"
         )
     share = 1 - np.minimum(lengths, width).sum() / lengths.sum()
     lost = (
@@ -114,14 +121,20 @@ def fitted_lengths(
 
 
 def fill_documents(
-    stream: TokenStream, starts: Indices, lengths: Indices, places: Indices, out: TokenRows
+    stream: TokenStream,
+    starts: Indices,
+    lengths: Indices,
+    places: Indices,
+    out: TokenRows,
+    *,
+    is_complete: bool = False,
 ) -> None:
     """Write documents, ranges of `stream`, with their targets to positions `places` of the flat
-    `out`."""
+    `out`. `is_complete`: all their tokens are targets."""
     assert out.loss_mask is not None
     stream.read(starts, lengths, out.tokens.reshape(-1), places)
     flat = out.loss_mask.reshape(-1)
-    if stream.is_masked:
+    if stream.is_masked and not is_complete:
         stream.read_mask(starts, lengths, flat, places)
         return
     for place, length in zip(places.tolist(), lengths.tolist(), strict=True):

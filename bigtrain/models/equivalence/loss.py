@@ -31,6 +31,7 @@ from bigtrain.models.experts import auxiliary_loss
 from bigtrain.models.layers.chunked_loss import ChunkedLoss
 from bigtrain.models.layers.loss_plan import LossPlan
 from bigtrain.models.layers.token_loss import IGNORED_LABEL
+from bigtrain.models.score_heads import scores_samples
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.model import chunk_tokens
@@ -53,6 +54,8 @@ def choose_loss(
     def plain(reason: str) -> tuple[LossPlan, list[Problem]]:
         return LossPlan("plain", num_chunk_tokens, f"loss: from all logits at once ({reason})"), []
 
+    if scores_samples(hf_config):
+        return LossPlan("plain", num_chunk_tokens, ""), []
     if section.loss == "plain":
         return plain("model.loss=plain")
     if section.loss == "auto" and num_tokens <= num_chunk_tokens:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from bigtrain.errors import one_line
@@ -29,6 +29,7 @@ from bigtrain.models.layers.document_masks import document_boundaries
 from bigtrain.models.layers.parameter_roles import collapsed, parameter_roles
 from bigtrain.models.layers.parameters import freeze, freeze_named
 from bigtrain.models.parallel.hidden_matrices import hidden_matrices
+from bigtrain.models.score_heads import auto_class
 from bigtrain.models.torch_patches import OperatorMode
 from bigtrain.models.transformers_patches import computed_in_float32
 from bigtrain.settings.run_config import RunConfig
@@ -199,7 +200,7 @@ def parameters_without_gradient(
 
 def _on_meta(hf_config: PreTrainedConfig) -> tuple[str, ...]:
     with torch.device("meta"), no_init_weights():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
+        model = auto_class(hf_config).from_config(copy.deepcopy(hf_config))
         ids = torch.zeros(1, _META_TOKENS, dtype=torch.int64)
     model.tie_weights()  # which no_init_weights also skips
     model.train()

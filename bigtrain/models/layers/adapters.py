@@ -29,6 +29,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from bigtrain.errors import Problem
 from bigtrain.models.layers.parameters import local_shape, names_of
+from bigtrain.models.score_heads import output_layer, scores_samples
 from bigtrain.models.torch_patches import shadowed
 from bigtrain.models.transformers_patches import (
     kept_in_float32,
@@ -111,7 +112,7 @@ def has_adapters(model: nn.Module) -> bool:
 def find_targets(model: PreTrainedModel, section: AdaptersSection) -> tuple[list[str], list[str]]:
     """(names of the layers that get adapters, patterns that match none), in the model's order. Only
     linear layers, and never the head, whatever the patterns match."""
-    head = model.get_output_embeddings()
+    head = output_layer(model)
     linear = [
         name for name, module in model.named_modules() if is_product(module) and module is not head
     ]
@@ -315,7 +316,7 @@ def lora_config(model: PreTrainedModel, section: AdaptersSection) -> LoraConfig:
         target_modules=names,
         target_parameters=find_parameters(model, section)[0] or None,
         fan_in_fan_out=bool(names) and isinstance(model.get_submodule(names[0]), Conv1D),
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if scores_samples(model.config) else "CAUSAL_LM",
     )
 
 

@@ -44,6 +44,7 @@ from bigtrain.models.parallel.sharding import (
     shard_of,
     tag_shard,
 )
+from bigtrain.models.score_heads import output_layer
 from bigtrain.models.torch_patches import shadow
 from bigtrain.models.transformers_patches import expanded_plan, style_of
 
@@ -75,7 +76,7 @@ def tensor_plan(model: PreTrainedModel) -> Plan:
     rules = dict(model.tp_plan or {})
     plan = {**_inside_wrappers(model, rules), **expanded_plan(model, rules)}
     plan = _with_tied(model, plan)
-    heads = {name for name in _names_of(model, model.get_output_embeddings())}
+    heads = {name for name in _names_of(model, output_layer(model))}
     inputs = {name for name in _names_of(model, model.get_input_embeddings())}
     if not {name.rpartition(".")[0] for name in plan} - heads - inputs - {""}:
         raise ModelError(
