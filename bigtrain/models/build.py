@@ -1,5 +1,6 @@
-"""Building any Hugging Face causal LM, or the model with a score head of its kind, with random or pretrained weights, full or partitioned (by a
-`Partitioning` of the engine, since deepspeed is not imported here)."""
+"""Building any Hugging Face causal LM, or the model of its kind with a score head, with random or
+pretrained weights, full or partitioned (by a `Partitioning` of the engine, since deepspeed is not
+imported here)."""
 
 from __future__ import annotations
 

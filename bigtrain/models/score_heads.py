@@ -31,6 +31,11 @@ def scores_samples(hf_config: PreTrainedConfig) -> bool:
     return any(name.endswith(_SUFFIX) for name in hf_config.architectures or ())
 
 
+def has_score_head(model: nn.Module) -> bool:
+    """Return whether `model` is of a class that scores samples."""
+    return type(model).__name__.endswith(_SUFFIX)
+
+
 def auto_class(hf_config: PreTrainedConfig) -> Any:
     """Return transformers' class that builds and loads the model of `hf_config`."""
     return AutoModelForSequenceClassification if scores_samples(hf_config) else AutoModelForCausalLM
@@ -81,10 +86,8 @@ def output_layer(model: Any) -> nn.Module | None:
     """Return the layer that makes logits: of tokens, or of samples; None if it is not one
     module."""
     head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is not None or not isinstance(model, PreTrainedModel):
+    if head is not None or not has_score_head(model):
         return head
-    if not scores_samples(model.config):
-        return None
     heads = {name.rpartition(".")[0] for name in head_parameters(model)}
     return model.get_submodule(heads.pop()) if len(heads) == 1 else None
 

@@ -33,9 +33,9 @@ from bigtrain.settings.hf_config_keys import inspect_configuration, key_table
 from bigtrain.settings.loading import apply_overrides, find_config, load_run_config, parse_yaml
 from bigtrain.settings.objective import (
     check_objective,
-    check_scores,
     check_pairs,
     check_reference,
+    check_scores,
     rows_per_sample,
 )
 from bigtrain.settings.run_config import RunConfig
@@ -82,6 +82,9 @@ def resolve_run(
     problems.extend(
         of_objective or [*check_pairs(config), *check_scores(config), *check_reference(config)]
     )
+    if scores and config.objective.scores_samples:
+        rule = "its model predicts no tokens, whose log-probabilities would be stored"
+        problems.append(Problem("objective.type", config.objective.type, rule, "next_token"))
     model, of_model = inspect_configuration(config.model)
     problems.extend(of_model)
     plan = None

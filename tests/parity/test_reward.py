@@ -218,3 +218,20 @@ def test_a_reward_model_is_that_of_a_plain_loop(
     tree["model"] = {"path": str(root / "base"), **tree["model"]}
     name = "-".join([engine, *sections])
     compare(root, name, train(root, name, tree, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero1", "zero3"])
+def test_adapters_with_a_trained_head_are_those_of_a_plain_loop(root: Path, engine: str) -> None:
+    tree = run_of(root, adapted=True, engine={"deepspeed_config": engine})
+    name = f"adapted-{engine}"
+    compare(root, name, train(root, name, tree, 2), adapted=True)
+
+
+@pytest.mark.slow
+def test_a_resume_on_one_rank_continues_as_the_plain_loop(root: Path) -> None:
+    tree = run_of(root, engine={"deepspeed_config": "zero1"})
+    rows = train(root, "resumed", {**tree, "train": {"steps": 4}}, 2)
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
+    allowed = {"every_steps": 4, "allow_changes": ["train.steps"]}
+    compare(root, "resumed", train(root, "resumed", {**tree, "checkpoint": allowed}, 1))

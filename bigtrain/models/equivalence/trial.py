@@ -17,7 +17,7 @@ from bigtrain.models.equivalence.proxy_model import proxy_tokens
 from bigtrain.models.experts import auxiliary_loss
 from bigtrain.models.parallel.ring_attention import Message, Wait
 from bigtrain.models.parallel.sharding import Shard
-from bigtrain.models.score_heads import scores_samples
+from bigtrain.models.score_heads import has_score_head
 
 OUTPUT, LOSS, GRADIENT = "output", "loss", "gradient"
 """Kinds of compared tensors, in the order of a step."""
@@ -175,11 +175,11 @@ def forward_results(outputs: Any) -> dict[str, Values]:
 
 
 def training_results(model: PreTrainedModel, seed: int = 0) -> dict[str, Values]:
-    """Return the loss that `model` itself computes of random tokens (the mean square of scores), and
-    every gradient."""
+    """Return the loss that `model` itself computes of random tokens, or the mean square of its
+    scores, and every gradient."""
     model.zero_grad(set_to_none=True)
     ids = proxy_tokens(model, seed=seed).to(next(model.parameters()).device)
-    if scores_samples(model.config):
+    if has_score_head(model):
         loss = model(input_ids=ids, use_cache=False).logits.square().mean()
     else:
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss

@@ -46,8 +46,8 @@ _GPU = "cuda"
 @dataclass(frozen=True)
 class Probe:
     """A fixed input and the trained model's logits for it. input_ids: int64 [samples, tokens].
-    logits: float32 [samples, tokens, vocabulary], or scores [samples, labels]. dtype: name of the dtype the trained model
-    computed in."""
+    logits: float32 [samples, tokens, vocabulary], or scores [samples, labels]. dtype: name of the
+    dtype the trained model computed in."""
 
     input_ids: torch.Tensor
     logits: torch.Tensor

@@ -116,10 +116,11 @@ def find_weights(
     """Return the lazy weights in `source` for a model with configuration `hf_config`.
 
     `source`: a directory, or the name of a model in the hub's cache or on the hub. `key`: the
-    setting that named it, for errors. `seed`: of the initial head of a model that scores samples, in
-    whose files there is none; the head of a causal LM there is not part of it. Reads only headers.
-    Not collective: every rank gets the same result. Raises ModelError for files that are missing or corrupt, and for tensors that are
-    missing, unknown, or of another shape or kind than the model's.
+    setting that named it, for errors. `seed`: of the initial head of a model that scores samples,
+    if the files are those of a causal LM, whose head is then dropped. Reads only headers. Not
+    collective: every rank gets the same result. Raises ModelError for files that are missing or
+    corrupt, and for tensors that are missing, unknown, or of another shape or kind than the
+    model's.
     """
     setting = f"{key} = {source!r}"
     if source.startswith((".", "/", "~")) and not Path(source).exists():
