@@ -168,17 +168,23 @@ def test_the_kto_run_of_the_page(inputs: Inputs, folder: Path, finished_run: Pat
     assert "objective.type=kto" in text
 
 
-def test_the_reward_run_of_the_page(inputs: Inputs, folder: Path, finished_run: Path) -> None:
+def prepared_reward_run(folder: Path, finished_run: Path) -> list[str]:
+    """Make the inputs of the page's reward run; return the arguments of train.py."""
     shutil.copytree(finished_run / "hf", folder / "base")
     write_rows(folder / "preferences.jsonl")
     (folder / "reward.yaml").write_text(blocks("yaml")[2])
     (tokenizing,) = re.findall(r"^bigtrain (tokenize --input preferences.*)", PAGE, flags=re.M)
     (training,) = re.findall(r"^torchrun (.* reward.yaml)", PAGE, flags=re.M)
     option, size, program, *arguments = training.split()
-    assert (option, program) == ("--nproc_per_node", "bigtrain/train.py")
+    assert (option, size, program) == ("--nproc_per_node", "2", "bigtrain/train.py")
     run = [sys.executable, "-m", "bigtrain", *tokenizing.split()]
     subprocess.run(run, cwd=folder, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    run_script(int(size), WORKER, folder, *arguments)
+    return arguments
+
+
+def test_the_reward_run_of_the_page(inputs: Inputs, folder: Path, finished_run: Path) -> None:
+    arguments = prepared_reward_run(folder, finished_run)
+    run_script(2, WORKER, folder, *arguments)
     rows = metrics(folder / "runs/reward", "recorded")
     assert list(rows) == [5, 10]
     names = {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"}
@@ -198,15 +204,6 @@ def test_the_reward_run_of_the_page(inputs: Inputs, folder: Path, finished_run: 
     tensors = load_file(export / "model.safetensors")
     assert "score.weight" in tensors
     assert not any("lm_head" in name for name in tensors)
-    again = ("model.path=runs/reward/hf", "output.directory=runs/again", "optimizer.lr=1e-9")
-    run_script(1, WORKER, folder, *arguments, *again, "output.export=false")
-    assert metrics(folder / "runs/again")[5] < losses[5] - 0.1
-    own = (
-        *("adapters={type: lora, rank: 4, modules_to_save: [score]}", "optimizer.lr=1e-3"),
-        "output.directory=runs/adapted",
-    )
-    run_script(2, WORKER, folder, *arguments, *own, "engine.deepspeed_config=zero3")
-    assert (folder / "runs/adapted/hf/adapter_model.safetensors").exists()
     shutil.copyfile(folder / "reward.yaml", folder / "run.yaml")
     for settings, text in (
         (["adapters={type: lora}"], "does not name score, the head that scores"),
@@ -218,6 +215,24 @@ def test_the_reward_run_of_the_page(inputs: Inputs, folder: Path, finished_run: 
         ),
     ):
         assert text in refused(folder, *settings)
+
+
+@pytest.mark.slow
+def test_a_reward_model_is_a_base_and_has_adapters(
+    inputs: Inputs, folder: Path, finished_run: Path
+) -> None:
+    arguments = prepared_reward_run(folder, finished_run)
+    run_script(1, WORKER, folder, *arguments)
+    losses = metrics(folder / "runs/reward")
+    again = ("model.path=runs/reward/hf", "output.directory=runs/again", "optimizer.lr=1e-9")
+    run_script(1, WORKER, folder, *arguments, *again, "output.export=false")
+    assert metrics(folder / "runs/again")[5] < losses[5] - 0.1
+    own = (
+        *("adapters={type: lora, rank: 4, modules_to_save: [score]}", "optimizer.lr=1e-3"),
+        "output.directory=runs/adapted",
+    )
+    run_script(2, WORKER, folder, *arguments, *own, "engine.deepspeed_config=zero3")
+    assert (folder / "runs/adapted/hf/adapter_model.safetensors").exists()
 
 
 def refused(folder: Path, *overrides: str) -> str:

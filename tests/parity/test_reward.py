@@ -66,7 +66,7 @@ def run_of(root: Path, *, adapted: bool = False, **sections: Any) -> dict[str, A
         "schedule": {"type": "constant"},
         "precision": {"dtype": "float32"},
         "logging": {"every_steps": 1},
-        "evaluation": {"every_steps": 4},
+        "evaluation": {"every_steps": 4, "samples": 7},  # the last batch of two ranks is padded
         "checkpoint": {"every_steps": 4},
         "output": {"directory": str(root / "run"), "export": False},
         **sections,
