@@ -204,6 +204,31 @@ class Reward:
         return (losses * weights).sum(), outputs
 
 
+class Classification:
+    """Cross-entropy of the label of a sample."""
+
+    def prepare(self, passes: Passes, batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
+        return batches
+
+    def count(self, labels: torch.Tensor) -> int:
+        return int((labels != IGNORED_LABEL).any(-1).sum())
+
+    def summed_loss(
+        self,
+        passes: Passes,
+        batch: MicroBatch,
+        moved: MicroBatch,
+        factor: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        scores, outputs = passes.scores(batch, moved)
+        assert moved.classes is not None
+        weights = (moved.labels != IGNORED_LABEL).any(-1).float()
+        losses = F.cross_entropy(scores, moved.classes, reduction="none")
+        correct = (scores.detach().argmax(-1) == moved.classes).float()
+        record("accuracy", (correct * weights).mean(), weight=float(len(weights)))
+        return (losses * weights).sum(), outputs
+
+
 def _pairs_present(labels: torch.Tensor) -> torch.Tensor:
     """Return which pairs of rows of `labels` [R, T] are not padding: bool [R / 2]."""
     rows = (labels != IGNORED_LABEL).any(-1)
@@ -360,6 +385,8 @@ def make_objective(config: RunConfig) -> Objective:
         return RatedAnswers(section)
     if section.type == "reward":
         return Reward(section)
+    if section.type == "classification":
+        return Classification()
     if section.reads_pairs:
         preference = Preference(section)
         needs = section.needs_reference

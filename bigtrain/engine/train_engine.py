@@ -360,13 +360,13 @@ class TrainEngine:
 
     def scores(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]:
         """Return the scores of each row at its last token, float32 [R, L], and all else that the
-        model returned. `labels` end with the row. transformers' class looks for the last token that
-        is not padding, so that the token after the end is the configuration's."""
+        model returned. A row has as many targets as tokens. transformers' class looks for the last
+        token that is not padding, so that the tokens after the end are the configuration's."""
         padding = self.module.config.get_text_config().pad_token_id  # type: ignore[operator, union-attr]
         labels = moved.labels
         positions = torch.arange(labels.shape[-1], device=labels.device)
-        last = (positions * (labels != IGNORED_LABEL)).amax(-1, keepdim=True) + 1
-        ids = torch.where(positions <= last, moved.input_ids, padding)
+        lengths = (labels != IGNORED_LABEL).sum(-1, keepdim=True)
+        ids = torch.where(positions < lengths, moved.input_ids, padding)
         outputs = self._forward(batch, replace(moved, input_ids=ids, tokens=None))
         return outputs.logits.float(), outputs
 

@@ -78,8 +78,9 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     the user that cannot be read, and one ConfigError with all other problems.
     """
     config = run.config
-    hf_config = with_objective_head(load_hf_config(config.model), config)
     datasets, not_opened = open_checked(config, check, samples)
+    labels = datasets[0].table.labels if datasets else ()
+    hf_config = with_objective_head(load_hf_config(config.model), config, labels)
     problems: list[Problem] = [
         *check_trackers(config.logging.trackers),
         *_check_positions(config.batch.sequence_length, hf_config),

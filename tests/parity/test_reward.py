@@ -102,8 +102,7 @@ def plain_loss(root: Path, model: Any, parts: list[Any]) -> tuple[torch.Tensor, 
     scores = []
     for part in parts:
         for ids, labels in zip(part.input_ids, part.labels, strict=True):
-            answer = torch.cat([ids[:1], labels[labels != -100]])
-            if len(answer) > 1:
+            if len(answer := ids[: (labels != -100).sum()]):
                 scores.append((positions[tuple(answer.tolist())], answer))
     chosen, rejected = scores[0::2], scores[1::2]
     for (split, number), (other_split, other) in zip(

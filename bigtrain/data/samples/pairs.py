@@ -24,10 +24,9 @@ from bigtrain.errors import DataError
 class PairSamples(StreamSamples):
     """Pairs of the documents of `stream`. Its `sequence_length` is that of a row with both.
     `truncates`: longer documents, at the end; `lost`: how that changes them, empty if it does not.
-    `is_complete`: for a model that scores a document at its last token: all its tokens are inputs,
-    and all but the first are targets, by which its end is known. Raises DataError if there are
-    none, an odd number of documents, one that is longer than a sample and is not truncated, or one
-    that has no target then."""
+    `is_complete`: for a model that scores a document at its last token, as of `fitted_lengths`.
+    Raises DataError if there are none, an odd number of documents, one that is longer than a sample
+    and is not truncated, or one that has no target then."""
 
     def __init__(
         self,
@@ -49,11 +48,6 @@ class PairSamples(StreamSamples):
         self._lengths, self.lost = fitted_lengths(
             stream, lengths, sequence_length, truncates=truncates, is_complete=is_complete
         )
-        if is_complete and (shortest := int(self._lengths.min())) < 2:
-            raise DataError(
-                f"an answer with its prompt has {shortest} token, and two are needed to score it "
-                "-> remove it"
-            )
         super().__init__(stream, 2 * self._half - 1, len(lengths) // 2, masks_loss=True)
 
     def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:

@@ -169,7 +169,7 @@ def model_card(
         front["base_model"] = base
     samples = config.batch.samples_per_step
     tokens = step * samples * rows_per_sample(config.objective) * config.batch.sequence_length
-    units = {"preference": "pair", "reward": "pair", "kto": "answer"}
+    units = {"preference": "pair", "reward": "pair", "kto": "answer", "classification": "sample"}
     sources = [config.data.path, *(source.path for source in config.data.sources)]
     figures = {
         "step": f"{step:,} of {config.train.total_steps:,}",

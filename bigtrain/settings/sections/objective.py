@@ -14,7 +14,7 @@ from bigtrain.settings.sections.extensions import (
     known_or_imported,
 )
 
-KnownObjective = Literal["next_token", "preference", "kto", "reward"]
+KnownObjective = Literal["next_token", "preference", "kto", "reward", "classification"]
 PreferenceLoss = Literal["sigmoid", "ipo", "simpo", "orpo"]
 REFERENCE_FREE: tuple[PreferenceLoss, ...] = ("simpo", "orpo")
 """Losses that compare the answers of a pair without a reference model."""
@@ -27,7 +27,8 @@ class ObjectiveSection(Section):
     """next_token: cross-entropy of the next token; preference: pairs of a chosen and a rejected
     answer (rows: preference in the data's manifest); kto: answers that are labeled desirable or not
     (rows: kto; arXiv 2402.01306), with adapters; reward: a scalar head that scores the chosen
-    answer of a pair higher (rows: preference); or a class of yours, as package.module:Class"""
+    answer of a pair higher (rows: preference); classification: a head that gives a sample one of
+    several labels (rows: classification); or a class of yours, as package.module:Class"""
     loss: PreferenceLoss = "sigmoid"
     """preference: sigmoid (DPO, arXiv 2305.18290), ipo (arXiv 2310.12036), simpo (arXiv 2405.14734)
     or orpo (arXiv 2403.07691)"""
@@ -63,7 +64,7 @@ class ObjectiveSection(Section):
     @property
     def scores_samples(self) -> bool:
         """Whether the model has a head that scores a sample at its last token."""
-        return self.type == "reward"
+        return self.type in ("reward", "classification")
 
     @property
     def needs_reference(self) -> bool:
