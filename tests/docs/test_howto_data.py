@@ -75,6 +75,10 @@ def test_your_own_data(
         for text in texts:
             row = {"prompt": asked, "completion": turns("a?", text)[1:], "thumbs_up": "3" in text}
             file.write(json.dumps(row) + "\n")
+    with (work / "reviews.jsonl").open("w") as file:
+        for text in texts:
+            label: int | str = 1 if "3" in text else "negative"
+            file.write(json.dumps({"text": text, "label": label}) + "\n")
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     (work / "more.jsonl.gz").write_bytes(gzip.compress(lines))
     before = os.dup(0)
@@ -98,6 +102,7 @@ def test_your_own_data(
         "rows",
         "preferences",
         "rated",
+        "reviews",
         "code",
         "more",
     ):

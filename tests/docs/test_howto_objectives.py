@@ -55,7 +55,7 @@ def write_rows(path: Path) -> None:
 
 
 def own(folder: Path, world_size: int, name: str, gamma: float, *more: str) -> dict[int, float]:
-    section = yaml.safe_load(blocks("yaml")[4])["objective"]
+    section = yaml.safe_load(blocks("yaml")[5])["objective"]
     section["settings"]["gamma"] = gamma
     objective = f"objective={json.dumps(section)}"
     arguments = ("--config", "run.yaml", objective, f"output.directory={name}", *more)
@@ -235,6 +235,37 @@ def test_a_reward_model_is_a_base_and_has_adapters(
     assert (folder / "runs/adapted/hf/adapter_model.safetensors").exists()
 
 
+def test_the_classification_run_of_the_page(
+    inputs: Inputs, folder: Path, finished_run: Path
+) -> None:
+    shutil.copytree(finished_run / "hf", folder / "base")
+    with (folder / "sums.jsonl").open("w") as file:
+        for left in range(1, 10):
+            for right in range(1, 10):
+                label: int | str = ("small", 1)[left + right > 9]
+                file.write(json.dumps({"text": f"{left} + {right}", "label": label}) + "\n")
+    (folder / "classification.yaml").write_text(blocks("yaml")[3])
+    (tokenizing,) = re.findall(r"^bigtrain (tokenize --input sums.*)", PAGE, flags=re.M)
+    (training,) = re.findall(r"^torchrun (.* classification.yaml)", PAGE, flags=re.M)
+    run = [sys.executable, "-m", "bigtrain", *tokenizing.split()]
+    subprocess.run(run, cwd=folder, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    run_script(2, WORKER, folder, *training.split()[3:], "train.steps=40")
+    rows = metrics(folder / "runs/classification", "recorded")
+    assert rows[40].keys() == {"accuracy"}
+    assert rows[40]["accuracy"] > 0.8
+    export = folder / "runs/classification/hf"
+    model = AutoModelForSequenceClassification.from_pretrained(export).eval()
+    assert model.config.id2label == {0: "small", 1: "large"}
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    texts = ["1 + 2", "9 + 8"]
+    with torch.no_grad():
+        scores = model(**tokenizer(texts, return_tensors="pt")).logits
+    assert scores.argmax(-1).tolist() == [0, 1]
+    shutil.copyfile(folder / "classification.yaml", folder / "run.yaml")
+    text = refused(folder, "objective={type: next_token}")
+    assert "has samples with labels, which next_token would not read" in text
+
+
 def refused(folder: Path, *overrides: str) -> str:
     with pytest.raises(LaunchError) as caught:
         run_script(1, WORKER, folder, "--config", "run.yaml", *overrides)
@@ -262,7 +293,7 @@ LAYOUTS = {
 
 @pytest.mark.slow
 def test_terms_are_the_same_in_every_layout(folder: Path) -> None:
-    section = json.dumps(yaml.safe_load(blocks("yaml")[3])["objective"] | {"z_loss": 0.01})
+    section = json.dumps(yaml.safe_load(blocks("yaml")[4])["objective"] | {"z_loss": 0.01})
     run_script(1, WORKER, folder, "--config", "run.yaml")
     run_script(
         1, WORKER, folder, "--config", "run.yaml", f"objective={section}", "output.directory=one"

@@ -55,8 +55,8 @@ def run_of(
         "data": {"path": str(data), "allow_other_tokenizer": True},
         "batch": {"sequence_length": LENGTH, "global_batch_size": 8, "micro_batch_size": 2},
         "train": {"steps": STEPS},
-        # With the default eps a gradient of 1e-8 moves a weight as far as one of 1, and its rounding
-        # as much.
+        # With the default eps a gradient of 1e-8 moves a weight as far as one of 1, and so does its
+        # rounding.
         "optimizer": {"lr": 3e-3, "weight_decay": 0.1, "clip_norm": 1.0, "eps": 1e-5},
         "schedule": {"type": "constant"},
         "precision": {"dtype": "float32"},
