@@ -21,11 +21,11 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from bigtrain.errors import ModelError
+from bigtrain.models.configuration import auto_class, scores_samples
 from bigtrain.models.layers.adapters import add_adapters
 from bigtrain.models.layers.float8 import NO_FLOAT8, Float8Plan
 from bigtrain.models.layers.parameters import freeze, freeze_named, seed_of
 from bigtrain.models.parallel.grouped_experts import fit_experts
-from bigtrain.models.score_heads import auto_class, scores_samples
 from bigtrain.models.torch_patches import has_buffers_alone
 from bigtrain.models.transformers_patches import (
     computed_in_float32,

@@ -19,7 +19,7 @@ from bigtrain.models.layers.adapters import (
     find_targets,
     quiet_bitsandbytes,
 )
-from bigtrain.models.score_heads import has_score_head
+from bigtrain.models.layers.parameters import has_score_head
 from bigtrain.models.transformers_patches import targets_as_named
 from bigtrain.settings.run_config import AdaptersSection
 

@@ -22,7 +22,12 @@ from bigtrain.data.tokenizers.equivalence import tokenizer_edge_cases
 from bigtrain.data.tokenizers.model_tokens import beginning_note, check_model_tokens
 from bigtrain.data.tokenizers.training import check_added_tokens
 from bigtrain.errors import ConfigError, Problem
-from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
+from bigtrain.models.configuration import (
+    load_hf_config,
+    text_config,
+    vocabulary_size,
+    with_objective_head,
+)
 from bigtrain.models.equivalence.expert_parallel import check_expert_gathering
 from bigtrain.models.equivalence.model_plan import ModelPlan, cached_model_plan
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
@@ -30,7 +35,6 @@ from bigtrain.models.export.verified import why_not_reloaded
 from bigtrain.models.layers.float8 import check_float8
 from bigtrain.models.layers.kernels import check_kernels
 from bigtrain.models.lm_eval_tasks import check_tasks
-from bigtrain.models.score_heads import with_objective_head
 from bigtrain.models.weights.checksums import changed_files, unusable_files
 from bigtrain.models.weights.export_hf import TOKENIZER_REMEDY, class_beside
 from bigtrain.models.weights.import_hf import find_weights

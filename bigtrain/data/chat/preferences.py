@@ -1,5 +1,5 @@
 """Encodes rows of preferences: of a pair two documents, chosen then rejected; of an answer or of
-another sample one and its label. A row is used as a whole, or rejected as a whole.
+another sample one and its label. A row is used or rejected with all its documents.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import ModelError, Problem, one_line
-from bigtrain.models.configuration import text_config, vocabulary_size
+from bigtrain.models.configuration import scores_samples, text_config, vocabulary_size
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_proxy_model,
@@ -31,7 +31,6 @@ from bigtrain.models.experts import auxiliary_loss
 from bigtrain.models.layers.chunked_loss import ChunkedLoss
 from bigtrain.models.layers.loss_plan import LossPlan
 from bigtrain.models.layers.token_loss import IGNORED_LABEL
-from bigtrain.models.score_heads import scores_samples
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.model import chunk_tokens

@@ -17,6 +17,7 @@ from transformers.initialization import no_init_weights
 
 from bigtrain.errors import one_line
 from bigtrain.models.build import empty_model
+from bigtrain.models.configuration import auto_class
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_proxy_model,
@@ -29,7 +30,6 @@ from bigtrain.models.layers.document_masks import document_boundaries
 from bigtrain.models.layers.parameter_roles import collapsed, parameter_roles
 from bigtrain.models.layers.parameters import freeze, freeze_named
 from bigtrain.models.parallel.hidden_matrices import hidden_matrices
-from bigtrain.models.score_heads import auto_class
 from bigtrain.models.torch_patches import OperatorMode
 from bigtrain.models.transformers_patches import computed_in_float32
 from bigtrain.settings.run_config import RunConfig

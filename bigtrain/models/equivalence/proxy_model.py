@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bigtrain.models.configuration import text_config
+from bigtrain.models.configuration import auto_class, scores_samples, text_config
 from bigtrain.models.parallel.grouped_experts import fit_experts
-from bigtrain.models.score_heads import auto_class, scores_samples
 from bigtrain.settings.hf_config_keys import CHOSEN_EXPERTS, EXPERTS
 
 TOKENS = 24

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from bigtrain.models.equivalence.proxy_model import proxy_tokens
 from bigtrain.models.experts import auxiliary_loss
+from bigtrain.models.layers.parameters import has_score_head
 from bigtrain.models.parallel.ring_attention import Message, Wait
 from bigtrain.models.parallel.sharding import Shard
-from bigtrain.models.score_heads import has_score_head
 
 OUTPUT, LOSS, GRADIENT = "output", "loss", "gradient"
 """Kinds of compared tensors, in the order of a step."""

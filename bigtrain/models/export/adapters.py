@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from bigtrain.errors import ModelError
 from bigtrain.models.build import empty_model
+from bigtrain.models.configuration import auto_class
 from bigtrain.models.export.verified import (
     CARD,
     Probe,
@@ -39,7 +40,6 @@ from bigtrain.models.layers.adapters import (
     peft_name,
 )
 from bigtrain.models.parallel.grouped_experts import fit_experts
-from bigtrain.models.score_heads import auto_class
 from bigtrain.models.weights.export_hf import DTYPES, write_tokenizer
 from bigtrain.models.weights.import_hf import Weights
 from bigtrain.models.weights.lazy_tensors import LazyTensor

@@ -24,8 +24,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
 from bigtrain.errors import ModelError
-from bigtrain.models.configuration import GENERATION_CONFIG
-from bigtrain.models.score_heads import scores_samples
+from bigtrain.models.configuration import GENERATION_CONFIG, scores_samples
 from bigtrain.models.weights.checksums import CHECKSUMS
 from bigtrain.models.weights.import_hf import Weights, stored_tensors
 from bigtrain.models.weights.lazy_tensors import LazyTensor

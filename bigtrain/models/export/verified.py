@@ -22,10 +22,14 @@ from transformers.utils import CONFIG_NAME
 
 from bigtrain.errors import ModelError, OutputError, one_line
 from bigtrain.models.build import build_model, empty_model, read_in_turn
-from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
+from bigtrain.models.configuration import (
+    GENERATION_CONFIG,
+    auto_class,
+    load_hf_config,
+    scores_samples,
+)
 from bigtrain.models.export.base_record import BaseRecord
 from bigtrain.models.parallel.grouped_experts import fit_experts
-from bigtrain.models.score_heads import auto_class, scores_samples
 from bigtrain.models.transformers_patches import without_progress
 from bigtrain.models.weights.checksums import write_checksums
 from bigtrain.models.weights.export_hf import DTYPES, MAX_SHARD_SIZE, write_model, write_tokenizer
@@ -237,7 +241,7 @@ def relative_difference(ours: torch.Tensor, reference: torch.Tensor) -> float:
     square: they may be all alike); NaN or shape mismatch: infinity."""
     if ours.shape != reference.shape:
         return float("inf")
-    mean = reference.mean() if reference.ndim > 2 else 0.0
+    mean = 0.0 if reference.ndim == 2 else reference.mean()
     spread = (reference - mean).square().mean().sqrt()
     difference = float((ours - reference).square().mean().sqrt() / spread.clamp(min=1e-30))
     return difference if difference == difference else float("inf")

@@ -28,8 +28,13 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from bigtrain.errors import Problem
-from bigtrain.models.layers.parameters import local_shape, names_of
-from bigtrain.models.score_heads import has_score_head, head_parameters, output_layer
+from bigtrain.models.layers.parameters import (
+    has_score_head,
+    head_parameters,
+    local_shape,
+    names_of,
+    output_layer,
+)
 from bigtrain.models.torch_patches import shadowed
 from bigtrain.models.transformers_patches import (
     kept_in_float32,

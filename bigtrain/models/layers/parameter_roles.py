@@ -16,8 +16,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from bigtrain.models.layers.parameters import local_shape, parameter_of
-from bigtrain.models.score_heads import output_layer
+from bigtrain.models.layers.parameters import local_shape, output_layer, parameter_of
 from bigtrain.models.transformers_patches import modules_of_experts, recorded_classes
 
 

@@ -20,6 +20,7 @@ from bigtrain.errors import ModelError
 from bigtrain.models.configuration import text_config
 from bigtrain.models.layers.adapters import base_name, computing_modules, has_adapters
 from bigtrain.models.layers.float8 import product_of
+from bigtrain.models.layers.parameters import output_layer
 from bigtrain.models.parallel.adapters import (
     Side,
     adapted_names,
@@ -44,7 +45,6 @@ from bigtrain.models.parallel.sharding import (
     shard_of,
     tag_shard,
 )
-from bigtrain.models.score_heads import output_layer
 from bigtrain.models.torch_patches import shadow
 from bigtrain.models.transformers_patches import expanded_plan, style_of
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
@@ -29,13 +29,8 @@ from transformers.utils import (
 )
 
 from bigtrain.errors import ModelError, one_line
-from bigtrain.models.score_heads import (
-    auto_class,
-    head_parameters,
-    initial_head,
-    scores_samples,
-    token_head,
-)
+from bigtrain.models.configuration import auto_class, scores_samples
+from bigtrain.models.layers.parameters import head_parameters, initial_head
 from bigtrain.models.transformers_patches import drop_expected_keys, only_errors, without_progress
 from bigtrain.models.weights.lazy_tensors import (
     BLOCK_BYTES,
@@ -135,7 +130,7 @@ def find_weights(
             copy.deepcopy(hf_config), dtype=torch.float32
         )
     if scores_samples(hf_config) and not found.keys() & set(head_parameters(model)):
-        for name in token_head(hf_config):
+        for name in _token_head(hf_config):
             found.pop(name, None)
         for name, tensor in initial_head(model, seed):
             found[name] = _Drawn(name, tensor)
@@ -174,6 +169,13 @@ def find_weights(
     lazies = {n: t for n, t in tensors.items() if isinstance(t, LazyTensor)}
     stored = {name: tensor for name, tensor in lazy.items() if isinstance(found[name], _Leaf)}
     return Weights(setting, lazies, files, stored, copies)
+
+
+def _token_head(hf_config: PreTrainedConfig) -> list[str]:
+    """Return the names of the head's parameters in the causal language model of `hf_config`."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
+    return head_parameters(model)
 
 
 def _leaf_names(tensor: LazyTensor) -> list[str]:
