@@ -41,7 +41,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=VOCAB_SIZE,
         shards=(20, 1, 19),
         held_out=9,
-        longest=LENGTH,
+        longest=LENGTH + 1,
         labels=LABELS,
     )
     write_base(directory)
@@ -77,6 +77,7 @@ def plain_run(root: Path, adapted: bool = False) -> Plain:
 
 def test_the_plain_run_learns(root: Path) -> None:
     plain = plain_run(root)
+    assert max(map(len, places_of(root / "rated"))) == LENGTH  # a row without padding
     assert plain.rows[-1]["loss"] < plain.rows[0]["loss"]
     assert float((plain.weights["score.weight"] - plain.head).abs().max()) > 1e-2
 

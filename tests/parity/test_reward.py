@@ -34,7 +34,7 @@ OBJECTIVE = {"type": "reward", "center_rewards_coefficient": CENTERING}
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pairs, and a small causal language model with weights."""
     directory = tmp_path_factory.mktemp("reward")
-    write_pairs(directory / "pairs", vocab_size=VOCAB_SIZE, longest=LENGTH)
+    write_pairs(directory / "pairs", vocab_size=VOCAB_SIZE, longest=LENGTH + 1)
     write_base(directory)
     return directory
 
@@ -69,6 +69,7 @@ def plain_run(root: Path, adapted: bool = False) -> Plain:
 
 def test_the_plain_run_learns(root: Path) -> None:
     plain = plain_run(root)
+    assert max(map(len, places_of(root / "pairs"))) == LENGTH  # a row without padding
     assert plain.rows[-1]["loss"] < plain.rows[0]["loss"]
     assert float((plain.weights["score.weight"] - plain.head).abs().max()) > 1e-2
 
