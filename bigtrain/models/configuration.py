@@ -157,6 +157,8 @@ def with_objective_head(
     if type(hf_config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         rule = f"is a {hf_config.model_type}, of which transformers has no class with a score head"
         raise _refused(key, config, rule, "an architecture with one, such as llama or qwen3")
+    if scores_samples(hf_config) and (why := _other_labels(hf_config, labels)):
+        raise _refused(key, config, why, "tokenize with its labels, or start from a causal LM")
     found = copy.deepcopy(hf_config)
     text = found.get_text_config()
     if text.pad_token_id is None:
@@ -175,6 +177,18 @@ def with_objective_head(
         found.label2id = {name: number for number, name in enumerate(labels)}
     found.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(found)].__name__]
     return found
+
+
+def _other_labels(hf_config: PreTrainedConfig, labels: tuple[str, ...]) -> str:
+    """Return why the head of a base does not fit `labels`; empty if it does, also where its labels
+    have transformers' default names."""
+    count = int(hf_config.num_labels or 0)
+    own = [str((hf_config.id2label or {}).get(number)) for number in range(count)]
+    if count != max(1, len(labels)):
+        return f"has a score head with {count} labels, and the run needs {max(1, len(labels))}"
+    if labels and own not in (list(labels), [f"LABEL_{number}" for number in range(count)]):
+        return f"has a score head for {', '.join(own)}, and the data has {', '.join(labels)}"
+    return ""
 
 
 def _refused(key: str, config: RunConfig, rule: str, remedy: str) -> ConfigError:

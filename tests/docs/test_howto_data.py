@@ -109,11 +109,13 @@ def test_your_own_data(
         manifest = read_manifest(work / name)
         assert manifest.num_documents("train") == len(texts) * (1 + (name == "preferences")), name
         assert manifest.is_masked == (name not in ("pages", "code", "more"))
+    said = capsys.readouterr()
+    assert main(["inspect", "reviews", "--document", "0"]) == 0
+    assert "document 0 (label " in capsys.readouterr().out
     short = sum(len(text) < 3 for text in texts)
     filtered = read_manifest(work / "filtered")
     assert filtered.filtered == {"too short": short}
     assert filtered.num_documents("train") == len(texts) - short > 0
-    said = capsys.readouterr()
     for name in ("messages", "sharegpt", "prompt-completion", "tokens", "preference"):
         assert f"match --format {name}" in said.err
 

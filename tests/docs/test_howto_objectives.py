@@ -264,6 +264,11 @@ def test_the_classification_run_of_the_page(
     shutil.copyfile(folder / "classification.yaml", folder / "run.yaml")
     text = refused(folder, "objective={type: next_token}")
     assert "has samples with labels, which next_token would not read" in text
+    config = json.loads((export / "config.json").read_text())
+    config["id2label"] = {"0": "large", "1": "small"}
+    (export / "config.json").write_text(json.dumps(config))
+    text = refused(folder, "model.path=runs/classification/hf")
+    assert "has a score head for large, small, and the data has small, large" in text
 
 
 def refused(folder: Path, *overrides: str) -> str:

@@ -130,8 +130,8 @@ def find_weights(
             copy.deepcopy(hf_config), dtype=torch.float32
         )
     if scores_samples(hf_config) and not found.keys() & set(head_parameters(model)):
-        for name in _token_head(hf_config):
-            found.pop(name, None)
+        for name in _token_head(hf_config, found):
+            del found[name]
         for name, tensor in initial_head(model, seed):
             found[name] = _Drawn(name, tensor)
     lazy = {name: LazyTensor(leaf.shape, leaf.dtype, leaf) for name, leaf in found.items()}
@@ -171,11 +171,18 @@ def find_weights(
     return Weights(setting, lazies, files, stored, copies)
 
 
-def _token_head(hf_config: PreTrainedConfig) -> list[str]:
-    """Return the names of the head's parameters in the causal language model of `hf_config`."""
+def _token_head(hf_config: PreTrainedConfig, found: Mapping[str, _Origin]) -> set[str]:
+    """Return the names of the stored tensors that only the head of the causal LM of `hf_config` is
+    made of."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
-    return head_parameters(model)
+    lazy = {name: LazyTensor(leaf.shape, leaf.dtype, leaf) for name, leaf in found.items()}
+    _load(model, lazy, found)
+    heads, leaves = set(head_parameters(model)), (set[str](), set[str]())
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, LazyTensor):
+            leaves[name in heads].update(_leaf_names(parameter))
+    return leaves[True] - leaves[False]
 
 
 def _leaf_names(tensor: LazyTensor) -> list[str]:
