@@ -46,6 +46,7 @@ UNITS = {
     "moe.bias_update_rate": "score per optimizer step",
     "moe.z_loss_coefficient": "ratio",
     "objective.beta": "per log-probability, or weight of the odds ratio",
+    "objective.center_rewards_coefficient": "ratio",
     "objective.desirable_weight": "ratio",
     "objective.undesirable_weight": "ratio",
     "objective.gamma": "reward",

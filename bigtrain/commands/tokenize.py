@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
         beginning_of_text=args.beginning_of_text,
         end_of_document=args.end_of_document,
         text_filter=args.filter,
+        labels=args.labels,
         fim_rate=args.fim_rate,
         fim_spm_rate=args.fim_spm_rate,
         fim_seed=args.fim_seed,

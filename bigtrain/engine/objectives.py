@@ -43,6 +43,7 @@ class Passes(Protocol):
     def log_probabilities(
         self, batch: MicroBatch, moved: MicroBatch
     ) -> tuple[torch.Tensor, Any]: ...
+    def scores(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]: ...
     def evaluating(self) -> AbstractContextManager[None]: ...
     def reference(self) -> AbstractContextManager[None]: ...
     def feed(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, MicroBatch]]: ...
@@ -145,11 +146,8 @@ class Preference:
         chosen, rejected = rewards[0::2], rewards[1::2]
         weights = pairs.present.float()
         count = float(len(losses))
+        _record_rewards(chosen, rejected, weights)
         for name, values in (
-            ("rewards/chosen", chosen),
-            ("rewards/rejected", rejected),
-            ("rewards/margins", chosen - rejected),
-            ("rewards/accuracies", (chosen > rejected).float()),
             ("logps/chosen", batch.row_sums.detach()[0::2]),
             ("logps/rejected", batch.row_sums.detach()[1::2]),
         ):
@@ -178,13 +176,82 @@ class Preference:
         return -means[0::2] - self._section.beta * F.logsigmoid(log_odds)
 
 
+class Reward:
+    """Loss of a model that scores answers: that the chosen one of a pair has the higher score
+    (Bradley and Terry; as in TRL's RewardTrainer)."""
+
+    def __init__(self, section: ObjectiveSection) -> None:
+        self._centering = section.center_rewards_coefficient
+
+    def prepare(self, passes: Passes, batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
+        return batches
+
+    def count(self, labels: torch.Tensor) -> int:
+        return int(_pairs_present(labels).sum())
+
+    def summed_loss(
+        self,
+        passes: Passes,
+        batch: MicroBatch,
+        moved: MicroBatch,
+        factor: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        scores, outputs = passes.scores(batch, moved)
+        chosen, rejected = scores[0::2, 0], scores[1::2, 0]
+        losses = -F.logsigmoid(chosen - rejected) + self._centering * (chosen + rejected) ** 2
+        weights = _pairs_present(moved.labels).float()
+        _record_rewards(chosen.detach(), rejected.detach(), weights)
+        return (losses * weights).sum(), outputs
+
+
+class Classification:
+    """Cross-entropy of the label of a sample."""
+
+    def prepare(self, passes: Passes, batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
+        return batches
+
+    def count(self, labels: torch.Tensor) -> int:
+        return int((labels != IGNORED_LABEL).any(-1).sum())
+
+    def summed_loss(
+        self,
+        passes: Passes,
+        batch: MicroBatch,
+        moved: MicroBatch,
+        factor: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        scores, outputs = passes.scores(batch, moved)
+        assert moved.classes is not None
+        weights = (moved.labels != IGNORED_LABEL).any(-1).float()
+        losses = F.cross_entropy(scores, moved.classes, reduction="none")
+        correct = (scores.detach().argmax(-1) == moved.classes).float()
+        record("accuracy", (correct * weights).mean(), weight=float(len(weights)))
+        return (losses * weights).sum(), outputs
+
+
+def _pairs_present(labels: torch.Tensor) -> torch.Tensor:
+    """Return which pairs of rows of `labels` [R, T] are not padding: bool [R / 2]."""
+    rows = (labels != IGNORED_LABEL).any(-1)
+    return rows[0::2] & rows[1::2]
+
+
+def _record_rewards(chosen: torch.Tensor, rejected: torch.Tensor, weights: torch.Tensor) -> None:
+    """Record the rewards of pairs under TRL's names for preferences; `weights`: 0 for padding."""
+    for name, values in (
+        ("rewards/chosen", chosen),
+        ("rewards/rejected", rejected),
+        ("rewards/margins", chosen - rejected),
+        ("rewards/accuracies", (chosen > rejected).float()),
+    ):
+        record(name, (values * weights).mean(), weight=float(len(weights)))
+
+
 class _Pairs:
     """Pairs of a micro-batch; `present`: bool [R / 2], false for padding."""
 
     def __init__(self, batch: ObjectiveBatch) -> None:
         self.batch = batch
-        rows = batch.targets.any(-1)
-        self.present = rows[0::2] & rows[1::2]
+        self.present = _pairs_present(batch.labels)
 
     def difference(self, rows: torch.Tensor) -> torch.Tensor:
         """Return chosen minus rejected of a value of each row [R]; 0 for padding."""
@@ -316,6 +383,10 @@ def make_objective(config: RunConfig) -> Objective:
         return OfLogProbabilities(loss, unit_of(section), needs_reference=needs)
     if section.type == "kto":
         return RatedAnswers(section)
+    if section.type == "reward":
+        return Reward(section)
+    if section.type == "classification":
+        return Classification()
     if section.reads_pairs:
         preference = Preference(section)
         needs = section.needs_reference

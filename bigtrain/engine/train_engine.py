@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -357,6 +357,18 @@ class TrainEngine:
             reduction="none",
         )
         return -entropies.view(labels.shape), outputs
+
+    def scores(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]:
+        """Return the scores of each row at its last token, float32 [R, L], and all else that the
+        model returned. A row has as many targets as tokens. transformers' class looks for the last
+        token that is not padding, so that the tokens after the end are the configuration's."""
+        padding = self.module.config.get_text_config().pad_token_id  # type: ignore[operator, union-attr]
+        labels = moved.labels
+        positions = torch.arange(labels.shape[-1], device=labels.device)
+        lengths = (labels != IGNORED_LABEL).sum(-1, keepdim=True)
+        ids = torch.where(positions < lengths, moved.input_ids, padding)
+        outputs = self._forward(batch, replace(moved, input_ids=ids, tokens=None))
+        return outputs.logits.float(), outputs
 
     @torch.no_grad()
     def token_scores(self, batch: MicroBatch, top_k: int = 0) -> torch.Tensor:

@@ -1,5 +1,6 @@
-"""Building any Hugging Face causal LM, with random or pretrained weights, full or partitioned (by a
-`Partitioning` of the engine, since deepspeed is not imported here)."""
+"""Building any Hugging Face causal LM, or the model of its kind with a score head, with random or
+pretrained weights, full or partitioned (by a `Partitioning` of the engine, since deepspeed is not
+imported here)."""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ import torch
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
 
 from bigtrain.errors import ModelError
+from bigtrain.models.configuration import auto_class, scores_samples
 from bigtrain.models.layers.adapters import add_adapters
 from bigtrain.models.layers.float8 import NO_FLOAT8, Float8Plan
 from bigtrain.models.layers.parameters import freeze, freeze_named, seed_of
@@ -85,6 +87,8 @@ def build_model(
     # Imports the class. One imported while DeepSpeed partitions what is constructed (0.19.8,
     # zero/partition_parameters.py) loses its decorators' constructor afterwards.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
+    if scores_samples(hf_config):
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(hf_config), None)
     # A copy: what is set below, and by transformers, must not change the caller's configuration.
     model = _construct(copy.deepcopy(hf_config), section, seed, dtype, partitioning)
     if partitioning is WHOLE:
@@ -105,7 +109,7 @@ def build_model(
     else:
         _make_room(model, partitioning)
         if weights == "read":
-            find_weights(section.path, hf_config).fill_model(model)
+            find_weights(section.path, hf_config, seed=seed).fill_model(model)
     fit_experts(model)
     model.config.use_cache = False
     return model
@@ -173,7 +177,7 @@ def empty_model(hf_config: PreTrainedConfig, dtype: torch.dtype | None = None) -
     names and shapes, nothing allocated."""
     options = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = auto_class(hf_config).from_config(
             copy.deepcopy(hf_config), **options
         )
     return model
@@ -192,7 +196,7 @@ def _construct(
         # transformers chooses if it gets None.
         attention = None if section.attention == "auto" else section.attention
         try:
-            model = AutoModelForCausalLM.from_config(
+            model = auto_class(hf_config).from_config(
                 hf_config, dtype=dtype, attn_implementation=attention
             )
         except (ValueError, ImportError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import importlib.util
@@ -10,23 +11,30 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     PreTrainedConfig,
 )
 from transformers.utils import cached_file
 
-from bigtrain.errors import ModelError, first_line, one_line
+from bigtrain.errors import ConfigError, ModelError, Problem, first_line, one_line
 from bigtrain.settings.extensions import import_named
 from bigtrain.settings.hf_config_keys import not_causal
 from bigtrain.system.storage.copies import local_path
 
+if TYPE_CHECKING:
+    from bigtrain.settings.run_config import RunConfig
+
 GENERATION_CONFIG = "generation_config.json"
+SCORER = "ForSequenceClassification"
+"""End of the names of transformers' classes that score a sample at its last token."""
 
 
 class ConfigurationSource(Protocol):
@@ -120,6 +128,71 @@ def register_model(name: str) -> str:
     AutoConfig.register(model_type, config_class, exist_ok=True)
     AutoModelForCausalLM.register(config_class, kind, exist_ok=True)
     return model_type
+
+
+def scores_samples(hf_config: PreTrainedConfig) -> bool:
+    """Return whether the model of `hf_config` scores samples."""
+    return any(name.endswith(SCORER) for name in hf_config.architectures or ())
+
+
+def auto_class(hf_config: PreTrainedConfig) -> Any:
+    """Return transformers' class that builds and loads the model of `hf_config`."""
+    return AutoModelForSequenceClassification if scores_samples(hf_config) else AutoModelForCausalLM
+
+
+def with_objective_head(
+    hf_config: PreTrainedConfig, config: RunConfig, labels: tuple[str, ...] = ()
+) -> PreTrainedConfig:
+    """Return `hf_config` with the head of the run's objective: unchanged for one that predicts
+    tokens. `labels`: names of the classes. Raises ConfigError for a base with another kind of head,
+    an architecture without such a class, and one without a token that pads."""
+    section = config.objective
+    key = "model.path" if config.model.path is not None else "model.config"
+    if not section.scores_samples:
+        if not scores_samples(hf_config):
+            return hf_config
+        rule = f"is a model that scores samples, and objective.type = {section.type} trains one "
+        remedy = "the causal language model it was made of, or objective.type=reward"
+        raise _refused(key, config, rule + "that predicts tokens", remedy)
+    if type(hf_config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        rule = f"is a {hf_config.model_type}, of which transformers has no class with a score head"
+        raise _refused(key, config, rule, "an architecture with one, such as llama or qwen3")
+    if scores_samples(hf_config) and (why := _other_labels(hf_config, labels)):
+        raise _refused(key, config, why, "tokenize with its labels, or start from a causal LM")
+    found = copy.deepcopy(hf_config)
+    text = found.get_text_config()
+    if text.pad_token_id is None:
+        end = text.eos_token_id
+        text.pad_token_id = end[0] if isinstance(end, list) else end
+    if text.pad_token_id is None:
+        rule = (
+            "has neither pad_token_id nor eos_token_id, and a sample is scored at its last token "
+        )
+        remedy = "model.overrides={pad_token_id: ID}"
+        raise _refused(key, config, rule + "that is not padding", remedy)
+    if not labels:
+        found.num_labels = 1
+    else:
+        found.id2label = dict(enumerate(labels))
+        found.label2id = {name: number for number, name in enumerate(labels)}
+    found.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(found)].__name__]
+    return found
+
+
+def _other_labels(hf_config: PreTrainedConfig, labels: tuple[str, ...]) -> str:
+    """Return why the head of a base does not fit `labels`; empty if it does, also where its labels
+    have transformers' default names."""
+    count = int(hf_config.num_labels or 0)
+    own = [str((hf_config.id2label or {}).get(number)) for number in range(count)]
+    if count != max(1, len(labels)):
+        return f"has a score head with {count} labels, and the run needs {max(1, len(labels))}"
+    if labels and own not in (list(labels), [f"LABEL_{number}" for number in range(count)]):
+        return f"has a score head for {', '.join(own)}, and the data has {', '.join(labels)}"
+    return ""
+
+
+def _refused(key: str, config: RunConfig, rule: str, remedy: str) -> ConfigError:
+    return ConfigError(Problem(key, config.model.path, rule, remedy))
 
 
 def save_configuration(

@@ -19,6 +19,7 @@ from bigtrain.models.layers.adapters import (
     find_targets,
     quiet_bitsandbytes,
 )
+from bigtrain.models.layers.parameters import has_score_head
 from bigtrain.models.transformers_patches import targets_as_named
 from bigtrain.settings.run_config import AdaptersSection
 
@@ -71,7 +72,7 @@ def with_adapters(model: Any, section: AdaptersSection, seed: int) -> Any:
             target_parameters=find_parameters(model, section)[0] or None,
             modules_to_save=find_saved(model, section)[0] or None,
             fan_in_fan_out=bool(names) and isinstance(model.get_submodule(names[0]), Conv1D),
-            task_type="CAUSAL_LM",
+            task_type="SEQ_CLS" if has_score_head(model) else "CAUSAL_LM",
         )
         with targets_as_named():
             made = get_peft_model(model, config, autocast_adapter_dtype=False)

@@ -97,6 +97,7 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
     check_comparable(config.optimizer)
     section, notes = config.model, _left_out(config)
     hf_config = load_hf_config(section)
+    hf_config.architectures = None  # the token head also of a base that scores samples
     attention = section.attention
     if attention not in ("auto", "sdpa", "eager"):
         notes.append(f"model.attention = {attention} needs CUDA: sdpa is compared")
@@ -147,6 +148,11 @@ def _left_out(config: RunConfig) -> list[str]:
         )
         if value not in (off, "auto")
     ]
+    if config.objective.scores_samples:
+        notes.append(
+            f"objective.type = {config.objective.type} is not compared here: the architecture is, "
+            "with next_token"
+        )
     if config.precision.float8 != "none":
         notes.append(
             f"precision.float8 = {config.precision.float8} is off here: it rounds by more than any "

@@ -29,6 +29,7 @@ Format = Literal[
     "tokens",
     "preference",
     "kto",
+    "classification",
 ]
 OTHER_FIRST_ROWS = 64
 """Files, in addition to the first one, whose first row is read: local ones, evenly spaced."""
@@ -66,6 +67,7 @@ class TokenizeOptions(ReadingOptions, total=False):
     encoder: Encoder
     parse_special_tokens: bool
     text_filter: str | None
+    labels: Sequence[str]
     fim_rate: float
     fim_spm_rate: float | None
     fim_seed: int | None
@@ -122,6 +124,7 @@ def build_tokens(
         tokenizer itself adds, ``always`` its beginning-of-text token, ``never`` nothing.
     text_filter: ``package.module:function``, called with the text and the row of each document:
         True keeps it, False or a reason drops and counts it.
+    labels: names of the labels of ``classification``, by number.
     fim_rate: share of the training documents of plain text that are rearranged for
         fill-in-the-middle, 0 (default) to 1; fim_spm_rate: share of those with the suffix first
         (default: 0.5); fim_seed: of the draws (default: 0); fim_tokens: names of the three tokens
@@ -168,11 +171,13 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
         refuse_for_text(reading, options.get("chat_template"), learn, roles)
     elif rows.name == "tokens":
         refuse_for_tokens(options)
-    elif rows.name in ("preference", "kto") and learn == "last":
+    elif rows.name in ("preference", "kto", "classification") and learn == "last":
+        what = "the answers of " if rows.name != "classification" else "samples of "
         raise DataError(
-            f"--learn last: the answers of --format {rows.name} are learned completely -> remove it"
+            f"--learn last: {what}--format {rows.name} are learned completely -> remove it"
         )
     return OptionsRecord(
+        labels=_labels(options, name),
         text_keys=reading.text_keys if rows is None else rows.keys,
         held_out=options.get("held_out", 0.0),
         shard_bytes=options.get("shard_bytes") or DEFAULT_SHARD_BYTES,
@@ -191,6 +196,23 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
         fill_in_middle=_fill_in_middle(options, is_text=rows is None),
         text_filter=_text_filter(options.get("text_filter")),
     )
+
+
+def _labels(options: TokenizeOptions, name: str) -> tuple[str, ...]:
+    """Return the names of the labels. Raise DataError if they do not fit the format of rows."""
+    from bigtrain.data.shards.manifest import MAX_LABELS
+
+    labels = tuple(options.get("labels") or ())
+    if name != "classification":
+        if labels:
+            raise DataError("--labels are of --format classification -> name it, or remove them")
+        return ()
+    if not 2 <= len(labels) <= MAX_LABELS or len(set(labels)) != len(labels) or "" in labels:
+        raise DataError(
+            f"--labels: {len(labels)} names, {len(set(labels))} of them different; --format "
+            f"classification needs 2 to {MAX_LABELS} different ones -> --labels negative positive"
+        )
+    return labels
 
 
 def _text_filter(name: str | None) -> TextFilterRecord | None:

@@ -22,7 +22,12 @@ from bigtrain.data.tokenizers.equivalence import tokenizer_edge_cases
 from bigtrain.data.tokenizers.model_tokens import beginning_note, check_model_tokens
 from bigtrain.data.tokenizers.training import check_added_tokens
 from bigtrain.errors import ConfigError, Problem
-from bigtrain.models.configuration import load_hf_config, text_config, vocabulary_size
+from bigtrain.models.configuration import (
+    load_hf_config,
+    text_config,
+    vocabulary_size,
+    with_objective_head,
+)
 from bigtrain.models.equivalence.expert_parallel import check_expert_gathering
 from bigtrain.models.equivalence.model_plan import ModelPlan, cached_model_plan
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
@@ -77,8 +82,9 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     the user that cannot be read, and one ConfigError with all other problems.
     """
     config = run.config
-    hf_config = load_hf_config(config.model)
     datasets, not_opened = open_checked(config, check, samples)
+    labels = datasets[0].table.labels if datasets else ()
+    hf_config = with_objective_head(load_hf_config(config.model), config, labels)
     problems: list[Problem] = [
         *check_trackers(config.logging.trackers),
         *_check_positions(config.batch.sequence_length, hf_config),
@@ -146,7 +152,7 @@ def check_base_weights(config: RunConfig, inputs: Inputs) -> None:
     hf_config = inputs.hf_config
     if inputs.growth is not None:
         hf_config = base_configuration(hf_config, inputs.growth)
-    find_weights(path, hf_config)
+    find_weights(path, hf_config, seed=config.seed)
 
 
 def _resumes(config: RunConfig) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.extensions import call_problem, import_named, location
@@ -25,21 +25,25 @@ def unit_of(section: ObjectiveSection) -> Unit:
     if is_imported(section.type):
         unit: Unit = getattr(import_named("objective.type", section.type), "unit", "tokens")
         return unit
-    known: dict[str, Unit] = {"preference": "pairs", "kto": "rows"}
+    known: dict[str, Unit] = {"preference": "pairs", "reward": "pairs"}
+    known |= {"kto": "rows", "classification": "rows"}
     return known.get(section.type, "tokens")
 
 
-def rows_of_answers(section: ObjectiveSection) -> Literal["preference", "kto"] | None:
+AnswerRows = Literal["preference", "kto", "classification"]
+
+
+def rows_of_answers(section: ObjectiveSection) -> AnswerRows | None:
     """Return the rows of the data that an objective reads (``rows`` in their manifest); None for
     those of the next token."""
-    if section.type == "kto":
-        return "kto"
+    if section.type in ("kto", "classification"):
+        return cast(AnswerRows, section.type)
     return "preference" if unit_of(section) == "pairs" else None
 
 
 def rows_per_sample(section: ObjectiveSection) -> int:
     """Return the rows of a sample: 2 for a pair, and for an answer with a mismatched one."""
-    return 1 if rows_of_answers(section) is None else 2
+    return 2 if rows_of_answers(section) in ("preference", "kto") else 1
 
 
 def trained_rows_per_sample(section: ObjectiveSection) -> int:
@@ -99,14 +103,37 @@ def check_reference(config: RunConfig) -> list[Problem]:
     return [Problem("objective.type", section.type, rule, "adapters: {type: lora}")]
 
 
+def check_scores(config: RunConfig) -> list[Problem]:
+    """Return the problems of settings that a model with a score head has no use for: it predicts no
+    tokens."""
+    if not config.objective.scores_samples:
+        return []
+    rule = f"objective.type = {config.objective.type} trains a model that predicts no tokens"
+    evaluation = config.evaluation
+    return [
+        Problem(key, value, rule, remedy)
+        for key, value, remedy in (
+            ("evaluation.prompts", list(evaluation.prompts), "omit it"),
+            ("evaluation.tasks", list(evaluation.tasks), "omit it"),
+            ("model.vocabulary", config.model.vocabulary, "grow the base first: bigtrain grow"),
+            ("model.type", config.model.type, "a model class of transformers"),
+        )
+        if value
+    ]
+
+
 def check_pairs(config: RunConfig) -> list[Problem]:
     """Return the problems of settings of the data that have no meaning for answers, which have rows
     of their own."""
     rows = rows_of_answers(config.objective)
     if rows is None:
         return []
-    answer = "each answer of a pair" if rows == "preference" else "each answer"
-    data, rule = config.data, f"{answer} is a row of its own, padded at the end"
+    answers: dict[AnswerRows, str] = {
+        "preference": "each answer of a pair",
+        "kto": "each answer",
+        "classification": "each sample",
+    }
+    data, rule = config.data, f"{answers[rows]} is a row of its own, padded at the end"
     return [
         Problem(f"data.{name}", value, rule, f"data.{name}={json.dumps(unset)}")
         for name, value, unset in (

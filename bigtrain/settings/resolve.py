@@ -35,6 +35,7 @@ from bigtrain.settings.objective import (
     check_objective,
     check_pairs,
     check_reference,
+    check_scores,
     rows_per_sample,
 )
 from bigtrain.settings.run_config import RunConfig
@@ -78,7 +79,12 @@ def resolve_run(
     problems.extend(_check_profile(config, world_size))
     problems.extend(_check_extensions(config))
     of_objective = check_objective(config.objective)
-    problems.extend(of_objective or [*check_pairs(config), *check_reference(config)])
+    problems.extend(
+        of_objective or [*check_pairs(config), *check_scores(config), *check_reference(config)]
+    )
+    if scores and config.objective.scores_samples:
+        rule = "its model predicts no tokens, whose log-probabilities would be stored"
+        problems.append(Problem("objective.type", config.objective.type, rule, "next_token"))
     model, of_model = inspect_configuration(config.model)
     problems.extend(of_model)
     plan = None

@@ -75,6 +75,10 @@ def test_your_own_data(
         for text in texts:
             row = {"prompt": asked, "completion": turns("a?", text)[1:], "thumbs_up": "3" in text}
             file.write(json.dumps(row) + "\n")
+    with (work / "reviews.jsonl").open("w") as file:
+        for text in texts:
+            label: int | str = 1 if "3" in text else "negative"
+            file.write(json.dumps({"text": text, "label": label}) + "\n")
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     (work / "more.jsonl.gz").write_bytes(gzip.compress(lines))
     before = os.dup(0)
@@ -98,17 +102,20 @@ def test_your_own_data(
         "rows",
         "preferences",
         "rated",
+        "reviews",
         "code",
         "more",
     ):
         manifest = read_manifest(work / name)
         assert manifest.num_documents("train") == len(texts) * (1 + (name == "preferences")), name
         assert manifest.is_masked == (name not in ("pages", "code", "more"))
+    said = capsys.readouterr()
+    assert main(["inspect", "reviews", "--document", "0"]) == 0
+    assert "document 0 (label " in capsys.readouterr().out
     short = sum(len(text) < 3 for text in texts)
     filtered = read_manifest(work / "filtered")
     assert filtered.filtered == {"too short": short}
     assert filtered.num_documents("train") == len(texts) - short > 0
-    said = capsys.readouterr()
     for name in ("messages", "sharegpt", "prompt-completion", "tokens", "preference"):
         assert f"match --format {name}" in said.err
 

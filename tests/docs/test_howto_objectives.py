@@ -12,7 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.errors import LaunchError
@@ -52,7 +55,7 @@ def write_rows(path: Path) -> None:
 
 
 def own(folder: Path, world_size: int, name: str, gamma: float, *more: str) -> dict[int, float]:
-    section = yaml.safe_load(blocks("yaml")[3])["objective"]
+    section = yaml.safe_load(blocks("yaml")[5])["objective"]
     section["settings"]["gamma"] = gamma
     objective = f"objective={json.dumps(section)}"
     arguments = ("--config", "run.yaml", objective, f"output.directory={name}", *more)
@@ -100,7 +103,7 @@ def test_a_faulty_loss_names_its_line(folder: Path, body: str, text: str) -> Non
 def test_the_preference_run_of_the_page(inputs: Inputs, folder: Path, finished_run: Path) -> None:
     shutil.copytree(finished_run / "hf", folder / "base")
     write_rows(folder / "pairs.jsonl")
-    command, _ = re.findall(r"^bigtrain (tokenize .*)", PAGE, flags=re.M)
+    (command,) = re.findall(r"^bigtrain (tokenize --input pairs.*)", PAGE, flags=re.M)
     run = [sys.executable, "-m", "bigtrain", *command.split()]
     subprocess.run(run, cwd=folder, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     (folder / "preference.yaml").write_text(blocks("yaml")[0])
@@ -142,7 +145,7 @@ def test_the_kto_run_of_the_page(inputs: Inputs, folder: Path, finished_run: Pat
             file.write(json.dumps(rated) + "\n")
     (folder / "kto.yaml").write_text(blocks("yaml")[1])
     (tokenizing,) = re.findall(r"^bigtrain (tokenize --input rated.*)", PAGE, flags=re.M)
-    (training,) = re.findall(r"^torchrun (.*)", PAGE, flags=re.M)
+    (training,) = re.findall(r"^torchrun (.* kto.yaml)", PAGE, flags=re.M)
     option, size, program, *arguments = training.split()
     assert (option, program) == ("--nproc_per_node", "bigtrain/train.py")
     run = [sys.executable, "-m", "bigtrain", *tokenizing.split()]
@@ -163,6 +166,109 @@ def test_the_kto_run_of_the_page(inputs: Inputs, folder: Path, finished_run: Pat
     text = refused(folder, "objective={type: next_token}")
     assert "has answers with labels (kto)" in text
     assert "objective.type=kto" in text
+
+
+def prepared_reward_run(folder: Path, finished_run: Path) -> list[str]:
+    """Make the inputs of the page's reward run; return the arguments of train.py."""
+    shutil.copytree(finished_run / "hf", folder / "base")
+    write_rows(folder / "preferences.jsonl")
+    (folder / "reward.yaml").write_text(blocks("yaml")[2])
+    (tokenizing,) = re.findall(r"^bigtrain (tokenize --input preferences.*)", PAGE, flags=re.M)
+    (training,) = re.findall(r"^torchrun (.* reward.yaml)", PAGE, flags=re.M)
+    option, size, program, *arguments = training.split()
+    assert (option, size, program) == ("--nproc_per_node", "2", "bigtrain/train.py")
+    run = [sys.executable, "-m", "bigtrain", *tokenizing.split()]
+    subprocess.run(run, cwd=folder, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return arguments
+
+
+def test_the_reward_run_of_the_page(inputs: Inputs, folder: Path, finished_run: Path) -> None:
+    arguments = prepared_reward_run(folder, finished_run)
+    run_script(2, WORKER, folder, *arguments)
+    rows = metrics(folder / "runs/reward", "recorded")
+    assert list(rows) == [5, 10]
+    names = {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"}
+    assert rows[10].keys() == names
+    assert rows[10]["rewards/accuracies"] == 1.0
+    losses = metrics(folder / "runs/reward")
+    assert losses[10] < losses[5]
+    export = folder / "runs/reward/hf"
+    assert "nats per pair" in (export / "README.md").read_text()
+    model = AutoModelForSequenceClassification.from_pretrained(export).eval()
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    texts = ["2 + 3 = 5.", "2 + 3 = 7, or so."]
+    with torch.no_grad():
+        scores = [float(model(**tokenizer(text, return_tensors="pt")).logits) for text in texts]
+    assert scores[0] > scores[1]
+    assert {path.name for path in export.iterdir()} >= {"config.json", "tokenizer.json"}
+    tensors = load_file(export / "model.safetensors")
+    assert "score.weight" in tensors
+    assert not any("lm_head" in name for name in tensors)
+    shutil.copyfile(folder / "reward.yaml", folder / "run.yaml")
+    for settings, text in (
+        (["adapters={type: lora}"], "does not name score, the head that scores"),
+        (["model.loss=chunked"], "a score head makes no logits of tokens"),
+        (["evaluation.prompts=[hello]"], "trains a model that predicts no tokens"),
+        (
+            ["model.path=runs/reward/hf", "objective={type: preference, loss: simpo}"],
+            "is a model that scores samples, and objective.type = preference trains one",
+        ),
+    ):
+        assert text in refused(folder, *settings)
+
+
+@pytest.mark.slow
+def test_a_reward_model_is_a_base_and_has_adapters(
+    inputs: Inputs, folder: Path, finished_run: Path
+) -> None:
+    arguments = prepared_reward_run(folder, finished_run)
+    run_script(1, WORKER, folder, *arguments)
+    losses = metrics(folder / "runs/reward")
+    again = ("model.path=runs/reward/hf", "output.directory=runs/again", "optimizer.lr=1e-9")
+    run_script(1, WORKER, folder, *arguments, *again, "output.export=false")
+    assert metrics(folder / "runs/again")[5] < losses[5] - 0.1
+    own = (
+        *("adapters={type: lora, rank: 4, modules_to_save: [score]}", "optimizer.lr=1e-3"),
+        "output.directory=runs/adapted",
+    )
+    run_script(2, WORKER, folder, *arguments, *own, "engine.deepspeed_config=zero3")
+    assert (folder / "runs/adapted/hf/adapter_model.safetensors").exists()
+
+
+def test_the_classification_run_of_the_page(
+    inputs: Inputs, folder: Path, finished_run: Path
+) -> None:
+    shutil.copytree(finished_run / "hf", folder / "base")
+    with (folder / "sums.jsonl").open("w") as file:
+        for left in range(1, 10):
+            for right in range(1, 10):
+                label: int | str = ("small", 1)[left + right > 9]
+                file.write(json.dumps({"text": f"{left} + {right}", "label": label}) + "\n")
+    (folder / "classification.yaml").write_text(blocks("yaml")[3])
+    (tokenizing,) = re.findall(r"^bigtrain (tokenize --input sums.*)", PAGE, flags=re.M)
+    (training,) = re.findall(r"^torchrun (.* classification.yaml)", PAGE, flags=re.M)
+    run = [sys.executable, "-m", "bigtrain", *tokenizing.split()]
+    subprocess.run(run, cwd=folder, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    run_script(2, WORKER, folder, *training.split()[3:], "train.steps=40")
+    rows = metrics(folder / "runs/classification", "recorded")
+    assert rows[40].keys() == {"accuracy"}
+    assert rows[40]["accuracy"] > 0.8
+    export = folder / "runs/classification/hf"
+    model = AutoModelForSequenceClassification.from_pretrained(export).eval()
+    assert model.config.id2label == {0: "small", 1: "large"}
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    texts = ["1 + 2", "9 + 8"]
+    with torch.no_grad():
+        scores = model(**tokenizer(texts, return_tensors="pt")).logits
+    assert scores.argmax(-1).tolist() == [0, 1]
+    shutil.copyfile(folder / "classification.yaml", folder / "run.yaml")
+    text = refused(folder, "objective={type: next_token}")
+    assert "has samples with labels, which next_token would not read" in text
+    config = json.loads((export / "config.json").read_text())
+    config["id2label"] = {"0": "large", "1": "small"}
+    (export / "config.json").write_text(json.dumps(config))
+    text = refused(folder, "model.path=runs/classification/hf")
+    assert "has a score head for large, small, and the data has small, large" in text
 
 
 def refused(folder: Path, *overrides: str) -> str:
@@ -192,7 +298,7 @@ LAYOUTS = {
 
 @pytest.mark.slow
 def test_terms_are_the_same_in_every_layout(folder: Path) -> None:
-    section = json.dumps(yaml.safe_load(blocks("yaml")[2])["objective"] | {"z_loss": 0.01})
+    section = json.dumps(yaml.safe_load(blocks("yaml")[4])["objective"] | {"z_loss": 0.01})
     run_script(1, WORKER, folder, "--config", "run.yaml")
     run_script(
         1, WORKER, folder, "--config", "run.yaml", f"objective={section}", "output.directory=one"

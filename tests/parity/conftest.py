@@ -19,6 +19,8 @@ from tests.support.datasets import write_dataset
 from tests.support.lives import run_script
 from tests.support.tiers import STEPS
 
+pytest.register_assert_rewrite("tests.parity.score_heads")
+
 VOCAB_SIZE = 97
 SEED = 7
 WORKER = Path(__file__).with_name("worker.py")

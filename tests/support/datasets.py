@@ -73,6 +73,7 @@ def write_synthetic_manifest(
     vocab_size: int,
     splits: dict[Split, tuple[ShardRecord, ...]],
     rows: Rows | None = None,
+    labels: tuple[str, ...] = (),
 ) -> None:
     """Write the manifest of shards whose tokens no tokenizer made."""
     tokenizer = TokenizerRecord(
@@ -86,7 +87,7 @@ def write_synthetic_manifest(
         tokenizer=tokenizer,
         token_dtype=token_dtype(vocab_size),
         sources=(),
-        options=OptionsRecord(held_out=0.1),
+        options=OptionsRecord(held_out=0.1, labels=labels),
         splits=splits,
         rows=rows,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from bigtrain.data.shards.format import token_dtype
-from bigtrain.data.shards.manifest import ShardRecord, Split
+from bigtrain.data.shards.manifest import Rows, ShardRecord, Split
 from bigtrain.data.shards.writer import ShardWriter
 from tests.support.datasets import write_synthetic_manifest
 
@@ -19,9 +19,11 @@ def write_rated(
     shards: tuple[int, ...] = (20, 1, 11),
     held_out: int = 0,
     longest: int = 33,
+    labels: tuple[str, ...] = (),
 ) -> Path:
     """Answers to prompts of random tokens, in shards of so many documents; prompts are no
-    targets, and every third answer is one token."""
+    targets, and every third answer is one token. `labels`: names; the rows are then those of
+    classification."""
     (directory / "tokenizer").mkdir(parents=True)
     generator = np.random.default_rng(0)
     splits: dict[Split, tuple[ShardRecord, ...]] = {"train": (), "held_out": ()}
@@ -33,8 +35,9 @@ def write_rated(
                 prompt = int(generator.integers(2, 9))
                 length = prompt + (int(generator.integers(1, longest - prompt)) if row % 3 else 1)
                 tokens = generator.integers(1, vocab_size, length)
-                label = generator.integers(0, 2, 1).astype(np.uint8)
+                label = generator.integers(0, len(labels) or 2, 1).astype(np.uint8)
                 writer.add(tokens, np.array([length]), length, np.arange(length) >= prompt, label)
             splits[split] += (writer.close(),)
-    write_synthetic_manifest(directory, vocab_size, splits, rows="kto")
+    rows: Rows = "classification" if labels else "kto"
+    write_synthetic_manifest(directory, vocab_size, splits, rows=rows, labels=labels)
     return directory

@@ -24,7 +24,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -80,7 +80,7 @@ class ChatRules:
 class _Rendered:
     """Conversation as text, its assistant's character ranges, and the template's control tokens if
     not every control token's text is one. `prompt`: start of `text` if it is plain text. `row`: one
-    that is already tokenized, without text."""
+    that is already tokenized, without text. `is_open`: plain text without an end."""
 
     text: str
     spans: Spans = ()
@@ -90,6 +90,7 @@ class _Rendered:
     ends: frozenset[str] = frozenset()
     inside: frozenset[str] = frozenset()
     row: TokenRow | None = None
+    is_open: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,17 +134,23 @@ class ChatEncoder:
         return {key: value for key, value in self.__dict__.items() if key != "_token_bytes"}
 
     def encode(
-        self, contents: Sequence[bytes], checks: Checks | None = None, group: int = 1
+        self,
+        contents: Sequence[bytes],
+        checks: Checks | None = None,
+        group: int = 1,
+        *,
+        is_complete: bool = False,
     ) -> EncodedChats:
         """Encode conversations given as `bigtrain.data.documents.conversations.conversation_bytes`.
         group: so many consecutive ones are used together, and `unrendered`, `ends` and `inside` are
-        of groups without a problem.
+        of groups without a problem. is_complete: all tokens are targets, those of a
+        text (``text``) without an end, or of a conversation as its template renders it.
         Raises EncoderError if `checks` (of their texts) find the encoder wrong."""
         rendered: list[_Rendered] = []
         problems: dict[int, str] = {}
         for number, content in enumerate(contents):
             try:
-                rendered.append(self._render(orjson.loads(content)))
+                rendered.append(self._render(orjson.loads(content), is_complete))
             except ConversationError as error:
                 problems[number] = str(error)
                 rendered.append(_Rendered(""))
@@ -165,7 +172,11 @@ class ChatEncoder:
                     tokens, own_mask = self._completion(chat, tokens, prompts[number])
                 elif slow[number]:
                     tokens, own_mask = self._encode_slowly(chat)
-                if number not in problems and not own_mask[1:].any():
+                if is_complete:
+                    own_mask = np.ones(len(tokens), np.bool_)
+                if number not in problems and is_complete and not len(tokens):
+                    raise ConversationError("it has no tokens")
+                if number not in problems and not is_complete and not own_mask[1:].any():
                     what = "assistant tokens" if chat.row is None else "token after the first"
                     raise ConversationError(f"no {what} to train on")
             except ConversationError as error:
@@ -211,7 +222,8 @@ class ChatEncoder:
         pairs = zip(ids, prompt, strict=False)
         common = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(prompt)))
         begin = self.plain_ends.prefix
-        full = np.array([*begin, *ids, self.plain_ends.end_id], np.int64)
+        end = [] if chat.is_open else [self.plain_ends.end_id]
+        full = np.array([*begin, *ids, *end], np.int64)
         return full, np.arange(len(full)) >= len(begin) + common
 
     def _render_plain(self, prompt: str, completion: str) -> _Rendered:
@@ -221,11 +233,13 @@ class ChatEncoder:
         doubtful = self.control.are_normalized or self.control.could_be_from([prompt, completion])
         return _Rendered(text, (), () if doubtful and not self.trusted else None, prompt)
 
-    def _render(self, conversation: dict[str, Any]) -> _Rendered:
+    def _render(self, conversation: dict[str, Any], is_complete: bool = False) -> _Rendered:
         if "input_ids" in conversation:
             row = TokenRow.of_document(conversation)
             row.require_in_vocabulary(self.vocab_size)
             return _Rendered("", row=row)
+        if "text" in conversation:
+            return replace(self._render_plain("", conversation["text"]), is_open=True)
         if "prompt" in conversation:
             return self._render_plain(conversation["prompt"], conversation["completion"])
         if self.template is None:
@@ -240,6 +254,9 @@ class ChatEncoder:
             for part in lost:
                 if part.kind not in COUNTED_ONLY:
                     raise refuse(self.template, part)
+        if is_complete:
+            control = self._written_control(self.template, text, messages, tools)
+            return _Rendered(text, (), control, lost=lost)
         marked = self.template.marks_assistant(tools)
         if marked:
             answers = learned_blocks(self.template, messages, tools, spans)

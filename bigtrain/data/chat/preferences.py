@@ -1,10 +1,10 @@
-"""Encodes rows of preferences: of a pair two documents, chosen then rejected; of an answer one and
-its label. A row is used as a whole, or rejected as a whole.
+"""Encodes rows of preferences: of a pair two documents, chosen then rejected; of an answer or of
+another sample one and its label. A row is used or rejected with all its documents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,27 +14,38 @@ import orjson
 from bigtrain.data.chat.encoder import ChatEncoder, EncodedChats
 from bigtrain.data.documents.preferences import SIDES
 from bigtrain.data.documents.reader import TEMPLATE_FAULT
+from bigtrain.data.shards.format import Mask
 from bigtrain.data.shards.manifest import Rows
 from bigtrain.data.tokenizers.equivalence import Checks
 
-DOCUMENTS_PER_ROW: dict[Rows | None, int] = {None: 1, "preference": 2, "kto": 1}
+DOCUMENTS_PER_ROW: dict[Rows | None, int] = {
+    None: 1,
+    "preference": 2,
+    "kto": 1,
+    "classification": 1,
+}
 SAME = "chosen and rejected become the same tokens"
 
 
 @dataclass(frozen=True)
 class EncodedRows:
     """Rows as documents. `chats`: documents of all rows, `problems` and lengths of 0 of the bad
-    ones; `labels`: uint8 [rows], 1 for a desirable answer, None without labels."""
+    ones; `labels`: uint8 [rows], 1 for a desirable answer, or numbers of classes; None without
+    labels."""
 
     chats: EncodedChats
     labels: npt.NDArray[np.uint8] | None = None
 
 
 def encode_rows(
-    chat: ChatEncoder, contents: Sequence[bytes], checks: Checks | None, rows: Rows | None
+    chat: ChatEncoder,
+    contents: Sequence[bytes],
+    checks: Checks | None,
+    rows: Rows | None,
+    names: Sequence[str] = (),
 ) -> EncodedRows:
-    """Encode rows given as `RowDocument.document`; the numbers in `problems` are of rows. Raises as
-    `ChatEncoder.encode`."""
+    """Encode rows given as `RowDocument.document`; the numbers in `problems` are of rows. `names`:
+    of the labels of classes. Raises as `ChatEncoder.encode`."""
     if rows is None:
         return EncodedRows(chat.encode(contents, checks))
     trees = [orjson.loads(content) for content in contents]
@@ -42,9 +53,56 @@ def encode_rows(
         answers = [orjson.dumps(tree["answer"]) for tree in trees]
         labels = np.fromiter((tree["label"] for tree in trees), np.uint8, len(trees))
         return EncodedRows(chat.encode(answers, checks), labels)
+    if rows == "classification":
+        samples = [orjson.dumps(tree["sample"]) for tree in trees]
+        encoded = chat.encode(samples, checks, is_complete=True)
+        return _with_classes(encoded, [tree["label"] for tree in trees], names)
     halves = [orjson.dumps(tree[side]) for tree in trees for side in SIDES]
     are_text = ["prompt" in tree[SIDES[0]] for tree in trees]
     return EncodedRows(_whole_pairs(chat.encode(halves, checks, group=2), are_text))
+
+
+def _with_classes(
+    encoded: EncodedChats, labels: Sequence[int | str], names: Sequence[str]
+) -> EncodedRows:
+    """Return `encoded` with the numbers of its classes, without samples of an unknown one."""
+    problems = dict(encoded.problems)
+    numbers = np.zeros(len(labels), np.uint8)
+    for row, label in enumerate(labels):
+        number = _number(label, names)
+        if number is None:
+            known = f"0 to {len(names) - 1} or one of {', '.join(names)}"
+            problems.setdefault(row, f"its label is {label!r}, which is not {known}")
+        else:
+            numbers[row] = number
+    kept = np.ones(len(labels), np.bool_)
+    kept[list(problems)] = False
+    return EncodedRows(_of_rows(encoded, kept, problems), numbers)
+
+
+def _number(label: int | str, names: Sequence[str]) -> int | None:
+    """Return the number of a class by its name, or by itself, also as text; None if unknown."""
+    if isinstance(label, str):
+        if label in names:
+            return names.index(label)
+        if not label.isdecimal():
+            return None
+        label = int(label)
+    return label if 0 <= label < len(names) else None
+
+
+def _of_rows(
+    encoded: EncodedChats, kept: Mask, problems: Mapping[int, str], mask: Mask | None = None
+) -> EncodedChats:
+    """Return `encoded` without documents that are not `kept`, and with the `problems` of rows."""
+    of_kept = np.repeat(kept, encoded.lengths)
+    return replace(
+        encoded,
+        tokens=encoded.tokens[of_kept],
+        mask=(encoded.mask if mask is None else mask)[of_kept],
+        lengths=encoded.lengths * kept,
+        problems=tuple(sorted(problems.items())),
+    )
 
 
 def _whole_pairs(encoded: EncodedChats, are_text: Sequence[bool]) -> EncodedChats:
@@ -73,11 +131,4 @@ def _whole_pairs(encoded: EncodedChats, are_text: Sequence[bool]) -> EncodedChat
     kept = np.ones(len(encoded.lengths), np.bool_)
     for row in problems:
         kept[2 * row : 2 * row + 2] = False
-    of_kept = np.repeat(kept, encoded.lengths)
-    return replace(
-        encoded,
-        tokens=encoded.tokens[of_kept],
-        mask=mask[of_kept],
-        lengths=encoded.lengths * kept,
-        problems=tuple(sorted(problems.items())),
-    )
+    return _of_rows(encoded, kept, problems, mask)

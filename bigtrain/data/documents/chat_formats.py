@@ -6,14 +6,21 @@ values to messages for transformers' ``apply_chat_template``. `nearest` detects 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
 from bigtrain.data.documents.conversations import ConversationError, from_text
-from bigtrain.data.documents.preferences import LABELED_KEYS, PAIR_KEYS, labeled, pair
+from bigtrain.data.documents.preferences import (
+    CLASSIFIED_KEYS,
+    LABELED_KEYS,
+    PAIR_KEYS,
+    classified,
+    labeled,
+    pair,
+)
 from bigtrain.data.documents.row_format import (
     FUNCTION_CALL,
     ROLES,
@@ -217,6 +224,14 @@ FORMATS: Mapping[str, ChatFormat] = {
             noun="an answer with a label",
         ),
         ChatFormat(
+            "classification",
+            CLASSIFIED_KEYS,
+            frozenset({"label"}),
+            classified,
+            noun="a sample with a label",
+            is_detected=False,
+        ),
+        ChatFormat(
             "prompt-completion",
             ("prompt", "completion", TOOLS_KEY),
             frozenset({"prompt", "completion"}),
@@ -249,17 +264,23 @@ OTHER_NAMES: Sequence[tuple[str, Mapping[str, Sequence[str]]]] = (
 distinguish messages from ShareGPT, and both are accepted under the key of either."""
 
 
+def _detected(keys: Collection[str]) -> Iterator[ChatFormat]:
+    return (
+        entry for entry in FORMATS.values() if entry.is_detected and entry.identifying <= set(keys)
+    )
+
+
 def nearest(keys: Collection[str]) -> ChatFormat | None:
     """Return the format of a row with these keys; None if unknown, and for tokens
     with their text: which one is meant is ambiguous."""
-    near = next((entry for entry in FORMATS.values() if entry.identifying <= set(keys)), None)
+    near = next(_detected(keys), None)
     return None if near is not None and near.name == "tokens" and "text" in keys else near
 
 
 def also_preferences(keys: Collection[str]) -> list[str]:
     """Return the formats of a row with these keys if it is a preference pair and a conversation at
     once: which one is meant is the user's choice. Empty otherwise."""
-    names = [entry.name for entry in FORMATS.values() if entry.identifying <= set(keys)]
+    names = [entry.name for entry in _detected(keys)]
     names = [name for name in names if name != "tokens"]
     return names if "preference" in names and len(names) > 1 else []
 

@@ -1,4 +1,5 @@
-"""Rows of preferences: pairs of a chosen and a rejected answer; answers with a label (KTO). Pure.
+"""Rows of preferences: pairs of a chosen and a rejected answer; answers with a label (KTO). Samples
+with a label (classification). Pure.
 
 Prompt and answers are all text, or all messages. A pair without a prompt has it as the common
 beginning of both answers, as in TRL's ``extract_prompt``. No message of a prompt is learned.
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import orjson
 
 from bigtrain.data.documents.conversations import FLAGS, WORDLESS, ConversationError
 from bigtrain.data.documents.row_format import (
@@ -23,6 +26,7 @@ from bigtrain.data.documents.row_format import (
 
 PAIR_KEYS = ("chosen", "rejected", "prompt", "tools")
 LABELED_KEYS = ("prompt", "completion", "label", "tools")
+CLASSIFIED_KEYS = ("label", "text", "messages", "tools")
 SIDES = ("chosen", "rejected")
 """Order of the two documents of a pair."""
 LABELS = {"true": True, "false": False, "True": True, "False": False}
@@ -53,6 +57,22 @@ class Labeled:
         """Return the answer and its label as JSON."""
         label = b"true" if self.is_desirable else b"false"
         return b'{"answer":%b,"label":%b}' % (self.answer.document(last_only=last_only), label)
+
+
+@dataclass(frozen=True)
+class Classified:
+    """Text, or conversation, with its label: a number, or a name."""
+
+    sample: str | RowDocument
+    label: int | str
+
+    def document(self, *, last_only: bool) -> bytes:
+        """Return the sample and its label as JSON."""
+        if isinstance(self.sample, str):
+            sample = orjson.dumps({"text": self.sample})
+        else:
+            sample = self.sample.document(last_only=last_only)
+        return b'{"sample":%b,"label":%b}' % (sample, orjson.dumps(self.label))
 
 
 def pair(values: Values, roles: Roles) -> Pair:
@@ -98,6 +118,23 @@ def labeled(values: Values, roles: Roles) -> Labeled:
     after = _messages("completion", completion, roles)
     _require_answer("completion", after)
     return Labeled(Chat([*map(_unlearned, before), *after], tools), known)
+
+
+def classified(values: Values, roles: Roles) -> Classified:
+    """Return the sample in the values of `CLASSIFIED_KEYS`. Raise ConversationError for one without
+    a label, or without either text or messages."""
+    label, text, messages, tools = values
+    if isinstance(label, bool) or not isinstance(label, int | str):
+        raise ConversationError(f"its label is {label!r}, which is neither an integer nor a name")
+    if (text is None) == (messages is None):
+        has = "both" if text is not None else "neither"
+        raise ConversationError(f"it has {has} of text and messages -> one of them")
+    if messages is not None:
+        return Classified(Chat(with_roles(messages, roles), tools), label)
+    if not isinstance(text, str):
+        raise ConversationError(f"its text is {type(text).__name__}")
+    _require_text("text", text)
+    return Classified(text, label)
 
 
 def _text_prompt(chosen: str, rejected: str, prompt: str | None) -> tuple[str, tuple[str, str]]:

@@ -77,7 +77,8 @@ class ChatFormat:
     """Format of rows. name: of ``--format``. keys: the first is required in every row; identifying:
     keys that identify the format; make: converts their values, and those of `extra_keys`, to a
     document; turn_keys: keys of speaker and text in each turn. extra_keys: keys that always have
-    these names. noun: what a row is, for errors."""
+    these names. noun: what a row is, for errors. is_detected: whether rows with the identifying
+    keys are of it without being named."""
 
     name: str
     keys: tuple[str, ...]
@@ -86,6 +87,7 @@ class ChatFormat:
     turn_keys: tuple[str, ...] = ("role", "content")
     extra_keys: tuple[str, ...] = ()
     noun: str = "a conversation"
+    is_detected: bool = True
 
 
 def with_roles(given: object, roles: Roles) -> object:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bigtrain.data.samples.classified import ClassifiedSamples
 from bigtrain.data.samples.packing_plan import plan_of
 from bigtrain.data.samples.pairs import PairSamples, count_answers
 from bigtrain.data.samples.rated import RatedSamples
@@ -237,11 +238,15 @@ def count_samples(config: RunConfig, dataset: TokenDataset, split: Split) -> int
 NOT_FOR_NEXT_TOKEN = {
     "preference": (
         "has preference pairs, and next_token would learn the rejected answers, too",
-        "objective.type=preference",
+        "objective.type=preference, or reward",
     ),
     "kto": (
         "has answers with labels (kto), and next_token would learn the undesirable ones, too",
         "objective.type=kto",
+    ),
+    "classification": (
+        "has samples with labels, which next_token would not read",
+        "objective.type=classification",
     ),
 }
 """Why the objective next_token refuses a dataset, by its rows, and the remedy."""
@@ -249,6 +254,10 @@ NOT_FOR_NEXT_TOKEN = {
 MISSING_ROWS = {
     "preference": ("has no preference pairs, which {} reads", "tokenize preference data"),
     "kto": ("has no answers with labels, which {} reads", "tokenize with --format kto"),
+    "classification": (
+        "has no samples with labels, which {} reads",
+        "tokenize with --format classification",
+    ),
 }
 """Why an objective refuses a dataset without the rows that it reads, and the fix."""
 
@@ -264,6 +273,11 @@ def check_rows(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]
             problems.append(_problem(config, number, rule, remedy))
         if table.rows is not None and wanted is None:
             problems.append(_problem(config, number, *NOT_FOR_NEXT_TOKEN[table.rows]))
+        if wanted == "classification" and table.labels != tables[0].labels:
+            rule = "has other labels than the first one ({}, not {})"
+            rule = rule.format(", ".join(table.labels), ", ".join(tables[0].labels))
+            remedy = "tokenize it with the same --labels"
+            problems.append(_problem(config, number, rule, remedy))
     return problems
 
 
@@ -289,15 +303,21 @@ def pair_notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> tuple[str
 
 def open_answers(
     config: RunConfig, dataset: TokenDataset, split: Split
-) -> PairSamples | RatedSamples | None:
-    """Return the pairs or rated answers of a split; None if it is empty. Raises DataError as
-    `PairSamples` and `RatedSamples`."""
+) -> PairSamples | RatedSamples | ClassifiedSamples | None:
+    """Return the pairs, rated answers or samples with labels of a split; None if it is empty.
+    Raises DataError as their classes."""
     if not dataset.table.num_documents(split):
         return None
     truncates = config.data.long_documents == "truncate"
     length = config.batch.sequence_length
-    kind = RatedSamples if rows_of_answers(config.objective) == "kto" else PairSamples
-    return kind(split_stream(dataset, split), length, truncates=truncates)
+    stream = split_stream(dataset, split)
+    rows = rows_of_answers(config.objective)
+    if rows == "kto":
+        return RatedSamples(stream, length, truncates=truncates)
+    if rows == "classification":
+        return ClassifiedSamples(stream, length, truncates=truncates)
+    is_complete = config.objective.scores_samples
+    return PairSamples(stream, length, truncates=truncates, is_complete=is_complete)
 
 
 def check_masks(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
@@ -424,6 +444,8 @@ def _unfit(
     if wanted := rows_of_answers(config.objective):
         if dataset.table.rows != wanted:
             return MISSING_ROWS[wanted][0].format(config.objective.type), ""
+        if dataset.table.labels != training.table.labels:
+            return "has other labels than the training data", "tokenize it with the same --labels"
         try:
             open_answers(config, dataset, split)
         except DataError as error:

@@ -202,7 +202,11 @@ def _as_model_input(
         sums = np.zeros((count // scores.shape[1], scores.shape[1]), np.float32)
         sums[: len(samples)] = scores[samples]
         batch = replace(batch, reference=torch.from_numpy(sums.reshape(-1)))
-    if samples is not None and labels is not None:
+    if samples is not None and labels is not None and plan.rows_per_sample == 1:
+        classes = np.zeros(count, np.int64)
+        classes[: len(samples)] = labels[samples]
+        batch = replace(batch, classes=torch.from_numpy(classes))
+    elif samples is not None and labels is not None:
         desirable = np.zeros((count // 2, 2), np.bool_)
         desirable[: len(samples)] = labels[samples, None]
         batch = replace(batch, desirable=torch.from_numpy(desirable.reshape(-1)))

@@ -20,6 +20,7 @@ class MicroBatch:
     is a target: inputs and labels are views of it, and not contiguous. `reference` float32 [B], for
     objectives with stored scores: log-probability of the targets of a row under the reference.
     `desirable` bool [B], of rated answers: whether the answer of a row's sample is desirable.
+    `classes` int64 [B], of samples with a label: its number.
     """
 
     input_ids: torch.Tensor
@@ -28,6 +29,7 @@ class MicroBatch:
     tokens: torch.Tensor | None = None
     reference: torch.Tensor | None = None
     desirable: torch.Tensor | None = None
+    classes: torch.Tensor | None = None
 
     @classmethod
     def of_tokens(cls, tokens: torch.Tensor) -> MicroBatch:
@@ -67,7 +69,7 @@ class MicroBatch:
     @property
     def _optional(self) -> tuple[torch.Tensor | None, ...]:
         """The fields after `labels`, of rows whose tokens are not all targets."""
-        return self.position_ids, None, self.reference, self.desirable
+        return self.position_ids, None, self.reference, self.desirable, self.classes
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         """Apply `move` to each tensor; to `tokens` only, if the others are views of it."""

@@ -29,9 +29,18 @@ class DocumentSamples(StreamSamples):
     """Documents of `stream`, or pieces of them. documents, offsets, lengths: int64 [samples]: the
     document of a sample, its first token in that document, and its number of tokens. `longer`: what
     is done with documents that are longer than a sample. `lost`: how truncation changes them, empty
-    if it does not. Raises DataError if there are none, and as `fitted_lengths`."""
+    if it does not. `is_complete`, and further errors: as of `fitted_lengths`. Raises DataError if
+    there are none."""
 
-    def __init__(self, stream: TokenStream, sequence_length: int, longer: Longer) -> None:
+    def __init__(
+        self,
+        stream: TokenStream,
+        sequence_length: int,
+        longer: Longer,
+        *,
+        is_complete: bool = False,
+    ) -> None:
+        self._is_complete = is_complete
         lengths = document_lengths(stream.shards, may_be_empty=longer == "divide")
         if not lengths.any():
             raise DataError("it has no documents -> tokenize some")
@@ -48,7 +57,7 @@ class DocumentSamples(StreamSamples):
         else:
             is_truncated = longer == "truncate"
             fitted, self.lost = fitted_lengths(
-                stream, lengths, sequence_length, truncates=is_truncated
+                stream, lengths, sequence_length, truncates=is_truncated, is_complete=is_complete
             )
             self.documents, self.lengths = np.arange(len(lengths)), fitted
             self.offsets = np.zeros_like(fitted)
@@ -60,7 +69,9 @@ class DocumentSamples(StreamSamples):
         out.tokens[rows] = 0
         out.loss_mask[rows] = False
         places = rows * (self.sequence_length + 1)
-        fill_documents(self.stream, self._begins[samples], self.lengths[samples], places, out)
+        starts, lengths = self._begins[samples], self.lengths[samples]
+        is_complete = self._is_complete
+        fill_documents(self.stream, starts, lengths, places, out, is_complete=is_complete)
 
     def _pieces(self, samples: Indices) -> Ranges:
         begins, lengths = self._begins[samples], self.lengths[samples]
@@ -80,20 +91,28 @@ def document_lengths(shards: Sequence[Shard], *, may_be_empty: bool = False) -> 
 
 
 def fitted_lengths(
-    stream: TokenStream, lengths: Indices, sequence_length: int, *, truncates: bool
+    stream: TokenStream,
+    lengths: Indices,
+    sequence_length: int,
+    *,
+    truncates: bool,
+    is_complete: bool = False,
 ) -> tuple[Indices, str]:
     """Return the tokens of each document that fit a sample, and a line on what is lost. Raises
-    DataError for one that is longer and not truncated, or has no target then."""
-    width = sequence_length + 1
+    DataError for one that is longer and not truncated, or has no target then. `is_complete`: the
+    model reads the last token too, which otherwise is only a target. A document is then marked by
+    targets: as many as it has tokens."""
+    more = 0 if is_complete else 1
+    width = sequence_length + more
     longer = np.flatnonzero(lengths > width)
     if not len(longer):
         return lengths, ""
     if not truncates:
         raise DataError(
-            f"{len(longer)} of {len(lengths)} answers with their prompts are longer than a "
+            f"{len(longer)} of {len(lengths)} documents are longer than a "
             f"sample (the longest has {int(lengths.max())} tokens, batch.sequence_length = "
             f"{sequence_length} holds {width}) -> batch.sequence_length="
-            f"{int(lengths.max()) - 1}, or data.long_documents=truncate"
+            f"{int(lengths.max()) - more}, or data.long_documents=truncate"
         )
     share = 1 - np.minimum(lengths, width).sum() / lengths.sum()
     lost = (
@@ -114,15 +133,22 @@ def fitted_lengths(
 
 
 def fill_documents(
-    stream: TokenStream, starts: Indices, lengths: Indices, places: Indices, out: TokenRows
+    stream: TokenStream,
+    starts: Indices,
+    lengths: Indices,
+    places: Indices,
+    out: TokenRows,
+    *,
+    is_complete: bool = False,
 ) -> None:
     """Write documents, ranges of `stream`, with their targets to positions `places` of the flat
-    `out`."""
+    `out`. `is_complete`: each position of theirs in the input has a target."""
     assert out.loss_mask is not None
     stream.read(starts, lengths, out.tokens.reshape(-1), places)
     flat = out.loss_mask.reshape(-1)
-    if stream.is_masked:
+    if stream.is_masked and not is_complete:
         stream.read_mask(starts, lengths, flat, places)
         return
+    shift = 1 if is_complete else 0  # the target of a position is after it
     for place, length in zip(places.tolist(), lengths.tolist(), strict=True):
-        flat[place : place + length] = True
+        flat[place + shift : place + shift + length] = True

@@ -16,6 +16,7 @@ from bigtrain.data.samples.token_stream import TokenStream, split_stream
 from bigtrain.data.shards.dataset import TokenDataset
 from bigtrain.data.shards.format import Shard
 from bigtrain.data.shards.manifest import (
+    LABELED,
     TOKENIZER_DIRECTORY,
     PerplexityFilterRecord,
     ShardRecord,
@@ -104,7 +105,7 @@ class _Writer:
         table = self.dataset.table
         lengths = document_lengths([self.shard], may_be_empty=True)
         begins = self.begin + np.cumsum(lengths) - lengths
-        labeled = table.rows == "kto"
+        labeled = table.rows in LABELED
         dtype: Any = table.token_dtype
         with ShardWriter(directory, name, dtype, masked=table.is_masked, labeled=labeled) as writer:
             for first in range(0, len(self.kept), _CHUNK_DOCUMENTS):

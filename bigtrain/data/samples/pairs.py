@@ -24,11 +24,17 @@ from bigtrain.errors import DataError
 class PairSamples(StreamSamples):
     """Pairs of the documents of `stream`. Its `sequence_length` is that of a row with both.
     `truncates`: longer documents, at the end; `lost`: how that changes them, empty if it does not.
+    `is_complete`: for a model that scores a document at its last token, as of `fitted_lengths`.
     Raises DataError if there are none, an odd number of documents, one that is longer than a sample
     and is not truncated, or one that has no target then."""
 
     def __init__(
-        self, stream: TokenStream, sequence_length: int, *, truncates: bool = False
+        self,
+        stream: TokenStream,
+        sequence_length: int,
+        *,
+        truncates: bool = False,
+        is_complete: bool = False,
     ) -> None:
         lengths = document_lengths(stream.shards)
         if len(lengths) % 2 or not len(lengths):
@@ -38,8 +44,9 @@ class PairSamples(StreamSamples):
             )
         self._half = sequence_length + 1
         self._begins = np.cumsum(lengths) - lengths
+        self._is_complete = is_complete
         self._lengths, self.lost = fitted_lengths(
-            stream, lengths, sequence_length, truncates=truncates
+            stream, lengths, sequence_length, truncates=truncates, is_complete=is_complete
         )
         super().__init__(stream, 2 * self._half - 1, len(lengths) // 2, masks_loss=True)
 
@@ -49,7 +56,7 @@ class PairSamples(StreamSamples):
         out.loss_mask[rows] = False
         documents, places = self._places(samples, rows)
         starts, lengths = self._begins[documents], self._lengths[documents]
-        fill_documents(self.stream, starts, lengths, places, out)
+        fill_documents(self.stream, starts, lengths, places, out, is_complete=self._is_complete)
 
     def _places(self, samples: Indices, rows: Indices) -> tuple[Indices, Indices]:
         """Return the documents of `samples`, and their positions in the buffer."""

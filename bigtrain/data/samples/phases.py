@@ -33,6 +33,7 @@ from bigtrain.data.samples.token_stream import (
     count_windows,
 )
 from bigtrain.data.shards.dataset import TokenDataset
+from bigtrain.data.shards.manifest import LABELED
 from bigtrain.data.shards.shard_table import ShardTable
 from bigtrain.errors import CheckpointError
 from bigtrain.settings.objective import rows_of_answers
@@ -372,5 +373,5 @@ def _add_tokens(digest: xxhash.xxh3_64, table: ShardTable) -> None:
     for row in zip(tokens, sums, masks, strict=True):
         digest.update("{}:{}{}".format(*row).encode())
     if table.rows is not None:
-        sums = shards.hexadecimal("labels_xxh3") if table.rows == "kto" else []
-        digest.update(":".join([table.rows, *sums]).encode())
+        sums = shards.hexadecimal("labels_xxh3") if table.rows in LABELED else []
+        digest.update(":".join([table.rows, *sums, *table.labels]).encode())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from bigtrain.data.samples.classified import ClassifiedSamples
 from bigtrain.data.samples.documents import document_lengths, fill_documents, fitted_lengths
 from bigtrain.data.samples.mixture import MixedSamples
 from bigtrain.data.samples.token_stream import (
@@ -86,7 +87,7 @@ class RatedSamples(StreamSamples):
 
 
 def labels_of(samples: Samples) -> npt.NDArray[np.uint8] | None:
-    """Return the labels of rated answers, also of a mixture of them; None of other samples."""
+    """Return the labels of samples, also of a mixture of them; None of samples without."""
     sources = samples.sources if isinstance(samples, MixedSamples) else (samples,)
-    rated = [source.labels for source in sources if isinstance(source, RatedSamples)]
-    return np.concatenate(rated) if len(rated) == len(sources) else None
+    labels = [s.labels for s in sources if isinstance(s, RatedSamples | ClassifiedSamples)]
+    return np.concatenate(labels) if len(labels) == len(sources) else None

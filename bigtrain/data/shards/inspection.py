@@ -179,10 +179,13 @@ def _ends(manifest: Manifest) -> str:
 
 
 def _rows(manifest: Manifest) -> str:
-    """Describe rows of preferences."""
+    """Describe rows of preferences, or with labels."""
     documents = sum(map(manifest.num_documents, manifest.splits))
     if manifest.rows == "preference":
         return f"preference: {documents // 2:,} pairs, of each two documents: chosen, rejected"
+    if manifest.rows == "classification":
+        names = manifest.options.labels
+        return f"classification: {documents:,} samples with {len(names)} labels: {', '.join(names)}"
     every = [shard for shards in manifest.splits.values() for shard in shards]
     desirable = sum(shard.desirable or 0 for shard in every)
     return f"kto: {desirable:,} desirable and {documents - desirable:,} undesirable answers"
@@ -196,6 +199,8 @@ def row_of(inspected: Inspected, index: int, shard: Shard, within: int) -> str |
         return f"pair {index // 2}, {'rejected' if index % 2 else 'chosen'}"
     if rows == "kto":
         return "desirable" if shard.labels[within] else "undesirable"
+    if rows == "classification" and inspected.manifest is not None:
+        return f"label {inspected.manifest.options.labels[shard.labels[within]]}"
     return None
 
 

@@ -6,7 +6,7 @@
       manifest.json                     the dataset exists once this does
       train-00000.bin  train-00000.idx  Megatron shards, `bigtrain.data.shards.format`
       train-00000.mask                  which tokens are targets, for chat data only
-      train-00000.labels                label of each document, a byte of 0 or 1, for KTO only
+      train-00000.labels                label of each document, a byte, for KTO and classification
       train-00000.blocks                checksums of blocks, `bigtrain.data.shards.block_checksums`
       held_out-00000.bin  ...
       tokenizer/                        the tokenizer of the data, loadable by AutoTokenizer
@@ -41,10 +41,21 @@ DEFAULT_MAX_DOCUMENT_BYTES = 1 << 26
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 RowFormat = Literal[
-    "messages", "sharegpt", "alpaca", "prompt-completion", "tokens", "preference", "kto"
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "prompt-completion",
+    "tokens",
+    "preference",
+    "kto",
+    "classification",
 ]
-Rows = Literal["preference", "kto"]
-"""Rows that an objective other than next_token reads: pairs, and answers with a label."""
+Rows = Literal["preference", "kto", "classification"]
+"""Rows that an objective other than next_token reads: pairs, answers with a label, and texts or
+conversations with a label."""
+LABELED: tuple[Rows, ...] = ("kto", "classification")
+"""Rows with a label, a byte of a `.labels` for each document."""
+MAX_LABELS = 256
 BeginningOfText = Literal["auto", "always", "never"]
 Count = Annotated[int, Field(ge=0)]
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -235,6 +246,8 @@ class OptionsRecord(Record):
     """parts of conversations that the chat template may drop"""
     fill_in_middle: FillInMiddleRecord | None = None
     text_filter: TextFilterRecord | None = None
+    labels: tuple[str, ...] = Field(default=(), strict=False, max_length=MAX_LABELS)
+    """names of the labels of classification rows, by number"""
 
 
 class ShardRecord(Record):
@@ -288,8 +301,8 @@ class Manifest(Record):
     tokenizer: TokenizerRecord
     token_dtype: Literal["uint16", "int32"]
     rows: Rows | None = None
-    """preference: two consecutive documents for each row, chosen then rejected; kto: a label for
-    each document; absent: documents"""
+    """preference: two consecutive documents for each row, chosen then rejected; kto and
+    classification: a label for each document; absent: documents"""
     sources: tuple[SourceRecord, ...] = Field(strict=False)
     options: OptionsRecord
     skipped_documents: Count = 0
@@ -315,8 +328,8 @@ class Manifest(Record):
             raise ValueError("some shards have a mask and others do not")
         if len({shard.blocks_xxh3 is None for shard in every}) > 1:
             raise ValueError("some shards have block checksums and others do not")
-        if any((shard.labels_xxh3 is None) == (self.rows == "kto") for shard in every):
-            raise ValueError("shards have labels if and only if the rows are of kto")
+        if any((shard.labels_xxh3 is None) == (self.rows in LABELED) for shard in every):
+            raise ValueError(f"shards have labels if and only if rows are {' or '.join(LABELED)}")
         if self.rows == "preference" and any(shard.documents % 2 for shard in every):
             raise ValueError("a shard of preference pairs has an odd number of documents")
         size = 2 if self.token_dtype == "uint16" else 4

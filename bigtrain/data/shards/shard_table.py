@@ -31,6 +31,7 @@ import xxhash
 from bigtrain.data.shards.block_checksums import SUFFIX as BLOCKS
 from bigtrain.data.shards.manifest import (
     CHECKSUM_FIELDS,
+    LABELED,
     MANIFEST_NAME,
     Manifest,
     Rows,
@@ -100,7 +101,7 @@ class ShardColumns:
 @dataclass(frozen=True)
 class ShardTable:
     """Shards of a dataset by split, and its manifest's common data. text_bytes: UTF-8 bytes of the
-    documents, by split."""
+    documents, by split. labels: names of the labels of classification rows."""
 
     tokenizer: TokenizerRecord
     token_dtype: str
@@ -109,6 +110,7 @@ class ShardTable:
     has_blocks: bool
     splits: Mapping[Split, ShardColumns]
     text_bytes: Mapping[Split, int]
+    labels: tuple[str, ...] = ()
 
     def num_tokens(self, split: Split) -> int:
         return self.splits[split].num_tokens if split in self.splits else 0
@@ -160,6 +162,8 @@ def _pack(manifest: Manifest) -> bytes:
             "rows": manifest.rows,
             "is_masked": manifest.is_masked,
             "has_blocks": manifest.has_blocks,
+            # Absent where it is empty, as in the tables of earlier versions.
+            **({"labels": manifest.options.labels} if manifest.options.labels else {}),
             "splits": {split: len(shards) for split, shards in manifest.splits.items()},
             "text_bytes": {
                 split: sum(shard.text_bytes for shard in shards)
@@ -195,11 +199,12 @@ def _parse(content: npt.NDArray[np.uint8]) -> ShardTable | None:
     splits: dict[Split, ShardColumns] = {}
     begin = names_begin = 0
     masked, blocks = head["is_masked"], head["has_blocks"]
-    labels = head["rows"] == "kto"
+    labels = head["rows"] in LABELED
     for split, count in counts.items():
         own = rows[begin : begin + count]
         splits[split] = ShardColumns(own, names, masked, blocks, names_begin, labels)
         begin += count
         names_begin = int(own["name_end"][-1]) if count else names_begin
     tokenizer = TokenizerRecord.model_validate(head.pop("tokenizer"))
-    return ShardTable(tokenizer=tokenizer, splits=splits, **head)
+    names_of_labels = tuple(head.pop("labels", ()))
+    return ShardTable(tokenizer=tokenizer, splits=splits, labels=names_of_labels, **head)

@@ -120,7 +120,7 @@ class ShardWriter:
         """Append documents: `tokens` of all of them, their `lengths`, and their UTF-8 bytes. A
         length of zero is a document without a sequence. `tokens` must fit the shard's type. `mask`,
         bool [tokens]: which of them have a loss; given if and only if the shard is masked.
-        `labels`: 0 or 1, uint8 [documents], if and only if it is labeled."""
+        `labels`: uint8 [documents], if and only if it is labeled."""
         assert int(lengths.sum()) == len(tokens)
         assert (mask is None) == (self._mask is None)
         assert (labels is None) == (self._labels is None)
@@ -136,7 +136,7 @@ class ShardWriter:
         if self._labels is not None and labels is not None:
             assert len(labels) == len(lengths)
             self._labels.write(np.ascontiguousarray(labels).data)
-            self._desirable += int(labels.sum())
+            self._desirable += int((labels == 1).sum())
         full = lengths > 0
         starts = len(self._lengths) + np.cumsum(full)
         self._lengths.frombytes(lengths[full].astype(np.int32).tobytes())

@@ -262,6 +262,7 @@ class _Build:
             allow_bad=self.request.options.max_bad_fraction > 0,
             chat=chat,
             rows=self.request.rows,
+            labels=self.request.options.labels,
             fim=self.fim,
         )
         work = Round(left, self.request.share, job, self.workspace)

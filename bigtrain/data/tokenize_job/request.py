@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast, get_args
 
 from bigtrain.data.documents.files import Selection
 from bigtrain.data.documents.reader import ReadOptions
@@ -164,8 +164,10 @@ class BuildRequest:
     @property
     def rows(self) -> Rows | None:
         """Kind of rows that the dataset holds, if these are more than documents."""
-        known: dict[str, Rows] = {"preference": "preference", "kto": "kto"}
-        return known.get(self.options.chat_format) if self.options.chat else None
+        name = self.options.chat_format
+        if not self.options.chat or name not in get_args(Rows):
+            return None
+        return cast(Rows, name)
 
     @property
     def needs_template(self) -> bool:

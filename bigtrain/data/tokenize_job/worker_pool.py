@@ -36,7 +36,7 @@ from bigtrain.data.chat.preferences import DOCUMENTS_PER_ROW, encode_rows
 from bigtrain.data.documents.formats import batched, part_reader
 from bigtrain.data.documents.reader import BadDocument, ReadOptions, RejectedDocuments
 from bigtrain.data.shards.format import Mask, Tokens
-from bigtrain.data.shards.manifest import SPLITS, Rows, ShardRecord, Split
+from bigtrain.data.shards.manifest import LABELED, SPLITS, Rows, ShardRecord, Split
 from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.data.tokenize_job.existing_output import confirm_unit
 from bigtrain.data.tokenize_job.fill_in_middle import FillInMiddle, Transformed
@@ -65,8 +65,8 @@ class Job:
     """Inputs of building in addition to the unit; sent to each worker once. `encoder_reason`: why
     it is not a faster one. `allow_bad`: list bad documents instead of stopping. `num_threads`:
     threads that encode during reading and writing; 1 thread does everything. `chat`: encoder of
-    documents that are conversations; `rows`: of more than those;
-    `fim`: transformation of documents of plain text."""
+    documents that are conversations; `rows`: of more than those,
+    `labels`: names of their labels; `fim`: transformation of documents of plain text."""
 
     encoder: Encoder
     reference: Encoder
@@ -78,6 +78,7 @@ class Job:
     num_threads: int = 2
     chat: ChatEncoder | None = None
     rows: Rows | None = None
+    labels: tuple[str, ...] = ()
     fim: FillInMiddle | None = None
 
     def run(self, contents: list[bytes], checks: Checks) -> Batch:
@@ -100,7 +101,7 @@ class Job:
         )
 
     def _run_chat(self, chat: ChatEncoder, contents: list[bytes], checks: Checks) -> Batch:
-        read = encode_rows(chat, contents, checks, self.rows)
+        read = encode_rows(chat, contents, checks, self.rows, self.labels)
         encoded = read.chats
         good_rows = np.ones(len(contents), bool)
         good_rows[[number for number, _ in encoded.problems]] = False
@@ -177,7 +178,7 @@ def build_unit(
                     shard_name(unit.key, workspace.token, split),
                     job.dtype,
                     masked=job.chat is not None,
-                    labeled=job.rows == "kto",
+                    labeled=job.rows in LABELED,
                 )
             )
             for split in (SPLITS if job.held_out else SPLITS[:1])

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import ModelError, Problem, one_line
-from bigtrain.models.configuration import text_config, vocabulary_size
+from bigtrain.models.configuration import scores_samples, text_config, vocabulary_size
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_proxy_model,
@@ -53,6 +53,8 @@ def choose_loss(
     def plain(reason: str) -> tuple[LossPlan, list[Problem]]:
         return LossPlan("plain", num_chunk_tokens, f"loss: from all logits at once ({reason})"), []
 
+    if scores_samples(hf_config):
+        return LossPlan("plain", num_chunk_tokens, ""), []
     if section.loss == "plain":
         return plain("model.loss=plain")
     if section.loss == "auto" and num_tokens <= num_chunk_tokens:

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.build import empty_model
+from bigtrain.models.configuration import scores_samples
 from bigtrain.models.equivalence.document_isolation import plan_isolation
 from bigtrain.models.equivalence.expert_parallel import check_expert_balance, check_expert_parallel
 from bigtrain.models.equivalence.loss import choose_loss
@@ -27,6 +28,7 @@ from bigtrain.models.equivalence.parameter_plan import (
     plan_parameters,
 )
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
+from bigtrain.models.equivalence.scoring import check_scoring
 from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
 from bigtrain.models.equivalence.tiles import choose_tiles
 from bigtrain.models.layers.adapters import check_adapters
@@ -124,6 +126,9 @@ def try_model(
     degrees = parallel.degrees
     length = config.batch.sequence_length
     problems: list[Problem] = []
+    if scores_samples(hf_config):
+        key = "model.path" if config.model.path is not None else "model.config"
+        problems += check_scoring(hf_config, attention, key)
     if config.model.frozen:
         problems += check_frozen(empty_model(hf_config), config.model.frozen)
     if config.adapters is not None:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from bigtrain.errors import one_line
 from bigtrain.models.build import empty_model
+from bigtrain.models.configuration import auto_class
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_proxy_model,
@@ -199,7 +200,7 @@ def parameters_without_gradient(
 
 def _on_meta(hf_config: PreTrainedConfig) -> tuple[str, ...]:
     with torch.device("meta"), no_init_weights():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
+        model = auto_class(hf_config).from_config(copy.deepcopy(hf_config))
         ids = torch.zeros(1, _META_TOKENS, dtype=torch.int64)
     model.tie_weights()  # which no_init_weights also skips
     model.train()

@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from bigtrain.models.configuration import text_config
+from bigtrain.models.configuration import auto_class, scores_samples, text_config
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.settings.hf_config_keys import CHOSEN_EXPERTS, EXPERTS
 
@@ -161,6 +161,8 @@ def build_proxy_model(
             for change in shrink:
                 change(text_config(config))
             cross_thresholds(text_config(config), sequence_length, tokens)
+            if scores_samples(config):
+                text_config(config).pad_token_id = 0  # not among `proxy_tokens`
             with torch.device("meta"):
                 size = sum(p.numel() for p in _build(copy.deepcopy(config), attention).parameters())
             if size > _MAX_PARAMETERS:
@@ -176,7 +178,7 @@ def build_proxy_model(
 
 
 def _build(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+    model: PreTrainedModel = auto_class(config).from_config(
         config, dtype=torch.float32, attn_implementation=None if attention == "auto" else attention
     )
     fit_experts(model)

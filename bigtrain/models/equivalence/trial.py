@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from bigtrain.models.equivalence.proxy_model import proxy_tokens
 from bigtrain.models.experts import auxiliary_loss
+from bigtrain.models.layers.parameters import has_score_head
 from bigtrain.models.parallel.ring_attention import Message, Wait
 from bigtrain.models.parallel.sharding import Shard
 
@@ -174,10 +175,14 @@ def forward_results(outputs: Any) -> dict[str, Values]:
 
 
 def training_results(model: PreTrainedModel, seed: int = 0) -> dict[str, Values]:
-    """Return the loss that `model` itself computes of random tokens, and every gradient."""
+    """Return the loss that `model` itself computes of random tokens, or the mean square of its
+    scores, and every gradient."""
     model.zero_grad(set_to_none=True)
     ids = proxy_tokens(model, seed=seed).to(next(model.parameters()).device)
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    if has_score_head(model):
+        loss = model(input_ids=ids, use_cache=False).logits.square().mean()
+    else:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     return {LOSS: {"loss": loss.detach()}, GRADIENT: pop_gradients(model)}
 

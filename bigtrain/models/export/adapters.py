@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from bigtrain.errors import ModelError
 from bigtrain.models.build import empty_model
+from bigtrain.models.configuration import auto_class
 from bigtrain.models.export.verified import (
     CARD,
     Probe,
@@ -208,7 +209,7 @@ def _load(
     options: dict[str, Any] = {"config": copy.deepcopy(hf_config), "dtype": dtype}
     if section.is_quantized:
         options |= {"quantization_config": bits_and_bytes(section, dtype), "device_map": "cpu"}
-    model = AutoModelForCausalLM.from_pretrained(base, **options)
+    model = auto_class(hf_config).from_pretrained(base, **options)
     compute_plainly(model)
     fit_experts(model)  # grouped products do not take every width
     return PeftModel.from_pretrained(model, str(directory), autocast_adapter_dtype=False)

@@ -24,7 +24,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
 from bigtrain.errors import ModelError
-from bigtrain.models.configuration import GENERATION_CONFIG
+from bigtrain.models.configuration import GENERATION_CONFIG, scores_samples
 from bigtrain.models.weights.checksums import CHECKSUMS
 from bigtrain.models.weights.import_hf import Weights, stored_tensors
 from bigtrain.models.weights.lazy_tensors import LazyTensor
@@ -246,6 +246,9 @@ class BaseRecord:
         raw = json.loads(path.read_text(encoding="utf-8"))
         before = AutoConfig.from_pretrained(self.files, trust_remote_code=False)
         notes = _apply_changes(raw, _plain(before), _plain(hf_config), "")
+        if scores_samples(hf_config) and raw.get("architectures") != hf_config.architectures:
+            notes.append(f"architectures = {hf_config.architectures}")
+            raw["architectures"] = hf_config.architectures
         if "quantization_config" in raw:
             del raw["quantization_config"]
             notes.append("quantization_config removed: the tensors are not quantized")

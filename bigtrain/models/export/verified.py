@@ -17,12 +17,17 @@ import torch
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
 from bigtrain.errors import ModelError, OutputError, one_line
 from bigtrain.models.build import build_model, empty_model, read_in_turn
-from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
+from bigtrain.models.configuration import (
+    GENERATION_CONFIG,
+    auto_class,
+    load_hf_config,
+    scores_samples,
+)
 from bigtrain.models.export.base_record import BaseRecord
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.transformers_patches import without_progress
@@ -45,18 +50,18 @@ _GPU = "cuda"
 @dataclass(frozen=True)
 class Probe:
     """A fixed input and the trained model's logits for it. input_ids: int64 [samples, tokens].
-    logits: float32 [samples, tokens, vocabulary]. dtype: name of the dtype the trained model
-    computed in."""
+    logits: float32 [samples, tokens, vocabulary], or scores [samples, labels]. dtype: name of the
+    dtype the trained model computed in."""
 
     input_ids: torch.Tensor
     logits: torch.Tensor
     dtype: str
 
     @staticmethod
-    def make_input(vocabulary_size: int, max_tokens: int) -> torch.Tensor:
-        """Token ids [1, up to 32] to probe a model with; the same for the same arguments."""
+    def make_input(vocabulary_size: int, max_tokens: int, samples: int = 1) -> torch.Tensor:
+        """Token ids [samples, up to 32] to probe a model with; the same for the same arguments."""
         generator = torch.Generator().manual_seed(0)
-        size = (1, min(32, max_tokens))
+        size = (samples, min(32, max_tokens))
         return torch.randint(0, vocabulary_size, size, generator=generator)
 
     def save(self, path: Path) -> None:
@@ -136,7 +141,8 @@ def export_model(
             notes += base.write_files(temporary, hf_config, dtype)
         files = None if base is None else base.files
         notes += write_tokenizer(tokenizer_directory, temporary, output, files)
-        notes += stop_at_end_of_turn(temporary)
+        if not scores_samples(hf_config):
+            notes += stop_at_end_of_turn(temporary)
         coarsest = dtype if dtype is not None else base.lowest_precision if base else probe.dtype
         notes += _verify(temporary, probe, output, coarsest, in_turn=is_sharded)
         if card:
@@ -188,7 +194,8 @@ def _verify(directory: Path, probe: Probe, output: Path, dtype: str, *, in_turn:
         model = build_model(section, hf_config, seed=0, dtype=DTYPES[probe.dtype], weights="left")
         read_in_turn(model, find_weights(str(directory), hf_config))
     else:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[probe.dtype])
+        hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        model = auto_class(hf_config).from_pretrained(directory, dtype=DTYPES[probe.dtype])
         fit_experts(model)  # grouped products do not take every width
     return compare_logits(model, probe, output, dtype, on_gpu=not in_turn)
 
@@ -230,10 +237,12 @@ def _difference(model: Any, probe: Probe, device: str) -> float:
 
 
 def relative_difference(ours: torch.Tensor, reference: torch.Tensor) -> float:
-    """Root-mean-square difference over the reference's spread; NaN or shape mismatch: infinity."""
+    """Root-mean-square difference over the reference's spread (of scores, over their own root mean
+    square: they may be all alike); NaN or shape mismatch: infinity."""
     if ours.shape != reference.shape:
         return float("inf")
-    spread = (reference - reference.mean()).square().mean().sqrt()
+    mean = 0.0 if reference.ndim == 2 else reference.mean()
+    spread = (reference - mean).square().mean().sqrt()
     difference = float((ours - reference).square().mean().sqrt() / spread.clamp(min=1e-30))
     return difference if difference == difference else float("inf")
 

@@ -28,7 +28,13 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from bigtrain.errors import Problem
-from bigtrain.models.layers.parameters import local_shape, names_of
+from bigtrain.models.layers.parameters import (
+    has_score_head,
+    head_parameters,
+    local_shape,
+    names_of,
+    output_layer,
+)
 from bigtrain.models.torch_patches import shadowed
 from bigtrain.models.transformers_patches import (
     kept_in_float32,
@@ -111,7 +117,7 @@ def has_adapters(model: nn.Module) -> bool:
 def find_targets(model: PreTrainedModel, section: AdaptersSection) -> tuple[list[str], list[str]]:
     """(names of the layers that get adapters, patterns that match none), in the model's order. Only
     linear layers, and never the head, whatever the patterns match."""
-    head = model.get_output_embeddings()
+    head = output_layer(model)
     linear = [
         name for name, module in model.named_modules() if is_product(module) and module is not head
     ]
@@ -279,10 +285,22 @@ def quantized_layers(model: PreTrainedModel) -> list[str]:
     ]
 
 
+def _score_heads(model: PreTrainedModel) -> list[str]:
+    """Return names of the modules of the head of a model that scores samples."""
+    if not has_score_head(model):
+        return []
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in head_parameters(model)))
+
+
 def _check_saved(
     model: PreTrainedModel, section: AdaptersSection, targets: list[str]
 ) -> list[Problem]:
     names, missing = find_saved(model, section)
+    heads = _score_heads(model)
+    if not set(heads) <= set(names):
+        rule = f"does not name {' and '.join(heads)}, the head that scores, which would stay random"
+        value = [*section.modules_to_save, *(n.rpartition(".")[2] for n in heads)]
+        return [Problem(SAVED_KEY, list(section.modules_to_save), rule, f"{SAVED_KEY}={value}")]
     remedy = "patterns of modules with weights of their own, such as [lm_head] or [norm]"
     rule = "matches no module that has weights itself"
     problems = [Problem(SAVED_KEY, pattern, rule, remedy) for pattern in missing]
@@ -315,7 +333,7 @@ def lora_config(model: PreTrainedModel, section: AdaptersSection) -> LoraConfig:
         target_modules=names,
         target_parameters=find_parameters(model, section)[0] or None,
         fan_in_fan_out=bool(names) and isinstance(model.get_submodule(names[0]), Conv1D),
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if has_score_head(model) else "CAUSAL_LM",
     )
 
 

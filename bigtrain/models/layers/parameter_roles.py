@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from bigtrain.models.layers.parameters import local_shape, parameter_of
+from bigtrain.models.layers.parameters import local_shape, output_layer, parameter_of
 from bigtrain.models.transformers_patches import modules_of_experts, recorded_classes
 
 
@@ -144,7 +144,7 @@ class _Classifier:
             if (isinstance(module, declared) or _ROUTER.search(type(module).__name__))
             and not _holds(name, [*self.experts, *named])
         ]
-        self._head = getattr(model, "get_output_embeddings", lambda: None)()
+        self._head = output_layer(model)
 
     def holds_stacks(self, prefix: str, module: nn.Module) -> bool:
         """Return whether parameters of `module` are those of many experts."""

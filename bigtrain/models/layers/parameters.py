@@ -1,18 +1,21 @@
-"""Parameters by name, their seeds and freezing (`model.frozen`); decoder layers and their
-experts."""
+"""Parameters by name, their seeds and freezing (`model.frozen`); decoder layers and their experts;
+heads."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from bigtrain.errors import Problem
+from bigtrain.models.configuration import SCORER
 from bigtrain.models.torch_patches import own_parameter
-from bigtrain.models.transformers_patches import modules_of_experts
+from bigtrain.models.transformers_patches import initialize_module, modules_of_experts
 
 KEY = "model.frozen"
 
@@ -83,6 +86,43 @@ def give_properties(module: nn.Module, properties: dict[str, property], **marks:
 def local_shape(parameter: Any) -> tuple[int, ...]:
     """Shape of what tensor or expert parallelism left to this rank, before ZeRO partitions it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def has_score_head(model: nn.Module) -> bool:
+    """Return whether `model` is of a class that scores samples."""
+    return type(model).__name__.endswith(SCORER)
+
+
+def output_layer(model: Any) -> nn.Module | None:
+    """Return the layer that makes logits: of tokens, or of samples; None if it is not one
+    module."""
+    head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is not None or not has_score_head(model):
+        return head
+    heads = {name.rpartition(".")[0] for name in head_parameters(model)}
+    return model.get_submodule(heads.pop()) if len(heads) == 1 else None
+
+
+def head_parameters(model: Any) -> list[str]:
+    """Return the names of the parameters that are not the base model's."""
+    own = f"{model.base_model_prefix}."
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    return [name for name in names if not name.startswith(own)]
+
+
+@torch.no_grad()
+def initial_head(model: Any, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and initial values (float32) of the head of `model`, which may be on the meta
+    device: by the architecture's own rules, from a random stream for each module, as
+    `bigtrain.models.build.initialize_weights` draws them."""
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in head_parameters(model))
+    for prefix in modules:
+        module = copy.deepcopy(model.get_submodule(prefix)).to_empty(device="cpu").float()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of(seed, prefix))
+            initialize_module(model, module)
+        for leaf, parameter in module.named_parameters(recurse=False):
+            yield f"{prefix}.{leaf}", parameter.detach()
 
 
 def seed_of(seed: int, name: str) -> int:

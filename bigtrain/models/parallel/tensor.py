@@ -20,6 +20,7 @@ from bigtrain.errors import ModelError
 from bigtrain.models.configuration import text_config
 from bigtrain.models.layers.adapters import base_name, computing_modules, has_adapters
 from bigtrain.models.layers.float8 import product_of
+from bigtrain.models.layers.parameters import output_layer
 from bigtrain.models.parallel.adapters import (
     Side,
     adapted_names,
@@ -75,7 +76,7 @@ def tensor_plan(model: PreTrainedModel) -> Plan:
     rules = dict(model.tp_plan or {})
     plan = {**_inside_wrappers(model, rules), **expanded_plan(model, rules)}
     plan = _with_tied(model, plan)
-    heads = {name for name in _names_of(model, model.get_output_embeddings())}
+    heads = {name for name in _names_of(model, output_layer(model))}
     inputs = {name for name in _names_of(model, model.get_input_embeddings())}
     if not {name.rpartition(".")[0] for name in plan} - heads - inputs - {""}:
         raise ModelError(

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from bigtrain.errors import ModelError, first_line, one_line
+from bigtrain.models.configuration import auto_class
 from bigtrain.models.layers.parameters import names_of
 from bigtrain.models.transformers_patches import computed_in_float32, dtype_plan, names_not_saved
 from bigtrain.models.weights.checksums import TOKENIZER_FILES
@@ -64,7 +65,7 @@ def write_model(
     """
     cast_to = None if dtype is None else DTYPES[dtype]
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=cast_to)
+        model: Any = auto_class(hf_config).from_config(hf_config, dtype=cast_to)
     state = _state(weights, model, cast_to, output, as_stored)
     stored = revert_weight_conversion(model, dict(state))
     notes: list[str] = []

@@ -29,6 +29,8 @@ from transformers.utils import (
 )
 
 from bigtrain.errors import ModelError, one_line
+from bigtrain.models.configuration import auto_class, scores_samples
+from bigtrain.models.layers.parameters import head_parameters, initial_head
 from bigtrain.models.transformers_patches import drop_expected_keys, only_errors, without_progress
 from bigtrain.models.weights.lazy_tensors import (
     BLOCK_BYTES,
@@ -103,24 +105,35 @@ class Weights:
         forget_computed()
 
 
-def find_weights(source: str, hf_config: PreTrainedConfig, key: str = "model.path") -> Weights:
-    """Return the lazy weights in `source` for a causal LM with configuration `hf_config`.
+def find_weights(
+    source: str, hf_config: PreTrainedConfig, key: str = "model.path", *, seed: int = 0
+) -> Weights:
+    """Return the lazy weights in `source` for a model with configuration `hf_config`.
 
     `source`: a directory, or the name of a model in the hub's cache or on the hub. `key`: the
-    setting that named it, for errors. Reads only headers. Not collective: every rank gets the same
-    result. Raises ModelError for files that are missing or corrupt, and for tensors that are
-    missing, unknown, or of another shape or kind than the model's.
+    setting that named it, for errors. `seed`: of the initial head of a model that scores samples,
+    if the files are those of a causal LM, whose head is then dropped. Reads only headers. Not
+    collective: every rank gets the same result. Raises ModelError for files that are missing or
+    corrupt, and for tensors that are missing, unknown, or of another shape or kind than the
+    model's.
     """
     setting = f"{key} = {source!r}"
     if source.startswith((".", "/", "~")) and not Path(source).exists():
         raise ModelError(f"{setting}: no such directory -> restore it, or name where it is now")
     try:
         files = tuple(weight_files(local_path(source), hf_config))
-        found = _leaves_of(files)
+        found: dict[str, _Origin] = dict(_leaves_of(files))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"{setting}: {one_line(error, None)}") from error
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), dtype=torch.float32)
+        model: Any = auto_class(hf_config).from_config(
+            copy.deepcopy(hf_config), dtype=torch.float32
+        )
+    if scores_samples(hf_config) and not found.keys() & set(head_parameters(model)):
+        for name in _token_head(hf_config, found):
+            del found[name]
+        for name, tensor in initial_head(model, seed):
+            found[name] = _Drawn(name, tensor)
     lazy = {name: LazyTensor(leaf.shape, leaf.dtype, leaf) for name, leaf in found.items()}
     problems = _load(model, lazy, found)
     if problems and (method := _quantization(source)) is not None:
@@ -138,7 +151,8 @@ def find_weights(source: str, hf_config: PreTrainedConfig, key: str = "model.pat
                 f"{REWRITE.format(source=source)}"
             )
         raise ModelError(
-            f"{setting}: its weights are not those of a {hf_config.model_type} causal LM of this "
+            f"{setting}: its weights are not those of a {hf_config.model_type} "
+            f"{'with a score head' if scores_samples(hf_config) else 'causal LM'} of this "
             "configuration:\n" + "\n".join(f"  {text}" for text in shown)
         )
     tensors = {
@@ -153,7 +167,22 @@ def find_weights(source: str, hf_config: PreTrainedConfig, key: str = "model.pat
             copies[leaves[0][0]] = leaves[1][0]
         tensors[target] = tensors[origin] = both[-1]
     lazies = {n: t for n, t in tensors.items() if isinstance(t, LazyTensor)}
-    return Weights(setting, lazies, files, lazy, copies)
+    stored = {name: tensor for name, tensor in lazy.items() if isinstance(found[name], _Leaf)}
+    return Weights(setting, lazies, files, stored, copies)
+
+
+def _token_head(hf_config: PreTrainedConfig, found: Mapping[str, _Origin]) -> set[str]:
+    """Return the names of the stored tensors that only the head of the causal LM of `hf_config` is
+    made of."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
+    lazy = {name: LazyTensor(leaf.shape, leaf.dtype, leaf) for name, leaf in found.items()}
+    _load(model, lazy, found)
+    heads, leaves = set(head_parameters(model)), (set[str](), set[str]())
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, LazyTensor):
+            leaves[name in heads].update(_leaf_names(parameter))
+    return leaves[True] - leaves[False]
 
 
 def _leaf_names(tensor: LazyTensor) -> list[str]:
@@ -177,7 +206,7 @@ def _quantization(source: str) -> str | None:
     return None
 
 
-def _load(model: Any, lazy: dict[str, LazyTensor], found: dict[str, _Leaf]) -> list[str]:
+def _load(model: Any, lazy: dict[str, LazyTensor], found: Mapping[str, _Origin]) -> list[str]:
     """Let transformers load `lazy` into `model`; returns the problems."""
     settings = LoadStateDictConfig(
         dtype=torch.float32,
@@ -236,7 +265,7 @@ def _heads(model: Any) -> dict[str, str]:
     return dict.fromkeys(names, remedy)
 
 
-def _where(name: str, found: dict[str, _Leaf]) -> str:
+def _where(name: str, found: Mapping[str, _Origin]) -> str:
     """Return the tensor of a file that becomes `name`, as far as names tell."""
     alike = [
         leaf
@@ -343,6 +372,33 @@ class _Leaf:
     def sources(self) -> Iterator[object]:
         yield self
 
+
+@dataclass(frozen=True)
+class _Drawn:
+    """An initial value of a parameter that no file contains."""
+
+    name: str
+    values: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    def __str__(self) -> str:
+        return self.name
+
+    def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
+        out.copy_(narrowed(self.values, offsets, tuple(out.shape)))
+
+    def sources(self) -> Iterator[object]:
+        yield self
+
+
+_Origin = _Leaf | _Drawn
 
 REWRITE = (
     'python -c "from transformers import AutoModelForCausalLM as M; '

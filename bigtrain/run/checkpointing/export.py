@@ -149,7 +149,7 @@ def _merged(
 def _base_of(config: RunConfig, hf_config: Any, state: dict[str, Any], directory: Path) -> Weights:
     """Return the base weights of a checkpoint's adapters. Reads all of their files."""
     assert config.model.path is not None
-    base = find_weights(config.model.path, hf_config)
+    base = find_weights(config.model.path, hf_config, seed=config.seed)
     refuse_other_base(state, base_sums(base.files), directory)
     return base
 
@@ -169,7 +169,7 @@ def model_card(
         front["base_model"] = base
     samples = config.batch.samples_per_step
     tokens = step * samples * rows_per_sample(config.objective) * config.batch.sequence_length
-    units = {"preference": "pair", "kto": "answer"}
+    units = {"preference": "pair", "reward": "pair", "kto": "answer", "classification": "sample"}
     sources = [config.data.path, *(source.path for source in config.data.sources)]
     figures = {
         "step": f"{step:,} of {config.train.total_steps:,}",

@@ -70,7 +70,7 @@ class WeightsSource:
         hf_config, growth = inputs.hf_config, inputs.growth
         if growth is not None:
             hf_config = base_configuration(hf_config, growth)
-        return find_weights(self.hugging_face, hf_config, key)
+        return find_weights(self.hugging_face, hf_config, key, seed=config.seed)
 
     def fill(
         self,

@@ -358,5 +358,6 @@ def _probe(config: RunConfig, engine: TrainEngine) -> Probe:
     ids = Probe.make_input(
         hf_config.get_text_config().vocab_size,  # type: ignore[operator, union-attr]
         config.batch.sequence_length,
+        8 if config.objective.scores_samples else 1,
     )
     return Probe(ids, engine.logits(ids), config.precision.dtype)

@@ -157,6 +157,7 @@ class Facts:
     attention: str = _run("model.attention", "auto")
     isolates: bool = _run("data.isolates", False)
     objective: str = _run("objective.type", "next_token")
+    scores_samples: bool = _run("objective.scores_samples", False)
     loss_terms: bool = cast(bool, _Fact(False, "objective.z_loss", _adds_terms))
     needs_reference: bool = _run("objective.needs_reference", False)
     stored_reference: bool = _run("objective.reference", False, lambda name: True)

@@ -14,7 +14,7 @@ from bigtrain.settings.sections.extensions import (
     known_or_imported,
 )
 
-KnownObjective = Literal["next_token", "preference", "kto"]
+KnownObjective = Literal["next_token", "preference", "kto", "reward", "classification"]
 PreferenceLoss = Literal["sigmoid", "ipo", "simpo", "orpo"]
 REFERENCE_FREE: tuple[PreferenceLoss, ...] = ("simpo", "orpo")
 """Losses that compare the answers of a pair without a reference model."""
@@ -26,7 +26,9 @@ class ObjectiveSection(Section):
     type: KnownObjective | ImportedName = "next_token"
     """next_token: cross-entropy of the next token; preference: pairs of a chosen and a rejected
     answer (rows: preference in the data's manifest); kto: answers that are labeled desirable or not
-    (rows: kto; arXiv 2402.01306), with adapters; or a class of yours, as package.module:Class"""
+    (rows: kto; arXiv 2402.01306), with adapters; reward: a scalar head that scores the chosen
+    answer of a pair higher (rows: preference); classification: a head that gives a sample one of
+    several labels (rows: classification); or a class of yours, as package.module:Class"""
     loss: PreferenceLoss = "sigmoid"
     """preference: sigmoid (DPO, arXiv 2305.18290), ipo (arXiv 2310.12036), simpo (arXiv 2405.14734)
     or orpo (arXiv 2403.07691)"""
@@ -39,6 +41,9 @@ class ObjectiveSection(Section):
     """kto: weight of the losses of undesirable answers"""
     gamma: NonNegativeFloat = 0.0
     """simpo: margin by which the chosen answer's reward is to be larger"""
+    center_rewards_coefficient: NonNegativeFloat = 0.0
+    """reward: weight of the squared sum of a pair's two rewards, which keeps their mean at 0 (arXiv
+    2312.09244)"""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """next_token: share of each target that is divided equally over the vocabulary (arXiv
     1512.00567), in training only"""
@@ -55,6 +60,11 @@ class ObjectiveSection(Section):
     def reads_pairs(self) -> bool:
         """Whether a sample is a pair of answers, for an objective of bigtrain."""
         return self.type == "preference"
+
+    @property
+    def scores_samples(self) -> bool:
+        """Whether the model has a head that scores a sample at its last token."""
+        return self.type in ("reward", "classification")
 
     @property
     def needs_reference(self) -> bool:
@@ -79,6 +89,8 @@ class ObjectiveSection(Section):
         if self.type != "kto":
             unused += ["desirable_weight", "undesirable_weight"]
             unused += [] if self.reads_pairs else ["beta"]
+        if self.type != "reward":
+            unused += ["center_rewards_coefficient"]
         if self.type != "next_token":
             unused += ["label_smoothing", "z_loss"]
         if not (self.reads_pairs and self.needs_reference):

@@ -115,6 +115,56 @@ def test_a_labeled_answer_has_trls_tokens(label: Any) -> None:
         assert orjson.loads(content)["label"] == (label in (True, "true"))
 
 
+@pytest.mark.parametrize("label", [1, "1", "high"])
+@pytest.mark.parametrize("with_begin", [False, True], ids=["plain", "with begin"])
+def test_a_sample_to_classify_has_transformers_tokens(label: Any, with_begin: bool) -> None:
+    tokenizer, encoder = tokenizer_of(LLAMA3, with_begin), encoder_of(LLAMA3, with_begin)
+    text = "What is 2 + 2, é🙂?"
+    chat = [SYSTEM, USER]  # without an answer
+    ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]
+    for row, wanted in (
+        ({"text": text}, tokenizer(text).input_ids),
+        ({"messages": chat}, ids),
+    ):
+        content, why = document("classification", {**row, "label": label})
+        assert content is not None, why
+        found = encode_rows(encoder, [content], None, "classification", ("low", "high"))
+        assert found.chats.tokens.tolist() == wanted
+        assert found.chats.mask.all()
+        assert found.labels is not None
+        assert found.labels.tolist() == [1]
+
+
+def test_labels_without_a_name_are_bad_documents() -> None:
+    rows = [{"text": "a b", "label": label} for label in ("low", 2, -1, "other", 1)]
+    contents = [content for row in rows if (content := document("classification", row)[0])]
+    found = encode_rows(encoder_of(None), contents, None, "classification", ("low", "high"))
+    assert [number for number, _ in found.chats.problems] == [1, 2, 3]
+    why = "its label is 'other', which is not 0 to 1 or one of low, high"
+    assert found.chats.problems[2][1] == why
+    assert [length > 0 for length in found.chats.lengths] == [True, False, False, False, True]
+    assert found.labels is not None
+    assert found.labels[[0, 4]].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ([], "--labels: 0 names"),
+        (["--labels", "a", "a"], "--labels: 2 names, 1 of them different"),
+        (["--labels", "a", "b", "--learn", "last"], "samples of --format classification are"),
+        (["--labels", "a", "--format", "text"], "--labels are of --format classification"),
+    ],
+)
+def test_options_that_do_not_fit_labels(
+    more: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_rows(tmp_path / "rows.jsonl", [{"text": "a", "label": 0}])
+    words = ["--input", source, "--tokenizer", tmp_path, "--output", tmp_path / "out"]
+    assert run("tokenize", *words, "--format", "classification", *more) == 2
+    assert why in capsys.readouterr().err
+
+
 BAD_ROWS: list[tuple[Rows, dict[str, Any], str]] = [
     ("preference", {"chosen": "a", "rejected": None, "prompt": "x"}, "it has no rejected"),
     (
@@ -148,6 +198,11 @@ BAD_ROWS: list[tuple[Rows, dict[str, Any], str]] = [
     ("kto", {"prompt": "a", "completion": "b", "label": None}, "its label is None"),
     ("kto", {"prompt": "a", "completion": "", "label": True}, "its completion is empty"),
     ("kto", {"prompt": "a", "completion": None, "label": True}, "it has no completion"),
+    ("classification", {"text": "a", "label": 0.5}, "its label is 0.5, which is neither"),
+    ("classification", {"text": "a", "label": True}, "its label is True, which is neither"),
+    ("classification", {"text": "", "label": 1}, "its text is empty"),
+    ("classification", {"label": 1}, "it has neither of text and messages"),
+    ("classification", {"text": "a", "messages": [USER], "label": 1}, "it has both of text"),
 ]
 
 

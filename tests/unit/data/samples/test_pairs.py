@@ -49,6 +49,22 @@ def test_rows_are_the_documents_chosen_then_rejected(dataset: TokenDataset) -> N
     assert rows_of(dataset, samples, numbers) == expected
 
 
+def test_complete_rows_have_as_many_targets_as_tokens(dataset: TokenDataset) -> None:
+    documents = [document["input_ids"].tolist() for document in dataset]
+    longest = max(map(len, documents))
+    stream = split_stream(dataset, "train")
+    with pytest.raises(DataError, match=f"sequence_length={longest}, or data.long_documents"):
+        PairSamples(stream, longest - 1, is_complete=True)
+    samples = PairSamples(stream, longest, is_complete=True)
+    numbers = np.arange(samples.num_samples)
+    batch = BatchReader(samples, BatchOptions()).read(numbers, len(numbers)).of_pairs()
+    rows = zip(batch.input_ids, (batch.labels != -100).sum(-1).tolist(), strict=True)
+    assert [ids[:count].tolist() for ids, count in rows] == documents
+    cut = PairSamples(stream, 12, truncates=True, is_complete=True)
+    batch = BatchReader(cut, BatchOptions()).read(numbers, len(numbers)).of_pairs()
+    assert (batch.labels != -100).sum(-1).tolist() == [min(12, len(one)) for one in documents]
+
+
 def test_longer_answers_are_refused_or_truncated(dataset: TokenDataset) -> None:
     stream = split_stream(dataset, "train")
     lengths = [len(document["input_ids"]) for document in dataset]

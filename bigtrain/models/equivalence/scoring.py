@@ -1,0 +1,48 @@
+"""Whether a model scores a sample at its last token and whatever follows it, tested on a proxy
+model: an encoder with a head scores its first token, and reads padding that no mask excludes."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedConfig
+
+from bigtrain.errors import ModelError, Problem, one_line
+from bigtrain.models.equivalence.proxy_model import (
+    MODEL_FAILURES,
+    build_noisy_proxy,
+    proxy_tokens,
+    smaller,
+    with_heads,
+)
+from bigtrain.models.equivalence.trial import largest_value
+
+_PADDING = 8
+_TOLERANCE = 1e-4
+
+
+@torch.no_grad()
+def check_scoring(hf_config: PreTrainedConfig, attention: str, key: str) -> list[Problem]:
+    """Return the problem of a model with a score head that samples in padded rows cannot train.
+    `key`: the setting that names it."""
+    remedy = "a causal language model with such a class, such as llama or qwen3"
+    kind = f"a {hf_config.model_type} with a score head"
+    try:
+        model = build_noisy_proxy(hf_config, attention, smaller(with_heads(2))).eval()
+        ids = proxy_tokens(model)
+        padding = torch.full((len(ids), _PADDING), model.config.get_text_config().pad_token_id)
+        others = ids.clone()
+        others[:, -1] = ids[:, -1] % 2 + 3  # tokens of the proxy, and never the same
+        scores, padded, changed = (
+            model(input_ids=given, use_cache=False).logits.float()
+            for given in (ids, torch.cat([ids, padding], 1), others)
+        )
+    except (ModelError, *MODEL_FAILURES) as error:
+        return [Problem(key, hf_config.model_type, f"{kind} fails: {one_line(error)}", remedy)]
+    limit = _TOLERANCE * largest_value(scores)
+    if largest_value(padded - scores) > limit:
+        rule = f"the scores of {kind} depend on the padding after a sample"
+        return [Problem(key, hf_config.model_type, rule, remedy)]
+    if largest_value(changed - scores) <= limit:
+        rule = f"the scores of {kind} do not depend on the last token of a sample"
+        return [Problem(key, hf_config.model_type, rule, remedy)]
+    return []

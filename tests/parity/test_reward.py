@@ -1,0 +1,112 @@
+"""A reward model under DeepSpeed against plain transformers and PyTorch in one process."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from tests.parity import score_heads
+from tests.parity.score_heads import (
+    LENGTH,
+    VOCAB_SIZE,
+    Plain,
+    compare,
+    places_of,
+    plain_model,
+    scores_of,
+    train,
+    write_base,
+)
+from tests.support.pairs import write_pairs
+
+pytestmark = [pytest.mark.distributed]
+SLOW = pytest.mark.slow
+CENTERING = 0.05
+OBJECTIVE = {"type": "reward", "center_rewards_coefficient": CENTERING}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pairs, and a small causal language model with weights."""
+    directory = tmp_path_factory.mktemp("reward")
+    write_pairs(directory / "pairs", vocab_size=VOCAB_SIZE, longest=LENGTH + 1)
+    write_base(directory)
+    return directory
+
+
+def run_of(root: Path, **options: Any) -> dict[str, Any]:
+    return score_heads.run_of(root, root / "pairs", OBJECTIVE, **options)
+
+
+def plain_loss(
+    places: dict[tuple[int, ...], tuple[str, int]], model: Any, documents: list[torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Mean loss over pairs, and metrics: formulas of TRL 1.16 (reward_trainer.py)."""
+    numbers = [places[tuple(one.tolist())] for one in documents]
+    for (split, chosen), (other, rejected) in zip(numbers[0::2], numbers[1::2], strict=True):
+        assert (split, chosen + 1, chosen % 2) == (other, rejected, 0)
+    scores = scores_of(model, documents)[:, 0]
+    high, low = scores[0::2], scores[1::2]
+    loss = -logsigmoid(high - low).mean() + CENTERING * ((high + low) ** 2).mean()
+    return loss, {
+        "rewards/chosen": high.mean(),
+        "rewards/rejected": low.mean(),
+        "rewards/margins": (high - low).mean(),
+        "rewards/accuracies": (high > low).float().mean(),
+    }
+
+
+@cache
+def plain_run(root: Path, adapted: bool = False) -> Plain:
+    loss = partial(plain_loss, places_of(root / "pairs"))
+    return score_heads.plain_run(run_of(root, adapted=adapted), plain_model(root, 1), loss, 2)
+
+
+def test_the_plain_run_learns(root: Path) -> None:
+    plain = plain_run(root)
+    assert max(map(len, places_of(root / "pairs"))) == LENGTH  # a row without padding
+    assert plain.rows[-1]["loss"] < plain.rows[0]["loss"]
+    assert float((plain.weights["score.weight"] - plain.head).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("engine", "sections"),
+    [
+        pytest.param("zero0", {}, marks=SLOW),
+        pytest.param("zero1", {}, marks=SLOW),
+        pytest.param("zero2", {"model": {"gradient_checkpointing": "full"}}, marks=SLOW),
+        ("zero3", {}),
+        pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
+    ],
+    ids=["zero0", "zero1", "recomputed", "zero3", "tensor"],
+)
+def test_a_reward_model_is_that_of_a_plain_loop(
+    root: Path, engine: str, sections: dict[str, Any]
+) -> None:
+    tree = run_of(root, engine={"deepspeed_config": engine}, **sections)
+    tree["model"] = {"path": str(root / "base"), **tree["model"]}
+    name = "-".join([engine, *sections])
+    compare(root / name, train(root, name, tree, 2), plain_run(root))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero1", "zero3"])
+def test_adapters_with_a_trained_head_are_those_of_a_plain_loop(root: Path, engine: str) -> None:
+    tree = run_of(root, adapted=True, engine={"deepspeed_config": engine})
+    name = f"adapted-{engine}"
+    compare(root / name, train(root, name, tree, 2), plain_run(root, adapted=True))
+
+
+@pytest.mark.slow
+def test_a_resume_on_one_rank_continues_as_the_plain_loop(root: Path) -> None:
+    tree = run_of(root, engine={"deepspeed_config": "zero1"})
+    rows = train(root, "resumed", {**tree, "train": {"steps": 4}}, 2)
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
+    allowed = {"every_steps": 4, "allow_changes": ["train.steps"]}
+    continued = train(root, "resumed", {**tree, "checkpoint": allowed}, 1)
+    compare(root / "resumed", continued, plain_run(root))
