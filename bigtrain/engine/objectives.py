@@ -2,9 +2,9 @@
 
 An objective returns the loss summed over the units of a micro-batch (target tokens, rows, pairs,
 answers); the engine divides by the units of the global batch, so that a step does not depend on
-micro-batches and ranks. `NextToken` leaves the cross-entropy to the engine; the others get the
-log-probabilities of the target tokens, which `bigtrain.models.layers.chunked_loss` computes without
-full logits.
+micro-batches and ranks. `NextToken` leaves the cross-entropy, and the divergence from a teacher, to
+the engine; the others get the log-probabilities of the target tokens, which
+`bigtrain.models.layers.chunked_loss` computes without full logits.
 
 Shapes: R = rows of a micro-batch (of pairs: chosen and rejected alternate; of rated answers: the
 answer and a mismatched one), T = tokens of a row.
@@ -371,7 +371,9 @@ class _UserLoss:
 
 def loss_terms(config: RunConfig) -> LossTerms:
     """Return the terms that a run adds to the cross-entropy of the next token."""
-    return LossTerms(config.objective.label_smoothing, config.objective.z_loss)
+    section = config.objective
+    distillation = section.alpha if section.type == "distillation" else 0.0
+    return LossTerms(section.label_smoothing, section.z_loss, distillation)
 
 
 def make_objective(config: RunConfig) -> Objective:

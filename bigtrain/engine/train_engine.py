@@ -335,11 +335,14 @@ class TrainEngine:
         if self._computes_loss:
             # Labels on the host, so that tokens without one are known without waiting.
             targets = self._labels(batch)
-            outputs = self._forward(batch, moved, targets=targets, factor=factor)
+            known = {} if moved.teacher is None else {"teacher": moved.teacher}
+            outputs = self._forward(batch, moved, targets=targets, factor=factor, **known)
             return outputs.loss, outputs
         outputs = self._forward(batch, moved)
         logits = outputs.logits.flatten(0, 1).float()
-        return summed_token_loss(logits, self._labels(moved).flatten(), self._terms), outputs
+        teacher = moved.teacher and (moved.teacher[0].flatten(0, 1), moved.teacher[1].flatten(0, 1))
+        labels = self._labels(moved).flatten()
+        return summed_token_loss(logits, labels, self._terms, teacher), outputs
 
     def log_probabilities(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]:
         """Return the log-probability of each target, float32 [R, T], and all else that the model

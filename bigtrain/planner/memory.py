@@ -251,13 +251,13 @@ def _activations_and_loss(
         hidden //= layout.tensor_size
     kept, working, inputs = _kept(stage, model, layout, engine, hidden)
     kept, inputs = kept * in_flight, inputs * in_flight
-    if stage.is_last:
-        kept += model.saved_bytes_outside * layout.tokens_per_micro_batch
-    else:
-        working += 2 * hidden  # received from the next stage, and sent to the previous one
-    loss, left = _loss(model, layout, engine, hidden) if stage.is_last else (0.0, 0.0)
-    if loss >= left + working:
-        return kept, loss, inputs
+    if not stage.is_last:  # received from the next stage, and sent to the previous one
+        return kept + working + 2 * hidden, 0.0, inputs
+    loss, left = _loss(model, layout, engine, hidden)
+    # Saved by what follows the layers, and freed before theirs is needed.
+    outside = model.saved_bytes_outside * layout.tokens_per_micro_batch
+    if outside + loss >= left + working:
+        return kept + outside, loss, inputs
     return kept + working, left, inputs
 
 
@@ -270,11 +270,12 @@ def _kept(
              for kind, _ in stage.counts}  # fmt: skip
     everything = sum(count * sizes[kind] for kind, count in stage.counts)
     largest = max(sizes.values(), default=0.0)
-    passing = 0.0  # inside a ring, or an MLP in tiles
+    passing = 0.0  # inside a ring, an MLP in tiles, or a norm
     if engine.is_deepspeed:
         for kind in (model.kinds[kind] for kind in sizes):
-            of_ring = _ring_bytes(kind, model, layout) - _freed_bytes(kind, layout)
-            passing = max(passing, of_ring, _tile_bytes(kind, model, layout, engine))
+            of_ring = _ring_bytes(kind, model, layout) - _freed_bytes(kind, model, layout)
+            of_norm = 0.0 if layout.recompute == "operators" else _norm_bytes(kind, model, layout)
+            passing = max(passing, of_ring, of_norm, _tile_bytes(kind, model, layout, engine))
     if layout.recompute == "operators":
         kept = {kind: _results_kept(model.kinds[kind], model, layout) for kind in sizes}
         return sum(count * kept[kind] for kind, count in stage.counts), largest / 2 + passing, 0.0
@@ -297,9 +298,9 @@ def _kept(
 def _ring_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
     """Return the bytes that the backward pass of a ring takes in one layer
     (models/parallel/ring_attention.py): keys and values received, arriving (none in the last of
-    two steps) and, half of them, sent; in float32 the gradients of queries, of keys and values, and
-    those of one rank's as they are computed, sent and, half of them, received; and what the
-    kernel of one piece, half of the queries and keys, takes: copies, and gradients."""
+    two steps) and, half of them, sent; the gradient of the output; in float32 those of queries, of
+    keys and values, and those of one rank's as they are computed, sent and, half of them, received;
+    and what the kernel of one piece, half of the queries and keys, takes: copies, and gradients."""
     if layout.ring_size == 1 or layer.attention is None:
         return 0.0
     own, t, size = layer.attention, layout.tensor_size, model.element_bytes
@@ -310,16 +311,24 @@ def _ring_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
     kernel = size * queries + 1.5 * (size * queries + sent.keys)
     if layout.ring_size == 2:
         kernel = max(kernel, 1.5 * sent.gradients)  # sent when the last kernel has ended
-        return 4 * queries + 1.5 * sent.keys + 2 * sent.gradients + kernel
-    return 4 * queries + 2.5 * sent.keys + 3.5 * sent.gradients + kernel
+        return (4 + size) * queries + 1.5 * sent.keys + 2 * sent.gradients + kernel
+    return (4 + size) * queries + 2.5 * sent.keys + 3.5 * sent.gradients + kernel
 
 
-def _freed_bytes(layer: LayerCosts, layout: Layout) -> float:
+def _norm_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
+    """Return the bytes of the backward pass of the norm before the MLPs, in addition to what the
+    layer has saved without them: four tensors of the hidden size, in float32."""
+    tokens = layout.tokens_per_micro_batch
+    freed = 0.0 if layout.num_tiles(model.hidden_size) else _mlp_bytes(layer, layout)
+    return tokens * (4 * 4.0 * model.hidden_size - freed)
+
+
+def _freed_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
     """Return the bytes kept for the backward pass of a layer that are freed before its attention:
     those of its MLPs, and half of those outside of MLPs and of what tensor parallelism divides."""
     tokens, own = layout.tokens_per_micro_batch, layer.mlp
     of_mlp = _mlp_bytes(layer, layout)
-    freed = 0.0 if layout.tiled_mlp != "off" else of_mlp
+    freed = 0.0 if layout.num_tiles(model.hidden_size) else of_mlp
     return tokens * (freed + (layer.saved_bytes_whole - own.saved_bytes_whole) / 2)
 
 

@@ -122,6 +122,15 @@ def check_scores(config: RunConfig) -> list[Problem]:
     ]
 
 
+def check_distillation(config: RunConfig) -> list[Problem]:
+    """Return the problem of a teacher that has scored complete documents, with a student that does
+    not read such."""
+    if config.objective.type != "distillation" or config.data.packing == "best_fit":
+        return []
+    rule = "the teacher has seen each document alone, and objective.type = distillation compares so"
+    return [Problem("data.packing", config.data.packing, rule, "data.packing=best_fit")]
+
+
 def check_pairs(config: RunConfig) -> list[Problem]:
     """Return the problems of settings of the data that have no meaning for answers, which have rows
     of their own."""

@@ -32,6 +32,7 @@ from bigtrain.settings.extensions import (
 from bigtrain.settings.hf_config_keys import inspect_configuration, key_table
 from bigtrain.settings.loading import apply_overrides, find_config, load_run_config, parse_yaml
 from bigtrain.settings.objective import (
+    check_distillation,
     check_objective,
     check_pairs,
     check_reference,
@@ -80,7 +81,13 @@ def resolve_run(
     problems.extend(_check_extensions(config))
     of_objective = check_objective(config.objective)
     problems.extend(
-        of_objective or [*check_pairs(config), *check_scores(config), *check_reference(config)]
+        of_objective
+        or [
+            *check_pairs(config),
+            *check_scores(config),
+            *check_reference(config),
+            *check_distillation(config),
+        ]
     )
     if scores and config.objective.scores_samples:
         rule = "its model predicts no tokens, whose log-probabilities would be stored"

@@ -16,6 +16,8 @@ import torch
 from bigtrain.data.loading.collator import BatchOptions, BatchReader, Collator, StoredRows, new_rows
 from bigtrain.data.loading.dataset_checks import measured_split, open_answers, tokens_per_byte
 from bigtrain.data.loading.micro_batch import MicroBatch
+from bigtrain.data.loading.stored_scores import teacher_of
+from bigtrain.data.loading.teacher import TeacherRows
 from bigtrain.data.samples.mixture import MixedSamples, MixtureOrder
 from bigtrain.data.samples.packing_plan import PackedDocuments, balanced, packed_documents
 from bigtrain.data.samples.phases import JoinedWindows, Phase, first_phase, identify_sources
@@ -64,6 +66,7 @@ class TrainingBatches:
         self.order = order
         self.options = options
         self.scores: Scores | None = None
+        self.teacher: TeacherRows | None = None
         self._labels = labels_of(dataset)
         self._balances = balances and plan.data_size > 1
         self._order_lock = Lock()
@@ -95,13 +98,20 @@ class TrainingBatches:
         following = first_sample + self.plan.global_batch_size
         self._ready = (following, rest) if len(rest.tokens) else None
         parts = step.split(self.plan.micro_batch_size)
-        if self.scores is None and self._labels is None:
+        if self.scores is None and self._labels is None and self.teacher is None:
             return [_as_model_input(part, self.plan) for part in parts]
         with self._order_lock:
             samples = self._own_samples(first_sample, 1)
         pairs = zip(parts, samples.reshape(len(parts), -1), strict=True)
         known = self.scores, self._labels
-        return [_as_model_input(part, self.plan, own, *known) for part, own in pairs]
+        batches = []
+        for part, own in pairs:
+            batch = _as_model_input(part, self.plan, own, *known)
+            if self.teacher is not None:
+                values, ids = map(torch.from_numpy, self.teacher.rows(own))
+                batch = replace(batch, tokens=None, teacher_values=values, teacher_ids=ids)
+            batches.append(batch)
+        return batches
 
     def _own_samples(self, first_sample: int, num_steps: int) -> Indices:
         """Return the samples that this rank reads in steps from `first_sample` on."""
@@ -344,8 +354,9 @@ def open_training_data(
             assert isinstance(samples, PackedWindows)
             samples = JoinedWindows(samples, source.rest, config.seed, source.number)
         sources.append(samples)
-    return TrainingBatches(
-        MixedSamples(sources),
+    mixed = MixedSamples(sources)
+    batches = TrainingBatches(
+        mixed,
         plan,
         data_rank,
         phase.order(config.seed),
@@ -354,6 +365,9 @@ def open_training_data(
         balances=config.data.balance_attention
         and all(isinstance(samples, PackedDocuments) for samples in sources),
     )
+    if config.objective.type == "distillation":
+        batches.teacher = TeacherRows(mixed, [teacher_of(config, one) for one in datasets])
+    return batches
 
 
 def open_held_out(

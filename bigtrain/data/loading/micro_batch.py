@@ -20,7 +20,9 @@ class MicroBatch:
     is a target: inputs and labels are views of it, and not contiguous. `reference` float32 [B], for
     objectives with stored scores: log-probability of the targets of a row under the reference.
     `desirable` bool [B], of rated answers: whether the answer of a row's sample is desirable.
-    `classes` int64 [B], of samples with a label: its number.
+    `classes` int64 [B], of samples with a label: its number. `teacher_values` float32 [B, T, k],
+    `teacher_ids` int64 [B, T, k]: log-probabilities of a teacher's k most probable tokens at each
+    label, and their ids.
     """
 
     input_ids: torch.Tensor
@@ -30,6 +32,8 @@ class MicroBatch:
     reference: torch.Tensor | None = None
     desirable: torch.Tensor | None = None
     classes: torch.Tensor | None = None
+    teacher_values: torch.Tensor | None = None
+    teacher_ids: torch.Tensor | None = None
 
     @classmethod
     def of_tokens(cls, tokens: torch.Tensor) -> MicroBatch:
@@ -69,7 +73,15 @@ class MicroBatch:
     @property
     def _optional(self) -> tuple[torch.Tensor | None, ...]:
         """The fields after `labels`, of rows whose tokens are not all targets."""
-        return self.position_ids, None, self.reference, self.desirable, self.classes
+        rows = self.reference, self.desirable, self.classes
+        return self.position_ids, None, *rows, self.teacher_values, self.teacher_ids
+
+    @property
+    def teacher(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What is known of a teacher, if anything."""
+        if self.teacher_values is None or self.teacher_ids is None:
+            return None
+        return self.teacher_values, self.teacher_ids
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         """Apply `move` to each tensor; to `tokens` only, if the others are views of it."""

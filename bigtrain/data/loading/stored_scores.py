@@ -83,30 +83,58 @@ def wanted_splits(
 def check_reference_scores(
     config: RunConfig, datasets: Sequence[TokenDataset], held_out_sets: Sequence[TokenDataset]
 ) -> list[Problem]:
-    """Return a problem for each dataset of which ``objective.reference`` has no fitting scores. The
-    model is compared when the run begins, since that reads its weights."""
-    if not reads_scores(config) or config.objective.reference is None:
+    """Return a problem for each dataset of which ``objective.reference`` or ``objective.teacher``
+    has no fitting scores. The reference model is compared when the run begins, since that reads its
+    weights."""
+    distills = config.objective.type == "distillation"
+    if not distills and (not reads_scores(config) or config.objective.reference is None):
         return []
     problems: list[Problem] = []
     for dataset, splits in wanted_splits(datasets, held_out_sets):
         try:
-            reference_of(config, dataset, splits)
+            if distills and "train" in splits:
+                teacher_of(config, dataset)
+            elif not distills:
+                reference_of(config, dataset, splits)
         except ConfigError as error:
             problems += error.problems
+    if distills and not problems:
+        sizes = [teacher_of(config, dataset).request.top_k for dataset in datasets]
+        if len(set(sizes)) > 1:
+            rule = f"has {', '.join(map(str, sizes))} tokens for the sources of data.sources"
+            remedy = "score all with the same --top-k"
+            problems.append(Problem("objective.teacher", config.objective.teacher, rule, remedy))
     return problems
 
 
 def reference_of(config: RunConfig, dataset: TokenDataset, splits: Sequence[Split]) -> Scores:
     """Return the scores of `dataset` that ``objective.reference`` names. Raises ConfigError if it
     has none of these splits, or if documents were divided elsewhere."""
-    name = config.objective.reference
+    assert config.objective.reference is not None
+    return _fitting(config, KEY, config.objective.reference, dataset, splits)
+
+
+def teacher_of(config: RunConfig, dataset: TokenDataset) -> Scores:
+    """Return the scores of the training documents of `dataset` that ``objective.teacher`` names.
+    Raises ConfigError as `reference_of`, and for scores without the most probable tokens."""
+    key, name = "objective.teacher", config.objective.teacher
     assert name is not None
+    found = _fitting(config, key, name, dataset, ["train"])
+    if found.request.kind != "top-k":
+        rule = f"has scores of kind {found.request.kind}, without the most probable tokens"
+        raise ConfigError(Problem(key, name, rule, "bigtrain score --kind top-k --top-k 64"))
+    return found
+
+
+def _fitting(
+    config: RunConfig, key: str, name: str, dataset: TokenDataset, splits: Sequence[Split]
+) -> Scores:
     try:
         found = find_scores(Path(name), identity_of(dataset))
         for split in splits:
             found.parts(split)
     except DataError as error:
-        raise ConfigError(Problem(KEY, name, *str(error).split(" -> ", 1))) from error
+        raise ConfigError(Problem(key, name, *str(error).split(" -> ", 1))) from error
     length = config.batch.sequence_length
     longest = max(found.record.longest[split] for split in splits)
     if longest <= min(length, found.request.sequence_length) + 1:
@@ -118,7 +146,7 @@ def reference_of(config: RunConfig, dataset: TokenDataset, splits: Sequence[Spli
         return found
     rule = f"its longest document has {longest} tokens, and was divided: {'; '.join(changes)}"
     remedy = "score the data with the settings of this run"
-    raise ConfigError(Problem(KEY, name, rule, remedy))
+    raise ConfigError(Problem(key, name, rule, remedy))
 
 
 def refuse_other_model(config: RunConfig, found: Scores, model: Identity) -> None:

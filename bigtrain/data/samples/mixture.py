@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
@@ -52,23 +52,28 @@ class MixedSamples:
             self.sources[0].fill(samples, rows, out)
             return
         assert not len(samples) or 0 <= samples.min() <= samples.max() < self.num_samples
-        numbers = np.searchsorted(self._ends, samples, side="right")
-        for number in np.unique(numbers).tolist():
-            own = np.flatnonzero(numbers == number)
-            source = self.sources[number]
-            source.fill(samples[own] - (self._ends[number] - source.num_samples), rows[own], out)
+        for number, own, inside in self.by_source(samples):
+            self.sources[number].fill(inside, rows[own], out)
 
     def of_sources(
         self, samples: Indices, compute: Callable[[Samples, Indices], npt.NDArray[np.float64]]
     ) -> npt.NDArray[np.float64]:
         """Return a number for each sample, which `compute` returns for samples of one source."""
-        numbers = np.searchsorted(self._ends, samples, side="right")
         result = np.empty(len(samples))
-        for number in np.unique(numbers).tolist():
-            own, source = np.flatnonzero(numbers == number), self.sources[number]
-            first = self._ends[number] - source.num_samples
-            result[own] = compute(source, samples[own] - first)
+        for number, own, inside in self.by_source(samples):
+            result[own] = compute(self.sources[number], inside)
         return result
+
+    def by_source(self, samples: Indices) -> Iterator[tuple[int, Indices, Indices]]:
+        """Yield for each source the places in `samples` of its own, and their numbers in it."""
+        numbers = np.searchsorted(self._ends, samples, side="right")
+        for number in np.unique(numbers).tolist():
+            own = np.flatnonzero(numbers == number)
+            yield (
+                number,
+                own,
+                samples[own] - (self._ends[number] - self.sources[number].num_samples),
+            )
 
     def describe(self, sample: int) -> str:
         number = int(np.searchsorted(self._ends, sample, side="right"))

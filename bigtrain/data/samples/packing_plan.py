@@ -225,6 +225,20 @@ class PackedDocuments(StreamSamples):
         squares = pieces.lengths.astype(np.float64) ** 2
         return np.bincount(pieces.numbers, squares, minlength=len(samples)).astype(np.float64)
 
+    def stream_positions(self, samples: Indices) -> npt.NDArray[np.int64]:
+        """Return where in the stream the tokens of samples are, int64 [samples, sequence_length +
+        1]; -1 for padding."""
+        pieces = self._pieces(samples)
+        width = self.sequence_length + 1
+        positions = np.full(len(samples) * width, -1)
+        count = int(pieces.lengths.sum())
+        inside = np.arange(count) - np.repeat(
+            np.cumsum(pieces.lengths) - pieces.lengths, pieces.lengths
+        )
+        places = np.repeat(pieces.numbers * width + pieces.places, pieces.lengths) + inside
+        positions[places] = np.repeat(pieces.starts, pieces.lengths) + inside
+        return positions.reshape(len(samples), width)
+
     def _pieces(self, samples: Indices) -> Ranges:
         assert 0 <= samples.min() <= samples.max() < self.num_samples
         plan = self.plan

@@ -205,6 +205,18 @@ class Scores:
             raise DataError(f"{path} is corrupt: another checksum than in {SCORES_NAME} -> restore")
         return values
 
+    def mapped(self, record: PartRecord, array: str) -> npt.NDArray[Any]:
+        """Return an array of a part as a memory map, without comparing its checksum. Raises
+        DataError for another shape than the record's."""
+        path = self.directory / f"{record.name}.{array}.npy"
+        try:
+            values: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read: {error} -> score the data again") from error
+        if len(values) != record.tokens:
+            raise DataError(f"{path} has {len(values)} tokens of {record.tokens} -> restore it")
+        return values
+
     def parts(self, split: Split) -> Sequence[PartRecord]:
         """Return the parts of a split in order. Raises DataError without this split."""
         if split not in self.record.splits:

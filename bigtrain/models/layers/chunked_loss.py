@@ -29,6 +29,7 @@ from bigtrain.models.layers.token_loss import (
     IGNORED_LABEL,
     NO_TERMS,
     LossTerms,
+    Teacher,
     summed_token_loss,
     token_scores,
 )
@@ -85,6 +86,7 @@ class ChunkedLoss:
         self._labels: torch.Tensor | None = None
         self._factor: torch.Tensor | None = None
         self._per_token, self._top_k = False, 0
+        self._teacher: Teacher | None = None
         self._base_outputs: Any = None
         self._loss: torch.Tensor | None = None
         shadow(model, "forward", self.forward)
@@ -102,6 +104,7 @@ class ChunkedLoss:
         factor: torch.Tensor | None = None,
         per_token: bool = False,
         top_k: int = 0,
+        teacher: Teacher | None = None,
         **inputs: Any,
     ) -> Any:
         """Run the model's own forward method; with `targets` int64 [B, T] a `SummedLoss`, whose
@@ -112,12 +115,13 @@ class ChunkedLoss:
         be on the host: then tokens without a label take no time. `factor` float32 [], above zero:
         what the loss will be multiplied by. With it, 16-bit gradients are rounded as the plain
         loss's: its mantissa is multiplied in before rounding, and only a power of two (which might
-        leave float16's range) after.
+        leave float16's range) after. `teacher` [B, T, k], on the device: of the targets.
         """
         if targets is None:
             return self._plain_forward(*args, **inputs)
         self._inputs, self._labels, self._factor = inputs, targets, factor
         self._per_token, self._top_k = per_token, top_k
+        self._teacher = teacher
         try:
             with self._standing_in(self._run_base, self._run_head):
                 outputs = self._plain_forward(*args, **inputs)
@@ -129,7 +133,7 @@ class ChunkedLoss:
                 router_logits=getattr(outputs, "router_logits", None),
             )
         finally:
-            self._inputs, self._labels, self._factor = {}, None, None
+            self._inputs, self._labels, self._factor, self._teacher = {}, None, None, None
             self._base_outputs = self._loss = None
 
     def _run_base(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -174,6 +178,7 @@ class ChunkedLoss:
         assert self._labels is not None
         rows = hidden.detach().flatten(0, -2)
         labels, index = _targets(self._labels, rows.device)
+        teacher = self._teacher and _of_rows(self._teacher, index)
         if index is not None:
             rows = rows[index]
         loss = torch.zeros((), device=rows.device, dtype=torch.float32)
@@ -188,7 +193,8 @@ class ChunkedLoss:
                 torch.set_grad_enabled(gradients is not None),
                 substituted(self._head, weights, leaves),
             ):
-                of_chunk = self._loss_of(chunk, labels[part])
+                known = teacher and (teacher[0][part], teacher[1][part])
+                of_chunk = self._loss_of(chunk, labels[part], known)
             loss += of_chunk.detach()
             if of_rows is not None:
                 wanted = [chunk, *(leaf for leaf in leaves if leaf.requires_grad)]
@@ -296,11 +302,13 @@ class ChunkedLoss:
         for start in range(0, count, self._chunk_tokens):
             yield slice(start, start + self._chunk_tokens)
 
-    def _loss_of(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _loss_of(
+        self, rows: torch.Tensor, labels: torch.Tensor, teacher: Teacher | None
+    ) -> torch.Tensor:
         """Summed loss of hidden states `rows` [N, H]."""
         if self._fused is not None:
             return self._fused(rows, self._head.weight, getattr(self._head, "bias", None), labels)
-        return summed_token_loss(self._logits(rows), labels, self._terms)
+        return summed_token_loss(self._logits(rows), labels, self._terms, teacher)
 
     def _entropies(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the cross-entropy of each of the hidden states `rows` [N, H]: float32 [N]."""
@@ -402,6 +410,12 @@ def _targets(
             flat = flat[index]
             index = index.to(device, non_blocking=True)
     return flat.to(device, non_blocking=True), index
+
+
+def _of_rows(teacher: Teacher, index: torch.Tensor | None) -> Teacher:
+    """Return what is known of the tokens in `index` (None: of all), [N, k] each."""
+    values, ids = (tensor.flatten(0, -2) for tensor in teacher)
+    return (values, ids) if index is None else (values[index], ids[index])
 
 
 def _head_and_base(model: PreTrainedModel) -> tuple[str, str]:

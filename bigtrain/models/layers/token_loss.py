@@ -15,17 +15,25 @@ class LossTerms:
     """Terms of the training loss in addition to the cross-entropy. label_smoothing: share of the
     target that is divided equally over the vocabulary (Szegedy et al. 2016, arXiv 1512.00567; as
     transformers' LabelSmoother). z_loss: weight of the squared logarithm of the softmax's
-    denominator (PaLM, arXiv 2204.02311)."""
+    denominator (PaLM, arXiv 2204.02311). distillation: weight of the divergence from a teacher,
+    which the cross-entropy's is 1 without."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    distillation: float = 0.0
 
 
 NO_TERMS = LossTerms()
 
+Teacher = tuple[torch.Tensor, torch.Tensor]
+"""Log-probabilities of a teacher's k most probable tokens, float32 [N, k], and their ids, int64."""
+
 
 def summed_token_loss(
-    logits: torch.Tensor, labels: torch.Tensor, terms: LossTerms = NO_TERMS
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    terms: LossTerms = NO_TERMS,
+    teacher: Teacher | None = None,
 ) -> torch.Tensor:
     """Return the loss in nats summed over targets: logits float32 [N, V], labels int64 [N], -100
     for none. Without a graph (in an evaluation) it is the cross-entropy only."""
@@ -41,7 +49,25 @@ def summed_token_loss(
     if terms.z_loss:
         squares = logits.logsumexp(-1).square()
         loss = loss + terms.z_loss * (squares * (labels != IGNORED_LABEL)).sum()
+    if teacher is not None:
+        divergences = divergence(logits, *teacher) * (labels != IGNORED_LABEL)
+        loss = (1 - terms.distillation) * loss + terms.distillation * divergences.sum()
     return loss
+
+
+def divergence(logits: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the Kullback-Leibler divergence of the model from a teacher, of which the k most
+    probable tokens are known, all others counted as one: float32 [N]. It is at most the divergence
+    over all tokens, and equal to it for k = V. logits float32 [N, V]; values, ids: `Teacher`."""
+    total, known = logits.logsumexp(-1), values.exp()
+    own = logits.gather(-1, ids) - total.unsqueeze(-1)
+    found: torch.Tensor = (torch.special.xlogy(known, known) - known * own).sum(-1)
+    if ids.shape[-1] == logits.shape[-1]:
+        return found
+    rest = (-torch.expm1(values.logsumexp(-1))).clamp(min=0)
+    others = logits.scatter(-1, ids, -torch.inf).logsumexp(-1) - total
+    found += torch.special.xlogy(rest, rest) - rest * others
+    return found
 
 
 def token_scores(logits: torch.Tensor, labels: torch.Tensor, top_k: int = 0) -> torch.Tensor:

@@ -192,7 +192,10 @@ def _gathered(found: Sequence[tuple[int, Piece]]) -> Block:
         hull = (min(start for start, _ in own), max(stop for _, stop in own))
         moves[number] = passed - hull[0]
         passed += hull[1] - hull[0]
-        columns.append(hull)
+        if columns and columns[-1][1] == hull[0]:  # one range, which is read without a copy
+            columns[-1] = (columns[-1][0], hull[1])
+        else:
+            columns.append(hull)
     pieces = [
         part
         for number, piece in found

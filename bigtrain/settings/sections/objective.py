@@ -14,7 +14,9 @@ from bigtrain.settings.sections.extensions import (
     known_or_imported,
 )
 
-KnownObjective = Literal["next_token", "preference", "kto", "reward", "classification"]
+KnownObjective = Literal[
+    "next_token", "preference", "kto", "reward", "classification", "distillation"
+]
 PreferenceLoss = Literal["sigmoid", "ipo", "simpo", "orpo"]
 REFERENCE_FREE: tuple[PreferenceLoss, ...] = ("simpo", "orpo")
 """Losses that compare the answers of a pair without a reference model."""
@@ -28,7 +30,8 @@ class ObjectiveSection(Section):
     answer (rows: preference in the data's manifest); kto: answers that are labeled desirable or not
     (rows: kto; arXiv 2402.01306), with adapters; reward: a scalar head that scores the chosen
     answer of a pair higher (rows: preference); classification: a head that gives a sample one of
-    several labels (rows: classification); or a class of yours, as package.module:Class"""
+    several labels (rows: classification); distillation: the next token, and the probabilities of a
+    teacher for it (arXiv 1503.02531); or a class of yours, as package.module:Class"""
     loss: PreferenceLoss = "sigmoid"
     """preference: sigmoid (DPO, arXiv 2305.18290), ipo (arXiv 2310.12036), simpo (arXiv 2405.14734)
     or orpo (arXiv 2403.07691)"""
@@ -53,6 +56,12 @@ class ObjectiveSection(Section):
     reference: Annotated[str, Field(min_length=1)] | None = None
     """preference with a reference: directory of scores of the data under the initial weights, made
     by `bigtrain score --output` (null: adapters off, or computed by the run at its start)"""
+    teacher: Annotated[str, Field(min_length=1)] | None = None
+    """distillation: directory of scores of the data under the teacher, made by `bigtrain score
+    --kind top-k --output`"""
+    alpha: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """distillation: weight of the divergence from the teacher, in training only; that of the
+    cross-entropy is 1 - alpha"""
     settings: CodeSettings = Field(default_factory=dict)
     """arguments of the constructor of a class of yours"""
 
@@ -91,6 +100,13 @@ class ObjectiveSection(Section):
             unused += [] if self.reads_pairs else ["beta"]
         if self.type != "reward":
             unused += ["center_rewards_coefficient"]
+        if self.type != "distillation":
+            unused += ["teacher", "alpha"]
+        elif self.teacher is None:
+            raise ValueError(
+                "objective.type = 'distillation' needs objective.teacher: the directory of "
+                "`bigtrain score --config TEACHER.yaml --kind top-k --output DIR`"
+            )
         if self.type != "next_token":
             unused += ["label_smoothing", "z_loss"]
         if not (self.reads_pairs and self.needs_reference):
