@@ -134,6 +134,24 @@ def test_the_preference_run_of_the_page(inputs: Inputs, folder: Path, finished_r
     assert re.search(r"pairs: \d+ of \d+ answers are truncated, which loses \d.\d\d% ", log)
 
 
+def test_the_distillation_of_the_page(inputs: Inputs, folder: Path, finished_run: Path) -> None:
+    for name in ("base", "teacher"):
+        shutil.copytree(finished_run / "hf", folder / name)
+    shutil.copytree(inputs.shards, folder / "shards")
+    *_, teacher, student = blocks("yaml")
+    (folder / "teacher.yaml").write_text(teacher)
+    (folder / "distill.yaml").write_text(student)
+    (command,) = re.findall(r"^bigtrain (score --config teacher.*)", PAGE, flags=re.M)
+    run = [sys.executable, "-m", "bigtrain", *command.split()]
+    subprocess.run(run, cwd=folder, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    run_script(2, WORKER, folder, "--config", "distill.yaml")
+    losses = metrics(folder / "runs/distilled")
+    assert list(losses) == [5, 10]
+    # The student is the teacher: half of its loss has no divergence yet.
+    held_out = metrics(folder / "runs/distilled", "held_out_loss")
+    assert 0 < losses[5] < 0.6 * next(iter(held_out.values()))
+
+
 def test_the_kto_run_of_the_page(inputs: Inputs, folder: Path, finished_run: Path) -> None:
     shutil.copytree(finished_run / "hf", folder / "base")
     write_rows(folder / "pairs.jsonl")
