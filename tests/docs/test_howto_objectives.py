@@ -233,6 +233,10 @@ def test_a_reward_model_is_a_base_and_has_adapters(
     )
     run_script(2, WORKER, folder, *arguments, *own, "engine.deepspeed_config=zero3")
     assert (folder / "runs/adapted/hf/adapter_model.safetensors").exists()
+    half = ("precision.dtype=bfloat16", "output.directory=runs/half")
+    run_script(2, WORKER, folder, *arguments, *half, "engine.deepspeed_config=zero2")
+    assert metrics(folder / "runs/half") == pytest.approx(losses, abs=0.1)
+    assert (folder / "runs/half/hf/model.safetensors").exists()
 
 
 def test_the_classification_run_of_the_page(

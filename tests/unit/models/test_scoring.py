@@ -15,6 +15,7 @@ from bigtrain.models.equivalence.scoring import check_scoring
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.settings.loading import parse_run_config
 from bigtrain.settings.objective import check_scores
+from bigtrain.settings.resolve import resolve_run
 
 SIZES = {
     "vocab_size": 128,
@@ -91,6 +92,8 @@ def test_settings_that_read_tokens_are_refused() -> None:
     problems = check_scores(parse_run_config(tree))
     assert [problem.key for problem in problems] == ["evaluation.prompts", "evaluation.tasks"]
     assert "predicts no tokens" in problems[0].rule
+    with pytest.raises(ConfigError, match=r"objective.type = 'reward': its model predicts no tok"):
+        resolve_run(parse_run_config({**tree, "evaluation": {}}), 1, scores=True)
 
 
 @pytest.mark.parametrize(
