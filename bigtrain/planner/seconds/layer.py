@@ -290,7 +290,7 @@ def head_work(
     """Return the work of logits and loss of a micro-batch, forward and backward. Heads stay in 16
     bits."""
     tokens, size = layout.tokens_per_micro_batch, model.element_bytes
-    columns, hidden = max(1, model.vocabulary_size // layout.tensor_size), model.hidden_size
+    columns, hidden = model.vocabulary_size // layout.tensor_size, model.hidden_size
     work = Work()
     for rows, inner, outer in (
         (tokens, hidden, columns), (tokens, columns, hidden), (hidden, tokens, columns),
