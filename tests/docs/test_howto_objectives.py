@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from bigtrain.cli import main
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.errors import LaunchError
 from tests.launch.conftest import Inputs, finished_run, inputs, metrics, run_tree
@@ -177,8 +179,8 @@ def prepared_reward_run(folder: Path, finished_run: Path) -> list[str]:
     (training,) = re.findall(r"^torchrun (.* reward.yaml)", PAGE, flags=re.M)
     option, size, program, *arguments = training.split()
     assert (option, size, program) == ("--nproc_per_node", "2", "bigtrain/train.py")
-    run = [sys.executable, "-m", "bigtrain", *tokenizing.split()]
-    subprocess.run(run, cwd=folder, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    with chdir(folder):
+        assert main(tokenizing.split()) == 0
     return arguments
 
 
@@ -251,8 +253,8 @@ def test_the_classification_run_of_the_page(
     (folder / "classification.yaml").write_text(blocks("yaml")[3])
     (tokenizing,) = re.findall(r"^bigtrain (tokenize --input sums.*)", PAGE, flags=re.M)
     (training,) = re.findall(r"^torchrun (.* classification.yaml)", PAGE, flags=re.M)
-    run = [sys.executable, "-m", "bigtrain", *tokenizing.split()]
-    subprocess.run(run, cwd=folder, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    with chdir(folder):
+        assert main(tokenizing.split()) == 0
     run_script(2, WORKER, folder, *training.split()[3:], "train.steps=40")
     rows = metrics(folder / "runs/classification", "recorded")
     assert rows[40].keys() == {"accuracy"}
