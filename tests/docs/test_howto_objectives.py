@@ -9,12 +9,14 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from contextlib import chdir
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -235,6 +237,18 @@ def test_a_reward_model_is_a_base_and_has_adapters(
     )
     run_script(2, WORKER, folder, *arguments, *own, "engine.deepspeed_config=zero3")
     assert (folder / "runs/adapted/hf/adapter_model.safetensors").exists()
+    with chdir(folder):
+        assert main(["export", "--run", "runs/adapted", "--merge", "--output", "merged"]) == 0
+        tokenizer = AutoTokenizer.from_pretrained("merged")
+        base = AutoModelForSequenceClassification.from_pretrained("base", num_labels=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name
+            adapted = PeftModel.from_pretrained(base, "runs/adapted/hf").eval()
+        merged = AutoModelForSequenceClassification.from_pretrained("merged").eval()
+    inputs_of = tokenizer("2 + 3 = 5.", return_tensors="pt")
+    with torch.no_grad():
+        expected, found = (float(one(**inputs_of).logits) for one in (adapted, merged))
+    assert found == pytest.approx(expected, abs=1e-5)
     half = ("precision.dtype=bfloat16", "output.directory=runs/half")
     run_script(2, WORKER, folder, *arguments, *half, "engine.deepspeed_config=zero2")
     assert metrics(folder / "runs/half") == pytest.approx(losses, abs=0.1)
