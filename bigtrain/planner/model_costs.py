@@ -231,6 +231,11 @@ class ModelCosts:
             max((one.largest for one in each), default=0),
         )
 
+    def with_score_head(self) -> ModelCosts:
+        """Return the costs with a head of one output instead of that of the vocabulary."""
+        head = self.hidden_size
+        return replace(self, vocabulary_size=1, head_parameters=head, tied=False)
+
     def to_json(self) -> dict[str, Any]:
         """Return plain values, for a cache."""
         return asdict(self)

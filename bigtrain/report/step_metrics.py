@@ -167,9 +167,9 @@ class StepMetrics:
     )
 
     recorded: Mapping[str, float] | None = entries(
-        "by name, the metrics that code of yours recorded (`bigtrain.record`) since the last "
-        "logged step, joined over these steps and all ranks by the reduction of each: mean, sum, "
-        "max or min"
+        "by name, the metrics that the objective or code of yours recorded (`bigtrain.record`) "
+        "since the last logged step, joined over these steps and all ranks by the reduction of "
+        "each: mean, sum, max or min"
     )
     memory_checkpoint: Mapping[str, float] | None = entries(
         "with checkpoint.memory, since the last logged step: `blocked_seconds` that training "

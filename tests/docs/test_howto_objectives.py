@@ -9,14 +9,18 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from bigtrain.cli import main
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.errors import LaunchError
 from tests.launch.conftest import Inputs, finished_run, inputs, metrics, run_tree
@@ -195,8 +199,8 @@ def prepared_reward_run(folder: Path, finished_run: Path) -> list[str]:
     (training,) = re.findall(r"^torchrun (.* reward.yaml)", PAGE, flags=re.M)
     option, size, program, *arguments = training.split()
     assert (option, size, program) == ("--nproc_per_node", "2", "bigtrain/train.py")
-    run = [sys.executable, "-m", "bigtrain", *tokenizing.split()]
-    subprocess.run(run, cwd=folder, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    with chdir(folder):
+        assert main(tokenizing.split()) == 0
     return arguments
 
 
@@ -251,6 +255,22 @@ def test_a_reward_model_is_a_base_and_has_adapters(
     )
     run_script(2, WORKER, folder, *arguments, *own, "engine.deepspeed_config=zero3")
     assert (folder / "runs/adapted/hf/adapter_model.safetensors").exists()
+    with chdir(folder):
+        assert main(["export", "--run", "runs/adapted", "--merge", "--output", "merged"]) == 0
+        tokenizer = AutoTokenizer.from_pretrained("merged")
+        base = AutoModelForSequenceClassification.from_pretrained("base", num_labels=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name
+            adapted = PeftModel.from_pretrained(base, "runs/adapted/hf").eval()
+        merged = AutoModelForSequenceClassification.from_pretrained("merged").eval()
+    inputs_of = tokenizer("2 + 3 = 5.", return_tensors="pt")
+    with torch.no_grad():
+        expected, found = (float(one(**inputs_of).logits) for one in (adapted, merged))
+    assert found == pytest.approx(expected, abs=1e-5)
+    half = ("precision.dtype=bfloat16", "output.directory=runs/half")
+    run_script(2, WORKER, folder, *arguments, *half, "engine.deepspeed_config=zero2")
+    assert metrics(folder / "runs/half") == pytest.approx(losses, abs=0.1)
+    assert (folder / "runs/half/hf/model.safetensors").exists()
 
 
 def test_the_classification_run_of_the_page(
@@ -265,8 +285,8 @@ def test_the_classification_run_of_the_page(
     (folder / "classification.yaml").write_text(blocks("yaml")[3])
     (tokenizing,) = re.findall(r"^bigtrain (tokenize --input sums.*)", PAGE, flags=re.M)
     (training,) = re.findall(r"^torchrun (.* classification.yaml)", PAGE, flags=re.M)
-    run = [sys.executable, "-m", "bigtrain", *tokenizing.split()]
-    subprocess.run(run, cwd=folder, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    with chdir(folder):
+        assert main(tokenizing.split()) == 0
     run_script(2, WORKER, folder, *training.split()[3:], "train.steps=40")
     rows = metrics(folder / "runs/classification", "recorded")
     assert rows[40].keys() == {"accuracy"}

@@ -103,10 +103,16 @@ def test_a_classifier_is_that_of_a_plain_loop(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["zero1", "zero3"])
-def test_adapters_with_a_trained_head_are_those_of_a_plain_loop(root: Path, engine: str) -> None:
-    tree = run_of(root, adapted=True, engine={"deepspeed_config": engine})
-    name = f"adapted-{engine}"
+@pytest.mark.parametrize(
+    ("engine", "sections"),
+    [("zero1", {}), ("zero3", {}), ("zero1", {"parallel": {"tensor": 2}})],
+    ids=["zero1", "zero3", "tensor"],
+)
+def test_adapters_with_a_trained_head_are_those_of_a_plain_loop(
+    root: Path, engine: str, sections: dict[str, Any]
+) -> None:
+    tree = run_of(root, adapted=True, engine={"deepspeed_config": engine}, **sections)
+    name = "-".join(["adapted", engine, *sections])
     compare(root / name, train(root, name, tree, 2), plain_run(root, adapted=True))
 
 

@@ -12,9 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from bigtrain.errors import ConfigError
 from bigtrain.models.configuration import load_hf_config, scores_samples, with_objective_head
 from bigtrain.models.equivalence.scoring import check_scoring
+from bigtrain.models.tracing.traced_costs import model_costs
 from bigtrain.models.weights.import_hf import find_weights
+from bigtrain.planner.run_prediction import predict_run
+from bigtrain.planner.tables.hardware import find_device
 from bigtrain.settings.loading import parse_run_config
 from bigtrain.settings.objective import check_scores
+from bigtrain.settings.resolve import resolve_run
 
 SIZES = {
     "vocab_size": 128,
@@ -91,6 +95,8 @@ def test_settings_that_read_tokens_are_refused() -> None:
     problems = check_scores(parse_run_config(tree))
     assert [problem.key for problem in problems] == ["evaluation.prompts", "evaluation.tasks"]
     assert "predicts no tokens" in problems[0].rule
+    with pytest.raises(ConfigError, match=r"objective.type = 'reward': its model predicts no tok"):
+        resolve_run(parse_run_config({**tree, "evaluation": {}}), 1, scores=True)
 
 
 @pytest.mark.parametrize(
@@ -134,3 +140,21 @@ def test_a_causal_models_weights_become_those_of_the_base(
     ):
         with pytest.raises(ConfigError, match=why):
             configured({"path": str(tmp_path / "scorer")}, others)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_plan_has_no_logits_of_the_vocabulary(is_tied: bool) -> None:
+    model = {"model_type": "llama", **SIZES, "vocab_size": 4096, "tie_word_embeddings": is_tied}
+    config = parse_run_config({"model": {"config": model}, **SECTIONS})
+    hf_config = with_objective_head(load_hf_config(config.model), config)
+    costs, _ = model_costs(config, hf_config)
+    expected = AutoModelForSequenceClassification.from_config(hf_config)
+    assert costs.num_parameters == expected.num_parameters()
+    for tensor_size in (1, 2):
+        parallel = {"parallel": {"tensor": tensor_size}}
+        run = resolve_run(
+            parse_run_config({"model": {"config": model}, **SECTIONS, **parallel}), tensor_size
+        )
+        prediction = predict_run(run, costs, None, find_device("H100-SXM"))
+        assert prediction.memory.terms()["loss"] < 4096  # its logits alone would be 131,072 bytes
+        assert prediction.time is not None
