@@ -100,6 +100,21 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _steps(text: str) -> list[int]:
+    """Checkpoints by step: 100,200."""
+    return [positive_int(word) for word in text.split(",")]
+
+
+def _shares(text: str) -> list[float]:
+    """Shares: 1,1,2."""
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a list of numbers such as 1,1,2"
+        ) from error
+
+
 def _shard_size(text: str) -> str:
     if re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", text.upper()) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
@@ -123,6 +138,8 @@ TYPES: Mapping[str, Callable[[str], Any]] = {
     "count": count,
     "size": size,
     "shard_size": _shard_size,
+    "steps": _steps,
+    "shares": _shares,
     "rate": _rate,
     "seconds": _seconds,
     "port": _port,

@@ -31,6 +31,7 @@ COMMANDS = {
     "doctor": "check every host before a run is started on it",
     "fetch": "copy a run, a model or a dataset from an address (s3://, ...) to a directory",
     "export": "write a run's weights as a verified Hugging Face directory",
+    "merge": "write the mean of several checkpoints as a verified Hugging Face directory",
     "score": "write log-probabilities of a run's data under its model, and filter documents by "
     "perplexity",
     "grow": "add embedding rows to a Hugging Face model for tokens added to its tokenizer",

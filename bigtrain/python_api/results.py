@@ -134,6 +134,50 @@ def export_run(
     return Exported(Path(output), exported_step, address)
 
 
+def merge_run(
+    run: str | Path,
+    output: str | Path,
+    *,
+    steps: Sequence[int] = (),
+    last: int | None = None,
+    weights: Sequence[float] = (),
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    max_shard_size: str = "5GB",
+    warn: Callable[[str], None] | None = None,
+) -> list[int]:
+    """Write the mean of several checkpoints of a run as a verified Hugging Face directory, and
+    return their steps.
+
+    steps or last: the checkpoints, or how many of the newest complete ones. weights: shares of
+    each, oldest first or in the order of `steps` (default: equal). dtype, max_shard_size, warn: as
+    for `export_run`. Sums are in float64.
+
+    Raises ConfigError for checkpoints that are not several, CheckpointError if there are too few,
+    ModelError for a run with adapters, or if the directory differs; `output` is then unchanged.
+    """
+    if bool(steps) == (last is not None):
+        rule = "are both given" if steps else "are not given"
+        raise ConfigError(Problem("--last and --steps", None, rule, "one of them: --last 3"))
+    from bigtrain.run.reporting.library_log import import_log
+
+    with import_log(shown=False):  # DeepSpeed logs the detected machine
+        from bigtrain.run.checkpointing.averaging import chosen_steps
+        from bigtrain.run.checkpointing.averaging import merge_run as merge
+
+    tell = warn or (lambda text: print(text, file=sys.stderr, flush=True))
+    chosen = chosen_steps(Path(run), steps, last, tell)
+    merge(
+        Path(run),
+        Path(output),
+        chosen,
+        shares=weights,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        warn=tell,
+    )
+    return chosen
+
+
 def generate(
     model: str | Path,
     prompt: str,

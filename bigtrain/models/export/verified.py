@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -34,6 +35,7 @@ from bigtrain.models.transformers_patches import without_progress
 from bigtrain.models.weights.checksums import write_checksums
 from bigtrain.models.weights.export_hf import DTYPES, MAX_SHARD_SIZE, write_model, write_tokenizer
 from bigtrain.models.weights.import_hf import find_weights
+from bigtrain.models.weights.lazy_tensors import LazyTensor
 from bigtrain.models.weights.older_readers import rewrite_config
 from bigtrain.settings.run_config import ModelSection
 from bigtrain.system.files import cannot_be_written
@@ -183,6 +185,23 @@ def writing_directory(output: Path, *, replace: bool) -> Iterator[Path]:
         raise OutputError(cannot_be_written(output, error, remedy)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@torch.no_grad()
+def probe_of(
+    weights: Mapping[str, torch.Tensor], hf_config: PreTrainedConfig, probe: Probe
+) -> Probe:
+    """Return the logits that a model with `weights` has for the input of `probe`, in its dtype. The
+    model is in memory."""
+    model = auto_class(hf_config).from_config(copy.deepcopy(hf_config), dtype=DTYPES[probe.dtype])
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, tensor in weights.items():
+        if name in own:
+            own[name].copy_(tensor.read() if isinstance(tensor, LazyTensor) else tensor)
+    model.tie_weights()
+    fit_experts(model)  # grouped products do not take every width
+    logits = model.eval()(input_ids=probe.input_ids, use_cache=False).logits.float()
+    return Probe(probe.input_ids, logits, probe.dtype)
 
 
 def _verify(directory: Path, probe: Probe, output: Path, dtype: str, *, in_turn: bool) -> list[str]:

@@ -98,15 +98,15 @@ def export_run(
         replace=replace,
         max_shard_size=max_shard_size,
         base=record,
-        as_stored=() if merge else _frozen(config, state),
-        known=_without_record(config) if record is None else (),
+        as_stored=() if merge else frozen_names(config, state),
+        known=notes_without_record(config) if record is None else (),
     )
     for note in notes:
         warn(f"{output}: {note}")
     return int(state["step"])
 
 
-def _without_record(config: RunConfig) -> list[str]:
+def notes_without_record(config: RunConfig) -> list[str]:
     """Return a note on the missing parts of an export if the run has no record of its base."""
     if config.model.path is None:
         return []
@@ -117,7 +117,7 @@ def _without_record(config: RunConfig) -> list[str]:
     ]
 
 
-def _frozen(config: RunConfig, state: dict[str, Any]) -> list[str]:
+def frozen_names(config: RunConfig, state: dict[str, Any]) -> list[str]:
     """Return names of the parameters that are exported as in the base's files."""
     if config.model.path is None and config.checkpoint.initialize_from is None:
         return []

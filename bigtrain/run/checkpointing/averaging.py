@@ -1,0 +1,157 @@
+"""Mean of the weights of several checkpoints of a run, as a verified Hugging Face directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bigtrain.engine.checkpoint.lazy import open_weights
+from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem
+from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
+from bigtrain.models.export.base_record import BaseRecord
+from bigtrain.models.export.verified import Probe, export_model, probe_of
+from bigtrain.models.weights.export_hf import MAX_SHARD_SIZE
+from bigtrain.models.weights.lazy_tensors import LazyTensor, Offsets
+from bigtrain.run.checkpointing import checkpoints
+from bigtrain.run.checkpointing.export import frozen_names, model_card, notes_without_record
+from bigtrain.run.run_directory import MODEL_CONFIG
+from bigtrain.settings.run_config import ModelSection, RunConfig
+
+
+def chosen_steps(
+    run_directory: Path, steps: Sequence[int], last: int | None, warn: Callable[[str], None]
+) -> list[int]:
+    """Return the `steps`, or the `last` complete checkpoints of a run, oldest first. Raises
+    ConfigError for fewer than two, CheckpointError if there are too few."""
+    if last is None:
+        if len(set(steps)) != len(steps) or len(steps) < 2:
+            rule = "is not several different steps"
+            raise ConfigError(
+                Problem("--steps", ",".join(map(str, steps)), rule, "--steps 100,200")
+            )
+        return list(steps)
+    if last < 2:
+        raise ConfigError(Problem("--last", last, "is not several checkpoints", "--last 2"))
+    found: list[int] = []
+    for directory in checkpoints.usable(run_directory, warn, "all"):
+        found.append(int(checkpoints.read_state(directory)["step"]))
+        if len(found) == last:
+            return found[::-1]
+    raise CheckpointError(
+        f"{run_directory} has {len(found)} complete checkpoints, and --last {last} needs {last} -> "
+        f"{f'--last {len(found)}' if len(found) > 1 else 'train longer'}, or keep more "
+        "(checkpoint.keep_last)"
+    )
+
+
+def merge_run(
+    run_directory: Path,
+    output: Path,
+    steps: Sequence[int],
+    *,
+    shares: Sequence[float] = (),
+    dtype: str | None = None,
+    max_shard_size: str = MAX_SHARD_SIZE,
+    warn: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Write the mean of the checkpoints of `steps` to `output`, weighted by `shares` (default:
+    equally), as `export_run` writes one.
+
+    One process. Sums are in float64, a block at a time; then the weights are rounded to `dtype`.
+    The directory's logits are compared with those of the mean in memory, which takes the memory of
+    the model. Raises CheckpointError, ConfigError or ModelError; `output` is then unchanged.
+    """
+    shares = _normalized(shares or [1.0] * len(steps), len(steps))
+    directories = [checkpoints.find(run_directory, step, warn=warn) for step in steps]
+    state = checkpoints.read_state(directories[-1])
+    config = RunConfig.model_validate(state["config"])
+    if config.adapters is not None:
+        raise ModelError(
+            f"{run_directory} has adapters, and the mean of their two factors is not the mean of "
+            "their products -> bigtrain export --merge, for one checkpoint"
+        )
+    model_config = run_directory / MODEL_CONFIG
+    hf_config = load_hf_config(ModelSection(config=str(model_config), type=config.model.type))
+    opened = [
+        open_weights(directory / checkpoints.TENSORS, checkpoints.list_tensors(directory))
+        for directory in directories
+    ]
+    weights = _means(opened, directories, shares)
+    probe = Probe.load(directories[-1] / checkpoints.PROBE, config.precision.dtype)
+    record = BaseRecord.find(run_directory)
+    card = model_card(config, int(state["step"]), run_directory / "metrics.jsonl")
+    listed = ", ".join(f"{step} ({share:.3g})" for step, share in zip(steps, shares, strict=True))
+    notes = export_model(
+        weights,
+        hf_config,
+        run_directory / "tokenizer",
+        output,
+        dtype=dtype or (config.precision.dtype if record is None else None),
+        probe=probe_of(weights, hf_config, probe),
+        generation_config=model_config / GENERATION_CONFIG,
+        card=f"{card}\nThe weights are the mean of those of the steps (shares) {listed}.\n",
+        max_shard_size=max_shard_size,
+        base=record,
+        as_stored=frozen_names(config, state),
+        known=notes_without_record(config) if record is None else (),
+    )
+    for note in notes:
+        warn(f"{output}: {note}")
+
+
+def _normalized(shares: Sequence[float], count: int) -> list[float]:
+    """Return `shares` that add up to 1. Raises ConfigError for another number than `count`, and for
+    shares that are not above zero."""
+    text = ",".join(f"{share:g}" for share in shares)
+    if len(shares) != count:
+        rule = f"has {len(shares)} shares for {count} checkpoints"
+        raise ConfigError(Problem("--weights", text, rule, "one for each, oldest first"))
+    if not all(0 < share < float("inf") for share in shares):
+        raise ConfigError(Problem("--weights", text, "is not above zero", "--weights 1,1"))
+    return [share / sum(shares) for share in shares]
+
+
+def _means(
+    opened: Sequence[Mapping[str, LazyTensor]], directories: Sequence[Path], shares: Sequence[float]
+) -> dict[str, torch.Tensor]:
+    """Return lazy means by name. Raises ModelError for checkpoints of another model."""
+    expected = {name: tuple(tensor.shape) for name, tensor in opened[-1].items()}
+    for directory, tensors in zip(directories, opened, strict=True):
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if found != expected:
+            names = sorted(name for name, _ in found.items() ^ expected.items())
+            raise ModelError(
+                f"{directory} has other tensors than {directories[-1]} ({names[0]}) -> merge "
+                "checkpoints of one model"
+            )
+    return {
+        name: LazyTensor(tensor.shape, tensor.dtype, _Mean([one[name] for one in opened], shares))
+        for name, tensor in opened[-1].items()
+    }
+
+
+@dataclass(frozen=True)
+class _Mean:
+    """Weighted mean of tensors; of integers, such as counts in buffers, the last one's values."""
+
+    tensors: Sequence[LazyTensor]
+    shares: Sequence[float]
+
+    def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
+        last = self.tensors[-1]
+        if not last.dtype.is_floating_point:
+            last.fill(offsets, out)
+            return
+        total = torch.zeros(out.shape, dtype=torch.float64)
+        for tensor, share in zip(self.tensors, self.shares, strict=True):
+            part = torch.empty(out.shape, dtype=tensor.dtype)
+            tensor.fill(offsets, part)
+            total += part.double() * share
+        out.copy_(total)
+
+    def sources(self) -> Iterator[object]:
+        for tensor in self.tensors:
+            yield from tensor.origin.sources()
