@@ -172,17 +172,14 @@ def find_weights(
 
 
 def _token_head(hf_config: PreTrainedConfig, found: Mapping[str, _Origin]) -> set[str]:
-    """Return the names of the stored tensors that only the head of the causal LM of `hf_config` is
-    made of."""
+    """Return the names of the stored tensors that the head of the causal LM of `hf_config` is made
+    of; none if it is tied."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
     lazy = {name: LazyTensor(leaf.shape, leaf.dtype, leaf) for name, leaf in found.items()}
     _load(model, lazy, found)
-    heads, leaves = set(head_parameters(model)), (set[str](), set[str]())
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if isinstance(parameter, LazyTensor):
-            leaves[name in heads].update(_leaf_names(parameter))
-    return leaves[True] - leaves[False]
+    heads = map(model.get_parameter, head_parameters(model))
+    return {leaf for head in heads if isinstance(head, LazyTensor) for leaf in _leaf_names(head)}
 
 
 def _leaf_names(tensor: LazyTensor) -> list[str]:
