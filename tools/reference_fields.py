@@ -51,6 +51,7 @@ UNITS = {
     "objective.undesirable_weight": "ratio",
     "objective.gamma": "reward",
     "objective.label_smoothing": "ratio",
+    "objective.alpha": "share",
     "objective.z_loss": "ratio",
     "optimizer.adafactor.beta2_decay": "power of the step",
     "optimizer.adafactor.clip_threshold": "root mean square",
