@@ -47,14 +47,17 @@ class Layout(Degrees):
     norms and residuals are split along the sequence inside a tensor-parallel group (Megatron's
     sequence parallelism, which bigtrain does not have but published rows do). `recompute_every`
     n: "full" recomputes every n-th layer. `offload_activations`: the inputs of recomputed layers
-    are in main memory. `tiled_mlp`: as ``model.tiled_mlp``. `num_virtual_stages`: per rank, of
-    interleaved pipelines. `copies_states`: a checkpoint is written from a copy in main memory while
-    training continues. `memory_copies`: of a rank's part of a checkpoint that its host holds for
-    checkpoints in memory.
+    are in main memory. `rows_per_sample`: 2 for pairs of answers; `num_reference_rows`: rows of
+    forward passes without gradients for each sample. `tiled_mlp`: as ``model.tiled_mlp``.
+    `num_virtual_stages`: per rank, of interleaved pipelines. `copies_states`: a checkpoint is
+    written from a copy in main memory while training continues. `memory_copies`: of a rank's part
+    of a checkpoint that its host holds for checkpoints in memory.
     """
 
     zero_stage: int = 0
     micro_batch_size: int = 1
+    rows_per_sample: int = 1
+    num_reference_rows: int = 0
     num_accumulation: int = 1
     sequence_length: int = 2048
     recompute: Recompute = "none"
@@ -101,7 +104,12 @@ class Layout(Degrees):
     @property
     def tokens_per_micro_batch(self) -> int:
         """Tokens of one rank: a sequence-parallel group divides its samples."""
-        return self.micro_batch_size * self.sequence_length // self.sequence_size
+        return self.num_rows * self.sequence_length // self.sequence_size
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a micro-batch."""
+        return self.micro_batch_size * self.rows_per_sample
 
     def num_tiles(self, hidden_size: int) -> int:
         """Return the tiles of an MLP; 0 if it is computed as usual."""

@@ -75,7 +75,8 @@ class Candidate:
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second of all ranks."""
-        return self.layout.global_batch_size * self.layout.sequence_length / self.time.total
+        rows = self.layout.global_batch_size * self.layout.rows_per_sample
+        return rows * self.layout.sequence_length / self.time.total
 
     @property
     def limit(self) -> str:
@@ -104,6 +105,8 @@ class SearchSpace:
     varies: bool = False
     copies_states: bool = True
     memory_copies: int = 0
+    rows_per_sample: int = 1
+    num_reference_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -425,6 +428,8 @@ def _smallest(degrees: _Degrees, request: SearchSpace) -> Layout:
         overlap_communication=False,
         copies_states=request.copies_states,
         memory_copies=request.memory_copies,
+        rows_per_sample=request.rows_per_sample,
+        num_reference_rows=request.num_reference_rows,
         tiled_mlp=request.tiled_mlp,
         optimizer=request.optimizer,
     )

@@ -180,6 +180,7 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
     from bigtrain.settings.compatibility.facts import Facts
     from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
     from bigtrain.settings.hf_config_keys import inspect_configuration
+    from bigtrain.settings.objective import num_reference_rows, trained_rows_per_sample
     from bigtrain.system.units import DTYPE_BYTES
 
     figures, problems = inspect_configuration(config.model)
@@ -204,6 +205,8 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
         optimizer=optimizer_costs(config.optimizer),
         copies_states=config.checkpoint.asynchronous,
         memory_copies=memory_copies(config.checkpoint),
+        rows_per_sample=trained_rows_per_sample(config.objective),
+        num_reference_rows=num_reference_rows(config),
     )
 
 

@@ -51,6 +51,14 @@ def trained_rows_per_sample(section: ObjectiveSection) -> int:
     return 2 if unit_of(section) == "pairs" else 1
 
 
+def num_reference_rows(config: RunConfig) -> int:
+    """Return the rows of a sample in forward passes without gradients: those of the reference, and
+    of KTO also the mismatched answer, by the model and by the reference."""
+    if not config.objective.needs_reference or reads_scores(config):
+        return 0
+    return 3 if config.objective.type == "kto" else trained_rows_per_sample(config.objective)
+
+
 def reads_scores(config: RunConfig) -> bool:
     """Return whether a run reads stored log-probabilities of its data under a reference model."""
     section = config.objective

@@ -71,7 +71,7 @@ def layer_work(
     gain: float,
 ) -> Work:
     """Return the work of a micro-batch forward and backward through one layer."""
-    size = (layout.micro_batch_size, layout.sequence_length)
+    size = (layout.num_rows, layout.sequence_length)
     degrees = (
         layout.tensor_size, layout.ulysses_size, layout.ring_size, layout.expert_size,
     )  # fmt: skip
@@ -120,6 +120,8 @@ def layer_work(
         copied = hidden / layout.recompute_every / device.host_bandwidth
         forward.zero += max(0.0, copied - forward.device)
         backward.zero += max(0.0, copied - backward.device)
+    again = layout.num_reference_rows / layout.rows_per_sample
+    forward.add(forward.copy(), again)
     forward.add(backward)
     return forward
 

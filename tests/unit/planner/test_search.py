@@ -326,6 +326,23 @@ def test_the_longest_sample_fits_and_one_of_two_percent_more_does_not(num_device
     assert longest_sample(long_samples(4096, float8="rowwise"), cluster(1), ENGINE)[0] < length
 
 
+def test_pairs_take_two_rows_and_a_reference_further_passes() -> None:
+    """Micro-batches are counted in samples; tokens are those of rows with gradients."""
+    usual = replace(long_samples(2048), global_batch_size=16)
+    pairs = replace(usual, rows_per_sample=2)
+    one, two = (whole_search(r, cluster(8), ENGINE).fitting[0] for r in (usual, pairs))
+    halved = replace(
+        two.layout, rows_per_sample=1, micro_batch_size=2 * two.layout.micro_batch_size
+    )
+    assert two.memory == assess(pairs.model, halved, cluster(8), ENGINE).memory
+    assert two.tokens_per_second == pytest.approx(one.tokens_per_second, rel=0.1)
+    again = assess(pairs.model, replace(two.layout, num_reference_rows=2), cluster(8), ENGINE)
+    assert again.memory == two.memory
+    # A forward pass is a third of a step's products; a layer recomputed makes it a fourth.
+    share = again.time.terms()["matmul"] / two.time.terms()["matmul"] - 1
+    assert 0.2 < share < 0.36
+
+
 def test_no_sample_fits_a_device_smaller_than_the_states() -> None:
     tight = replace(cluster(1), device=replace(find_device("H100"), memory_bytes=4e9))
     length, ranking = longest_sample(long_samples(4096), tight, ENGINE)
