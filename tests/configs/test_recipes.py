@@ -25,6 +25,9 @@ PARAMETERS = {
     "llama3_1b": 1_235_814_400,
     "llama3_8b": 8_030_261_248,
     "llama3_8b_1m": 8_030_261_248,
+    "dpo_8b_lora": 8_030_261_248,
+    "reward_1b": 1_235_814_400 + 2048,  # with its head
+    "distill_1b": 1_235_814_400,
     "qwen3_8b_continue": 8_190_735_360,
     "qwen3_8b_lora": 8_190_735_360,
     "chat_1b": 1_235_814_400,

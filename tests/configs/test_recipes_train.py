@@ -35,6 +35,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "qwen3_30b_a3b": {},
     "llama3_70b": {},
     "llama3_8b_1m": {},
+    "dpo_8b_lora": {},
+    "reward_1b": {},
+    "distill_1b": {},
     "qwen3_8b_lora": {},
 }
 
@@ -75,6 +78,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("Qwen/Qwen3-30B-A3B-Base", Qwen3MoeConfig(**SIZES, **ids, **experts)),
         ("meta-llama/Llama-3.1-70B", LlamaConfig(**SIZES, **ids)),
         ("meta-llama/Llama-3.1-8B", LlamaConfig(**SIZES, **ids)),
+        ("meta-llama/Llama-3.1-8B-Instruct", LlamaConfig(**SIZES, **ids)),
+        ("meta-llama/Llama-3.2-1B-Instruct", LlamaConfig(**SIZES, **ids)),
+        ("meta-llama/Llama-3.2-1B", LlamaConfig(**SIZES, **ids)),
         ("Qwen/Qwen3-8B-Base", Qwen3Config(**SIZES, **ids)),
     ):
         tokenizer.save_pretrained(str(folder / name))
@@ -82,18 +88,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not (folder / f"shards-{name[:4]}").exists():
             words = ("--input", "texts", "--tokenizer", name, "--held-out", "0.05")
             call(folder, "bigtrain", "tokenize", *words, "--output", f"shards-{name[:4]}")
+    with (folder / "pairs.jsonl").open("w") as file:
+        for number in range(200):
+            row = {"prompt": f"{number} + 1 =", "chosen": f" {number + 1}", "rejected": " 0"}
+            file.write(json.dumps(row) + "\n")
+    name = "meta-llama/Llama-3.1-8B"
+    words = ("--input", "pairs.jsonl", "--tokenizer", name, "--held-out", "0.1")
+    call(folder, "bigtrain", "tokenize", *words, "--output", "shards-pairs")
+    (folder / "teacher.yaml").write_text(
+        f"model: {{path: {name}}}\ndata: {{path: shards-meta, packing: best_fit}}\n"
+        "batch: {sequence_length: 64, global_batch_size: 4}\ntrain: {steps: 1}\n"
+        "optimizer: {lr: 1.0e-3}\nprecision: {dtype: float32}\noutput: {directory: teacher}\n"
+    )
+    top = ("--kind", "top-k", "--top-k", "8", "--output", "scores")
+    call(folder, "bigtrain", "score", "--config", "teacher.yaml", *top)
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_it_trains_and_exports(folder: Path, name: str) -> None:
+    of_pairs = name in ("dpo_8b_lora", "reward_1b")
     shards = "shards-Qwen" if name.startswith("qwen") else "shards-meta"
+    shards = "shards-pairs" if of_pairs else shards
     values = {**RUNS[name], **({"bos_token_id": 0, "eos_token_id": 0} if RUNS[name] else {})}
     model = [f"model.config.{key}={value}" for key, value in values.items()]
     program = str(ROOT / "bigtrain/train.py")
     is_adapted = name.endswith("_lora")
-    in_samples = is_adapted or name.endswith("_1m")
+    in_samples = is_adapted or of_pairs or name.endswith(("_1m", "distill_1b"))
     short = [s.replace("global_tokens=2048", "global_batch_size=32") for s in SHORT]
     words = ("--config", name, f"data.path={shards}", *(short if in_samples else SHORT), *model)
     # Of one process, on a CPU.
