@@ -135,7 +135,7 @@ def check_distillation(config: RunConfig) -> list[Problem]:
     not read such."""
     if config.objective.type != "distillation" or config.data.packing == "best_fit":
         return []
-    rule = "the teacher has seen each document alone, and objective.type = distillation compares so"
+    rule = "the teacher read each document separately, and so must the student"
     return [Problem("data.packing", config.data.packing, rule, "data.packing=best_fit")]
 
 

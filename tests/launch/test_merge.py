@@ -61,7 +61,7 @@ def test_the_mean_of_the_last_ones(run: Path, tmp_path: Path) -> None:
     for name, tensor in found.items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
     (model_card,) = output.glob("README.md")
-    assert "mean of those of the steps (shares) 4 (0.333), 8 (0.333), 12 (0.333)" in (
+    assert "mean of the checkpoints of steps (shares) 4 (0.333), 8 (0.333), 12 (0.333)" in (
         model_card.read_text()
     )
     AutoModelForCausalLM.from_pretrained(output)

@@ -78,7 +78,7 @@ class MicroBatch:
 
     @property
     def teacher(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What is known of a teacher, if anything."""
+        """Teacher log-probabilities and token ids; None without a teacher."""
         if self.teacher_values is None or self.teacher_ids is None:
             return None
         return self.teacher_values, self.teacher_ids

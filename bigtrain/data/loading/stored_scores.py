@@ -119,11 +119,11 @@ def teacher_of(config: RunConfig, dataset: TokenDataset) -> Scores:
     Raises ConfigError as `reference_of`, and for scores without the most probable tokens."""
     key, name = "objective.teacher", config.objective.teacher
     assert name is not None
-    found = _fitting(config, key, name, dataset, ["train"])
-    if found.request.kind != "top-k":
-        rule = f"has scores of kind {found.request.kind}, without the most probable tokens"
+    scores = _fitting(config, key, name, dataset, ["train"])
+    if scores.request.kind != "top-k":
+        rule = f"has scores of kind {scores.request.kind}, without the most probable tokens"
         raise ConfigError(Problem(key, name, rule, "bigtrain score --kind top-k --top-k 64"))
-    return found
+    return scores
 
 
 def _fitting(

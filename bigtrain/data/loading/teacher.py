@@ -18,7 +18,7 @@ TopK = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
 
 
 class TeacherRows:
-    """What a teacher says of packed documents. `scores`: of the training documents of each source
+    """Teacher probabilities for packed documents. `scores`: of the training documents of each source
     of `samples`, with the same k; their files are mapped into memory. Raises DataError for a file
     that cannot be read."""
 

@@ -65,7 +65,7 @@ class MixedSamples:
         return result
 
     def by_source(self, samples: Indices) -> Iterator[tuple[int, Indices, Indices]]:
-        """Yield for each source the places in `samples` of its own, and their numbers in it."""
+        """Yield for each source the indices in `samples` of its own, and their numbers in it."""
         numbers = np.searchsorted(self._ends, samples, side="right")
         for number in np.unique(numbers).tolist():
             own = np.flatnonzero(numbers == number)

@@ -1,7 +1,7 @@
 """Activation checkpoints in host memory: the inputs of recomputed layers, between the forward and
 the backward pass.
 
-Copies run on streams of their own, beside computation: each input leaves while the next layer
+Copies run on streams of their own during computation: each input leaves while the next layer
 computes, and returns while the layer after it is recomputed. At most one leaves and one returns at
 a time, so that the device holds two inputs in addition to that of the layer that computes. Host
 memory is pinned and used again. (torch's `save_on_cpu` copies on the compute stream, with new
@@ -147,7 +147,7 @@ class _Kept:
         """Return the tensor if it has not left. Raises RuntimeError if it was changed since."""
         if self.tensor is not None and self.tensor._version != self._version:
             raise RuntimeError(
-                "the input of a recomputed layer was changed in place, and is needed in the "
+                "the input of a recomputed layer was changed by an in-place operation, and is needed in the "
                 "backward pass"
             )
         return self.tensor

@@ -115,7 +115,7 @@ def layer_work(
     if layout.zero_stage == 3 and engine.measured is None:
         _partitioned(layer, model, layout, device, engine, groups, forward, backward)
     if layout.offload_activations:
-        # Copies of its input beside computation (models/layers/activation_offload.py).
+        # Copies of its input during computation (models/layers/activation_offload.py).
         hidden = model.element_bytes * model.hidden_size * layout.tokens_per_micro_batch
         copied = hidden / layout.recompute_every / device.host_bandwidth
         forward.zero += max(0.0, copied - forward.device)

@@ -92,7 +92,7 @@ def merge_run(
         dtype=dtype or (config.precision.dtype if record is None else None),
         probe=probe_of(weights, hf_config, probe),
         generation_config=model_config / GENERATION_CONFIG,
-        card=f"{card}\nThe weights are the mean of those of the steps (shares) {listed}.\n",
+        card=f"{card}\nThe weights are the mean of the checkpoints of steps (shares) {listed}.\n",
         max_shard_size=max_shard_size,
         base=record,
         as_stored=frozen_names(config, state),
