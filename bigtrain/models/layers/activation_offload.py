@@ -147,8 +147,8 @@ class _Kept:
         """Return the tensor if it has not left. Raises RuntimeError if it was changed since."""
         if self.tensor is not None and self.tensor._version != self._version:
             raise RuntimeError(
-                "the input of a recomputed layer was changed by an in-place operation, and is needed in the "
-                "backward pass"
+                "an operation has written into the input of a recomputed layer, which the backward "
+                "pass needs"
             )
         return self.tensor
 
