@@ -18,9 +18,9 @@ TopK = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
 
 
 class TeacherRows:
-    """Teacher probabilities for packed documents. `scores`: of the training documents of each source
-    of `samples`, with the same k; their files are mapped into memory. Raises DataError for a file
-    that cannot be read."""
+    """Teacher probabilities for packed documents. `scores`: of the training documents of each
+    source of `samples`, with the same k; their files are mapped into memory. Raises DataError for a
+    file that cannot be read."""
 
     def __init__(self, samples: MixedSamples, scores: Sequence[Scores]) -> None:
         self._samples = samples
