@@ -171,6 +171,16 @@ def killed(server: Server, run_yaml: Path, memory: Path, tmp_path: Path) -> tupl
     return run, command
 
 
+def newest_in_memory(run: Path, memory: Path) -> int:
+    """Return the newest step in memory, without checkpoints on disk from then on: on a slow machine
+    memory skips steps."""
+    newest = steps_in_memory(memory)[-1]
+    for step in checkpoints.list_steps(run):
+        if step >= newest:
+            shutil.rmtree(checkpoints.checkpoint_path(run, step))
+    return newest
+
+
 def continue_run(server: Server, command: list[str], memory: Path, reference: Path) -> str:
     """Start the run again, to its end; returns what it printed."""
     codes, text = server.live(command)
@@ -185,10 +195,7 @@ def test_the_newest_of_disk_and_memory_is_resumed(
     server: Server, memory: Path, killed: tuple[Path, list[str]], uninterrupted: Path
 ) -> None:
     run, command = killed
-    newest = steps_in_memory(memory)[-1]
-    for step in checkpoints.list_steps(run):
-        if step >= newest:  # on a slow machine memory skips steps
-            shutil.rmtree(checkpoints.checkpoint_path(run, step))
+    newest = newest_in_memory(run, memory)
     text = continue_run(server, command, memory, uninterrupted)
     assert [step for step, _ in resumed(text)] == [newest]
 
@@ -287,8 +294,8 @@ def test_steps_that_a_later_launch_trained_again_are_not_resumed(
 def test_another_topology_resumes_from_memory(
     server: Server, memory: Path, killed: tuple[Path, list[str]], size: int
 ) -> None:
-    _, command = killed
-    newest = steps_in_memory(memory)[-1]
+    run, command = killed
+    newest = newest_in_memory(run, memory)
     own = [f"parallel.tensor={size}", f"engine.deepspeed_config=zero{3 - size}"]
     codes, text = server.live([*command, *own], world_size=size)
     assert codes == [0] * size, text
