@@ -116,7 +116,7 @@ def train_inputs(
 
 @dataclass
 class _Launch:
-    """What the segments of a launch share. times: until the first step, None after it. copies: the
+    """State shared by the segments of a launch. times: until the first step, None after it. copies: the
     main rank's, of checkpoints. is_begun: whether this launch writes the run directory."""
 
     context: RunContext

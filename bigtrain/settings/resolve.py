@@ -142,8 +142,8 @@ def _check_phases(config: RunConfig) -> list[Problem]:
             steps is None,
             "train.epochs",
             config.train.epochs,
-            "steps of batch.phases read different numbers of samples, so that epochs are no number "
-            "of steps",
+            "steps of batch.phases read different numbers of samples, so an epoch cannot be counted "
+            "in steps",
             "train.steps=N train.epochs=null",
         ),
         (
@@ -158,7 +158,7 @@ def _check_phases(config: RunConfig) -> list[Problem]:
             "sites",
             "set",
             "sites make rounds of steps of one batch, and batch.phases changes it",
-            "omit batch.phases, or train in one place",
+            "omit batch.phases, or train at one site (sites=null)",
         ),
         (
             config.data.packing == "best_fit",

@@ -159,7 +159,7 @@ class DataSection(Section):
 
 
 class BatchPhaseSection(Section):
-    """Phase of a run with a batch of its own. Keys left out are those of the section ``batch``."""
+    """Phase of a run with a batch of its own. Omitted keys are those of the section ``batch``."""
 
     steps: PositiveInt
     """optimizer steps of the phase"""
