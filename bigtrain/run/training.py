@@ -116,8 +116,9 @@ def train_inputs(
 
 @dataclass
 class _Launch:
-    """State shared by the segments of a launch. times: until the first step, None after it. copies: the
-    main rank's, of checkpoints. is_begun: whether this launch writes the run directory."""
+    """State shared by the segments of a launch. times: until the first step, None after it.
+    copies: the main rank's, of checkpoints. is_begun: whether this launch writes the run
+    directory."""
 
     context: RunContext
     log: RunLog

@@ -142,8 +142,8 @@ def _check_phases(config: RunConfig) -> list[Problem]:
             steps is None,
             "train.epochs",
             config.train.epochs,
-            "steps of batch.phases read different numbers of samples, so an epoch cannot be counted "
-            "in steps",
+            "steps of batch.phases read different numbers of samples, so an epoch cannot be "
+            "counted in steps",
             "train.steps=N train.epochs=null",
         ),
         (

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import yaml
 
 from bigtrain.data.samples.shuffle import SampleOrder
+from bigtrain.engine.checkpoint.io import read_full
 from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.run_config import RunConfig
 from tests.launch.conftest import Finished, Inputs, metrics, run_tree, train
@@ -54,12 +55,16 @@ def elsewhere(tree: dict[str, Any], name: str) -> tuple[dict[str, Any], Path]:
     return other, run
 
 
-def weights(run: Path, step: int) -> dict[str, bytes]:
-    """Files of a checkpoint's tensors, by name."""
-    tensors = run / "checkpoints" / f"step-{step:08}" / "tensors"
-    files = {p.name: p.read_bytes() for p in sorted(tensors.rglob("*.safetensors"))}
-    assert files
-    return files
+def assert_same(run: Path, other: Path) -> None:
+    """Losses, gradient norms and everything that the last checkpoints have of tensors."""
+    for key in ("loss", "grad_norm", "lr", "tokens", "samples", "held_out_loss"):
+        assert metrics(other, key) == metrics(run, key), key
+    mine, others = (
+        read_full(there / f"checkpoints/step-{END:08}/tensors") for there in (run, other)
+    )
+    assert mine.keys() == others.keys()
+    for name, value in mine.items():
+        assert torch.equal(value, others[name]), name
 
 
 def read_tokens(tree: dict[str, Any]) -> np.ndarray[Any, Any]:
@@ -135,12 +140,10 @@ def test_trains_as_a_plain_loop(tree: dict[str, Any], engine: list[str]) -> None
     assert list(losses.values()) == pytest.approx(plain_losses(tree, starts), rel=2e-5)
 
 
-def test_equals_launches_by_hand_and_goes_on_where_it_was_stopped(tree: dict[str, Any]) -> None:
-    """Losses and weights, bit for bit."""
+def test_equals_launches_by_hand(tree: dict[str, Any]) -> None:
     run = Path(tree["output"]["directory"])
     finished = start(tree)
     assert finished.code == 0, finished.output
-
     by_hand, other = elsewhere(tree, "by_hand")
     by_hand["batch"] = {**FIRST, "micro_batch_size": 1}
     assert start(by_hand).code == 0
@@ -149,9 +152,17 @@ def test_equals_launches_by_hand_and_goes_on_where_it_was_stopped(tree: dict[str
     by_hand["batch"] = {**THEN, "micro_batch_size": 1}
     finished = start(by_hand, "checkpoint.allow_changes=[batch]")
     assert finished.code == 0, finished.output
-    assert metrics(other) == metrics(run)
+    assert_same(run, other)
 
-    for step in (2, 4, 6):  # inside each phase, and between them
+
+@pytest.mark.slow
+def test_continues_from_every_checkpoint(tree: dict[str, Any]) -> None:
+    """As a run that was killed after it, inside each phase and between them; and from one of the
+    phase before, if the newest is corrupt."""
+    run = Path(tree["output"]["directory"])
+    finished = start(tree)
+    assert finished.code == 0, finished.output
+    for step in (2, 4, 6):
         stopped, there = elsewhere(tree, f"stopped{step}")
         shutil.copytree(run, there)
         for later in range(step + 2, END + 1, 2):
@@ -159,9 +170,22 @@ def test_equals_launches_by_hand_and_goes_on_where_it_was_stopped(tree: dict[str
         finished = start(stopped)
         assert finished.code == 0, finished.output
         assert f"resumed at step {step} " in finished.output
-        assert metrics(there) == metrics(run)
+        assert_same(run, there)
+    stopped, there = elsewhere(tree, "corrupt")
+    shutil.copytree(run, there)
+    shutil.rmtree(there / "checkpoints/step-00000008")
+    for step in (4, 6):
+        for file in (there / f"checkpoints/step-{step:08}/tensors").rglob("*.safetensors"):
+            content = bytearray(file.read_bytes())
+            content[-5] ^= 1
+            file.write_bytes(content)
+    finished = start(stopped)
+    assert finished.code == 0, finished.output
+    assert "resumed at step 2 " in finished.output
+    assert_same(run, there)
 
 
+@pytest.mark.slow
 def test_refuses_other_phases(tree: dict[str, Any]) -> None:
     assert start(tree, "checkpoint.every_steps=6").code == 0
     run = Path(tree["output"]["directory"])
