@@ -11,7 +11,7 @@ import yaml
 from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem, one_line
 from bigtrain.python_api.configuring import checked, resolve
 from bigtrain.settings.compatibility.check import Device
-from bigtrain.settings.resolve import ResolvedRun
+from bigtrain.settings.resolve import ResolvedRun, largest_phase
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         # The settings are valid: show them regardless of the run's directory.
         print(describe(resolve(args.config, args.overrides, size, engine, kind)))
         raise
-    predicted = chosen + prediction(resolved, args.gpu)
+    predicted = chosen + prediction(largest_phase(resolved), args.gpu)
     print(describe(resolved))
     print(*(f"# {line}" for line in predicted), sep="\n")
     return 0
@@ -90,6 +90,15 @@ def setting(resolved: ResolvedRun, key: str) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def _equations(resolved: ResolvedRun) -> list[str]:
+    """Return comments with the arithmetic of the batch, of each phase a line."""
+    if not resolved.phases:
+        return [f"# {resolved.plan.equation()}"]
+    ends = (*resolved.config.batch.ends(), resolved.config.train.total_steps)
+    steps = zip((0, *ends), ends, resolved.phases, strict=False)
+    return [f"# steps {a + 1} to {b}: {run.plan.equation()}" for a, b, run in steps if a < b]
+
+
 def describe(resolved: ResolvedRun) -> str:
     """Return the resolved run as text: a stream of two YAML documents (JSON is YAML) with
     comments."""
@@ -100,7 +109,7 @@ def describe(resolved: ResolvedRun) -> str:
         [
             f"# The run, resolved for {world_size} rank{'s' if world_size != 1 else ''}",
             run_yaml,
-            f"# {resolved.plan.equation()}",
+            *_equations(resolved),
             "---",
             f"# DeepSpeed configuration ({engine.source}, ZeRO {engine.zero_stage})",
             json.dumps(engine.deepspeed, indent=2),

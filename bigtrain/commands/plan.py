@@ -167,4 +167,8 @@ def _heading(plan: Plan) -> str:
         f"{parameter_count(plan.model.num_parameters)} parameters on {plan.cluster.num_devices} x "
         f"{plan.cluster.device.name}, {batch.samples_per_step} samples of {batch.sequence_length} "
         f"tokens a step: {len(plan.fitting)} layouts fit, {plan.num_others} do not"
+        + (
+            "; batch.phases are not planned: bigtrain check predicts the largest"
+            * bool(batch.phases)
+        )
     )

@@ -26,6 +26,7 @@ from bigtrain.system.stop_signals import StopSignals
 from bigtrain.system.world import World, read_world
 
 if TYPE_CHECKING:
+    from bigtrain.data.shards.dataset import Level
     from bigtrain.run.reporting.closing import TrainingResult
 
 
@@ -88,11 +89,12 @@ def _try_inputs(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
     model. Raise the errors that the run itself would raise about its data, its model and a
     checkpoint that it would resume from."""
     from bigtrain.run.checkpointing.changed_settings import refuse_other_run
-    from bigtrain.run.length import with_steps
-    from bigtrain.run.preflight import check_base_weights, inspect_inputs
+    from bigtrain.run.preflight import check_base_weights
+    from bigtrain.run.segments import inspect_segments
 
-    inputs = inspect_inputs(resolved)
-    resolved, counted = with_steps(resolved, inputs.datasets)
+    segments, counted = inspect_segments(resolved)
+    inputs = segments[0].inputs
+    resolved = resolved if resolved.phases else segments[0].run
     check_base_weights(resolved.config, inputs)
     checkpoint = refuse_other_run(
         resolved.config, inputs.sources, inputs.data_hash, inputs.model_plan.parameters
@@ -214,24 +216,27 @@ def train_resolved(
     with importing():
         from bigtrain.engine.startup.device import refuse_for_device
         from bigtrain.run.checkpointing.changed_settings import refuse_other_run
-        from bigtrain.run.length import with_steps
-        from bigtrain.run.preflight import inspect_inputs
+        from bigtrain.run.segments import inspect_segments
 
     refuse_for_device(run.config, world.size)
     with importing():  # the model's libraries
         # One rank of each host compares the sizes of the shards' files; the others read the list.
-        inputs = inspect_inputs(run, "sizes" if world.local_rank == 0 else "listed", samples)
-        run, counted = with_steps(run, inputs.datasets)
-        inputs = replace(inputs, notes=(*counted, *inputs.notes))
+        level: Level = "sizes" if world.local_rank == 0 else "listed"
+        segments, counted = inspect_segments(run, level, samples)
+        first = segments[0]
+        inputs = replace(first.inputs, notes=(*counted, *first.inputs.notes))
+        segments = (replace(first, inputs=inputs), *segments[1:])
         if world.local_rank == 0:
             parameters = inputs.model_plan.parameters
-            refuse_other_run(run.config, inputs.sources, inputs.data_hash, parameters)
+            refuse_other_run(
+                first.run.recorded_config, inputs.sources, inputs.data_hash, parameters
+            )
         from bigtrain.run.reporting.library_log import import_log
 
         with import_log(shown=run.config.logging.deepspeed == "shown") as said:
             from bigtrain.run.training import train_inputs
 
-    return train_inputs(run, inputs, world, signals, said, callbacks)
+    return train_inputs(segments, world, signals, said, callbacks)
 
 
 def _name_of(model: object) -> str:

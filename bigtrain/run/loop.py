@@ -91,8 +91,9 @@ def train(
     start_times: StartTimes | None = None,
     memory_saver: MemorySaver | None = None,
     replicas: Replicas | None = None,
+    until: int,
 ) -> tuple[TrainState, Signals | None]:
-    """Train until ``train.steps``, early stopping, a callback's request or a signal; return the
+    """Train until step `until`, early stopping, a callback's request or a signal; return the
     final state, which has been saved, and the signal. Collective. roll_back: restores the engine
     from before the bad steps that end at a state. utilization: model FLOPs utilization at tokens
     per second. start_times: of this launch, logged after its first step. memory_saver: of
@@ -114,13 +115,13 @@ def train(
     beat.watch_layers(engine.module)
     engine.on_phase = clock.marking(beat.set_phase)
     with clock.running():
-        while not is_over(config, state) and received is None:
+        while not is_over(config, state) and received is None and state.step < until:
             lr = learning_rate_at(
                 state.step, config.optimizer.lr, config.schedule, config.train.total_steps
             )
             context.seed_step(state.step)
             beat.begin_step(state.step + 1)
-            is_logged = _is_logged(config, state.step + 1)
+            is_logged = _is_logged(config, state.step + 1, until)
             clock.begin_step(is_logged=is_logged)
             with stragglers.meter.waiting(), clock.part("data"):
                 micro_batches = batches.step(state.samples)
@@ -156,7 +157,7 @@ def train(
                     state = outer.make(state)
             last = state.step == config.train.total_steps
             profiler.after(state.step, last=last)
-            is_logged = _is_logged(config, state.step)  # outer steps may have moved the run
+            is_logged = _is_logged(config, state.step, until)  # outer steps may have moved the run
             measured = _measure(
                 log, engine, losses, state, lr, clock, utilization, memory_saver, is_logged
             )
@@ -186,7 +187,7 @@ def train(
                 with clock.paused("save"):
                     memory_saver.save(state, metrics)
             is_due = agreed.saves or state.is_multiple_of(config.checkpoint.every_steps)
-            if last or received or is_due:
+            if last or received or is_due or state.step == until:
                 beat.set_phase("settling the exchange with the other sites", slow=True)
                 with clock.paused("outer_step"):
                     state = outer.settle(state)
@@ -197,8 +198,8 @@ def train(
     return state, received
 
 
-def _is_logged(config: RunConfig, step: int) -> bool:
-    return step == config.train.total_steps or step % config.logging.every_steps == 0
+def _is_logged(config: RunConfig, step: int, until: int) -> bool:
+    return step == until or step % config.logging.every_steps == 0
 
 
 def _save(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
+from signal import Signals
 
+import torch
 import torch.distributed as dist
 
 from bigtrain.data.loading.loader import (
@@ -20,11 +24,13 @@ from bigtrain.data.shards.verification import ListedShards, rank_slice
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.startup.mesh import Mesh, open_mesh, warm_up
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.errors import DataError, ModelError
+from bigtrain.errors import DataError, ModelError, TrainingError
 from bigtrain.models.equivalence.model_plan import KIND, trial_key
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan
 from bigtrain.models.weights.import_hf import Weights
+from bigtrain.planner.run_prediction import RunPrediction
 from bigtrain.run.callbacks import Callbacks
+from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.initialize import BaseWeights, WeightsSource, weights_source
 from bigtrain.run.checkpointing.memory_files import MemoryFiles
 from bigtrain.run.checkpointing.memory_saver import (
@@ -51,28 +57,30 @@ from bigtrain.run.preflight import Inputs
 from bigtrain.run.reference_scores import ReferenceScores
 from bigtrain.run.reporting.closing import TrainingResult
 from bigtrain.run.reporting.phase_memory import PhaseMemory
+from bigtrain.run.reporting.run_copies import RunCopies
 from bigtrain.run.run_log import RunLog
+from bigtrain.run.segments import Segment, segment_at
 from bigtrain.run.session import begin_writing, open_session
 from bigtrain.run.state import TrainState, is_over
-from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.system.stop_signals import StopSignals
 from bigtrain.system.user_cache import cache_get, cache_put
 from bigtrain.system.world import World
 
 
 def train_inputs(
-    run: ResolvedRun,
-    inputs: Inputs,
+    segments: Sequence[Segment],
     world: World,
     signals: StopSignals,
     notes: Sequence[str] = (),
     given: Sequence[object] = (),
 ) -> TrainingResult:
-    """Train `run` to its end or until a signal, resuming from its directory; return its result on
-    every rank. Collective over all ranks of `world`. `notes`: lines for log.txt from before.
-    `given`: callbacks of the calling program."""
+    """Train a run's `segments` to its end or until a signal, resuming from its directory; return
+    its result on every rank. Collective over all ranks of `world`. `notes`: lines for log.txt from
+    before. `given`: callbacks of the calling program."""
+    first = segments[0]
+    run = replace(first.run, config=first.run.recorded_config)
     source = weights_source(run.config)
-    weights = source.find(run.config, inputs)
+    weights = source.find(run.config, first.inputs)
     times = StartTimes()
     times.end(IMPORTS)
     with (
@@ -84,47 +92,139 @@ def train_inputs(
             log.to_file(line)
         if run.config.data.verify == "contents":
             verify_data(context, log)
-        refuse_other_run(context, inputs.data_hash)
-        beat = context.heartbeat
+        refuse_other_run(context, first.inputs.data_hash)
         callbacks = stack.enter_context(Callbacks(context, log, given))
-        prediction = log_prediction(context, log, inputs)
+        largest = max(segments, key=lambda one: one.run.plan.micro_batch_tokens)
+        prediction = log_prediction(replace(context, run=largest.run), log, largest.inputs)
         mesh = open_mesh(run.topology, world.rank, run.config.watchdog.collective_timeout_seconds)
-        beat.set_phase("opening the connections of all groups", slow=True)
+        context.heartbeat.set_phase("opening the connections of all groups", slow=True)
         warm_up(mesh, context.device)
         times.end(GROUPS)
-        beat.set_phase("building the model", slow=True)
-        engine = build(context, inputs, source, mesh)
-        times.end(MODEL)
-        log.to_file(f"DeepSpeed speed patches: {', '.join(engine.speed_patches) or 'none'}")
+        launch = _Launch(
+            context, log, mesh, segments, source, weights, memory, callbacks, prediction, times
+        )
+        step = 0 if len(segments) == 1 else launch.newest_step()
+        while True:
+            ended = launch.train(segment_at(segments, step))
+            if isinstance(ended, TrainingResult):
+                return ended
+            step = ended
+            gc.collect()  # the engine of the segment, which hooks and parameters refer to
+            if context.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+@dataclass
+class _Launch:
+    """State shared by the segments of a launch. times: until the first step, None after it.
+    copies: the main rank's, of checkpoints. is_begun: whether this launch writes the run
+    directory."""
+
+    context: RunContext
+    log: RunLog
+    mesh: Mesh
+    segments: Sequence[Segment]
+    source: WeightsSource
+    weights: Weights | None
+    memory: MemoryFiles | None
+    callbacks: Callbacks
+    prediction: RunPrediction | None
+    times: StartTimes | None
+    copies: RunCopies | None = None
+    is_begun: bool = False
+
+    def newest_step(self) -> int:
+        """Return the step of the newest checkpoint on disk, 0 without one. Collective."""
+        directory = self.context.directory
+        return self.context.long_work.on_main_rank(
+            lambda: max(checkpoints.list_steps(directory), default=0)
+        )
+
+    def train(self, segment: Segment) -> TrainingResult | int:
+        """Train a segment from the newest checkpoint; return the result of the launch, or the step
+        with which another segment continues. Collective."""
+        context, log, inputs = replace(self.context, run=segment.run), self.log, segment.inputs
+        context.heartbeat.set_phase("building the model", slow=True)
+        engine = build(context, inputs, self.source, self.mesh)
+        if self.times is not None:
+            self.times.end(MODEL)
+        if not self.is_begun:
+            patches = ", ".join(engine.speed_patches) or "none"
+            log.to_file(f"DeepSpeed speed patches: {patches}")
+            _log_plan(context, log, inputs)
+        if len(self.segments) > 1:
+            log.info(segment.describe())
         outer = OuterSteps(context, log, inputs.data_hash, engine)
-        _log_plan(context, log, inputs)
-        begun = _begin(context, log, engine, inputs, mesh, source, weights, memory)
+        begun = _begin(
+            context, log, engine, inputs, self.mesh, self.source, self.weights, self.memory,
+            lambda step: segment_at(self.segments, step) is segment,
+        )  # fmt: skip
         if begun is None:
-            if memory is not None:
-                memory.end()
+            if self.memory is not None:
+                self.memory.end()
             engine.close()
             return closing_result(context, None)
+        if isinstance(begun, int):
+            engine.close()
+            return begun
         resumed, base, batches, evaluator = begun
         state = outer.begin(resumed)
-        copies = begin_writing(context, log, inputs, state, base, prediction)
+        if not self.is_begun:
+            whole = self.context
+            self.copies = begin_writing(whole, log, inputs, state, base, self.prediction)
         sets = evaluator.held_out
-        scored = ReferenceScores(context, log, engine, mesh, inputs, base)
+        scored = ReferenceScores(context, log, engine, self.mesh, inputs, base)
         evaluator.held_out = scored.add(state, batches, sets)
-        callbacks.start(state)
-        on_complete = callbacks.checkpoint
-        times.end(WEIGHTS)
+        if not self.is_begun:
+            self.callbacks.start(state)
+        self.is_begun = True
+        if self.times is not None:
+            self.times.end(WEIGHTS)
+        state, received = self._steps(
+            context, segment, engine, outer, base, resumed, state, batches, evaluator
+        )
+        batches.close()
+        outer.close()
+        if received is not None:
+            stop_early(context, log, engine, state, received, self.copies)
+        elif is_over(context.config, state):
+            finish(context, log, engine, state, self.prediction, self.copies)
+        else:
+            engine.close()
+            return state.step
+        self.callbacks.end(state, received)
+        return closing_result(context, state.step, received)
+
+    def _steps(
+        self,
+        context: RunContext,
+        segment: Segment,
+        engine: TrainEngine,
+        outer: OuterSteps,
+        base: BaseWeights | None,
+        resumed: TrainState,
+        state: TrainState,
+        batches: TrainingBatches,
+        evaluator: Evaluator,
+    ) -> tuple[TrainState, Signals | None]:
+        """Train the segment's steps; return its state, which has been saved, and the signal."""
+        log, inputs = self.log, segment.inputs
+        on_complete = self.callbacks.checkpoint
         with (
-            Saver(context, log, engine, inputs, base, copies, on_complete) as saver,
-            memory_saver_of(context, log, engine, saver, memory) as memory_saver,
+            Saver(context, log, engine, inputs, base, self.copies, on_complete) as saver,
+            memory_saver_of(context, log, engine, saver, self.memory) as memory_saver,
         ):
-            if resumed.step < state.step >= run.config.train.total_steps:
+            if resumed.step < state.step >= context.config.train.total_steps:
                 saver.save(state, {})  # other sites have trained to the end without this one
-            elif is_over(run.config, state):
+            elif is_over(context.config, state):
                 saver.finish_retention(state.step)
             replicas = None
-            if run.config.guard.compare_every_steps is not None:
-                go_back = partial(_restore_alike, context, log, engine, saver, memory_saver)
+            if context.config.guard.compare_every_steps is not None:
+                go_back = partial(
+                    _restore_alike, context, log, engine, saver, memory_saver, segment
+                )
                 replicas = ReplicaWatch(context, engine, state, go_back)
+            start_times, self.times = self.times, None
             state, received = train(
                 context,
                 log,
@@ -134,26 +234,19 @@ def train_inputs(
                 evaluator=evaluator,
                 saver=saver,
                 outer=outer,
-                callbacks=callbacks,
-                roll_back=partial(_roll_back, context, log, engine, memory_saver),
+                callbacks=self.callbacks,
+                roll_back=partial(_roll_back, context, log, engine, memory_saver, segment),
                 memory=PhaseMemory(context.device.type),
                 utilization=utilization_of(context, inputs.hf_config),
-                start_times=times,
+                start_times=start_times,
                 memory_saver=memory_saver,
                 replicas=replicas,
+                until=segment.end,
             )
             saver.wait(must_succeed=True)
             if memory_saver is not None:
                 memory_saver.finish()
-        batches.close()
-        outer.close()
-        if received is not None:
-            stop_early(context, log, engine, state, received, copies)
-            callbacks.end(state, received)
-            return closing_result(context, state.step, received)
-        finish(context, log, engine, state, prediction, copies)
-        callbacks.end(state, None)
-        return closing_result(context, state.step)
+        return state, received
 
 
 def build(context: RunContext, inputs: Inputs, source: WeightsSource, mesh: Mesh) -> TrainEngine:
@@ -228,8 +321,10 @@ def _begin(
     source: WeightsSource,
     weights: Weights | None,
     memory: MemoryFiles | None,
-) -> tuple[TrainState, BaseWeights | None, TrainingBatches, Evaluator] | None:
-    """Resume or start, with the run token acquired; return None if the run is complete."""
+    continues: Callable[[int], bool],
+) -> tuple[TrainState, BaseWeights | None, TrainingBatches, Evaluator] | int | None:
+    """Resume or start, with the run token acquired; return None if the run is complete, and the
+    step of the checkpoint if the engine's segment does not continue there (`continues`)."""
     config, plan = context.config, context.plan
     pin = context.device.type == "cuda"
     base: BaseWeights | None = None
@@ -238,6 +333,8 @@ def _begin(
         base = source.fill(context, log, engine, inputs, weights)
     while True:
         state = restore_or_start(context, log, engine, inputs, base, memory)
+        if not continues(state.step):
+            return state.step
         if is_complete(context, log, state):
             return None
         if state.step == 0 and config.adapters is None:
@@ -265,10 +362,11 @@ def _roll_back(
     log: RunLog,
     engine: TrainEngine,
     memory_saver: MemorySaver | None,
+    segment: Segment,
     state: TrainState,
 ) -> TrainState:
     """Roll back by a checkpoint on disk; those in memory contain the abandoned steps."""
-    rolled_back = roll_back(context, log, engine, state)
+    rolled_back = _within(segment, roll_back(context, log, engine, state))
     if memory_saver is not None:
         memory_saver.forget()
     return rolled_back
@@ -280,6 +378,7 @@ def _restore_alike(
     engine: TrainEngine,
     saver: Saver,
     memory_saver: MemorySaver | None,
+    segment: Segment,
     state: TrainState,
     differing: Differing,
 ) -> TrainState:
@@ -288,7 +387,20 @@ def _restore_alike(
     saver.wait()
     if memory_saver is not None:
         memory_saver.forget()
-    return restore_alike(context, log, engine, state, differing)
+    return _within(segment, restore_alike(context, log, engine, state, differing))
+
+
+def _within(segment: Segment, state: TrainState) -> TrainState:
+    """Return `state`. Raises TrainingError if it is of an earlier phase, whose steps this engine
+    does not train."""
+    if state.step < segment.begin:
+        raise TrainingError(
+            f"the run has to go back to step {state.step}, and its phase of batch.phases began at "
+            f"step {segment.begin} -> save more often (checkpoint.every_steps), check the data and "
+            f"the learning rate, and remove the checkpoints after step {state.step} to continue "
+            "from there"
+        )
+    return state
 
 
 _NAMED = 10

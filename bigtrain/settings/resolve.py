@@ -55,6 +55,15 @@ class ResolvedRun:
     topology: Topology
     plan: BatchPlan
     engine: EngineConfig
+    phases: tuple[ResolvedRun, ...] = ()
+    """the run in each of ``batch.phases``, then in the rest; empty without phases"""
+    complete_config: RunConfig | None = None
+    """of the run that this is a phase of"""
+
+    @property
+    def recorded_config(self) -> RunConfig:
+        """Settings that checkpoints record."""
+        return self.complete_config or self.config
 
 
 def resolve_run(
@@ -74,8 +83,147 @@ def resolve_run(
     the answers of `accelerate launch`, which configure the engine where no JSON is named. `scores`:
     for a pass that scores the data, which reads complete rows like another objective. Raises
     one ConfigError with every problem: batch arithmetic, unknown keys, contradictions between the
-    files, illegal combinations.
+    files, illegal combinations, in each of ``batch.phases``.
     """
+
+    def resolved(one: RunConfig) -> ResolvedRun:
+        given = world_size, deepspeed_config, device, accelerate
+        return _resolve_alone(one, *given, async_io=async_io, scores=scores)
+
+    if not config.batch.phases:
+        return resolved(config)
+    phases, problems, source = [], _check_phases(config), ""
+    for number in range(len(config.batch.phases), -1, -1):  # the keys of the section first
+        batch = config.batch.of_phase(number)
+        try:
+            phases.append(resolved(config.model_copy(update={"batch": batch})))
+        except ConfigError as error:
+            source = source or error.source
+            problems += in_phase(config, number, error.problems, problems)
+    if problems:
+        raise ConfigError(problems, source or "the run with batch.phases")
+    rest = phases[0]
+    whole = rest.config.model_copy(update={"batch": config.batch})
+    each = tuple(replace(phase, complete_config=whole) for phase in reversed(phases))
+    return replace(rest, config=whole, phases=each)
+
+
+def largest_phase(run: ResolvedRun) -> ResolvedRun:
+    """Return the phase with the most tokens in a micro-batch, which needs the most memory; `run`
+    without phases."""
+    return max(run.phases or (run,), key=lambda one: one.plan.micro_batch_tokens)
+
+
+def in_phase(
+    config: RunConfig, number: int, problems: Sequence[Problem], known: Sequence[Problem] = ()
+) -> list[Problem]:
+    """Return `problems` of a phase that are not `known`, with the phase's keys; those of the rest
+    of the run as they are."""
+    new = [problem for problem in problems if problem not in known]
+    if number == len(config.batch.phases):
+        return new
+    name = f"batch.phases[{number}]"
+    return [
+        replace(
+            problem,
+            key=problem.key.replace("batch.", f"{name}.", 1)
+            if problem.key.startswith("batch.")
+            else f"{problem.key} (in {name})",
+        )
+        for problem in new
+    ]
+
+
+def _check_phases(config: RunConfig) -> list[Problem]:
+    """Check what does not go with ``batch.phases``."""
+    steps, needed = config.train.steps, config.batch.ends()[-1]
+    rules: list[tuple[bool, str, object, str, str]] = [
+        (
+            steps is None,
+            "train.epochs",
+            config.train.epochs,
+            "steps of batch.phases read different numbers of samples, so an epoch cannot be "
+            "counted in steps",
+            "train.steps=N train.epochs=null",
+        ),
+        (
+            steps is not None and steps < needed,
+            "train.steps",
+            steps,
+            f"batch.phases have {needed} steps",
+            f"train.steps={needed} or more",
+        ),
+        (
+            config.sites is not None,
+            "sites",
+            "set",
+            "sites make rounds of steps of one batch, and batch.phases changes it",
+            "omit batch.phases, or train at one site (sites=null)",
+        ),
+        (
+            config.data.packing == "best_fit",
+            "data.packing",
+            config.data.packing,
+            "documents are packed for one batch.sequence_length and one order, and batch.phases "
+            "changes it",
+            "data.packing=concatenate, with data.document_boundaries=isolate",
+        ),
+        (
+            config.checkpoint.memory is not None,
+            "checkpoint.memory",
+            "set",
+            "checkpoints in memory are of one batch, and batch.phases changes it",
+            "checkpoint.memory=null",
+        ),
+        (
+            config.objective.type != "next_token",
+            "objective.type",
+            config.objective.type,
+            "batch.phases are for samples of any length, and pairs and answers have their own",
+            "next_token, or omit batch.phases",
+        ),
+        (
+            config.adapters is not None,
+            "adapters",
+            "set",
+            "a run with batch.phases reads all weights from its checkpoint at each phase, which "
+            "has none of the base",
+            "omit batch.phases, and change the batch when it resumes, by "
+            "checkpoint.allow_changes=[batch]",
+        ),
+        (
+            config.data.samples is not None,
+            "data.samples",
+            "set",
+            "samples of your own have one length, and batch.phases changes it",
+            "omit batch.phases",
+        ),
+    ]
+    problems = [
+        Problem(key, value, rule, fix) for applies, key, value, rule, fix in rules if applies
+    ]
+    chunk = config.data.chunk_length
+    for number in range(len(config.batch.phases)):
+        length = config.batch.of_phase(number).sequence_length
+        if chunk is not None and chunk % length:
+            rule = f"is not a divisor of data.chunk_length = {chunk}"
+            nearest = f"nearest: data.chunk_length={-(-chunk // length) * length}"
+            key = f"batch.phases[{number}].sequence_length"
+            problems.append(Problem(key, length, rule, nearest))
+    return problems
+
+
+def _resolve_alone(
+    config: RunConfig,
+    world_size: int,
+    deepspeed_config: str | None,
+    device: Device | None,
+    accelerate: AccelerateSettings | None,
+    *,
+    async_io: bool | None,
+    scores: bool,
+) -> ResolvedRun:
+    """Resolve a run without phases."""
     topology, problems = _topology_of(config, world_size)
     problems.extend(_check_profile(config, world_size))
     problems.extend(_check_extensions(config))

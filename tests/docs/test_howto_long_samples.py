@@ -31,8 +31,11 @@ def lines(start: str) -> list[str]:
 @pytest.fixture
 def folder(inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with the page's run and its shards, in which commands are typed."""
-    (block,) = page_blocks(PAGE, "yaml")
+    block, phases = page_blocks(PAGE, "yaml")
     (tmp_path / "long.yaml").write_text(block)
+    phased = yaml.safe_load(block) | yaml.safe_load(phases)
+    del phased["parallel"]
+    (tmp_path / "phased.yaml").write_text(yaml.safe_dump(phased))
     shutil.copytree(inputs.shards, tmp_path / "shards")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -48,7 +51,9 @@ def test_the_run_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     assert "parallel.sequence={ulysses: 2, ring: 2}" in refused
     assert bigtrain([*check, "3", "parallel.sequence={ring: 3}"]) == 2
     assert "batch.sequence_length = 64" in capsys.readouterr().err
-    (typed,) = lines("bigtrain check")
+    typed, phased = lines("bigtrain check")
+    assert bigtrain([*shlex.split(phased)[1:], "--world-size", "2"]) == 0
+    assert "# steps 3 to 5: 4 samples per step" in capsys.readouterr().out
     assert bigtrain([*shlex.split(typed)[1:], "--world-size", str(WORLD_SIZE)]) == 0
 
 
@@ -58,7 +63,7 @@ def test_the_run_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
 def test_kinds_train_as_one_process(folder: Path) -> None:
     """Losses, held-out losses and a resume with another kind; every run is exported, which compares
     its logits."""
-    rings, tiles = (shlex.split(line) for line in lines("torchrun"))
+    rings, tiles, _ = (shlex.split(line) for line in lines("torchrun"))
     start = ["torchrun", "--nproc-per-node", str(WORLD_SIZE), "bigtrain/train.py"]
     assert rings == [*start, "--config", "long.yaml"]
     changed = [*rings, "model.tiled_mlp=4", "output.directory=runs/tiled"]
@@ -86,6 +91,21 @@ def test_kinds_train_as_one_process(folder: Path) -> None:
     assert finished.code == 0, finished.output
     expected = metrics(folder / "runs/one")
     assert metrics(folder / "runs/long") == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+def test_lengths_in_phases(folder: Path) -> None:
+    typed = shlex.split(lines("torchrun")[-1])
+    assert typed[:4] == ["torchrun", "--nproc-per-node", "2", "bigtrain/train.py"]
+    assert typed[4:] == ["--config", "phased.yaml", "output.directory=runs/phased"]
+    run = ["--config", str(folder / "phased.yaml"), f"data.path={folder / 'shards'}"]
+    run += [f"output.directory={folder / 'runs/phased'}", "logging.every_steps=1"]
+    finished = train(*run, num_processes=2)
+    assert finished.code == 0, finished.output
+    tokens = metrics(folder / "runs/phased", "tokens")
+    assert tokens[8] == 2 * 8 * 16 + 3 * 4 * 32 + 3 * 4 * 64
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.models.weights.checksums import FileSum, Sums, files_read_with, sum_of
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.settings.lr_schedule import learning_rate_at
-from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.run_config import BatchSection, RunConfig
 
 _TABLE = yaml.safe_load(Path(__file__).with_name("changed_settings.yaml").read_text("utf-8"))
 
@@ -55,7 +55,7 @@ def refuse_other_run(
         if sources is not None:
             resumed_phases(document, config, sources, data_hash, path, parameters)
         else:
-            _refuse_changes(_changed_settings(document["config"], config), document, config, path)
+            _refuse_changes(_changed_settings(document, config), document, config, path)
         return path
     return None
 
@@ -73,7 +73,7 @@ def resumed_phases(
     the current model. Raises CheckpointError with every changed setting that
     ``checkpoint.allow_changes`` does not name, and for a change of the data that cannot be
     followed."""
-    changes = _changed_settings(document["config"], config)
+    changes = _changed_settings(document, config)
     if parameters is not None:
         changes += _changed_groups(document.get("parameters"), parameters, config)
     if "best_fit" in (document["config"]["data"].get("packing"), config.data.packing):
@@ -86,8 +86,11 @@ def resumed_phases(
             _refuse([*changes, ("data", text)], (), directory)
         length = document["config"]["batch"]["sequence_length"]
         phases = (first_phase(config, sources, length),)
-    following = next_phase(phases[-1], config, sources, document["samples"])
+    now = config.model_copy(update={"batch": config.batch.at(document["step"])})
+    following = next_phase(phases[-1], now, sources, document["samples"])
     named = {key for key, _ in changes}
+    if _has_phases(document, config):  # compared by `_changed_batches`
+        named.add("batch.sequence_length")
     changes += [change for change in differences(phases[-1], following) if change[0] not in named]
     _refuse_changes(changes, document, config, directory)
     return phases if following is phases[-1] else (*phases, following)
@@ -109,7 +112,7 @@ def changed_rate(document: dict[str, Any], config: RunConfig) -> str | None:
         return None
     keys = [
         key
-        for key, _ in _changed_settings(document["config"], config)
+        for key, _ in _changed_settings(document, config)
         if key.startswith(("train.", "schedule.", "optimizer."))
     ]
     return (
@@ -128,17 +131,45 @@ def _refuse_other_packing(changes: Sequence[tuple[str, str]], directory: Path) -
         )
 
 
-def _changed_settings(there: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
+def _has_phases(document: dict[str, Any], config: RunConfig) -> bool:
+    return bool(config.batch.phases or document["config"]["batch"].get("phases"))
+
+
+def _changed_settings(document: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
+    there = document["config"]
     before: dict[str, Any] = dict(_TABLE["before"])
     for section in ("sites", "adapters"):
         before |= _TABLE[f"before_of_{section}"] if there.get(section) else {}
     before |= _flat(there)
     now = mathematics(config)
-    return [
+    changes = [
         (key, text)
         for key in sorted(before.keys() | now.keys())
         for text in _differences(before.get(key), now.get(key))
     ]
+    if not _has_phases(document, config):
+        return changes
+    batches = _changed_batches(BatchSection.model_validate(there["batch"]), config, document)
+    return [*(change for change in changes if not change[0].startswith("batch.")), *batches]
+
+
+def _changed_batches(
+    there: BatchSection, config: RunConfig, document: dict[str, Any]
+) -> list[tuple[str, str]]:
+    """Return the steps with another batch, those before the checkpoint apart from later ones."""
+    step = int(document["step"])
+    bounds = sorted({0, step, *there.ends(), *config.batch.ends()})
+    changes = []
+    for begin, end in zip(bounds, [*bounds[1:], None], strict=True):
+        before, now = (
+            f"{batch.samples_per_step} samples of {batch.sequence_length} tokens"
+            for batch in (there.at(begin), config.batch.at(begin))
+        )
+        if before != now:
+            steps = f"steps {begin + 1} on" if end is None else f"steps {begin + 1} to {end}"
+            done = ", which the run has trained with" if end is not None and end <= step else ""
+            changes.append(("batch.phases", f"{steps}: {before} there{done}, {now} now"))
+    return changes
 
 
 def _changed_groups(

@@ -167,8 +167,7 @@ def model_card(
     front: dict[str, Any] = {"library_name": library, "tags": ["bigtrain"]}
     if base is not None and not Path(base).exists():
         front["base_model"] = base
-    samples = config.batch.samples_per_step
-    tokens = step * samples * rows_per_sample(config.objective) * config.batch.sequence_length
+    tokens = config.batch.tokens_until(step) * rows_per_sample(config.objective)
     units = {"preference": "pair", "reward": "pair", "kto": "answer", "classification": "sample"}
     sources = [config.data.path, *(source.path for source in config.data.sources)]
     figures = {

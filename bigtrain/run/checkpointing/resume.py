@@ -60,7 +60,8 @@ def restore_or_start(
         directory, document = found
         sources, data_hash = inputs.sources, inputs.data_hash
         parameters = inputs.model_plan.parameters
-        phases = resumed_phases(document, context.config, sources, data_hash, directory, parameters)
+        config = context.run.recorded_config
+        phases = resumed_phases(document, config, sources, data_hash, directory, parameters)
         if context.config.adapters is not None:
             assert base is not None
             refuse_other_base(document, base.sums, directory)
@@ -70,7 +71,7 @@ def restore_or_start(
         log.info(f"resumed at step {state.step} from {directory}")
         if memory is not None:
             memory.resumed_step = state.step if isinstance(candidate, MemoryCheckpoint) else None
-        if jump := changed_rate(document, context.config):
+        if jump := changed_rate(document, config):
             log.info(jump)
         if len(phases) > 1 and phases[-1].first_sample == state.samples:
             changes = "; ".join(f"{key}: {text}" for key, text in differences(*phases[-2:]))

@@ -128,7 +128,7 @@ class Saver:
             "format": checkpoints.FORMAT,
             "run": identity.run,
             "data_hash": inputs.data_hash,
-            "config": context.config.model_dump(mode="json"),
+            "config": context.run.recorded_config.model_dump(mode="json"),
             "deepspeed": context.run.engine.deepspeed,
             "parameters": inputs.model_plan.parameters.record(),
             "environment": describe_environment(context.run, inputs, context.hosts, context.device),

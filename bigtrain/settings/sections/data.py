@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os.path
+from bisect import bisect_right
+from itertools import accumulate, pairwise
 from pathlib import PurePath
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from bigtrain.settings.sections.base import PositiveInt, Section, refuse_secrets
 from bigtrain.settings.sections.extensions import SamplesSection
@@ -156,9 +158,27 @@ class DataSection(Section):
         return "data.path" if self.path is not None else f"data.sources.{source_index}.path"
 
 
+class BatchPhaseSection(Section):
+    """Phase of a run with a batch of its own. Omitted keys are those of the section ``batch``."""
+
+    steps: PositiveInt
+    """optimizer steps of the phase"""
+    sequence_length: PositiveInt | None = None
+    """tokens per sample"""
+    global_batch_size: PositiveInt | None = None
+    """samples per optimizer step over all ranks"""
+    global_tokens: PositiveInt | None = None
+    """the same in tokens; must be a multiple of sequence_length"""
+    micro_batch_size: PositiveInt | None = None
+    """samples per forward pass of one rank"""
+
+
 class BatchSection(Section):
     """The global batch (mathematics) and the micro-batch (a memory knob)."""
 
+    phases: tuple[BatchPhaseSection, ...] = ()
+    """phases with another batch, in this order from the first step on; the keys below hold for the
+    rest of train.steps"""
     sequence_length: PositiveInt
     """tokens per sample"""
     global_batch_size: PositiveInt | None = None
@@ -191,6 +211,43 @@ class BatchSection(Section):
                 f"batch.sequence_length = {self.sequence_length}; nearest: {nearest}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _phases_have_batches(self) -> Self:
+        for number in range(len(self.phases)):
+            try:
+                self.of_phase(number)
+            except ValidationError as error:
+                text = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise ValueError(text.replace("batch.", f"batch.phases[{number}].")) from None
+        return self
+
+    def of_phase(self, number: int) -> BatchSection:
+        """Return the batch of a phase, without phases; of the rest of the run after the last."""
+        own = self.model_dump(exclude={"phases"}, exclude_unset=True)
+        if number == len(self.phases):
+            return BatchSection(**own)
+        given = self.phases[number].model_dump(exclude={"steps"}, exclude_none=True)
+        sizes = {"global_batch_size", "global_tokens"}
+        if given.keys() & sizes:
+            own = {key: value for key, value in own.items() if key not in sizes}
+        return BatchSection(**(own | given))
+
+    def ends(self) -> tuple[int, ...]:
+        """Return the last step of each phase."""
+        return tuple(accumulate(phase.steps for phase in self.phases))
+
+    def at(self, step: int) -> BatchSection:
+        """Return the batch after `step` steps, without phases; `self` if there are none."""
+        return self.of_phase(bisect_right(self.ends(), step)) if self.phases else self
+
+    def tokens_until(self, step: int) -> int:
+        """Return the tokens of the first `step` steps, for one row per sample."""
+        bounds = [0, *(end for end in self.ends() if end < step), step]
+        return sum(
+            (end - begin) * self.at(begin).samples_per_step * self.at(begin).sequence_length
+            for begin, end in pairwise(bounds)
+        )
 
     @property
     def samples_per_step(self) -> int:

@@ -1,0 +1,60 @@
+"""Segments of a run: the steps of each of ``batch.phases``, and the rest.
+
+Each is trained by an engine of its own, and begins like a launch that resumes from the checkpoint
+at the end of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bigtrain.data.shards.dataset import Level
+from bigtrain.errors import ConfigError, Problem
+from bigtrain.run.length import with_steps
+from bigtrain.run.preflight import Inputs, inspect_inputs
+from bigtrain.settings.resolve import ResolvedRun, in_phase
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Steps `begin` + 1 to `end` of a run. run: with the batch of these steps."""
+
+    begin: int
+    end: int
+    run: ResolvedRun
+    inputs: Inputs
+
+    def describe(self) -> str:
+        """Return the segment as one line."""
+        return f"steps {self.begin + 1} to {self.end}: {self.run.plan.equation()}"
+
+
+def inspect_segments(
+    run: ResolvedRun, check: Level = "sizes", samples: object = None
+) -> tuple[tuple[Segment, ...], tuple[str, ...]]:
+    """Inspect the inputs of every segment of `run`, a single one without phases; return them, and
+    lines on epochs counted as steps. Raises as `inspect_inputs`, with the keys of phases."""
+    if not run.phases:
+        inputs = inspect_inputs(run, check, samples)
+        counted, lines = with_steps(run, inputs.datasets)
+        return (Segment(0, counted.config.train.total_steps, counted, inputs),), lines
+    ends = (*run.config.batch.ends(), run.config.train.total_steps)
+    segments: list[Segment] = []
+    problems: list[Problem] = []
+    begin = 0
+    for number, (end, phase) in enumerate(zip(ends, run.phases, strict=True)):
+        try:
+            if begin < end:
+                segments.append(Segment(begin, end, phase, inspect_inputs(phase, check, samples)))
+        except ConfigError as error:
+            problems += in_phase(run.config, number, error.problems, problems)
+        begin = end
+    if problems:
+        raise ConfigError(problems, "the run's inputs")
+    return tuple(segments), ()
+
+
+def segment_at(segments: Sequence[Segment], step: int) -> Segment:
+    """Return the segment that a run continues with after `step` steps; the last one at its end."""
+    return next((one for one in segments if step < one.end), segments[-1])
