@@ -95,9 +95,10 @@ def train(
 ) -> tuple[TrainState, Signals | None]:
     """Train until step `until` (default: ``train.steps``), early stopping, a callback's request or
     a signal; return the final state, which has been saved, and the signal. Collective.
-    roll_back: restores the engine from before the bad steps that end at a state. utilization: model FLOPs utilization at tokens
-    per second. start_times: of this launch, logged after its first step. memory_saver: of
-    checkpoints in memory, if any. replicas: compares what ranks hold alike, if asked."""
+    roll_back: restores the engine from before the bad steps that end at a state. utilization:
+    model FLOPs utilization at tokens per second. start_times: of this launch, logged after its
+    first step. memory_saver: of checkpoints in memory, if any. replicas: compares what ranks hold
+    alike, if asked."""
     config, plan, beat = context.config, context.plan, context.heartbeat
     until = until or config.train.total_steps
     clock = StepClock(context.device.type, engine.host_time, memory)
