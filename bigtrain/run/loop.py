@@ -91,14 +91,16 @@ def train(
     start_times: StartTimes | None = None,
     memory_saver: MemorySaver | None = None,
     replicas: Replicas | None = None,
-    until: int,
+    until: int | None = None,
 ) -> tuple[TrainState, Signals | None]:
-    """Train until step `until`, early stopping, a callback's request or a signal; return the
-    final state, which has been saved, and the signal. Collective. roll_back: restores the engine
-    from before the bad steps that end at a state. utilization: model FLOPs utilization at tokens
-    per second. start_times: of this launch, logged after its first step. memory_saver: of
-    checkpoints in memory, if any. replicas: compares what ranks hold alike, if asked."""
+    """Train until step `until` (default: ``train.steps``), early stopping, a callback's request or
+    a signal; return the final state, which has been saved, and the signal. Collective.
+    roll_back: restores the engine from before the bad steps that end at a state. utilization:
+    model FLOPs utilization at tokens per second. start_times: of this launch, logged after its
+    first step. memory_saver: of checkpoints in memory, if any. replicas: compares what ranks hold
+    alike, if asked."""
     config, plan, beat = context.config, context.plan, context.heartbeat
+    until = until or config.train.total_steps
     clock = StepClock(context.device.type, engine.host_time, memory)
     losses, profiler = LossWindow(engine), Profiler(context, log)
     limit = config.watchdog.collective_timeout_seconds
