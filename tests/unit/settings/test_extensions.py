@@ -239,9 +239,10 @@ def adapted(tmp_path: Path) -> dict[str, Any]:
 def test_kto_reads_an_answer_and_a_mismatched_one(adapted: dict[str, Any]) -> None:
     run = resolved(**adapted, objective={"type": "kto"})
     assert run.plan.tokens_per_step == 2 * 8 * 8
-    assert layout_of(run).micro_batch_size == 1  # rows with gradients
-    pairs = resolved(**adapted, objective={"type": "preference"})
-    assert layout_of(pairs).micro_batch_size == 2
+    layout = layout_of(run)
+    assert (layout.num_rows, layout.num_reference_rows) == (1, 3)  # with gradients, and without
+    pairs = layout_of(resolved(**adapted, objective={"type": "preference"}))
+    assert (pairs.micro_batch_size, pairs.num_rows, pairs.num_reference_rows) == (1, 2, 2)
 
 
 @pytest.mark.parametrize(
