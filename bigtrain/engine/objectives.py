@@ -71,11 +71,15 @@ class Objective(Protocol):
         model returned. `factor`: what the loss is going to be multiplied by."""
 
 
-class NextToken:
-    """Cross-entropy of the next token."""
+class _Unprepared:
+    """Base of objectives whose micro-batches need nothing of each other."""
 
     def prepare(self, passes: Passes, batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
         return batches
+
+
+class NextToken(_Unprepared):
+    """Cross-entropy of the next token."""
 
     def count(self, labels: torch.Tensor) -> int:
         return int((labels != IGNORED_LABEL).sum())
@@ -90,7 +94,7 @@ class NextToken:
         return passes.cross_entropy(batch, moved, factor)
 
 
-class OfLogProbabilities:
+class OfLogProbabilities(_Unprepared):
     """Objective that is a function of log-probabilities. `loss`: of an `ObjectiveBatch`, summed
     over the units of the micro-batch."""
 
@@ -104,15 +108,12 @@ class OfLogProbabilities:
         self._loss, self._unit = loss, unit
         self._needs_reference = needs_reference
 
-    def prepare(self, passes: Passes, batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
-        return batches
-
     def count(self, labels: torch.Tensor) -> int:
         targets = labels != IGNORED_LABEL
         if self._unit == "tokens":
             return int(targets.sum())
-        rows = targets.any(-1)
-        return int((rows[0::2] & rows[1::2]).sum() if self._unit == "pairs" else rows.sum())
+        units = _pairs_present(labels) if self._unit == "pairs" else targets.any(-1)
+        return int(units.sum())
 
     def summed_loss(
         self,
@@ -176,15 +177,12 @@ class Preference:
         return -means[0::2] - self._section.beta * F.logsigmoid(log_odds)
 
 
-class Reward:
+class Reward(_Unprepared):
     """Loss of a model that scores answers: that the chosen one of a pair has the higher score
     (Bradley and Terry; as in TRL's RewardTrainer)."""
 
     def __init__(self, section: ObjectiveSection) -> None:
         self._centering = section.center_rewards_coefficient
-
-    def prepare(self, passes: Passes, batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
-        return batches
 
     def count(self, labels: torch.Tensor) -> int:
         return int(_pairs_present(labels).sum())
@@ -204,11 +202,8 @@ class Reward:
         return (losses * weights).sum(), outputs
 
 
-class Classification:
+class Classification(_Unprepared):
     """Cross-entropy of the label of a sample."""
-
-    def prepare(self, passes: Passes, batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
-        return batches
 
     def count(self, labels: torch.Tensor) -> int:
         return int((labels != IGNORED_LABEL).any(-1).sum())

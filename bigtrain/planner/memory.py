@@ -190,8 +190,7 @@ def _layer_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: E
     t = layout.tensor_size
     whole = layer.saved_bytes_whole / (t if layout.tensor_sequence else 1)
     per_token = whole + layer.saved_bytes_cut / t
-    if layout.num_tiles(model.hidden_size):
-        per_token -= _mlp_bytes(layer, layout)
+    per_token -= _mlp_bytes(layer, layout) - _mlp_bytes_kept(layer, model, layout)
     keeps_scores = layer.score_bytes and layout.recompute != "attention" and layout.ring_size == 1
     if keeps_scores and layer.attention is not None:
         per_token += (
@@ -208,6 +207,11 @@ def _mlp_bytes(layer: LayerCosts, layout: Layout) -> float:
     """Return the bytes per token that autograd saves inside the MLPs that can be tiled."""
     t, own = layout.tensor_size, layer.mlp
     return own.saved_bytes_whole / (t if layout.tensor_sequence else 1) + own.saved_bytes_cut / t
+
+
+def _mlp_bytes_kept(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
+    """Return `_mlp_bytes`, none of which are kept for MLPs in tiles."""
+    return 0.0 if layout.num_tiles(model.hidden_size) else _mlp_bytes(layer, layout)
 
 
 def _tile_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: Engine) -> float:
@@ -288,9 +292,8 @@ def _kept(
     left = everything - sum(count * sizes[kind] for kind, count in anew)
     if anew is stage.counts:
         left = 0.0
-    if (
-        layout.offload_activations
-    ):  # all but the input of the layer that is recomputed, and the next
+    if layout.offload_activations:
+        # All but the inputs of the layer that is recomputed and of the next.
         return left, largest + passing + 2 * hidden, float(inputs)
     return left + inputs, largest + passing, 0.0
 
@@ -319,17 +322,15 @@ def _norm_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
     """Return the bytes of the backward pass of the norm before the MLPs, in addition to what the
     layer has saved without them: four tensors of the hidden size, in float32."""
     tokens = layout.tokens_per_micro_batch
-    freed = 0.0 if layout.num_tiles(model.hidden_size) else _mlp_bytes(layer, layout)
-    return tokens * (4 * 4.0 * model.hidden_size - freed)
+    return tokens * (4 * 4.0 * model.hidden_size - _mlp_bytes_kept(layer, model, layout))
 
 
 def _freed_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
     """Return the bytes kept for the backward pass of a layer that are freed before its attention:
     those of its MLPs, and half of those outside of MLPs and of what tensor parallelism divides."""
-    tokens, own = layout.tokens_per_micro_batch, layer.mlp
-    of_mlp = _mlp_bytes(layer, layout)
-    freed = 0.0 if layout.num_tiles(model.hidden_size) else of_mlp
-    return tokens * (freed + (layer.saved_bytes_whole - own.saved_bytes_whole) / 2)
+    others = layer.saved_bytes_whole - layer.mlp.saved_bytes_whole
+    freed = _mlp_bytes_kept(layer, model, layout) + others / 2
+    return layout.tokens_per_micro_batch * freed
 
 
 def _results_kept(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:

@@ -10,13 +10,12 @@ import torch
 
 from bigtrain.engine.checkpoint.lazy import open_weights
 from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem
-from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
-from bigtrain.models.export.base_record import BaseRecord
-from bigtrain.models.export.verified import Probe, export_model, probe_of
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.export.verified import Probe, probe_of
 from bigtrain.models.weights.export_hf import MAX_SHARD_SIZE
 from bigtrain.models.weights.lazy_tensors import LazyTensor, Offsets
 from bigtrain.run.checkpointing import checkpoints
-from bigtrain.run.checkpointing.export import frozen_names, model_card, notes_without_record
+from bigtrain.run.checkpointing.export import frozen_names, model_card, write_export
 from bigtrain.run.run_directory import MODEL_CONFIG
 from bigtrain.settings.run_config import ModelSection, RunConfig
 
@@ -81,25 +80,22 @@ def merge_run(
     ]
     weights = _means(opened, directories, shares)
     probe = Probe.load(directories[-1] / checkpoints.PROBE, config.precision.dtype)
-    record = BaseRecord.find(run_directory)
     card = model_card(config, int(state["step"]), run_directory / "metrics.jsonl")
     listed = ", ".join(f"{step} ({share:.3g})" for step, share in zip(steps, shares, strict=True))
-    notes = export_model(
+    write_export(
+        run_directory,
+        output,
         weights,
         hf_config,
-        run_directory / "tokenizer",
-        output,
-        dtype=dtype or (config.precision.dtype if record is None else None),
-        probe=probe_of(weights, hf_config, probe),
-        generation_config=model_config / GENERATION_CONFIG,
-        card=f"{card}\nThe weights are the mean of the checkpoints of steps (shares) {listed}.\n",
-        max_shard_size=max_shard_size,
-        base=record,
+        config,
         as_stored=frozen_names(config, state),
-        known=notes_without_record(config) if record is None else (),
+        dtype=dtype,
+        probe=probe_of(weights, hf_config, probe),
+        card=f"{card}\nThe weights are the mean of the checkpoints of steps (shares) {listed}.\n",
+        replace=False,
+        max_shard_size=max_shard_size,
+        warn=warn,
     )
-    for note in notes:
-        warn(f"{output}: {note}")
 
 
 def _normalized(shares: Sequence[float], count: int) -> list[float]:

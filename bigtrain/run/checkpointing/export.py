@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,28 +85,62 @@ def export_run(
             )
             return int(state["step"])
         weights, probe = _merged(weights, config, base, hf_config, probe, warn)
+    write_export(
+        run_directory,
+        output,
+        weights,
+        hf_config,
+        config,
+        as_stored=() if merge else frozen_names(config, state),
+        dtype=dtype,
+        probe=probe,
+        card=card,
+        replace=replace,
+        max_shard_size=max_shard_size,
+        warn=warn,
+    )
+    return int(state["step"])
+
+
+def write_export(
+    run_directory: Path,
+    output: Path,
+    weights: Mapping[str, torch.Tensor],
+    hf_config: Any,
+    config: RunConfig,
+    *,
+    as_stored: Sequence[str],
+    dtype: str | None,
+    probe: Probe,
+    card: str,
+    replace: bool,
+    max_shard_size: str,
+    warn: Callable[[str], None],
+) -> None:
+    """Write `weights` of a run as a verified Hugging Face directory, with what the run directory
+    has of its base and its tokenizer. `as_stored`: names of weights that stay as in the base's
+    files. `warn` is called for each thing that was changed or added. Raises as `export_model`."""
     record = BaseRecord.find(run_directory)
     notes = export_model(
         weights,
         hf_config,
-        tokenizer,
+        run_directory / "tokenizer",
         output,
         dtype=dtype or (config.precision.dtype if record is None else None),
         probe=probe,
-        generation_config=model_config / GENERATION_CONFIG,
+        generation_config=run_directory / MODEL_CONFIG / GENERATION_CONFIG,
         card=card,
         replace=replace,
         max_shard_size=max_shard_size,
         base=record,
-        as_stored=() if merge else frozen_names(config, state),
-        known=notes_without_record(config) if record is None else (),
+        as_stored=as_stored,
+        known=_notes_without_record(config) if record is None else (),
     )
     for note in notes:
         warn(f"{output}: {note}")
-    return int(state["step"])
 
 
-def notes_without_record(config: RunConfig) -> list[str]:
+def _notes_without_record(config: RunConfig) -> list[str]:
     """Return a note on the missing parts of an export if the run has no record of its base."""
     if config.model.path is None:
         return []
