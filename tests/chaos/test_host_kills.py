@@ -1,0 +1,226 @@
+"""A campaign of kills: at a random moment of a phase, a rank or a host with its memory is lost, and
+the same command is started again. The end is bit-identical to an undisturbed run's."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bigtrain.errors import CorruptCheckpointError
+from bigtrain.run.checkpointing import checkpoints
+from bigtrain.run.checkpointing.memory_directory import StoredInMemory, stored_at
+from tests.chaos.conftest import arguments, assert_same_run
+from tests.support.lives import Server
+from tests.support.moments import PHASES, EventsLog, table
+from tests.support.own_host import why_no_hosts
+from tests.support.tiers import FULL
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3000)]
+
+TOPOLOGIES = {
+    "zero1": (2, ["zero1"]),
+    "zero3": (2, ["zero3"]),
+    "pipeline2": (2, ["zero1", "parallel.pipeline=2"]),
+    "tensor2": (2, ["zero1", "parallel.tensor=2"]),
+    "expert2": (2, ["zero1", "parallel.expert=2"]),
+    "pipeline2 on hosts of 2": (4, ["zero1", "parallel.pipeline=2"]),
+}
+HOSTS = ["n0", "n1"]
+ENTRIES = {"training step": 8, "copy": 12, "exchange": 6, "disk save": 6}
+"""Entries of a phase from which one is chosen; the first, of those that a life has once."""
+LIMIT_SECONDS = 100.0
+"""For a life, which takes seconds: a longer one hangs."""
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory in shared memory with one for each host and the one that each host sees."""
+    if reason := why_no_hosts():
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="bigtrain-test-", dir="/dev/shm") as name:
+        for one in (*HOSTS, "mount"):
+            Path(name, one).mkdir()
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def experts_yaml(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run with a mixture of experts, which two ranks divide."""
+    tree = yaml.safe_load(run_yaml.read_text())
+    tree["model"]["config"] |= {
+        "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    }  # fmt: skip
+    path = tmp_path_factory.mktemp("experts") / "run.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@dataclass
+class Campaign:
+    """Runs of one topology on two hosts, and the kills they have survived."""
+
+    server: Server
+    memory: Path
+    root: Path
+    run_yaml: Path
+    size: int
+    settings: list[str]
+    chooser: random.Random
+    events: EventsLog
+    hits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Kills by kind and phase."""
+    last_kill: str = ""
+
+    def command(self, run: Path) -> list[str]:
+        own = [
+            "checkpoint.memory.every_steps=1",
+            "checkpoint.memory.copies=1",
+            f"checkpoint.memory.directory={self.memory / 'mount'}",
+            "checkpoint.every_steps=5",
+            "checkpoint.keep_every_steps=null",
+        ]
+        return arguments(self.run_yaml, run, "--deepspeed_config", *self.settings, *own)
+
+    def live(self, run: Path, moment: dict[str, Any] | None) -> tuple[list[int], str]:
+        hosts = {
+            "names": HOSTS,
+            "memory": [str(self.memory / host) for host in HOSTS],
+            "mount": str(self.memory / "mount"),
+        }
+        whole = {"kill": [], "rank": -1, **(moment or {}), "events": str(self.events.path)}
+        more = {"hosts": hosts, "moment": whole, "world_size": self.size}
+        return self.server.live(self.command(run), limit_seconds=LIMIT_SECONDS, **more)
+
+    def moment(self, phase: str, kind: str) -> dict[str, Any]:
+        """Choose a moment of `phase`, on a rank whose process or host (or all) is killed."""
+        rank = self.chooser.randrange(self.size)
+        kill = [rank]
+        if kind == "host":
+            each = self.size // len(HOSTS)
+            kill = [other for other in range(self.size) if other // each == rank // each]
+        elif kind == "all hosts":
+            kill = list(range(self.size))
+        calls = self.events.calls.get((rank, phase), 100)
+        entry = self.chooser.randint(1, ENTRIES.get(phase, 1))
+        call = self.chooser.randint(1, calls)
+        return {"rank": rank, "phase": phase, "entry": entry, "call": call, "kill": kill}
+
+    def lose(self, moment: dict[str, Any], kind: str) -> None:
+        """Empty the memory of lost hosts."""
+        each = self.size // len(HOSTS)
+        for number in {rank // each for rank in moment["kill"]} if kind != "rank" else ():
+            shutil.rmtree(self.memory / HOSTS[number])
+            (self.memory / HOSTS[number]).mkdir()
+
+    def oldest_resume(self, run: Path) -> int:
+        """Return the step of the newest checkpoint that is complete on disk or in memory."""
+        stored: dict[tuple[int, str], list[StoredInMemory]] = {}
+        for path in self.memory.glob("n?/bigtrain-*/*/checkpoints/step-????????"):
+            try:
+                one = stored_at(path)
+            except (CorruptCheckpointError, OSError):
+                continue
+            stored.setdefault((one.step, one.digest), []).append(one)
+        complete = [
+            step
+            for (step, _), ones in stored.items()
+            if ones[0].all_files == frozenset().union(*(one.files for one in ones))
+        ]
+        return max([0, *complete, *checkpoints.list_steps(run)])
+
+    def survive(self, run: Path, kills: list[tuple[str, str]]) -> None:
+        """Kill `run` at moments of (phase, kind) until it ends. Of `kills`, those that came are
+        removed. A moment that cannot come in this life is left for another; a host is lost first
+        where one needs that."""
+        oldest, is_ended, has_lost_host = 0, False, False
+        while not is_ended:
+            possible = [
+                one for one in kills
+                if (one[0] != "recovery" or oldest) and (one[0] != "transfer" or has_lost_host)
+            ]  # fmt: skip
+            if kills and not possible:
+                kills.append(("training step", "host"))
+                possible = kills[-1:]
+            chosen = self.chooser.choice(possible) if possible else None
+            moment = None if chosen is None else self.moment(*chosen)
+            codes, text = self.live(run, moment)
+            what = f"{run.name}: moment {moment}, before it {self.last_kill}\n{text}"
+            hits = self.events.news()
+            resumed = [int(step) for step in re.findall(r"resumed at step (\d+) from", text)]
+            assert len(resumed) <= 1, what
+            if resumed:
+                assert resumed[0] >= oldest, f"resumed before step {oldest}; {what}"
+            is_ended = not hits
+            assert "is corrupt" not in text, what
+            assert "Traceback" not in text or hits, what
+            if is_ended:
+                assert codes == [0] * self.size, what
+                break
+            assert chosen is not None
+            assert moment is not None
+            kills.remove(chosen)
+            phase, kind = chosen
+            assert all(codes[rank] == -signal.SIGKILL for rank in moment["kill"]), what
+            self.hits[kind, phase] += 1
+            self.last_kill = f"{kind} in {hits[0]}"
+            self.lose(moment, kind)
+            has_lost_host = kind == "host"
+            oldest = self.oldest_resume(run)
+
+    def left_in_memory(self) -> list[str]:
+        return sorted(str(one.relative_to(self.memory)) for one in self.memory.glob("*/*"))
+
+
+def wanted(num_kills: int, chooser: random.Random) -> list[tuple[str, str]]:
+    """Return so many kills, the same number (or one more) in each phase: two thirds of hosts, of
+    which one in ten is both."""
+    kills = []
+    for number in range(num_kills):
+        kind = chooser.choices(["rank", "host", "all hosts"], [30, 63, 7])[0]
+        kills.append((list(PHASES)[number % len(PHASES)], kind))
+    return kills
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_hosts_killed_at_random_moments_change_no_bit(
+    server: Server, run_yaml: Path, experts_yaml: Path, memory: Path, tmp_path: Path, topology: str
+) -> None:
+    """BIGTRAIN_KILLS and BIGTRAIN_SEED: other numbers; a failure prints the moment."""
+    num_kills = int(os.environ.get("BIGTRAIN_KILLS", 40 if FULL else 8))
+    seed = os.environ.get("BIGTRAIN_SEED", "1")
+    size, settings = TOPOLOGIES[topology]
+    yaml_file = experts_yaml if topology == "expert2" else run_yaml
+    chooser = random.Random(f"{topology} {seed}")
+    log = EventsLog(tmp_path / "events.jsonl")
+    campaign = Campaign(server, memory, tmp_path, yaml_file, size, settings, chooser, log)
+    undisturbed = tmp_path / "undisturbed"
+    codes, text = campaign.live(undisturbed, None)
+    assert codes == [0] * size, text
+    log.news()
+    assert campaign.left_in_memory() == []
+    kills, num_runs = wanted(num_kills, chooser), 0
+    while kills:
+        num_runs += 1
+        assert num_runs <= 3 * num_kills, f"seed {seed}: these never come: {kills}"
+        run = tmp_path / f"run-{num_runs}"
+        campaign.survive(run, kills)
+        what = f"seed {seed}, run {num_runs}; last {campaign.last_kill}"
+        assert campaign.left_in_memory() == [], what
+        assert_same_run(run, undisturbed)
+    by_phase = Counter({(topology, kind, phase): n for (kind, phase), n in campaign.hits.items()})
+    print(f"\nseed {seed}: {sum(by_phase.values())} kills of {num_runs} runs\n{table(by_phase)}")
+    assert num_kills < len(PHASES) or {phase for _, phase in campaign.hits} == set(PHASES)
