@@ -19,9 +19,9 @@ hang: {"rank", "layer", "call", "how"}: that process never returns from the atte
 spoil: {"rank", "steps": {number: "nan", "gradient" or "master" or "unchecked"}}: in those steps
     of its life that process computes a loss that is not a number, or a gradient that is 10 000
     times as large, or after them one of its masters is infinite ("unchecked": and it does not look
-    at what it sends other sites), or one bit is another: of its parameters ("parameter bit"), of a
-    state of its optimizer ("state bit"), the last of a master ("master bit"), or, just before the
-    update, of a gradient ("gradient bit").
+    at what it sends other sites), or one bit is another: of its parameters ("parameter bit"), of
+    its experts ("expert bit"), of a state of its optimizer ("state bit"), the last of a master
+    ("master bit"), or, just before the update, of a gradient ("gradient bit").
 slow: {"rank", "seconds"}: that process takes so much longer for every linear layer.
 grace_seconds: what survivors of a failure are given before they are killed.
 full_disk: {"rank", "after_saves", "until_saves", "bytes"}: after so many saves, and until so many,
@@ -178,6 +178,9 @@ def spoil(steps: dict[str, str]) -> None:
                 part.of(part.master.data)[-1] = float("inf")
             if how[0] == "parameter bit":
                 flip(next(args[0].module.parameters()).data)
+            if how[0] == "expert bit":
+                named = args[0].module.named_parameters()
+                flip(next(one for name, one in named if ".experts." in name).data)
             if how[0] == "master bit":
                 part = next(part for part in master_parts(args[0].engine, args[0].module))
                 flip(part.of(part.master.data), 0)

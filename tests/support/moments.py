@@ -3,13 +3,14 @@
 A moment is a JSON object ``{"rank", "phase", "entry", "call"}``: in its `entry`-th entry of the
 phase, from 1, that rank makes its `call`-th call there (calls go on counting in later entries).
 Calls of a phase inside another one are not counted in the outer one. The events log has a JSON
-object a line: for each phase that a rank left, how many calls it made; and the moment that came,
-with the function that was called.
+object a line: for each phase that a rank left, how many calls it made; steps that are complete in
+memory; and the moment that came, with the function that was called.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import json
 import os
@@ -71,8 +72,28 @@ class Moments:
             for place in places:
                 module, _, path = place.partition(":")
                 *owners, name = path.split(".")
-                owner: Any = functools.reduce(getattr, owners, sys.modules[module])
+                owner: Any = functools.reduce(getattr, owners, importlib.import_module(module))
                 setattr(owner, name, self._counted(phase, getattr(owner, name)))
+        self._log_saves()
+
+    def _log_saves(self) -> None:
+        from bigtrain.run.checkpointing.memory_saver import MemorySaver
+
+        settle = MemorySaver._settle
+
+        def logged(saver: MemorySaver, *, has_failed: bool) -> None:
+            settle(saver, has_failed=has_failed)
+            if not has_failed and saver._newest is not None:
+                self._write(event="saved", step=saver._newest)
+
+        forget = MemorySaver.forget
+
+        def logged_forget(saver: MemorySaver) -> None:
+            forget(saver)
+            self._write(event="forgot")
+
+        MemorySaver._settle = logged  # type: ignore[method-assign]
+        MemorySaver.forget = logged_forget  # type: ignore[method-assign]
 
     def _counted(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -133,10 +154,13 @@ class EventsLog:
         self.path = path
         self.calls: dict[tuple[int, str], int] = {}
         """Calls of a phase's longest entry, by rank."""
+        self.saved = 0
+        """Newest step in memory that a rank has seen complete on all, of what `news` has read."""
         self._offset = 0
 
     def news(self) -> list[dict[str, Any]]:
-        """Return the hits since the last call; `calls` has grown."""
+        """Return the hits since the last call; `saved` is of the events since then, too."""
+        self.saved = 0
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
@@ -149,6 +173,10 @@ class EventsLog:
             if event["event"] == "left":
                 key = event["rank"], event["phase"]
                 self.calls[key] = max(self.calls.get(key, 0), event["calls"])
+            elif event["event"] == "saved":
+                self.saved = max(self.saved, event["step"])
+            elif event["event"] == "forgot":  # the run went back to a checkpoint on disk
+                self.saved = 0
         return [event for event in events if event["event"] == "hit"]
 
 
