@@ -122,7 +122,7 @@ class Campaign:
             shutil.rmtree(self.memory / HOSTS[number])
             (self.memory / HOSTS[number]).mkdir()
 
-    def oldest_resume(self, run: Path) -> int:
+    def newest_complete(self, run: Path) -> int:
         """Return the step of the newest checkpoint that is complete on disk or in memory."""
         stored: dict[tuple[int, str], list[StoredInMemory]] = {}
         for path in self.memory.glob("n?/bigtrain-*/*/checkpoints/step-????????"):
@@ -174,10 +174,10 @@ class Campaign:
             assert all(codes[rank] == -signal.SIGKILL for rank in moment["kill"]), what
             self.hits[kind, phase] += 1
             self.last_kill = f"{kind} in {hits[0]}"
-            print(f"{run.name}: {moment} killed a {self.last_kill}", flush=True)
+            print(f"{run.name}: {moment}: killed {self.last_kill}", flush=True)
             self.lose(moment, kind)
             has_lost_host = kind == "host"
-            oldest = self.oldest_resume(run)
+            oldest = self.newest_complete(run)
             if kind != "all hosts":
                 assert oldest >= self.events.saved, (
                     f"step {self.events.saved} was complete in memory, {oldest} is left; {what}"
@@ -185,6 +185,31 @@ class Campaign:
 
     def left_in_memory(self) -> list[str]:
         return sorted(str(one.relative_to(self.memory)) for one in self.memory.glob("*/*"))
+
+
+def test_a_host_lost_in_an_exchange_resumes_with_its_partners_files(
+    server: Server, run_yaml: Path, memory: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    log = EventsLog(tmp_path / "events.jsonl")
+    chooser = random.Random(0)
+    campaign = Campaign(server, memory, tmp_path, run_yaml, 2, ["zero2"], chooser, log)
+    run = tmp_path / "run"
+    moment = {"rank": 1, "phase": "exchange", "entry": 2, "call": 50, "kill": [1]}
+    codes, text = campaign.live(run, moment)
+    assert codes[1] == -signal.SIGKILL, text
+    [hit] = log.news()
+    assert hit["phase"] == "exchange"
+    campaign.lose(moment, "host")
+    newest = campaign.newest_complete(run)
+    assert checkpoints.list_steps(run) == []
+    assert newest >= log.saved >= 1  # in memory of the host that is left
+    codes, text = campaign.live(run, None)
+    assert codes == [0, 0], text
+    assert f"resumed at step {newest} from {memory / 'mount'}" in text
+    assert log.news() == []
+    assert {(0, "transfer"), (1, "transfer")} <= log.calls.keys()
+    assert campaign.left_in_memory() == []
+    assert_same_run(run, uninterrupted)
 
 
 def wanted(num_kills: int, chooser: random.Random) -> list[tuple[str, str]]:
