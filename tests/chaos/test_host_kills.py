@@ -20,7 +20,7 @@ import pytest
 from bigtrain.errors import CorruptCheckpointError
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.memory_directory import StoredInMemory, stored_at
-from tests.chaos.conftest import arguments, assert_same_run
+from tests.chaos.conftest import STEPS, arguments, assert_same_run
 from tests.support.lives import Server
 from tests.support.moments import PHASES, EventsLog, table
 from tests.support.own_host import why_no_hosts
@@ -161,6 +161,8 @@ class Campaign:
             if resumed:
                 assert resumed[0] >= oldest, f"resumed before step {oldest}; {what}"
             is_ended = not hits
+            if not hits or hits[0]["phase"] not in ("recovery", "transfer"):
+                assert resumed or oldest in (0, STEPS), f"not resumed at step {oldest}; {what}"
             assert "is corrupt" not in text, what
             assert "Traceback" not in text or hits, what
             self.num_flips += "with the same samples, newer checkpoints are removed" in text

@@ -154,6 +154,8 @@ class EventsLog:
         self.path = path
         self.calls: dict[tuple[int, str], int] = {}
         """Calls of a phase's longest entry, by rank."""
+        self.num_left: Counter[tuple[int, str]] = Counter()
+        """How often each rank has left each phase."""
         self.saved = 0
         """Newest step in memory that a rank has seen complete on all, of what `news` has read."""
         self._offset = 0
@@ -172,6 +174,7 @@ class EventsLog:
         for event in events:
             if event["event"] == "left":
                 key = event["rank"], event["phase"]
+                self.num_left[key] += 1
                 self.calls[key] = max(self.calls.get(key, 0), event["calls"])
             elif event["event"] == "saved":
                 self.saved = max(self.saved, event["step"])
