@@ -26,7 +26,7 @@ CASES = {
     "pipeline": (4, ["zero1", "parallel.pipeline=2"], "parameter bit"),
     "tensor": (4, ["zero1", "parallel.tensor=2"], "parameter bit"),
 }
-CHEAP = {"zero0 state", "zero1"}
+CHEAP = {"zero1"}
 
 
 def flips(how: str, *steps: int) -> dict[str, Any]:
@@ -74,7 +74,9 @@ def test_two_ranks_that_differ_are_both_named(
 @pytest.mark.parametrize(
     ("size", "code", "fix"),
     [
-        (2, 2, "whose memory or processors may be faulty -> exclude it"),
+        pytest.param(
+            2, 2, "whose memory or processors may be faulty -> exclude it", marks=pytest.mark.slow
+        ),
         (4, EXIT_FAULTY_HOST, "memory or processors of this host may be faulty -> test it"),
     ],
 )

@@ -107,6 +107,7 @@ def test_a_killed_rank_restarts_without_imports(forked: Forked) -> None:
     assert {one.ppid() for one in restarted.values()} == {server}  # which has imported all
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_killed_agent(forked: Forked) -> None:
     forked.wait_for_steps(1)
     ranks = list(forked.ranks().values())

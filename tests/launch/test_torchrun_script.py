@@ -164,6 +164,7 @@ def test_serving_at_a_port_that_is_taken() -> None:
     assert f"rendezvous: port {port} of {socket.gethostname()} cannot be used" in served.stderr
 
 
+@pytest.mark.slow
 def test_a_node_that_joins_after_the_end_is_told_so() -> None:
     """And the first one ended with the exit code of its process."""
     port = str(free_port())

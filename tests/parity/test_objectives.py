@@ -169,7 +169,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "loss", ["sigmoid", pytest.param("ipo", marks=SLOW), "orpo", pytest.param("simpo", marks=SLOW)]
+    "loss", ["sigmoid", *(pytest.param(other, marks=SLOW) for other in ("ipo", "orpo", "simpo"))]
 )
 @pytest.mark.parametrize(
     ("engine", "sections"),
@@ -194,6 +194,7 @@ def test_a_preference_loss_is_that_of_a_plain_loop(
     compare_rewards(rows, rewards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["sigmoid", pytest.param("ipo", marks=SLOW)])
 @pytest.mark.parametrize(
     ("engine", "sections"),

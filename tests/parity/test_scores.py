@@ -150,6 +150,7 @@ def test_a_killed_pass_writes_the_same_bytes(place: Path) -> None:
         score(place, 1, "--output", "killed", *more, "batch.sequence_length=40")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [False, pytest.param(True, marks=SLOW)])
 def test_scores_made_beforehand_are_the_reference(place: Path, adapted: bool) -> None:
     if not (place / "reference").exists():

@@ -11,8 +11,13 @@ import pytest
 from benchmarks import scale
 from benchmarks.support.pictures import log_log_picture
 
+DEAR = {"moe", "moe_first", "trials"}
 
-@pytest.mark.parametrize("part", scale.PARTS)
+
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param(part, marks=[pytest.mark.slow] if part in DEAR else []) for part in scale.PARTS],
+)
 def test_every_part_is_measured(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BIGTRAIN_CACHE", str(tmp_path / "cache"))
     (tmp_path / "work").mkdir()
