@@ -168,6 +168,11 @@ def compare_rewards(rows: list[dict[str, Any]], rewards: list[dict[str, float]])
 SLOW = pytest.mark.slow
 
 
+def degrees(sections: dict[str, Any]) -> str:
+    """Return a name for the parallelism of a case."""
+    return "".join(filter(str.isalnum, str(sections.get("parallel", "data"))))
+
+
 @pytest.mark.parametrize(
     "loss", ["sigmoid", *(pytest.param(other, marks=SLOW) for other in ("ipo", "orpo", "simpo"))]
 )
@@ -178,15 +183,17 @@ SLOW = pytest.mark.slow
         pytest.param("zero1", {}, marks=SLOW),
         ("zero3", {}),
         pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
+        ("zero1", {"parallel": {"sequence": 2}}),
+        pytest.param("zero3", {"parallel": {"sequence": {"ring": 2}}}, marks=SLOW),
     ],
-    ids=["zero0", "zero1", "zero3", "tensor"],
+    ids=["zero0", "zero1", "zero3", "tensor", "sequence", "ring"],
 )
 def test_a_preference_loss_is_that_of_a_plain_loop(
     root: Path, loss: str, engine: str, sections: dict[str, Any]
 ) -> None:
     tree = run_of(root, loss, engine={"deepspeed_config": engine}, **sections)
     tree["model"] = {**tree["model"], "loss": "chunked", "loss_chunk_tokens": 7}
-    name = f"{loss}-{engine}-{len(sections)}"
+    name = f"{loss}-{engine}-{degrees(sections)}"
     rows = train(root, name, tree, 2)
     losses, rewards, _ = plain_run(root, loss)
     assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
@@ -202,15 +209,17 @@ def test_a_preference_loss_is_that_of_a_plain_loop(
         pytest.param("zero1", {}, marks=SLOW),
         ("zero3", {}),
         pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
+        pytest.param("zero3", {"parallel": {"sequence": 2}}, marks=SLOW),
+        pytest.param("zero0", {"parallel": {"sequence": {"ring": 2}}}, marks=SLOW),
     ],
-    ids=["zero1", "zero3", "tensor"],
+    ids=["zero1", "zero3", "tensor", "sequence", "ring"],
 )
 def test_all_weights_are_trained_against_scores_of_the_first_ones(
     root: Path, loss: str, engine: str, sections: dict[str, Any]
 ) -> None:
     """Half of it on two ranks, the rest on one, which reads the scores."""
     tree = run_of(root, loss, full=True, engine={"deepspeed_config": engine}, **sections)
-    name = f"full-{loss}-{engine}-{len(sections)}"
+    name = f"full-{loss}-{engine}-{degrees(sections)}"
     train(root, name, tree | {"train": {"steps": 10}}, 2)
     scores = bigtrain.open_scores(root / name / "reference").sums("train")
     assert scores.shape == (96,)
