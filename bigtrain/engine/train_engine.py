@@ -42,6 +42,7 @@ from bigtrain.models.layers.token_loss import (
     NO_TERMS,
     LossTerms,
     summed_token_loss,
+    token_log_probabilities,
     token_scores,
 )
 from bigtrain.models.parallel.sample_parts import SampleParts
@@ -400,13 +401,7 @@ class TrainEngine:
             return self._whole(outputs.loss), outputs
         outputs = self._forward(batch, moved)
         labels = self._labels(moved)
-        entropies = F.cross_entropy(
-            outputs.logits.flatten(0, 1).float(),
-            labels.flatten(),
-            ignore_index=IGNORED_LABEL,
-            reduction="none",
-        )
-        return self._whole(-entropies.view(labels.shape)), outputs
+        return self._whole(token_log_probabilities(outputs.logits, labels)), outputs
 
     def scores(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]:
         """Return the scores of each row at its last token, float32 [R, L], and all else that the

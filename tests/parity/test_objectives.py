@@ -12,7 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import bigtrain
 from bigtrain.data.loading.loader import open_training_data
@@ -25,6 +31,8 @@ from tests.support.pairs import write_pairs
 pytestmark = [pytest.mark.distributed]
 
 VOCAB_SIZE, LENGTH, STEPS, BETA = 96, 32, 20, 0.3
+COMMON = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+COMMON += ("num_key_value_heads", "max_position_embeddings", "initializer_range", "eos_token_id")
 ADAPTERS = {"type": "lora", "rank": 4, "alpha": 16.0}
 
 
@@ -47,6 +55,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=0,
     )
     LlamaForCausalLM(config).save_pretrained(directory / "base")
+    common = {name: value for name, value in config.to_dict().items() if name in COMMON}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    moe = Qwen3MoeConfig(**common, **experts, head_dim=8)
+    Qwen3MoeForCausalLM(moe).save_pretrained(directory / "experts")
     return directory
 
 
@@ -100,12 +112,12 @@ def plain_loss(
 
 @cache
 def plain_run(
-    root: Path, loss: str, full: bool = False
+    root: Path, loss: str, full: bool = False, base_name: str = "base"
 ) -> tuple[list[float], list[dict[str, float]], dict[str, Any]]:
     """Losses and rewards of every step, and the trained weights."""
     config = parse_run_config(run_of(root, loss, full=full))
-    model: Any = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
-    base = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(root / base_name, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(root / base_name, dtype=torch.float32).eval()
     if config.adapters is not None:
         model = with_adapters(model, config.adapters, config.seed)
     model.train()
@@ -185,8 +197,9 @@ def degrees(sections: dict[str, Any]) -> str:
         pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
         ("zero1", {"parallel": {"sequence": 2}}),
         pytest.param("zero3", {"parallel": {"sequence": {"ring": 2}}}, marks=SLOW),
+        ("zero1", {"parallel": {"pipeline": 2}}),
     ],
-    ids=["zero0", "zero1", "zero3", "tensor", "sequence", "ring"],
+    ids=["zero0", "zero1", "zero3", "tensor", "sequence", "ring", "pipeline"],
 )
 def test_a_preference_loss_is_that_of_a_plain_loop(
     root: Path, loss: str, engine: str, sections: dict[str, Any]
@@ -211,14 +224,19 @@ def test_a_preference_loss_is_that_of_a_plain_loop(
         pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
         pytest.param("zero3", {"parallel": {"sequence": 2}}, marks=SLOW),
         pytest.param("zero0", {"parallel": {"sequence": {"ring": 2}}}, marks=SLOW),
+        pytest.param("zero0", {"parallel": {"pipeline": 2}}, marks=SLOW),
+        pytest.param("zero1", {"parallel": {"expert": 2}}, marks=SLOW),
+        pytest.param("zero3", {"parallel": {"expert": 2}}, marks=SLOW),
     ],
-    ids=["zero1", "zero3", "tensor", "sequence", "ring"],
+    ids=["zero1", "zero3", "tensor", "sequence", "ring", "pipeline", "experts", "experts zero3"],
 )
 def test_all_weights_are_trained_against_scores_of_the_first_ones(
     root: Path, loss: str, engine: str, sections: dict[str, Any]
 ) -> None:
     """Half of it on two ranks, the rest on one, which reads the scores."""
     tree = run_of(root, loss, full=True, engine={"deepspeed_config": engine}, **sections)
+    base = "experts" if "expert" in sections.get("parallel", {}) else "base"
+    tree["model"] = {"path": str(root / base)}
     name = f"full-{loss}-{engine}-{degrees(sections)}"
     train(root, name, tree | {"train": {"steps": 10}}, 2)
     scores = bigtrain.open_scores(root / name / "reference").sums("train")
@@ -226,7 +244,7 @@ def test_all_weights_are_trained_against_scores_of_the_first_ones(
     assert (scores < 0).all()
     more = {"checkpoint": {"allow_changes": ["train.steps"]}, "parallel": {}}
     rows = train(root, name, tree | more, 1)
-    losses, rewards, weights = plain_run(root, loss, full=True)
+    losses, rewards, weights = plain_run(root, loss, full=True, base_name=base)
     assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
     compare_rewards(rows, rewards)
     trained = bigtrain.load_state_dict(root / name)
@@ -234,6 +252,18 @@ def test_all_weights_are_trained_against_scores_of_the_first_ones(
         if key in trained:
             torch.testing.assert_close(trained[key], tensor, atol=1e-5, rtol=1e-5)
     assert len(trained) >= 20
+
+
+@pytest.mark.slow
+def test_adapters_go_on_in_stages(root: Path) -> None:
+    """Which compute no reference, so that its scores are made when the run resumes."""
+    tree = run_of(root, "sigmoid", engine={"deepspeed_config": "zero1"})
+    train(root, "to-stages", tree | {"train": {"steps": 10}}, 2)
+    more = {"checkpoint": {"allow_changes": ["train.steps"]}, "parallel": {"pipeline": 2}}
+    rows = train(root, "to-stages", tree | more, 2)
+    losses, rewards, _ = plain_run(root, "sigmoid")
+    assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
+    compare_rewards(rows, rewards)
 
 
 def test_lost_scores_are_refused(root: Path) -> None:
