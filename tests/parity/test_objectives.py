@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,28 +10,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 import bigtrain
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.parity.adapters import with_adapters
 from bigtrain.settings.batch_plan import plan_batch
 from bigtrain.settings.loading import parse_run_config
+from tests.parity import objective_runs
+from tests.parity.objective_runs import VOCAB_SIZE, degrees_name, save_experts, save_llama, steps_of
 from tests.support.lives import shared_server
 from tests.support.pairs import write_pairs
 
 pytestmark = [pytest.mark.distributed]
 
-VOCAB_SIZE, LENGTH, STEPS, BETA = 96, 32, 20, 0.3
-COMMON = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-COMMON += ("num_key_value_heads", "max_position_embeddings", "initializer_range", "eos_token_id")
+LENGTH, STEPS, BETA = 32, 20, 0.3
 ADAPTERS = {"type": "lora", "rank": 4, "alpha": 16.0}
 
 
@@ -41,24 +33,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pairs, and a small model with weights."""
     directory = tmp_path_factory.mktemp("objectives")
     write_pairs(directory / "pairs", vocab_size=VOCAB_SIZE)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory / "base")
-    common = {name: value for name, value in config.to_dict().items() if name in COMMON}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    moe = Qwen3MoeConfig(**common, **experts, head_dim=8)
-    Qwen3MoeForCausalLM(moe).save_pretrained(directory / "experts")
+    save_llama(directory / "base")
+    save_experts(directory / "base", directory / "experts")
     return directory
 
 
@@ -158,13 +134,7 @@ def plain_run(
 
 
 def train(root: Path, name: str, tree: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
-    tree = {**tree, "output": {"directory": str(root / name), "export": False}}
-    path = root / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    codes, output = shared_server().live(["--config", str(path)], world_size=world_size)
-    assert codes == [0] * world_size, output[-6000:]
-    lines = (root / name / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if "loss" in row]
+    return steps_of(objective_runs.train(root, name, tree, world_size))
 
 
 def compare_rewards(rows: list[dict[str, Any]], rewards: list[dict[str, float]]) -> None:
@@ -178,11 +148,6 @@ def compare_rewards(rows: list[dict[str, Any]], rewards: list[dict[str, float]])
 
 
 SLOW = pytest.mark.slow
-
-
-def degrees(sections: dict[str, Any]) -> str:
-    """Return a name for the parallelism of a case."""
-    return "".join(filter(str.isalnum, str(sections.get("parallel", "data"))))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +171,7 @@ def test_a_preference_loss_is_that_of_a_plain_loop(
 ) -> None:
     tree = run_of(root, loss, engine={"deepspeed_config": engine}, **sections)
     tree["model"] = {**tree["model"], "loss": "chunked", "loss_chunk_tokens": 7}
-    name = f"{loss}-{engine}-{degrees(sections)}"
+    name = f"{loss}-{engine}-{degrees_name(sections)}"
     rows = train(root, name, tree, 2)
     losses, rewards, _ = plain_run(root, loss)
     assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
@@ -237,7 +202,7 @@ def test_all_weights_are_trained_against_scores_of_the_first_ones(
     tree = run_of(root, loss, full=True, engine={"deepspeed_config": engine}, **sections)
     base = "experts" if "expert" in sections.get("parallel", {}) else "base"
     tree["model"] = {"path": str(root / base)}
-    name = f"full-{loss}-{engine}-{degrees(sections)}"
+    name = f"full-{loss}-{engine}-{degrees_name(sections)}"
     train(root, name, tree | {"train": {"steps": 10}}, 2)
     scores = bigtrain.open_scores(root / name / "reference").sums("train")
     assert scores.shape == (96,)
