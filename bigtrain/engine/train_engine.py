@@ -330,7 +330,7 @@ class TrainEngine:
         return self._part(batch.labels)
 
     def _teacher(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return what a teacher said of the tokens that this rank computes."""
+        """Return the teacher's log-probabilities and ids for the tokens of this rank."""
         teacher = batch.teacher
         return teacher and (self._part(teacher[0]), self._part(teacher[1]))
 

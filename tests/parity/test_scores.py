@@ -166,7 +166,7 @@ def test_scores_made_beforehand_are_the_reference(place: Path, adapted: bool) ->
     shutil.rmtree(place / "reference")  # the run has its own
     more = {"checkpoint": {"allow_changes": ["train.steps"]}, "objective": {**tree["objective"]}}
     rows = train(place, name, tree | more, 1)
-    losses, rewards, _ = plain_run(place, "sigmoid", full=not adapted)
+    losses, _, rewards, _ = plain_run(place, "sigmoid", full=not adapted)
     assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
     compare_rewards(rows, rewards)
 

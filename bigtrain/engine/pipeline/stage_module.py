@@ -92,7 +92,7 @@ class StageModule(nn.Module):
         return loss
 
     def teacher(self, batch: MicroBatch) -> Teacher | None:
-        """Return what a teacher said of a micro-batch, on the device."""
+        """Return the teacher's log-probabilities and token ids of a micro-batch, on the device."""
         teacher = batch.teacher
         return teacher and (teacher[0].to(self._device), teacher[1].to(self._device))
 

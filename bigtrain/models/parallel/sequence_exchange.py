@@ -129,7 +129,7 @@ class _AllTokens(torch.autograd.Function):
 def all_tokens(
     exchange: Exchange, values: torch.Tensor, order: Sequence[Sequence[Range]]
 ) -> torch.Tensor:
-    """Return [B, T, ...] of `values` [B, t, ...] of each rank, whose places in T are `order`.
+    """Return [B, T, ...] of `values` [B, t, ...] of each rank; `order`: each rank's ranges of T.
     Collective; its backward pass is not."""
     whole: torch.Tensor = _AllTokens.apply(exchange, values, order)  # type: ignore[no-untyped-call]
     return whole
