@@ -17,17 +17,20 @@ every second matrix product and all other operations (torchtitan's selective-op)
 @dataclass(frozen=True)
 class OptimizerCosts:
     """Memory and communication of an optimizer. state_bytes: per element of a moment. wire_bytes:
-    per element of a matrix sent to the rank that orthogonalizes it (Muon), in `num_iterations`."""
+    per element of a matrix sent to the rank that orthogonalizes it (Muon), in `num_iterations`.
+    average_bytes: per parameter of the average of the weights, if there is one."""
 
     type: str = "adamw"
     state_bytes: int = 4
     wire_bytes: int = 2
     num_iterations: int = 5
+    average_bytes: int = 0
 
     def bytes_per_parameter(self, matrix_share: float) -> float:
-        """Return the bytes of moments per parameter; `matrix_share`: the share of parameters in
-        matrices of hidden layers. Adafactor's factored moments count as 0."""
-        return self.state_bytes * facts_of_optimizer(self.type).states_per_element(matrix_share)
+        """Return the bytes of moments and average per parameter; `matrix_share`: the share of
+        parameters in matrices of hidden layers. Adafactor's factored moments count as 0."""
+        num_states = facts_of_optimizer(self.type).states_per_element(matrix_share)
+        return self.state_bytes * num_states + self.average_bytes
 
     @property
     def needs_whole_matrices(self) -> bool:

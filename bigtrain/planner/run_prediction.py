@@ -186,6 +186,7 @@ def optimizer_costs(section: OptimizerSection) -> OptimizerCosts:
         2 if section.state_dtype == "bfloat16" else 4,
         2 if section.muon.ns_dtype == "bfloat16" else 4,
         section.muon.ns_steps,
+        0 if section.ema is None else 4,
     )
 
 

@@ -33,6 +33,10 @@ ENGINES = {
     "bf16 pipeline": [
         *("--deepspeed_config", "pipeline_zero1", "parallel.pipeline=2", "precision.dtype=bfloat16")
     ],
+    "averages": ["--deepspeed_config", "zero2", "optimizer.ema.decay=0.9"],
+    "bf16 averages": [
+        *("--deepspeed_config", "zero0", "optimizer.ema.decay=0.9", "precision.dtype=bfloat16")
+    ],
     "pipeline zero0": ["--deepspeed_config", "zero0", "parallel.pipeline=2"],
 }
 CHEAP = {"zero3", "bf16 zero1"}
@@ -70,6 +74,7 @@ def test_a_bad_step_changes_nothing_on_any_process(
     assert codes == [0, 0], text
     states = {step: checkpoints.read_state(checkpoints.find(run, step)) for step in range(1, 9)}
     tensors = {step: final_tensors(run, step) for step in range(1, 9)}
+    assert any(key.startswith("ema/") for key in tensors[8]) == ("averages" in name)
     for bad in (4, 7):
         assert equal(tensors[bad], tensors[bad - 1])
         assert states[bad]["samples"] == bad * SAMPLES_PER_STEP

@@ -236,6 +236,7 @@ def test_terms_add_up() -> None:
         (OptimizerCosts("muon", state_bytes=2), (2, 4)),
         (OptimizerCosts("lion"), (4, 4)),
         (OptimizerCosts("adafactor"), (0, 0)),
+        (OptimizerCosts("muon", state_bytes=2, average_bytes=4), (6, 8)),
     ],
 )
 def test_moments_of_each_optimizer(costs: OptimizerCosts, expected: tuple[int, int]) -> None:
