@@ -42,6 +42,7 @@ from bigtrain.run.run_log import RunLog
 from bigtrain.run.shared_memory import SPARE_BYTES
 from bigtrain.run.state import TrainState
 from bigtrain.settings.run_config import MemoryCheckpointSection
+from bigtrain.settings.sections.running import GENERATIONS_IN_MEMORY
 from bigtrain.system.machine import local_world_size, this_machine
 from bigtrain.system.units import GIB
 
@@ -260,7 +261,7 @@ class MemorySaver:
         total = sum(int(sizes[number]) for number in here)
         if self._partners is not None:
             total += sum(int(sizes[self._partners.source_of(number)]) for number in here)
-        return 2 * total
+        return GENERATIONS_IN_MEMORY * total
 
     def _copy_to_partner(self, tensors: Path) -> OSError | None:
         """Send this rank's file to the partner, and write the copy of another rank's. Collective.

@@ -1,0 +1,69 @@
+"""Checkpoints in memory of two hosts, each a rank, with copies on the partner: what they take is
+what is predicted, and a partner that receives slowly, or never, costs no step."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bigtrain.models.tracing.traced_costs import model_costs
+from bigtrain.planner.run_prediction import predict_run
+from bigtrain.settings.resolve import resolve_run_files
+from tests.chaos.test_memory_checkpoints import (
+    memory,
+    steps_in_memory,
+    words,
+)
+from tests.support.lives import Server
+
+__all__ = ["memory"]
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(os.getuid() != 0, reason="only root can give a process a host's name"),
+]
+
+LIMIT_SECONDS = 60.0
+"""Of a life: far below the 30 minutes of a collective that waits for a partner."""
+
+
+@pytest.fixture
+def hosts(memory: Path) -> dict[str, Any]:
+    """Two hosts, of which each process is on one."""
+    return {"hosts": {"names": ["a", "b"], "folder": str(memory)}}
+
+
+def partner_words(run_yaml: Path, run: Path, memory: Path, *more: str) -> list[str]:
+    return words(run_yaml, run, memory / "shm", "checkpoint.memory.copies=1", *more)
+
+
+@pytest.mark.parametrize("zero", [pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
+def test_a_host_stores_what_is_predicted(
+    server: Server,
+    run_yaml: Path,
+    memory: Path,
+    hosts: dict[str, Any],
+    tmp_path: Path,
+    zero: str,
+) -> None:
+    own = ["model.config.hidden_size=64", "model.config.intermediate_size=128"]
+    own.append(f"engine.deepspeed_config={zero}")
+    command = partner_words(run_yaml, tmp_path / "run", memory, *own)
+    codes, text = server.live(command, die=(1, 60), **hosts)
+    assert -signal.SIGKILL in codes, text
+    assert "too small" not in text
+    run = resolve_run_files(str(run_yaml), command[2:], 2)
+    prediction = predict_run(run, model_costs(run.config)[0], None, None, is_cpu=True)
+    assert prediction.memory_checkpoints is not None
+    newest = steps_in_memory(memory / "a")[-1]
+    for host in ("a", "b"):
+        [directory] = memory.glob(f"{host}/*/*/checkpoints/step-{newest:08d}")
+        files = list((directory / "tensors").iterdir())
+        assert len(files) == 2
+        stored = 2 * sum(path.stat().st_size for path in files)  # with the one before
+        assert prediction.memory_checkpoints.directory_bytes == pytest.approx(stored, rel=0.05)
