@@ -4,6 +4,7 @@ what is predicted, and a partner that receives slowly, or never, costs no step."
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from bigtrain.models.tracing.traced_costs import model_costs
 from bigtrain.planner.run_prediction import predict_run
 from bigtrain.settings.resolve import resolve_run_files
 from tests.chaos.test_memory_checkpoints import (
+    assert_same_end,
     memory,
+    resumed,
     steps_in_memory,
     words,
 )
@@ -67,3 +70,42 @@ def test_a_host_stores_what_is_predicted(
         assert len(files) == 2
         stored = 2 * sum(path.stat().st_size for path in files)  # with the one before
         assert prediction.memory_checkpoints.directory_bytes == pytest.approx(stored, rel=0.05)
+
+
+@pytest.fixture
+def killed(
+    server: Server, run_yaml: Path, memory: Path, hosts: dict[str, Any], tmp_path: Path
+) -> list[str]:
+    """Arguments of a run that was killed with checkpoints in memory of both hosts only."""
+    command = partner_words(run_yaml, tmp_path / "run", memory)
+    codes, text = server.live(command, die=(1, 60), **hosts)
+    assert -signal.SIGKILL in codes, text
+    return command
+
+
+def test_a_host_that_is_back_with_empty_memory_gets_its_part(
+    server: Server,
+    memory: Path,
+    killed: list[str],
+    hosts: dict[str, Any],
+    tmp_path: Path,
+    uninterrupted: Path,
+) -> None:
+    newest = steps_in_memory(memory / "a")[-1]
+    for left in (memory / "b").iterdir():
+        shutil.rmtree(left)
+    codes, text = server.live(killed, **hosts)
+    assert codes == [0, 0], text
+    assert resumed(text)[0][0] == newest
+    assert_same_end(tmp_path / "run", uninterrupted)
+
+
+def test_a_lost_host_leaves_its_part_with_its_partner(
+    server: Server, memory: Path, killed: list[str], hosts: dict[str, Any]
+) -> None:
+    newest = steps_in_memory(memory / "a")[-1]
+    shutil.rmtree(memory / "b")
+    hosts["hosts"]["names"] = ["a"]
+    codes, text = server.live(killed, world_size=1, **hosts)
+    assert codes == [0], text
+    assert resumed(text)[0][0] == newest

@@ -45,14 +45,14 @@ _LOCK_SECONDS = 10.0  # processes of an earlier launch may be ending
 @dataclass(frozen=True)
 class StoredInMemory:
     """Checkpoint in memory of one host. run, attempt: as of `Identity`. digest: of its manifest,
-    the same on all hosts that have it. all_files: names of its tensor files, which `files` are on
-    this host with the listed size."""
+    the same on all hosts that have it. writers: number of ranks that wrote it, a tensor file each.
+    files: names of those that are on this host with the listed size."""
 
     step: int
     run: str
     attempt: str
     digest: str
-    all_files: frozenset[str]
+    writers: int
     files: frozenset[str]
 
 
@@ -139,9 +139,9 @@ def stored_at(directory: Path) -> StoredInMemory:
             files.add(name)
     text = (directory / checkpoints.MANIFEST).read_bytes()
     digest = hashlib.sha256(text).hexdigest()
-    identity, names = manifest.identity, frozenset(manifest.headers)
+    identity, writers = manifest.identity, len(manifest.headers)
     return StoredInMemory(
-        identity.step, identity.run, identity.attempt, digest, names, frozenset(files)
+        identity.step, identity.run, identity.attempt, digest, writers, frozenset(files)
     )
 
 
@@ -150,6 +150,12 @@ def write_documents(partial: Path, documents: Mapping[str, bytes]) -> Path:
     path. The tensor files must be there. Raises OSError."""
     for name in sorted(documents, key=lambda name: name == checkpoints.MANIFEST):
         write_whole(partial / name, documents[name])
+    return commit_directory(partial)
+
+
+def commit_directory(partial: Path) -> Path:
+    """Commit a checkpoint that is complete by renaming its directory; return its path. Raises
+    OSError."""
     final = partial.with_name(partial.name.split(".", 1)[0])
     if os.path.lexists(final):
         shutil.rmtree(final)
