@@ -131,12 +131,12 @@ def stored_at(directory: Path) -> StoredInMemory:
     """Return the checkpoint at `directory`. Raises CorruptCheckpointError, OSError."""
     manifest = checkpoints.read_manifest(directory)
     checkpoints.verify_small_files(directory, manifest)
-    files = set()
-    for name in manifest.headers:
-        path = directory / checkpoints.TENSORS / name
-        expected, _ = manifest.files[f"{checkpoints.TENSORS}/{name}"]
-        if path.is_file() and not path.is_symlink() and path.stat().st_size == expected:
-            files.add(name)
+    files, tensors = set(), directory / checkpoints.TENSORS
+    with suppress(FileNotFoundError), os.scandir(tensors) as entries:  # those of few ranks
+        for entry in entries:
+            expected, _ = manifest.files.get(f"{checkpoints.TENSORS}/{entry.name}", (None, ""))
+            if entry.is_file(follow_symlinks=False) and entry.stat().st_size == expected:
+                files.add(entry.name)
     text = (directory / checkpoints.MANIFEST).read_bytes()
     digest = hashlib.sha256(text).hexdigest()
     identity, writers = manifest.identity, len(manifest.headers)

@@ -3,13 +3,14 @@ from other hosts before a resume."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from bigtrain.engine.checkpoint.layout import parse_layout
+from bigtrain.engine.checkpoint.layout import Layout, parse_layout
 from bigtrain.engine.checkpoint.snapshot import writers_of_own_parts
 from bigtrain.engine.checkpoint.tensor_file import file_name
 from bigtrain.engine.startup.cpu_collectives import (
@@ -23,7 +24,6 @@ from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.host_files import keeper_of, receive_file, send_file
 from bigtrain.run.checkpointing.memory_directory import (
     MemoryDirectory,
-    StoredInMemory,
     commit_directory,
     remove_stale,
     steps_of_attempts,
@@ -95,14 +95,37 @@ def _add_holdings(of_hosts: _AllHoldings, of_others: _AllHoldings) -> _AllHoldin
     return of_hosts
 
 
-_Files = dict[int, dict[str, int]]
-"""By the rank that keeps a host's directory, bytes by path of files below a checkpoint's."""
+@dataclass
+class _Needs:
+    """Files that some ranks of a host need. num_left: further ranks of the host. held: files on the
+    host, which need not be fetched."""
+
+    num_ranks: int
+    num_left: int
+    wanted: set[str]
+    held: set[str]
 
 
-def _add_files(files: _Files, of_others: _Files) -> _Files:
-    for rank, others in of_others.items():
-        files.setdefault(rank, {}).update(others)
-    return files
+_NeedsOfHosts = dict[int, _Needs]
+"""By the rank that keeps a host's directory."""
+
+
+def _add_needs(of_hosts: _NeedsOfHosts, of_others: _NeedsOfHosts) -> _NeedsOfHosts:
+    """Combine the needs of all; those of a host all of whose ranks are counted become what it
+    lacks, mostly nothing."""
+    for keeper, others in of_others.items():
+        own = of_hosts.setdefault(keeper, others)
+        if own is not others:
+            own.num_left -= others.num_ranks
+            own.num_ranks += others.num_ranks
+            own.wanted |= others.wanted
+            own.held |= others.held
+        if not own.num_left:
+            own.wanted -= own.held
+            own.held.clear()
+            if not own.wanted:
+                del of_hosts[keeper]
+    return of_hosts
 
 
 @dataclass(frozen=True)
@@ -193,14 +216,20 @@ class MemoryFiles:
         """Get what this host lacks of a checkpoint from others; return its directory on this host.
         Collective. Raises CheckpointError on every rank if a host cannot."""
         directory = checkpoints.checkpoint_path(self.directory.path, checkpoint.step)
-        stored = _stored_at(directory, checkpoint.digest)
-        destination, here = directory, _sizes(directory, stored)
-        if stored is None:
-            destination = directory.with_name(f"{directory.name}.partial-{checkpoint.digest[:8]}")
-        self._fetch(set(_DOCUMENTS) - here.keys(), here, directory, destination)
-        layout = self._on_all(lambda: parse_layout((destination / checkpoints.LAYOUT).read_bytes()))
+        fetched = directory.with_name(f"{directory.name}.partial-{checkpoint.digest[:8]}")
+        here: dict[str, int] = {}
+        if self.is_keeper:
+            here = _files_at(directory, checkpoint.digest)
+        destination = directory if here else fetched
+        self._fetch(set(_DOCUMENTS) if self.is_keeper else set(), here, directory, destination)
+
+        def read_layout() -> Layout:
+            path = fetched / checkpoints.LAYOUT
+            return parse_layout((path if path.exists() else directory / path.name).read_bytes())
+
+        layout = self._on_all(read_layout)
         wanted = {_path_of(writer) for writer in writers_of_own_parts(engine, layout)}
-        self._fetch(wanted - here.keys(), here, directory, destination)
+        self._fetch(wanted, here, directory, destination)
 
         def commit() -> None:
             if self.is_keeper and destination != directory:
@@ -223,11 +252,12 @@ class MemoryFiles:
         return on_all_ranks(attempt, self.group)
 
     def _fetch(
-        self, lacking: Set[str], here: Mapping[str, int], directory: Path, destination: Path
+        self, wanted: Set[str], here: Mapping[str, int], directory: Path, destination: Path
     ) -> None:
-        """Get files that ranks of this host lack of a checkpoint from other hosts, into `destination`.
-        Collective. here: bytes by path of the files in `directory`. Raises CheckpointError."""
-        plan = self._agreed_plan(lacking, here)
+        """Get from other hosts the files that this rank needs and its host lacks. here: on the rank
+        that keeps the host's directory, bytes by path of the files in it. Collective. Raises
+        CheckpointError."""
+        plan = self._agreed_plan(wanted, here)
         rank = self._context.world.rank
         incoming = [one for one in plan if one.target == rank]
 
@@ -255,17 +285,25 @@ class MemoryFiles:
 
         self._on_all(tell)
 
-    def _agreed_plan(self, lacking: Set[str], here: Mapping[str, int]) -> list[_Transfer]:
-        """Return the transfers of files that ranks lack, in the order in which all ranks make them.
+    def _agreed_plan(self, wanted: Set[str], here: Mapping[str, int]) -> list[_Transfer]:
+        """Return the transfers of files that hosts lack, in the order in which all ranks make them.
         Collective."""
-        own = {self._keeper: dict.fromkeys(lacking, 0)} if lacking else {}
-        needs = combine_on_main(own, _add_files, self.group)
-        wanted = on_main_rank(lambda: set().union(*(needs or {}).values()), self.group)
-        if not wanted:
+        num_ranks = self._context.hosts.count(self._context.hosts[self._context.world.rank])
+        own = {self._keeper: _Needs(1, num_ranks - 1, set(wanted), set(here))}
+        needs = combine_on_main(_add_needs({}, own), _add_needs, self.group)
+        lacking = on_main_rank(
+            lambda: set().union(*(one.wanted for one in (needs or {}).values())), self.group
+        )
+        if not lacking:
             return []
-        held = {path: here[path] for path in wanted & here.keys()} if self.is_keeper else {}
-        holders = combine_on_main({self._keeper: held} if held else {}, _add_files, self.group)
-        return on_main_rank(lambda: plan_transfers(needs or {}, holders or {}), self.group)
+        held = {path: here[path] for path in lacking & here.keys()}
+        holders = combine_on_main({self._keeper: held} if held else {}, operator.ior, self.group)
+
+        def plan() -> list[_Transfer]:
+            by_keeper = {keeper: one.wanted for keeper, one in (needs or {}).items()}
+            return plan_transfers(by_keeper, holders or {})
+
+        return on_main_rank(plan, self.group)
 
     def _transfer(self, one: _Transfer, directory: Path, destination: Path) -> OSError | None:
         """Take part in a transfer, if it is from or to this rank."""
@@ -282,37 +320,34 @@ class MemoryFiles:
         return error
 
 
-def _stored_at(directory: Path, digest: str) -> StoredInMemory | None:
-    """Return what this host has of the checkpoint with this manifest; None for nothing."""
-    with suppress(CorruptCheckpointError, OSError):
-        stored = stored_at(directory)
-        return stored if stored.digest == digest else None
-    return None
-
-
 def _path_of(writer: int) -> str:
     return f"{checkpoints.TENSORS}/{file_name(writer)}"
 
 
-def _sizes(directory: Path, stored: StoredInMemory | None) -> dict[str, int]:
-    """Return the bytes of a checkpoint's files on this host by path below `directory`."""
-    if stored is None:
-        return {}
-    paths = [*_DOCUMENTS, *(f"{checkpoints.TENSORS}/{name}" for name in stored.files)]
-    return {path: (directory / path).stat().st_size for path in paths}
+def _files_at(directory: Path, digest: str) -> dict[str, int]:
+    """Return the bytes of the files that this host has of the checkpoint with this manifest, by
+    path."""
+    with suppress(CorruptCheckpointError, OSError):
+        stored = stored_at(directory)
+        if stored.digest == digest:
+            paths = [*_DOCUMENTS, *(f"{checkpoints.TENSORS}/{name}" for name in stored.files)]
+            return {path: (directory / path).stat().st_size for path in paths}
+    return {}
 
 
-def plan_transfers(needs: _Files, holders: _Files) -> list[_Transfer]:
+def plan_transfers(
+    needs: Mapping[int, Set[str]], holders: Mapping[int, Mapping[str, int]]
+) -> list[_Transfer]:
     """Return the transfers of files that hosts need, each from the holder that has sent least so
-    far."""
+    far. By the rank that keeps a host's directory: paths, and bytes by path."""
     by_path: dict[str, list[int]] = {}
     for holder, files in sorted(holders.items()):
         for path in files:
             by_path.setdefault(path, []).append(holder)
     sent: dict[int, int] = {}
     plan = []
-    for keeper, files in sorted(needs.items()):
-        for path in sorted(files):
+    for keeper, wanted in sorted(needs.items()):
+        for path in sorted(wanted):
             if path not in by_path:
                 continue
             source = min(by_path[path], key=lambda holder: (sent.get(holder, 0), holder))
