@@ -3,6 +3,7 @@ what is predicted, and a partner that receives slowly, or never, costs no step."
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import pytest
 
 from bigtrain.models.tracing.traced_costs import model_costs
 from bigtrain.planner.run_prediction import predict_run
+from bigtrain.run.checkpointing import checkpoints
 from bigtrain.settings.resolve import resolve_run_files
 from tests.chaos.test_memory_checkpoints import (
     assert_same_end,
@@ -109,3 +111,107 @@ def test_a_lost_host_leaves_its_part_with_its_partner(
     codes, text = server.live(killed, world_size=1, **hosts)
     assert codes == [0], text
     assert resumed(text)[0][0] == newest
+
+
+def skipped_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "in memory skipped" in line]
+
+
+def totals(run: Path) -> dict[str, float]:
+    """Blocked seconds, saves and skipped ones of all steps."""
+    sums: dict[str, float] = {}
+    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        for key, value in (line.get("memory_checkpoint") or {}).items():
+            sums[key] = sums.get(key, 0.0) + value
+    return sums
+
+
+def test_a_partner_that_receives_slowly_costs_no_step(
+    server: Server,
+    run_yaml: Path,
+    memory: Path,
+    hosts: dict[str, Any],
+    tmp_path: Path,
+    uninterrupted: Path,
+) -> None:
+    """Each copy takes a second longer, in which several steps are trained."""
+    run, seconds = tmp_path / "run", 1.0
+    receive = {"rank": 1, "copies": 0, "seconds": seconds}
+    codes, text = server.live(partner_words(run_yaml, run, memory), receive=receive, **hosts)
+    assert codes == [0, 0], text
+    [line] = skipped_lines(text)
+    assert "written and sent to the partner; this is logged once -> a larger" in line
+    sums = totals(run)
+    assert sums["skipped"] > 0
+    assert sums["blocked_seconds"] < seconds
+    assert not list((memory / "a").iterdir())
+    assert not list((memory / "b").iterdir())
+    assert_same_end(run, uninterrupted)
+
+
+@pytest.mark.parametrize("on_disk", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_a_partner_that_stops_receiving_leaves_what_was_complete(
+    server: Server,
+    run_yaml: Path,
+    memory: Path,
+    hosts: dict[str, Any],
+    tmp_path: Path,
+    uninterrupted: Path,
+    on_disk: bool,
+) -> None:
+    """A restart takes the last checkpoint that the partner has whole, or a newer one on disk."""
+    run = tmp_path / "run"
+    saves = ["checkpoint.every_steps=3", "checkpoint.keep_last=9"] if on_disk else []
+    command = partner_words(run_yaml, run, memory, *saves)
+    receive = {"rank": 1, "copies": 1, "seconds": None}
+    kill = {"signal": signal.SIGKILL, "log": str(run / "metrics.jsonl"), "after_bytes": 6000}
+    send = kill | {"delay_seconds": 0, "ranks": [0, 1], "times": 1}
+    codes, text = server.live(command, receive=receive, send=send, **hosts)
+    assert -signal.SIGKILL in codes, text
+    assert len(skipped_lines(text)) == 1
+    [whole] = steps_in_memory(memory / "a")
+    newest = max([whole, *checkpoints.list_steps(run)])
+    assert (newest > whole) is on_disk
+    codes, text = server.live(command, **hosts)
+    assert codes == [0, 0], text
+    [(step, directory)] = resumed(text)
+    assert step == newest
+    assert directory.startswith(str(run if on_disk else memory))
+    assert_same_end(run, uninterrupted)
+
+
+@pytest.mark.slow
+def test_a_partner_that_never_receives_does_not_keep_a_run_from_its_end(
+    server: Server,
+    run_yaml: Path,
+    memory: Path,
+    hosts: dict[str, Any],
+    tmp_path: Path,
+    uninterrupted: Path,
+) -> None:
+    run, receive = tmp_path / "run", {"rank": 1, "copies": 0, "seconds": None}
+    command = partner_words(run_yaml, run, memory)
+    codes, text = server.live(command, receive=receive, limit_seconds=LIMIT_SECONDS, **hosts)
+    assert codes == [0, 0], text
+    assert len(skipped_lines(text)) == 1
+    assert totals(run)["saved"] == 0
+    assert not list((memory / "a").iterdir())
+    assert_same_end(run, uninterrupted)
+
+
+@pytest.mark.slow
+def test_a_partner_that_never_receives_does_not_keep_a_run_from_rolling_back(
+    server: Server, run_yaml: Path, memory: Path, hosts: dict[str, Any], tmp_path: Path
+) -> None:
+    bad = {"rank": 1, "steps": {str(number): "nan" for number in (9, 10)}}
+    guard = ["guard.max_consecutive=2", "checkpoint.every_steps=4"]
+    command = partner_words(run_yaml, tmp_path / "run", memory, *guard)
+    receive = {"rank": 1, "copies": 0, "seconds": None}
+    codes, text = server.live(
+        command, receive=receive, spoil=bad, limit_seconds=LIMIT_SECONDS, **hosts
+    )
+    assert codes == [0, 0], text
+    assert "rolled back to step 8" in text
+    line = "a checkpoint in memory is still being written; from here on only the disk is used"
+    assert text.count(line) == 1
+    assert not list((memory / "a").iterdir())
