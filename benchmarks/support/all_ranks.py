@@ -5,6 +5,7 @@ ranks."""
 
 from __future__ import annotations
 
+import gc
 import pickle
 import threading
 import time
@@ -144,6 +145,7 @@ def run_all(num_ranks: int, work: Callable[[int], None]) -> list[RankCost]:
         world.pass_turn()
 
     before = threading.stack_size(_STACK_BYTES)
+    gc.disable()  # else one rank pays for what others have left
     try:
         with _patched(world):
             threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
@@ -153,6 +155,7 @@ def run_all(num_ranks: int, work: Callable[[int], None]) -> list[RankCost]:
             for thread in threads:
                 thread.join()
     finally:
+        gc.enable()
         threading.stack_size(before)
     if errors:
         raise errors[0]

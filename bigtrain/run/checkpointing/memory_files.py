@@ -3,10 +3,11 @@ from other hosts before a resume."""
 
 from __future__ import annotations
 
-import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -125,6 +126,19 @@ def _add_needs(of_hosts: _NeedsOfHosts, of_others: _NeedsOfHosts) -> _NeedsOfHos
             own.held.clear()
             if not own.wanted:
                 del of_hosts[keeper]
+    return of_hosts
+
+
+_Holders = dict[str, dict[int, int]]
+"""By path, bytes of the file by the rank that keeps the directory of a host that has it."""
+
+
+def _add_holders(lacking: Mapping[str, int], of_hosts: _Holders, of_others: _Holders) -> _Holders:
+    """Combine who has files; of each as many as hosts that lack it, so that each can have its
+    own."""
+    for path, others in of_others.items():
+        own = of_hosts.get(path, {}) | others
+        of_hosts[path] = {keeper: own[keeper] for keeper in sorted(own)[: lacking[path]]}
     return of_hosts
 
 
@@ -291,13 +305,14 @@ class MemoryFiles:
         num_ranks = self._context.hosts.count(self._context.hosts[self._context.world.rank])
         own = {self._keeper: _Needs(1, num_ranks - 1, set(wanted), set(here))}
         needs = combine_on_main(_add_needs({}, own), _add_needs, self.group)
+        everywhere = list((needs or {}).values())
         lacking = on_main_rank(
-            lambda: set().union(*(one.wanted for one in (needs or {}).values())), self.group
+            lambda: Counter(path for one in everywhere for path in one.wanted), self.group
         )
         if not lacking:
             return []
-        held = {path: here[path] for path in lacking & here.keys()}
-        holders = combine_on_main({self._keeper: held} if held else {}, operator.ior, self.group)
+        held = {path: {self._keeper: here[path]} for path in lacking.keys() & here.keys()}
+        holders = combine_on_main(held, partial(_add_holders, lacking), self.group)
 
         def plan() -> list[_Transfer]:
             by_keeper = {keeper: one.wanted for keeper, one in (needs or {}).items()}
@@ -335,23 +350,15 @@ def _files_at(directory: Path, digest: str) -> dict[str, int]:
     return {}
 
 
-def plan_transfers(
-    needs: Mapping[int, Set[str]], holders: Mapping[int, Mapping[str, int]]
-) -> list[_Transfer]:
+def plan_transfers(needs: Mapping[int, Set[str]], holders: _Holders) -> list[_Transfer]:
     """Return the transfers of files that hosts need, each from the holder that has sent least so
-    far. By the rank that keeps a host's directory: paths, and bytes by path."""
-    by_path: dict[str, list[int]] = {}
-    for holder, files in sorted(holders.items()):
-        for path in files:
-            by_path.setdefault(path, []).append(holder)
+    far. needs: paths by the rank that keeps a host's directory."""
     sent: dict[int, int] = {}
     plan = []
     for keeper, wanted in sorted(needs.items()):
-        for path in sorted(wanted):
-            if path not in by_path:
-                continue
-            source = min(by_path[path], key=lambda holder: (sent.get(holder, 0), holder))
-            num_bytes = holders[source][path]
+        for path in sorted(wanted & holders.keys()):
+            source = min(holders[path], key=lambda holder: (sent.get(holder, 0), holder))
+            num_bytes = holders[path][source]
             sent[source] = sent.get(source, 0) + num_bytes
             plan.append(_Transfer(path, num_bytes, source, keeper))
     return plan

@@ -10,6 +10,7 @@ import pytest
 
 from bigtrain.engine.checkpoint.tensor_file import file_name
 from bigtrain.run.checkpointing.memory_files import (
+    _add_holders,
     _add_holdings,
     _add_needs,
     _Holdings,
@@ -68,8 +69,16 @@ def test_needs_are_what_hosts_lack_in_any_order(seed: int) -> None:
 
 def test_who_holds_most_copies_does_not_send_all() -> None:
     needs = {8: {"a", "b", "c"}, 16: {"a"}}
-    plan = plan_transfers(needs, {0: {"a": 5, "b": 5}, 4: {"a": 5, "b": 5, "c": 5}})
+    plan = plan_transfers(needs, {"a": {0: 5, 4: 5}, "b": {0: 5, 4: 5}, "c": {4: 5}})
     assert [(one.path, one.source, one.target) for one in plan] == [
         ("a", 0, 8), ("b", 4, 8), ("c", 4, 8), ("a", 0, 16),
     ]  # fmt: skip
     assert plan_transfers({8: {"nobody has it"}}, {}) == []
+
+
+def test_no_more_holders_are_told_than_hosts_that_lack_a_file() -> None:
+    lacking = {"a": 2, "b": 1}
+    holders: dict[str, dict[int, int]] = {}
+    for keeper in (24, 8, 0, 16):
+        holders = _add_holders(lacking, holders, {"a": {keeper: 5}, "b": {keeper: 6}})
+    assert holders == {"a": {0: 5, 8: 5}, "b": {0: 6}}
