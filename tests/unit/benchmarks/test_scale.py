@@ -34,7 +34,7 @@ def test_messages_of_a_restart_from_memory_grow_as_the_logarithm(part: str, tmp_
         directory = tmp_path / str(num_ranks)
         directory.mkdir()
         costs.append(scale.PARTS[part](num_ranks, 3, directory))
-    for unit, slack in (("rounds", 2), ("bytes", 500)):
+    for unit, slack in (("rounds", 2), ("bytes", 100)):
         first, *more = (b[unit] - a[unit] for a, b in itertools.pairwise(costs))
         assert max(more) <= first + slack, (unit, first, more)
 
