@@ -68,9 +68,9 @@ def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
     predicted = predict_run(resolved, model, chunk, device, measured)
     lines = [predicted.line()]
     if resolved.config.checkpoint.memory is not None:
-        from bigtrain.run.shared_memory import size_line
+        from bigtrain.run.shared_memory import memory_lines
 
-        lines.append(size_line(resolved.config.checkpoint.memory, predicted.memory_directory_bytes))
+        lines += memory_lines(predicted, resolved.config.checkpoint.memory)
     if remark:
         lines.append("the model's costs are " + remark)
     if device is not None:
