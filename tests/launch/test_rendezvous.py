@@ -48,8 +48,7 @@ class Hosts:
         self.output = self.server.stdout
         assert "serving on port" in self.output.readline()
         self.settings = (
-            "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,"
-            f"poll_seconds=0.1,spares={spares}"
+            f"keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,spares={spares}"
         )
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
 
