@@ -101,6 +101,8 @@ def slurm_text(args: argparse.Namespace, output: Path) -> str:
             time=args.time,
             save_seconds=args.save_seconds,
             options=sbatch_options(args.sbatch),
+            spares=args.spares,
+            ranks=args.ranks,
         )
     )
     return _checked(text)

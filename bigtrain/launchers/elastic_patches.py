@@ -44,11 +44,14 @@ from torch.distributed.elastic.multiprocessing.api import (
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
+    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
@@ -70,6 +73,7 @@ from torch.distributed.launcher import api as launcher_api
 from bigtrain.errors import EXIT_FAULTY_HOST, EXIT_STOPPED
 from bigtrain.launchers.heartbeats import Heartbeats, look_seconds
 from bigtrain.launchers.membership import assign_ranks
+from bigtrain.launchers.rendezvous_server import COMPLETE, ENDING, RESULT, TOO_FEW_NODES
 
 BACKEND = "bigtrain"
 """Value of torchrun's ``--rdzv-backend``."""
@@ -283,9 +287,17 @@ class Rendezvous(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round, as torch's own; a spare waits in it until it gets a place. Raises
-        RendezvousError."""
-        with _replaced_operations(self._poll_seconds, self._join):
-            info = super().next_rendezvous()
+        RendezvousError; RendezvousGracefulExitError, which is a success, if the run is complete."""
+        try:
+            with _replaced_operations(self._poll_seconds, self._join):
+                info = super().next_rendezvous()
+        except RendezvousClosedError:
+            if self._store.check([RESULT]) and self._store.get(RESULT) == COMPLETE.encode():
+                raise RendezvousGracefulExitError from None
+            raise
+        except RendezvousTimeoutError:
+            self.report_result(TOO_FEW_NODES)
+            raise
         state = self._state_holder.state
         self._joined, self._round = dict(state.participants), state.round
         return info
@@ -328,6 +340,14 @@ class Rendezvous(DynamicRendezvousHandler):
             _State(state).failed = (self._round, grace_seconds)
 
         self._write(report)
+
+    def is_ending(self) -> bool:
+        """Return whether the run shall end when its ranks have stopped."""
+        return bool(self._store.check([ENDING]))
+
+    def report_result(self, result: str) -> None:
+        """Report how the run ended, to the server of the rendezvous and agents that come later."""
+        self._store.set(RESULT, result)
 
     def leave(self) -> None:
         """Leave the run, which continues: no host waits for this one, and its end ends no other."""
@@ -382,7 +402,11 @@ class Agent(LocalElasticAgent):
         """Run until the run ends. A spare that got no place succeeds (torch returns None for it,
         and fails)."""
         result: RunResult | None = super().run(role)
-        return RunResult(state=WorkerState.SUCCEEDED) if result is None else result
+        if result is None:
+            return RunResult(state=WorkerState.SUCCEEDED)
+        if not result.is_failed():
+            self._rendezvous_handler.report_result(COMPLETE)
+        return result
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         failure = None if self._pcontext is None else _first_failure(self._pcontext)
@@ -396,6 +420,9 @@ class Agent(LocalElasticAgent):
         _say(f"rank {rank} has ended with {_how(failure.exitcode)}")
         self._end_ranks(grace)
         self._leave_if_faulty()
+        if failure.exitcode == EXIT_STOPPED and self._rendezvous_handler.is_ending():
+            self._remaining_restarts = 0
+            self._exit_barrier()  # others end ranks that still save if this host is lost to them
         return RunResult(state=WorkerState.FAILED, failures={rank: failure})
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:

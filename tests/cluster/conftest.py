@@ -115,7 +115,7 @@ Submit = Callable[..., tuple[str, Path]]
 
 @pytest.fixture
 def nodes(lab: Lab) -> None:
-    """Slurm's n1 and n2 are idle, whatever the test before has done to them.
+    """Slurm's nodes are idle, whatever the test before has done to them.
 
     When a node is back that was cut off, Slurm may start what was cancelled there meanwhile, and
     drain the node because that runs already.
@@ -124,7 +124,9 @@ def nodes(lab: Lab) -> None:
     def idle() -> bool:
         lines = lab.run("n0", "sinfo", "-h", "-N", "-o", "%N %T")[1].splitlines()
         states = dict(line.split() for line in lines)
-        if states == {"n1": "idle", "n2": "idle"}:  # one that does not answer is "idle*"
+        if states == dict.fromkeys(
+            list(lab.cluster.hosts)[1:], "idle"
+        ):  # one that does not answer is "idle*"
             return True
         lab.run("n0", "scancel", "--user=root")
         for name, state in states.items():
