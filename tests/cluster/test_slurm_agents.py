@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -147,11 +146,3 @@ def test_a_run_with_spares_outlives_its_time_limit(
     assert metrics(job.run) == undisturbed
     assert not (job.run / "requeue").exists()
     assert not any(lab.cluster.processes(name, str(TRAIN)) for name in NODES)
-
-
-def test_more_spares_than_nodes(lab: Lab, submit: Submit) -> None:
-    script = Path(__file__).resolve().parents[2] / "slurm" / "train.sbatch"
-    options = ["--nodes=2", "--mem=100", "--time=5", "--export=ALL,BIGTRAIN_SPARES=2"]
-    job, log = submit(script, options, [lab.run_yaml])
-    assert ended(lab, job, log) == "FAILED"
-    assert "BIGTRAIN_SPARES = 2: the job has only 2 nodes" in log.read_text()

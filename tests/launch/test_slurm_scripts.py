@@ -228,7 +228,9 @@ print(os.environ["RUN"] if "check" in sys.argv else 4321)
 FAKE_SRUN = """\
 until grep -q "^served at" "$CALLS"; do sleep 0.05; done
 echo "srun $*" >> "$CALLS"
-[ -z "$SIGNAL" ] || { kill -"$SIGNAL" "$PPID"; until grep -q ^scancel "$CALLS"; do sleep 0.05; done; }
+[ -n "$SIGNAL" ] || exit 137
+kill -"$SIGNAL" "$PPID"
+until grep -q ^scancel "$CALLS"; do sleep 0.05; done
 exit 137
 """
 # Slow enough for the server to have got the signal that was sent before.
