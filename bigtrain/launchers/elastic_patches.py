@@ -422,7 +422,8 @@ class Agent(LocalElasticAgent):
         self._leave_if_faulty()
         if failure.exitcode == EXIT_STOPPED and self._rendezvous_handler.is_ending():
             self._remaining_restarts = 0
-            self._exit_barrier()  # others end ranks that still save if this host is lost to them
+            # Others end ranks that still save if this host is lost to them.
+            self._exit_barrier()  # type: ignore[no-untyped-call]
         return RunResult(state=WorkerState.FAILED, failures={rank: failure})
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -98,7 +100,8 @@ def lab(hosts: Cluster, inputs: Inputs, tmp_path: Path) -> Iterator[Lab]:
     hosts.tidy()
     for host in hosts.hosts:  # what a launcher could not reach, or outlives it on another host
         for process in hosts.processes(host, str(TRAIN)):
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                process.kill()
 
 
 @pytest.fixture(scope="session")
