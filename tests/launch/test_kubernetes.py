@@ -10,6 +10,7 @@ import math
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from bigtrain.cli import main as bigtrain
 from bigtrain.errors import EXIT_FAULTY_HOST, EXIT_STOPPED, EXIT_USER_ERROR
 from bigtrain.launchers.kubernetes import liveness_command
 from bigtrain.train import build_parser as train_parser
+from tests.launch.test_rendezvous import Hosts, ended
+from tests.support.cluster import wait_until
 from tests.support.worlds import ROOT
 
 SCHEMAS = ROOT.parent / "shared" / "schemas"
@@ -281,6 +284,55 @@ def test_pods_with_spares_meet(capsys: pytest.CaptureFixture[str]) -> None:
     assert "setpriv" in arguments
     forked = documents(capsys, "--spares", "2", "--ranks", "forked")
     assert forked["TrainJob"]["spec"]["trainer"]["args"][:2] == ["--fork", "bigtrain.forked_rank"]
+
+
+class Pods(Hosts):
+    """Pods of a TrainJob as processes here: their command, and the variables that Kubeflow's torch
+    policy sets. In place of train.py they run the worker of `Hosts`."""
+
+    def __init__(self, folder: Path, found: dict[str, Any]) -> None:
+        super().__init__(folder, "", 0)
+        trainer = found["TrainJob"]["spec"]["trainer"]
+        self.num_pods = trainer["numNodes"]
+        [node] = node_pod(found)["spec"]["containers"]
+        self.variables = {entry["name"]: entry["value"] for entry in node["env"]}
+        words = [*trainer["command"], *trainer["args"]]
+        self.words = words[: words.index("bigtrain/train.py")]
+
+    def command(self, name: str) -> list[str]:
+        words = [sys.executable if word == "python3" else word for word in self.words]
+        words = [re.sub(r"(endpoint=)\S+", rf"\g<1>127.0.0.1:{self.port}", one) for one in words]
+        return [*words, str(self.folder / "worker.py"), str(self.folder), name]
+
+    def start_pod(self, name: str, index: int) -> None:
+        policy = {"PET_NNODES": str(self.num_pods), "PET_NPROC_PER_NODE": "1"}
+        policy |= {"PET_NODE_RANK": str(index), "PET_MASTER_ADDR": "x-node-0-0.x"}
+        self.start(name, **self.variables, **policy, PET_MASTER_PORT="29500")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_pods_command_replaces_a_lost_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The processes are those of the manifests; what creates pods anew has not been tried."""
+    with ended(Pods(tmp_path, documents(capsys, "--spares", "1"))) as pods:
+        for index, name in enumerate("abc"):
+            pods.start_pod(name, index)
+        wait_until("two pods train", lambda: len(pods.started()) == 2, 100)
+        training = {line[-1]: line[0] for line in pods.started()}
+        [spare] = set("abc") - set(training)
+        wait_until("one is a spare", lambda: "this one is a spare" in pods.log(spare), 100)
+        lost, stays = sorted(training)
+        pods.agents[lost].kill()
+        pods.wait_for(f"{training[lost]} of 2 at {spare}", f"{training[stays]} of 2 at {stays}")
+        pods.start_pod("d", "abc".index(lost))  # the pod that replaces it
+        wait_until("it is a spare", lambda: "this one is a spare" in pods.log("d"), 100)
+        for name in (spare, stays):
+            pods.end(name, 0)
+        codes = [pods.agents[name].wait(100) for name in (spare, stays, "d")]
+        assert codes == [0, 0, 0]
+        assert pods.result() == 0
 
 
 IN_MEMORY = "checkpoint.memory={every_steps: 1, copies: 1}"

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -53,16 +54,20 @@ class Hosts:
         )
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str) -> None:
+    def command(self, name: str) -> list[str]:
+        """Return the command of a host's agent."""
         command = [sys.executable, "-m", "bigtrain.launchers.agent", f"--nnodes={self.nodes}"]
         command += ["--rdzv-backend=bigtrain", f"--rdzv-endpoint=127.0.0.1:{self.port}"]
         command += ["--rdzv-id=test", f"--rdzv-conf={self.settings}", "--max-restarts=9"]
         command += ["--monitor-interval=0.1", "--nproc-per-node=1", "--no-python", "setpriv"]
         command += ["--pdeathsig", "KILL", sys.executable, str(self.folder / "worker.py")]
+        return [*command, str(self.folder), name]
+
+    def start(self, name: str, **variables: str) -> None:
         with (self.folder / f"{name}.log").open("w") as log:
             self.agents[name] = subprocess.Popen(
-                [*command, str(self.folder), name], stdout=log, stderr=log, cwd=ROOT,
-                env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+                self.command(name), stdout=log, stderr=log, cwd=ROOT,
+                env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **variables},
             )  # fmt: skip
 
     def started(self) -> list[str]:
@@ -91,9 +96,9 @@ class Hosts:
         (self.folder / "new").rename(self.folder / f"go-{name}")
 
 
-@pytest.fixture
-def hosts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, *request.param)
+@contextmanager
+def ended(made: Hosts) -> Iterator[Hosts]:
+    """Kill what is left of the agents and the rendezvous, and show what they wrote."""
     yield made
     for agent in [*made.agents.values(), made.server]:
         for process in psutil.Process(agent.pid).children() if agent.poll() is None else []:
@@ -103,6 +108,12 @@ def hosts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Hosts]:
     made.output.close()
     for name in made.agents:  # shown where the test has failed
         print(f"== {name}\n{made.log(name)}")
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    with ended(Hosts(tmp_path, *request.param)) as made:
+        yield made
 
 
 @pytest.mark.parametrize("hosts", [("2", 1)], indirect=True)
