@@ -23,7 +23,8 @@ import psutil
 HERE = Path(__file__).resolve().parent
 BINARIES = Path(sys.executable).parent
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-PROGRAMS = ("ip", "nsenter", "unshare", "sshd", "ssh-keygen", "pdsh")
+PROGRAMS = ("ip", "nsenter", "unshare", "ssh-keygen")
+SSH_PROGRAMS = ("sshd", "pdsh")
 SLURM_PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 NAMESPACES = ("--net", "--uts", "--mount", "--pid", "--ipc", "--fork")
 POLL_SECONDS = 0.1
@@ -52,11 +53,12 @@ Host *
 """
 
 
-def why_not(*, slurm: bool) -> str | None:
-    """Return why a cluster cannot run here; None if it can."""
+def why_not(*, slurm: bool, ssh: bool = True) -> str | None:
+    """Return why a cluster cannot run here; None if it can. ssh: its hosts are to be reached by
+    ssh, which they otherwise are if it is installed."""
     if os.geteuid() != 0:
         return "needs root"
-    for program in PROGRAMS + (SLURM_PROGRAMS if slurm else ()):
+    for program in PROGRAMS + (SSH_PROGRAMS if ssh else ()) + (SLURM_PROGRAMS if slurm else ()):
         if shutil.which(program, path=f"{os.environ['PATH']}:{SYSTEM_PATH}") is None:
             return f"{program} is not installed: make cluster-deps"
     probe = subprocess.run(["unshare", *NAMESPACES, "true"], capture_output=True, check=False)
@@ -120,7 +122,7 @@ class Cluster:
         forked = [
             one
             for one in self.processes(host, "multiprocessing.forkserver")
-            if one.name().startswith("rank ")
+            if one.name().startswith("rank-")
         ]
         return started + forked
 
