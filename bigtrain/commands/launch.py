@@ -98,7 +98,8 @@ def _memory_checkpoint_bytes(args: argparse.Namespace, gpus: int, processes: int
         predicted, _ = predicted_run(largest_phase(resolved), None)
     except (ConfigError, ModelError):
         return None
-    return predicted.memory_directory_bytes * processes
+    assert predicted.memory_checkpoints is not None
+    return predicted.memory_checkpoints.directory_bytes * processes
 
 
 def _run_on_nodes(args: argparse.Namespace) -> dict[str, Any]:

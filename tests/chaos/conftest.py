@@ -61,6 +61,19 @@ def run_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def experts_yaml(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run with a mixture of experts, which two ranks divide."""
+    tree = yaml.safe_load(run_yaml.read_text())
+    tree["model"]["config"] |= {
+        "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    }  # fmt: skip
+    path = tmp_path_factory.mktemp("experts") / "run.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
 def arguments(run_yaml: Path, directory: Path, *more: str) -> list[str]:
     return ["--config", str(run_yaml), f"output.directory={directory}", *more]
 

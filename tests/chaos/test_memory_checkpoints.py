@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from bigtrain.run.checkpointing import checkpoints
 from tests.chaos.conftest import arguments, assert_same_run, final_tensors, losses
@@ -103,19 +102,6 @@ def test_killed_rank_resumes_from_memory_to_the_same_bits(
     assert directory.startswith(str(memory))
     assert left_in(memory) == []
     assert_same_end(run, undisturbed)
-
-
-@pytest.fixture(scope="module")
-def experts_yaml(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run with a mixture of experts, which two ranks divide."""
-    tree = yaml.safe_load(run_yaml.read_text())
-    tree["model"]["config"] |= {
-        "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-    }  # fmt: skip
-    path = tmp_path_factory.mktemp("experts") / "run.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return path
 
 
 def one_kill(chooser: random.Random, run: Path) -> dict[str, Any]:

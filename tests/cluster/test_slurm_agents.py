@@ -32,7 +32,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if reason is not None:
         pytest.skip(reason)
     state = tmp_path_factory.mktemp("cluster") / "state"
-    with cluster(state, 4, slurm=True, subnet="10.78.0") as running:
+    with cluster(state, 4, slurm=True, ssh=False, subnet="10.78.0") as running:
         yield running
 
 

@@ -19,9 +19,9 @@ hang: {"rank", "layer", "call", "how"}: that process never returns from the atte
 spoil: {"rank", "steps": {number: "nan", "gradient" or "master" or "unchecked"}}: in those steps
     of its life that process computes a loss that is not a number, or a gradient that is 10 000
     times as large, or after them one of its masters is infinite ("unchecked": and it does not look
-    at what it sends other sites), or one bit is another: of its parameters ("parameter bit"), of a
-    state of its optimizer ("state bit"), the last of a master ("master bit"), or, just before the
-    update, of a gradient ("gradient bit").
+    at what it sends other sites), or one bit is another: of its parameters ("parameter bit"), of
+    its experts ("expert bit"), of a state of its optimizer ("state bit"), the last of a master
+    ("master bit"), or, just before the update, of a gradient ("gradient bit").
 slow: {"rank", "seconds"}: that process takes so much longer for every linear layer.
 hosts: {"names", "folder"}: each process is on the host of that name, whose memory, `folder`/NAME,
     it sees at `folder`/shm (needs root).
@@ -32,6 +32,10 @@ full_disk: {"rank", "after_saves", "until_saves", "bytes"}: after so many saves,
     that process can write no more than so many bytes to a file.
 at_save: {"number", "do": "fill" or "remove", "directory"}: as the main process begins its so
     many-th tensor file, that directory is filled until its disk is full, or removed.
+hosts: {"names", "memory", "mount"}: ranks are divided among so many hosts; on each, the directory
+    `mount` is the directory of `memory` with its number.
+moment: {"kill", "events", ...} (`tests/support/moments.py`): at that moment of one rank, the ranks
+    of `kill` are killed; `events` is the log of the phases.
 """
 
 from __future__ import annotations
@@ -54,6 +58,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from tests.support.moments import wait_for_moment
+from tests.support.own_host import take_host
 from tests.support.parent_death import die_with_parent
 
 _WORDS = ("step-", "checkpoints", "rank-", "state.json", "manifest.json", "tensors")
@@ -177,6 +183,9 @@ def spoil(steps: dict[str, str]) -> None:
                 part.of(part.master.data)[-1] = float("inf")
             if how[0] == "parameter bit":
                 flip(next(args[0].module.parameters()).data)
+            if how[0] == "expert bit":
+                named = args[0].module.named_parameters()
+                flip(next(one for name, one in named if ".experts." in name).data)
             if how[0] == "master bit":
                 part = next(part for part in master_parts(args[0].engine, args[0].module))
                 flip(part.of(part.master.data), 0)
@@ -276,6 +285,11 @@ def child(rank: int, request: dict[str, Any], server: int) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(request["port"]),
     )
+    if request.get("hosts") is not None:
+        take_host(rank, request["world_size"], **request["hosts"])
+    moment = request.get("moment")
+    if moment is not None:
+        wait_for_moment(rank, moment, server)
     if request["die"] is not None and request["die"][0] == rank:
         die_at(request["die"][1])
     full_disk = request["full_disk"]
@@ -347,6 +361,8 @@ def serve(request: dict[str, Any]) -> list[int]:
             overtake(overtaken, processes)
             overtaken = None
             send_to_all(processes, signal.SIGCONT)
+        if request.get("moment") and waited and waited.si_signo == signal.SIGUSR1:
+            kill_ranks(processes, request["moment"]["kill"])
         grown = send.get("after_bytes", 0) if send else 0
         if send and log and sends_at is None and _size(log) > size_before + grown:
             sends_at = time.monotonic() + send["delay_seconds"]
@@ -375,6 +391,11 @@ def start(request: dict[str, Any]) -> dict[int, int]:
 def send_to_all(processes: dict[int, int], number: signal.Signals) -> None:
     for pid in processes:
         os.kill(pid, number)
+
+
+def kill_ranks(processes: dict[int, int], ranks: list[int]) -> None:
+    for pid in [pid for pid, rank in processes.items() if rank in ranks]:
+        os.kill(pid, signal.SIGKILL)
 
 
 def overtake(overtaken: dict[str, Any], processes: dict[int, int]) -> None:

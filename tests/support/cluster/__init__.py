@@ -23,8 +23,8 @@ import psutil
 HERE = Path(__file__).resolve().parent
 BINARIES = Path(sys.executable).parent
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-PROGRAMS = ("ip", "nsenter", "unshare", "ssh-keygen")
-SSH_PROGRAMS = ("sshd", "pdsh")
+PROGRAMS = ("ip", "nsenter", "unshare")
+SSH_PROGRAMS = ("sshd", "ssh-keygen", "pdsh")
 SLURM_PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 NAMESPACES = ("--net", "--uts", "--mount", "--pid", "--ipc", "--fork")
 POLL_SECONDS = 0.1
@@ -54,8 +54,7 @@ Host *
 
 
 def why_not(*, slurm: bool, ssh: bool = True) -> str | None:
-    """Return why a cluster cannot run here; None if it can. ssh: its hosts are to be reached by
-    ssh, which they otherwise are if it is installed."""
+    """Return why a cluster cannot run here; None if it can."""
     if os.geteuid() != 0:
         return "needs root"
     for program in PROGRAMS + (SSH_PROGRAMS if ssh else ()) + (SLURM_PROGRAMS if slurm else ()):
@@ -122,7 +121,7 @@ class Cluster:
         forked = [
             one
             for one in self.processes(host, "multiprocessing.forkserver")
-            if one.name().startswith("rank-")
+            if one.name().startswith("rank ")
         ]
         return started + forked
 
@@ -180,11 +179,12 @@ def wait_until(what: str, true: Callable[[], object], timeout: float = READY_SEC
 
 @contextmanager
 def cluster(
-    state: Path, num_hosts: int, *, slurm: bool, subnet: str = "10.77.0"
+    state: Path, num_hosts: int, *, slurm: bool, ssh: bool = True, subnet: str = "10.77.0"
 ) -> Iterator[Cluster]:
-    """Hosts n0, n1, ... with Slurm's controller on n0 and nodes on the others, if `slurm`."""
+    """Hosts n0, n1, ... with Slurm's controller on n0 and nodes on the others, if `slurm`, and with
+    sshd, if `ssh`."""
     hosts = {f"n{i}": f"{subnet}.{10 + i}" for i in range(num_hosts)}
-    _write_state(state, hosts, slurm=slurm)
+    _write_state(state, hosts, slurm=slurm, ssh=ssh)
     home = state / "home"
     home.mkdir()
     environment = {
@@ -244,9 +244,8 @@ def _wait_for_hosts(running: Cluster, switch: psutil.Popen, *, slurm: bool) -> N
         wait_until("every node of Slurm is idle", nodes_idle)
 
 
-def _write_state(state: Path, hosts: Mapping[str, str], *, slurm: bool) -> None:
-    ssh = state / "ssh"
-    ssh.mkdir(parents=True)
+def _write_state(state: Path, hosts: Mapping[str, str], *, slurm: bool, ssh: bool) -> None:
+    (state / "ssh").mkdir(parents=True)
     for name in hosts:
         (state / name / "munge").mkdir(parents=True, mode=0o700)
         (state / name / "hostname").write_text(f"{name}\n")
@@ -258,17 +257,22 @@ def _write_state(state: Path, hosts: Mapping[str, str], *, slurm: bool) -> None:
     accounts = [line.split(":")[0] for line in Path("/etc/passwd").read_text().splitlines()]
     (state / "shadow").touch(mode=0o600)
     (state / "shadow").write_text("".join(f"{name}:*:19000:0:99999:7:::\n" for name in accounts))
-    for key in ("host_key", "identity"):
-        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", ssh / key]
-        subprocess.run(command, check=True)
-    shutil.move(ssh / "identity.pub", ssh / "authorized_keys")
-    public = " ".join((ssh / "host_key.pub").read_text().split()[:2])
-    known = (f"{name},{address} {public}\n" for name, address in hosts.items())
-    (ssh / "known_hosts").write_text("".join(known))
-    (ssh / "sshd_config").write_text(_SSHD_CONFIG)
-    (ssh / "ssh_config").write_text(_SSH_CONFIG)
+    if ssh:
+        _write_ssh_files(state / "ssh", hosts)
     if slurm:
         _write_slurm_state(state, list(hosts))
+
+
+def _write_ssh_files(folder: Path, hosts: Mapping[str, str]) -> None:
+    for key in ("host_key", "identity"):
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key]
+        subprocess.run(command, check=True)
+    shutil.move(folder / "identity.pub", folder / "authorized_keys")
+    public = " ".join((folder / "host_key.pub").read_text().split()[:2])
+    known = (f"{name},{address} {public}\n" for name, address in hosts.items())
+    (folder / "known_hosts").write_text("".join(known))
+    (folder / "sshd_config").write_text(_SSHD_CONFIG)
+    (folder / "ssh_config").write_text(_SSH_CONFIG)
 
 
 def _write_slurm_state(state: Path, names: list[str]) -> None:

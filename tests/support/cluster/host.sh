@@ -18,7 +18,7 @@ mount -t tmpfs tmpfs /dev/shm
 # DeepSpeed answers SIGINT by `pkill -f` on its hosts, with a pattern that hits every job of this
 # environment: it must not run on a machine that tests share with others.
 mount --bind "$state/pkill" /usr/bin/pkill
-[ ! -x /usr/sbin/sshd ] || /usr/sbin/sshd -E "$state/$name/sshd.log"
+if [ -e "$state/ssh/host_key" ]; then /usr/sbin/sshd -E "$state/$name/sshd.log"; fi
 if [ "$slurm" = 1 ]; then
   mkdir -p /etc/slurm
   mount --bind "$state/slurm.etc" /etc/slurm
