@@ -7,6 +7,8 @@ half        the same on half as many ranks
 commit_3d   commit, of tensor x pipeline x data and ZeRO 1 (8 x 8 x 64 of 4,096)
 resume_3d   resume of that
 write       write 250 MB a rank, during training, on disk and where the disk is not the limit
+agree       find the newest complete checkpoint in memory of all hosts
+fetch       the same, and send a host with empty memory what it lacks
 hosts       hosts of all ranks and their versions, on every rank at the start
 groups      make the process groups of tensor 8 x pipeline 8 x data
 data        open a dataset of 24 shards a rank, on every rank of a host but the first
@@ -21,9 +23,12 @@ watchdog    read where all ranks are, from a real store, while two others read a
 stragglers  name the slow ones among all ranks' work times, on the main rank
 
 Collectives go through torch's "fake" backend, which moves nothing: their cost on a network is
-not included. Each point is a process of its own; its results are seconds of processor time, of the
-clock (wall), memory above what the imports take (mib), and bytes written or read. The exponent is
-that of ranks to which they grow, fitted over all points: 0 does not grow, 1 doubles with the ranks.
+not included. In `agree` and `fetch` all ranks are there, in threads that exchange messages in
+memory: `rounds` counts messages one after the other, `bytes` those of the busiest rank, beside
+`fetched_bytes` of files. Each point is a process of its own; its results are seconds of processor
+time, of the clock (wall), memory above what the imports take (mib), and bytes written or read. The
+exponent is that of ranks to which they grow, fitted over all points: 0 does not grow, 1 doubles
+with the ranks.
 The parts are in `benchmarks/support/scale_*.py`. `--output FILE` writes JSON, `--picture FILE` an
 SVG.
 """
@@ -43,7 +48,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks.support import scale_checkpoints, scale_starts, scale_steps
+from benchmarks.support import scale_checkpoints, scale_memory, scale_starts, scale_steps
 from benchmarks.support.pictures import log_log_picture
 from benchmarks.support.simulated import Cost
 
@@ -51,7 +56,7 @@ RANKS = (8, 64, 512, 4096)
 
 PARTS: dict[str, Callable[[int, int, Path], Cost]] = {
     name.removeprefix("measure_"): function
-    for module in (scale_checkpoints, scale_starts, scale_steps)
+    for module in (scale_checkpoints, scale_memory, scale_starts, scale_steps)
     for name, function in vars(module).items()
     if name.startswith("measure_")
 }

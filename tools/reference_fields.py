@@ -56,6 +56,7 @@ UNITS = {
     "objective.label_smoothing": "ratio",
     "objective.alpha": "share",
     "objective.z_loss": "ratio",
+    "optimizer.ema.decay": "ratio",
     "optimizer.adafactor.beta2_decay": "power of the step",
     "optimizer.adafactor.clip_threshold": "root mean square",
     "optimizer.adafactor.eps1": "root of the second moment",

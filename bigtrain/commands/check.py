@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -12,6 +12,10 @@ from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem, o
 from bigtrain.python_api.configuring import checked, resolve
 from bigtrain.settings.compatibility.check import Device
 from bigtrain.settings.resolve import ResolvedRun, largest_phase
+
+if TYPE_CHECKING:
+    from bigtrain.planner.run_prediction import RunPrediction
+    from bigtrain.planner.tables.hardware import Device as DeviceModel
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,35 +52,43 @@ def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
     """Return lines on the predicted time and memory. Without `gpu` torch is not imported, and the
     model's costs are those of an earlier trace, or of a closed form. Raises LaunchError if the run
     cannot fit `gpu`, ConfigError if that is unknown."""
-    from bigtrain.models.tracing.traced_costs import model_costs
-    from bigtrain.planner.run_prediction import auto_loss_chunk, predict_run, refuse_too_large
-    from bigtrain.planner.tables.engines import cpu_engine
+    from bigtrain.planner.run_prediction import refuse_too_large
     from bigtrain.planner.tables.hardware import find_device
 
     device = None if gpu is None else find_device(gpu, "--gpu")
-    measured = cpu_engine() if device is not None and device.is_cpu else None
     try:
-        model, remark = model_costs(resolved.config, traces=gpu is not None)
+        predicted, remark = predicted_run(resolved, device)
     except (ConfigError, ModelError) as error:
         reason = one_line(error, None)
         remedy = "" if gpu else " -> --gpu NAME traces the model"
         return [f"no prediction: {reason}{remedy}"]
-    section, plan = resolved.config.model, resolved.plan
-    tokens = plan.micro_batch_tokens
-    tokens //= resolved.topology.sequence_size
-    chunk = auto_loss_chunk(section.loss, section.loss_chunk_tokens, model.vocabulary_size, tokens)
-    predicted = predict_run(resolved, model, chunk, device, measured)
     lines = [predicted.line()]
     if resolved.config.checkpoint.memory is not None:
-        from bigtrain.run.shared_memory import size_line
+        from bigtrain.run.shared_memory import memory_lines
 
-        lines.append(size_line(resolved.config.checkpoint.memory, predicted.memory_directory_bytes))
+        lines += memory_lines(predicted, resolved.config.checkpoint.memory)
     if remark:
         lines.append("the model's costs are " + remark)
     if device is not None:
         refuses = resolved.config.engine.refuse_too_large
         lines.append(refuse_too_large(predicted, device.memory_bytes, refuses=refuses))
     return [line for line in lines if line]
+
+
+def predicted_run(resolved: ResolvedRun, device: DeviceModel | None) -> tuple[RunPrediction, str]:
+    """Return the prediction for the run, and a remark on the model's costs (or empty). Without
+    `device` torch is not imported. Raises ConfigError or ModelError if the model is not known."""
+    from bigtrain.models.tracing.traced_costs import model_costs
+    from bigtrain.planner.run_prediction import auto_loss_chunk, predict_run
+    from bigtrain.planner.tables.engines import cpu_engine
+
+    measured = cpu_engine() if device is not None and device.is_cpu else None
+    model, remark = model_costs(resolved.config, traces=device is not None)
+    section, plan = resolved.config.model, resolved.plan
+    tokens = plan.micro_batch_tokens
+    tokens //= resolved.topology.sequence_size
+    chunk = auto_loss_chunk(section.loss, section.loss_chunk_tokens, model.vocabulary_size, tokens)
+    return predict_run(resolved, model, chunk, device, measured), remark
 
 
 def setting(resolved: ResolvedRun, key: str) -> str:

@@ -19,6 +19,7 @@ def run(args: argparse.Namespace) -> int:
         best=args.best,
         dtype=args.dtype,
         merge=args.merge,
+        average=args.average,
         max_shard_size=args.max_shard_size,
         push_to_hub=args.push_to_hub,
         private=args.private,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigtrain.errors import LaunchError
+from bigtrain.errors import ConfigError, LaunchError, ModelError
 from bigtrain.system.files import write_new
 
 
@@ -56,6 +56,9 @@ def kubernetes_text(args: argparse.Namespace, output: Path) -> str:
             cpus=args.cpus,
             memory=args.memory,
             shared_memory=args.shared_memory,
+            memory_checkpoint_bytes=_memory_checkpoint_bytes(args, gpus, processes),
+            spares=args.spares,
+            ranks=args.ranks,
             restarts=args.restarts,
             hang_minutes=args.hang_minutes,
             save_seconds=args.save_seconds,
@@ -74,6 +77,29 @@ def kubernetes_text(args: argparse.Namespace, output: Path) -> str:
             ),
         )
     )
+
+
+def _memory_checkpoint_bytes(args: argparse.Namespace, gpus: int, processes: int) -> float | None:
+    """Return the bytes that checkpoints in memory take of a node's /dev/shm, as `bigtrain check`
+    predicts them; None if they are unknown. Raises ConfigError."""
+    from bigtrain.commands.check import predicted_run
+    from bigtrain.settings.resolve import largest_phase, resolve_run_files
+
+    resolved = resolve_run_files(
+        args.config,
+        args.overrides,
+        args.nodes * processes,
+        args.deepspeed_config,
+        "cuda" if gpus else "cpu",
+    )
+    if resolved.config.checkpoint.memory is None:
+        return 0.0
+    try:
+        predicted, _ = predicted_run(largest_phase(resolved), None)
+    except (ConfigError, ModelError):
+        return None
+    assert predicted.memory_checkpoints is not None
+    return predicted.memory_checkpoints.directory_bytes * processes
 
 
 def _run_on_nodes(args: argparse.Namespace) -> dict[str, Any]:
@@ -101,6 +127,8 @@ def slurm_text(args: argparse.Namespace, output: Path) -> str:
             time=args.time,
             save_seconds=args.save_seconds,
             options=sbatch_options(args.sbatch),
+            spares=args.spares,
+            ranks=args.ranks,
         )
     )
     return _checked(text)

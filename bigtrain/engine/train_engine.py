@@ -42,6 +42,7 @@ from bigtrain.models.layers.token_loss import (
     NO_TERMS,
     LossTerms,
     summed_token_loss,
+    token_log_probabilities,
     token_scores,
 )
 from bigtrain.models.parallel.sample_parts import SampleParts
@@ -217,7 +218,7 @@ class TrainEngine:
     @property
     def _reports_loss(self) -> bool:
         """True if this rank reports the loss of its samples; one rank of each model copy does."""
-        return self.mesh.coordinates.tensor_rank == 0
+        return self.mesh.coordinates.tensor_rank == 0 and self.counts_samples
 
     def _norm_before_update(self) -> Any:
         """Return the norm of the gradient after DeepSpeed measured it and before it is used."""
@@ -289,8 +290,9 @@ class TrainEngine:
         totals = torch.zeros(2, device=self.device, dtype=torch.float64)
         self.engine.eval()
         for batch, moved in self.feed(self._objective.prepare(self, batches)):
-            totals[0] += self._objective.summed_loss(self, batch, moved)[0]
-            totals[1] += self._objective.count(self._labels(batch))
+            loss = self._objective.summed_loss(self, batch, moved)[0]
+            totals[0] += loss if self.counts_samples else 0
+            totals[1] += self._count(batch)
         self.engine.train()
         dist.all_reduce(totals, group=self.mesh.replicas)
         num_tokens = int(totals[1])
@@ -325,7 +327,50 @@ class TrainEngine:
 
     def _labels(self, batch: MicroBatch) -> torch.Tensor:
         """Return the labels of the tokens that this rank computes, where `batch` is."""
-        return self.sequence.part(batch.labels) if self.sequence else batch.labels
+        return self._part(batch.labels)
+
+    def _teacher(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the teacher's log-probabilities and ids for the tokens of this rank."""
+        teacher = batch.teacher
+        return teacher and (self._part(teacher[0]), self._part(teacher[1]))
+
+    def _part(self, values: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens of `values` [R, T, ...]."""
+        return self.sequence.part(values) if self.sequence else values
+
+    def _whole(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values of complete rows of those of this rank's tokens."""
+        return self.sequence.whole(values) if self.sequence else values
+
+    def _divisible(self, batch: MicroBatch) -> MicroBatch:
+        """Return `batch` with padding at the end, which has no targets, where ranks that share
+        samples could not divide it."""
+        rest = (
+            self.sequence.padded(batch.labels.shape[1]) - batch.labels.shape[1]
+            if self.sequence
+            else 0
+        )
+        if not rest:
+            return batch
+        ids = F.pad(batch.input_ids, (0, rest))
+        return replace(
+            batch,
+            input_ids=ids,
+            labels=F.pad(batch.labels, (0, rest), value=IGNORED_LABEL),
+            tokens=None,
+        )
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether this rank, of those that share its samples, counts their losses and units. Of the
+        cross-entropy each counts its own tokens."""
+        return self.sequence is None or self.computes_entropy or self.sequence.counts
+
+    def _count(self, batch: MicroBatch) -> int:
+        """Return the units of a micro-batch that this rank counts."""
+        if not self.counts_samples:
+            return 0
+        return self._objective.count(self._labels(batch) if self.computes_entropy else batch.labels)
 
     def cross_entropy(
         self, batch: MicroBatch, moved: MicroBatch, factor: torch.Tensor | None = None
@@ -335,31 +380,28 @@ class TrainEngine:
         if self._computes_loss:
             # Labels on the host, so that tokens without one are known without waiting.
             targets = self._labels(batch)
-            known = {} if moved.teacher is None else {"teacher": moved.teacher}
+            teacher = self._teacher(moved)
+            known = {} if teacher is None else {"teacher": teacher}
             outputs = self._forward(batch, moved, targets=targets, factor=factor, **known)
             return outputs.loss, outputs
         outputs = self._forward(batch, moved)
         logits = outputs.logits.flatten(0, 1).float()
-        teacher = moved.teacher and (moved.teacher[0].flatten(0, 1), moved.teacher[1].flatten(0, 1))
+        teacher = self._teacher(moved)
+        if teacher is not None:
+            teacher = teacher[0].flatten(0, 1), teacher[1].flatten(0, 1)
         labels = self._labels(moved).flatten()
         return summed_token_loss(logits, labels, self._terms, teacher), outputs
 
     def log_probabilities(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]:
         """Return the log-probability of each target, float32 [R, T], and all else that the model
-        returned."""
+        returned. Ranks that share samples all return those of complete rows."""
         if self._computes_loss:
             targets = self._labels(batch)
             outputs = self._forward(batch, moved, targets=targets, per_token=True)
-            return outputs.loss, outputs
+            return self._whole(outputs.loss), outputs
         outputs = self._forward(batch, moved)
         labels = self._labels(moved)
-        entropies = F.cross_entropy(
-            outputs.logits.flatten(0, 1).float(),
-            labels.flatten(),
-            ignore_index=IGNORED_LABEL,
-            reduction="none",
-        )
-        return -entropies.view(labels.shape), outputs
+        return self._whole(token_log_probabilities(outputs.logits, labels)), outputs
 
     def scores(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]:
         """Return the scores of each row at its last token, float32 [R, L], and all else that the
@@ -380,19 +422,22 @@ class TrainEngine:
         them, on the CPU. Collective over the ranks that share the sample, and with ZeRO 3 over
         all; then every rank brings a batch, of any shape."""
         self.engine.eval()
-        ((batch, moved),) = self.feed([batch])
+        length = batch.labels.shape[1]
+        ((batch, moved),) = self.feed([self._divisible(batch)])
         with uncompiled() if self.is_compiled else nullcontext():
             if not top_k:
                 scores = self.log_probabilities(batch, moved)[0].unsqueeze(-1)
             elif self._computes_loss:
                 targets = self._labels(batch)
                 scores = self._forward(batch, moved, targets=targets, top_k=top_k).loss
+                scores = self._whole(scores)
             else:
                 labels = self._labels(moved)
                 logits = self._forward(batch, moved).logits.flatten(0, 1).float()
                 scores = token_scores(logits, labels.flatten(), top_k).view(*labels.shape, -1)
+                scores = self._whole(scores)
         self.engine.train()
-        return scores.cpu()
+        return scores[:, :length].cpu()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -439,7 +484,7 @@ class TrainEngine:
         return tensor.to(self.device, non_blocking=True)
 
     def _count_targets(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        own = sum(self._objective.count(self._labels(batch)) for batch in micro_batches)
+        own = sum(self._count(batch) for batch in micro_batches)
         # Filled on the device: a copy would wait for all its queued work.
         count = torch.full((), own, device=self.device, dtype=torch.int64)
         dist.all_reduce(count, group=self.mesh.replicas)

@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from bigtrain.errors import EXIT_FAULTY_HOST
+from bigtrain.errors import EXIT_FAULTY_HOST, EXIT_STOPPED
 from bigtrain.launchers.fork_ranks import FORK_SERVER, run_rank, start_fork_server
 
 WATCHER = "webhook_watcher.py"
@@ -51,7 +51,11 @@ def _launch(arguments: Sequence[str]) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousClosedError,
+        RendezvousError,
+        RendezvousTimeoutError,
+    )
 
     module, arguments = _forked_module(arguments)
     options = run.parse_args(list(arguments))
@@ -91,6 +95,9 @@ def _launch(arguments: Sequence[str]) -> int:
             "or --spares"
         )
         return 2
+    except RendezvousTimeoutError:
+        _say("fewer nodes joined than the run needs -> start more nodes, or give it spares")
+        return EXIT_STOPPED if options.rdzv_backend == elastic_patches.BACKEND else 2
     except RendezvousError as error:
         _say(f"no rendezvous at {options.rdzv_endpoint}: {error} -> check that it is served there")
         return 2

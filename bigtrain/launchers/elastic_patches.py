@@ -6,6 +6,8 @@ the rendezvous, its store and its rounds are those of torch's c10d backend
 
 - Agents notice a host by its missing heartbeats, and restart at once. Torch removes it from the
   state, but looks only at hosts that wait: it restarts when a rank's collective fails.
+- Heartbeats have keys of their own (`bigtrain.launchers.heartbeats`). Torch writes them into the
+  state, one agent after the other, and every agent reads it all the time.
 - A failed rank is reported to all agents through the store before other ranks are ended. Torch
   waits up to 30 s for those first, in the call that looks whether a rank has failed
   (torch/multiprocessing/spawn.py, `ProcessContext.join`), and they often cannot end sooner: they
@@ -23,7 +25,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -42,10 +44,14 @@ from torch.distributed.elastic.multiprocessing.api import (
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousError,
+    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
@@ -61,12 +67,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousContext,
     _RendezvousJoinOp,
     _RendezvousState,
-    _should_keep_alive,
 )
 from torch.distributed.launcher import api as launcher_api
 
 from bigtrain.errors import EXIT_FAULTY_HOST, EXIT_STOPPED
-from bigtrain.launchers.membership import SilenceDetector, assign_ranks
+from bigtrain.launchers.heartbeats import Heartbeats, look_seconds
+from bigtrain.launchers.membership import assign_ranks
+from bigtrain.launchers.rendezvous_server import COMPLETE, ENDING, RESULT, TOO_FEW_NODES
 
 BACKEND = "bigtrain"
 """Value of torchrun's ``--rdzv-backend``."""
@@ -77,7 +84,6 @@ _GRACE_SECONDS = 30
 _FAILED_GRACE_SECONDS = 1
 """After a rank has failed, in which others report errors of their own: they cannot save."""
 
-_LONGEST_GAP_SECONDS = 1.5
 _ERRAND_SECONDS = 10.0
 """Beyond the time in which a lost host is noticed, that a host without a place waits for one."""
 
@@ -118,25 +124,38 @@ class _State:
 
 
 class _StateHolder(_BackendRendezvousStateHolder):
-    """State of the rendezvous without the hosts that this one finds silent."""
+    """State of the rendezvous without the hosts that this one finds silent (`lost`)."""
 
     def __init__(
-        self, node: _NodeDesc, backend: Any, settings: RendezvousSettings, poll_seconds: float
+        self,
+        node: _NodeDesc,
+        backend: Any,
+        settings: RendezvousSettings,
+        heartbeats: Heartbeats[_NodeDesc],
     ) -> None:
-        super().__init__(backend, settings, cache_duration=poll_seconds)  # type: ignore[arg-type]
-        self._node = node
-        seconds = settings.keep_alive_interval.total_seconds() * settings.keep_alive_max_attempt
-        self._silence: SilenceDetector[_NodeDesc] = SilenceDetector(
-            seconds, max(_LONGEST_GAP_SECONDS, 2 * poll_seconds)
-        )
+        super().__init__(backend, settings, cache_duration=0)
+        self._node, self._heartbeats = node, heartbeats
+
+    @property
+    def lost(self) -> list[_NodeDesc]:
+        """Hosts of the state in the store that this one finds silent."""
+        return self._dead_nodes
+
+    def sync(self) -> bool | None:
+        """Read or write the state, as torch's own, but read it only when it has changed."""
+        if not self._dirty and not self._heartbeats.look():
+            return None
+        has_set: bool | None = super().sync()
+        if has_set:
+            self._heartbeats.announce_change()
+        return has_set
 
     def _sanitize(self) -> None:
         """Remove silent hosts: locally, until this host writes the state."""
         state = self._state
-        # Between two rounds a host has none for a moment; it may be lost then.
-        expected = dict.fromkeys(_State(state).expected)
-        silent = self._silence.silent({**expected, **state.last_heartbeats})
-        self._dead_nodes = [node for node in silent if node != self._node]
+        # Between two rounds a host has no heartbeat in the state for a moment; it may be lost then.
+        hosts = {*_State(state).expected, *state.last_heartbeats}
+        self._dead_nodes = [node for node in self._heartbeats.silent if node in hosts]
         was_participant = False
         for node in self._dead_nodes:
             state.last_heartbeats.pop(node, None)
@@ -146,6 +165,7 @@ class _StateHolder(_BackendRendezvousStateHolder):
             _State(state).expected.pop(node, None)
         if was_participant:
             _remove_participant_epilogue(state, self._settings)
+        self._heartbeats.watch(hosts)
 
 
 class _Executor(_DistributedRendezvousOpExecutor):
@@ -160,13 +180,21 @@ class _Executor(_DistributedRendezvousOpExecutor):
 
 
 class _Join(_RendezvousJoinOp):
-    """Next action of a host that joins a round. spares: hosts that may idle beyond the maximum."""
+    """Next action of a host that joins a round. spares: hosts that may idle beyond the maximum;
+    has_lost: whether this host has found one silent, which the others learn from the state."""
 
-    def __init__(self, spares: int) -> None:
-        self._spares = spares
+    def __init__(self, spares: int, has_lost: Callable[[], bool]) -> None:
+        self._spares, self._has_lost = spares, has_lost
         self._without_place_since: float | None = None
 
     def __call__(self, ctx: _RendezvousContext, deadline: float) -> _Action:
+        """Return the action. Heartbeats are not among them, but KEEP_ALIVE writes the state."""
+        action = self._action(ctx, deadline)
+        if action in (_Action.KEEP_ALIVE, _Action.SYNC):
+            return _Action.KEEP_ALIVE if self._has_lost() else _Action.SYNC
+        return action
+
+    def _action(self, ctx: _RendezvousContext, deadline: float) -> _Action:
         state, node = ctx.state, ctx.node
         if state.closed:
             return super().__call__(ctx, deadline)
@@ -204,7 +232,7 @@ class _Join(_RendezvousJoinOp):
         could have been noticed as lost. Raises TooManyHostsError."""
         state = ctx.state
         if ctx.node in state.redundancy_list:
-            return _Action.KEEP_ALIVE if _should_keep_alive(ctx) else _Action.SYNC
+            return _Action.SYNC
         if len(state.redundancy_list) < self._spares:
             _say(f"all {ctx.settings.max_nodes} nodes of the run are there: this one is a spare")
             return _Action.ADD_TO_REDUNDANCY_LIST
@@ -241,29 +269,60 @@ class Rendezvous(DynamicRendezvousHandler):
             keep_alive_max_attempt=params.get_as_int("keep_alive_max_attempt") or 4,
         )
         self._spares = params.get_as_int("spares") or 0
-        # Of the agent's looks at the state, and of a host that waits for others to join.
-        self._poll_seconds = float(params.get("poll_seconds", 0.2))
         node = self._node_desc_generator.generate(params.local_addr)
-        holder = _StateHolder(node, backend, settings, self._poll_seconds / 2)
+        self._poll_seconds = look_seconds(params.max_nodes + self._spares)
+        self._heartbeats = Heartbeats(
+            backend._call_store,
+            f"bigtrain.rendezvous.{params.run_id}",
+            node,
+            settings.keep_alive_interval.total_seconds() * settings.keep_alive_max_attempt,
+            self._poll_seconds,
+        )
+        holder = _StateHolder(node, backend, settings, self._heartbeats)
         super().__init__(node, settings, BACKEND, store, holder)
         self._op_executor = _Executor(node, holder, settings)
         self._joined: dict[_NodeDesc, int] = {}
         self._round = 0
-        self._reported: set[_NodeDesc] = set()
+        super()._start_heartbeats()  # from before this host joins until it leaves
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round, as torch's own; a spare waits in it until it gets a place. Raises
-        RendezvousError."""
-        with _replaced_operations(self._poll_seconds, lambda: _Join(self._spares)):
-            info = super().next_rendezvous()
+        RendezvousError; RendezvousGracefulExitError, which is a success, if the run is complete."""
+        try:
+            with _replaced_operations(self._poll_seconds, self._join):
+                info = super().next_rendezvous()
+        except RendezvousClosedError:
+            if self._store.check([RESULT]) and self._store.get(RESULT) == COMPLETE.encode():
+                raise RendezvousGracefulExitError from None
+            raise
+        except RendezvousTimeoutError:
+            self.report_result(TOO_FEW_NODES)
+            raise
         state = self._state_holder.state
         self._joined, self._round = dict(state.participants), state.round
-        self._reported.clear()
         return info
+
+    def _join(self) -> _Join:
+        return _Join(self._spares, lambda: bool(self._state_holder.lost))
+
+    def _start_heartbeats(self) -> None:
+        """Do nothing: torch starts its own once this host has joined."""
+
+    def _stop_heartbeats(self) -> None:
+        """Do nothing: torch stops its own while this host joins."""
+
+    def _keep_alive(self) -> None:
+        """Send a heartbeat, which torch's timer calls."""
+        with suppress(RendezvousConnectionError):  # the main thread gets it too
+            self._heartbeats.beat()
 
     def num_nodes_waiting(self) -> int:
         """Return how many hosts wait to join, have failed, or are lost since the round began."""
         waiting = super().num_nodes_waiting()
+        with self._heartbeat_lock:
+            while self._state_holder.lost:  # until it is written, by this host or another
+                self._state_holder.mark_dirty()
+                self._state_holder.sync()
         return waiting + len(self._gone()) + int(self._failed_grace() is not None)
 
     def grace_seconds(self) -> int:
@@ -282,9 +341,17 @@ class Rendezvous(DynamicRendezvousHandler):
 
         self._write(report)
 
+    def is_ending(self) -> bool:
+        """Return whether the run shall end when its ranks have stopped."""
+        return bool(self._store.check([ENDING]))
+
+    def report_result(self, result: str) -> None:
+        """Report how the run ended, to the server of the rendezvous and agents that come later."""
+        self._store.set(RESULT, result)
+
     def leave(self) -> None:
         """Leave the run, which continues: no host waits for this one, and its end ends no other."""
-        self._stop_heartbeats()
+        super()._stop_heartbeats()
         self._joined = {}
 
         def remove(state: _RendezvousState) -> None:
@@ -307,10 +374,8 @@ class Rendezvous(DynamicRendezvousHandler):
 
     def shutdown(self) -> bool:
         """Close the rendezvous for all, as torch's own; not where this host never had a place."""
-        if self._joined:
-            return super().shutdown()
-        self._stop_heartbeats()
-        return True
+        super()._stop_heartbeats()
+        return super().shutdown() if self._joined else True
 
     def lost_hosts(self) -> list[str]:
         """Return the names of the round's hosts that are lost: they neither train nor wait."""
@@ -337,7 +402,11 @@ class Agent(LocalElasticAgent):
         """Run until the run ends. A spare that got no place succeeds (torch returns None for it,
         and fails)."""
         result: RunResult | None = super().run(role)
-        return RunResult(state=WorkerState.SUCCEEDED) if result is None else result
+        if result is None:
+            return RunResult(state=WorkerState.SUCCEEDED)
+        if not result.is_failed():
+            self._rendezvous_handler.report_result(COMPLETE)
+        return result
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         failure = None if self._pcontext is None else _first_failure(self._pcontext)
@@ -351,6 +420,10 @@ class Agent(LocalElasticAgent):
         _say(f"rank {rank} has ended with {_how(failure.exitcode)}")
         self._end_ranks(grace)
         self._leave_if_faulty()
+        if failure.exitcode == EXIT_STOPPED and self._rendezvous_handler.is_ending():
+            self._remaining_restarts = 0
+            # Others end ranks that still save if this host is lost to them.
+            self._exit_barrier()  # type: ignore[no-untyped-call]
         return RunResult(state=WorkerState.FAILED, failures={rank: failure})
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:

@@ -51,7 +51,8 @@ def run_rank(module: str, script: str, *arguments: str) -> int:
     false, the Python file `script`, which does the same, in a new one. Return 0; end the process
     with any other exit code."""
     _die_with_parent()
-    _call_prctl(_SET_NAME, f"rank {os.environ.get('RANK', '')}".encode()[:_NAME_BYTES])
+    # Without a space: Slurm's proctrack/linuxproc neither signals nor ends a process that has one.
+    _call_prctl(_SET_NAME, f"rank-{os.environ.get('RANK', '')}".encode()[:_NAME_BYTES])
     # Imported objects are never garbage, so that collections do not copy their pages.
     gc.freeze()
     gc.enable()

@@ -12,6 +12,7 @@ Pure except for reading the patch.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -21,12 +22,20 @@ from typing import Any
 
 import yaml
 
-from bigtrain.errors import EXIT_STOPPED, EXIT_USER_ERROR, ConfigError, LaunchError, Problem
+from bigtrain.errors import (
+    EXIT_FAULTY_HOST,
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    ConfigError,
+    LaunchError,
+    Problem,
+)
 from bigtrain.launchers.deepspeed_env import is_secret
 from bigtrain.launchers.templates import render
 from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config
 from bigtrain.settings.loading import find_config
 from bigtrain.settings.resolve import ResolvedRun, resolve_run_files
+from bigtrain.system.units import GIB
 
 _TOLERATION = re.compile(
     r"(?P<key>[^=:\s]+)(?:=(?P<value>[^:\s]*))?"
@@ -174,6 +183,16 @@ def _are_named(value: Any) -> bool:
     )
 
 
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kMGT]|[KMGT]i)?")
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_SHARED_BYTES = 16 * GIB
+"""Of /dev/shm for Gloo, NCCL and data loaders."""
+_PORT = 29400
+_MOST_LOST_PODS = 100
+_AGENT_CODES = (EXIT_FAULTY_HOST, 128 + 9, 128 + 15)
+"""Exit codes of a pod that is lost to a run which continues: faulty, killed, evicted."""
+
 API = "trainer.kubeflow.org/v1alpha1"
 _SETTINGS = "/etc/bigtrain"
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,51}[a-z0-9])?")  # also a prefix of pods' names
@@ -186,8 +205,11 @@ class KubernetesRequest:
     `claim` is a PersistentVolumeClaim that every node can write, mounted at `mount`; `gpus` 0 means
     CPUs with `processes_per_node` ranks. A pod that writes nothing for `hang_minutes` counts as
     hung, and all pods restart from the newest checkpoint, at most `restarts` times. `save_seconds`:
-    termination grace period of an evicted pod. `rdma`: additional resources of each node by name.
-    `queue`: name of Kueue's queue.
+    termination grace period of an evicted pod. `shared_memory`: size of /dev/shm; None: 16 GiB and
+    `memory_checkpoint_bytes`, which checkpoints in memory take of it (None: unknown). `spares`:
+    pods beyond `nodes` that idle until one is lost; None: all pods start again instead. `ranks`:
+    with spares, how ranks are started, a value of `torchrun.RANKS`. `rdma`: additional
+    resources of each node by name. `queue`: name of Kueue's queue.
     """
 
     name: str
@@ -203,7 +225,10 @@ class KubernetesRequest:
     namespace: str | None = None
     cpus: int | None = None
     memory: str | None = None
-    shared_memory: str = "16Gi"
+    shared_memory: str | None = None
+    memory_checkpoint_bytes: float | None = 0.0
+    spares: int | None = None
+    ranks: str = "auto"
     restarts: int = 10
     hang_minutes: int = 60
     save_seconds: int = 600
@@ -222,7 +247,7 @@ def render_manifests(request: KubernetesRequest) -> str:
         request.deepspeed_config,
         "cuda" if request.gpus else "cpu",
     )
-    problems = [*_check_request(request), *_check_paths(request, resolved)]
+    problems = [*_check_request(request), *_check_memory(request), *_check_paths(request, resolved)]
     problems += check_pod(request.pod)
     if problems:
         raise ConfigError(problems, "the Kubernetes job")
@@ -245,18 +270,57 @@ def render_manifests(request: KubernetesRequest) -> str:
         directory=resolved.config.output.directory,
         liveness=liveness_command(resolved.config.output.directory, request.hang_minutes),
         resources=_resources(request),
+        num_pods=request.nodes + (request.spares or 0),
+        shared_memory=request.shared_memory or f"{math.ceil(_least_shared(request) / GIB)}Gi",
+        endpoint=rendezvous_endpoint(request),
+        agent=_agent_arguments(request),
+        agent_codes=_AGENT_CODES,
+        most_lost_pods=_MOST_LOST_PODS,
         exit_stopped=EXIT_STOPPED,
         exit_user_error=EXIT_USER_ERROR,
     )
     documents = list(yaml.safe_load_all(text))
-    [job] = documents[1]["spec"]["template"]["spec"]["replicatedJobs"]
+    job = documents[1]["spec"]["template"]["spec"]["replicatedJobs"][-1]
     pods = job["template"]["spec"]
     pods["template"] = patched(pods["template"], request.pod.patch)
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False)
 
 
+def rendezvous_endpoint(request: KubernetesRequest) -> str:
+    """Return HOST:PORT of the pod that serves the rendezvous, by the name that JobSet gives it."""
+    return f"{request.name}-rendezvous-0-0.{request.name}:{_PORT}"
+
+
+def _agent_arguments(request: KubernetesRequest) -> list[str]:
+    """Return the agent's arguments before ``train.py``, none without spares: then Kubeflow's
+    variables make it start the ranks of all pods once. They are weaker than arguments."""
+    if request.spares is None:
+        return []
+    forks = request.ranks == "forked" or (request.ranks == "auto" and not request.gpus)
+    return [
+        *(["--fork", "bigtrain.forked_rank"] if forks else []),
+        *(f"--nnodes={request.nodes}", f"--nproc-per-node={request.processes_per_node}"),
+        *(f"--max-restarts={_MOST_LOST_PODS}", "--monitor-interval=0.2"),
+        *("--rdzv-backend=bigtrain", f"--rdzv-endpoint={rendezvous_endpoint(request)}"),
+        *(f"--rdzv-id={request.name}", f"--rdzv-conf=is_host=0,spares={request.spares}"),
+        *([] if forks else ["--no-python", "setpriv", "--pdeathsig", "KILL", "python3", "-u"]),
+    ]
+
+
+def _least_shared(request: KubernetesRequest) -> float:
+    return _SHARED_BYTES + (request.memory_checkpoint_bytes or 0.0)
+
+
+def _bytes_of(quantity: str) -> float | None:
+    """Return the bytes of a quantity as Kubernetes writes them; None if it is not one."""
+    match = _QUANTITY.fullmatch(quantity)
+    return None if match is None else float(match[1]) * _UNITS[match[2] or ""]
+
+
 def _defaults(request: KubernetesRequest) -> dict[str, str]:
     variables = {"HF_HOME": f"{request.mount}/.hf"}
+    if request.spares is not None:  # else a pod that joins gets the address of an earlier round
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if request.cpus:  # torchrun's default is 1
         variables["OMP_NUM_THREADS"] = str(max(1, request.cpus // request.processes_per_node))
     return variables
@@ -304,9 +368,33 @@ def _check_request(request: KubernetesRequest) -> list[Problem]:
     if request.restarts < 0:
         rule = "must be 0 (none) or more"
         problems.append(Problem("--restarts", request.restarts, rule))
+    if request.spares is not None and request.spares < 0:
+        problems.append(Problem("--spares", request.spares, "is negative", "--spares 0"))
     if not PurePosixPath(request.mount).is_absolute() or request.mount == "/":
         rule = "must be an absolute path, and not /"
         problems.append(Problem("--mount", request.mount, rule, "--mount /data"))
+    return problems
+
+
+def _check_memory(request: KubernetesRequest) -> list[Problem]:
+    """Return problems of /dev/shm, whose files count as memory of their pod."""
+    problems = []
+    key, checkpoints = "--shared-memory", request.memory_checkpoint_bytes
+    for option, value in ((key, request.shared_memory), ("--memory", request.memory)):
+        if value is not None and _bytes_of(value) is None:
+            problems.append(Problem(option, value, "is not a size", f"{option} 400Gi"))
+    if checkpoints is None and request.shared_memory is None:
+        rule = "checkpoints in memory take as much of it as is unknown for this model"
+        problems.append(Problem(key, None, rule, "bigtrain check --gpu NAME predicts it"))
+    shared = _bytes_of(request.shared_memory) if request.shared_memory else _least_shared(request)
+    least = math.ceil((checkpoints or 0.0) / GIB) + 1
+    if checkpoints and shared is not None and shared < least * GIB:
+        rule = f"is too small for checkpoints in memory, which take {checkpoints / GIB:.3g} GiB"
+        problems.append(Problem(key, request.shared_memory, rule, f"{key} {least}Gi"))
+    memory = _bytes_of(request.memory) if request.memory else None
+    if memory is not None and shared is not None and memory <= shared:
+        rule = f"is not more than /dev/shm ({shared / GIB:.3g} GiB), whose files count as memory"
+        problems.append(Problem("--memory", request.memory, rule, "more, or --shared-memory SIZE"))
     return problems
 
 

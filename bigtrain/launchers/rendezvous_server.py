@@ -4,6 +4,10 @@
 
 It has no authentication, so it listens on one address only: ADDRESS, or HOST as resolved here.
 Without it the agent of one of the nodes serves the rendezvous, and the run ends if that node dies.
+
+SIGUSR1 announces that the run shall end when its ranks have stopped and saved: its agents do not
+restart them. SIGINT and SIGUSR2 end the server; its exit code reports the run's result: 0 if it is
+complete, 75 if it ended because fewer nodes were left than it needs, else 1.
 """
 
 from __future__ import annotations
@@ -12,11 +16,19 @@ import signal
 import socket
 import sys
 
+from bigtrain.errors import EXIT_STOPPED
 from bigtrain.system.listening import listen_where_reached, try_port
+
+ENDING, RESULT = "bigtrain/ending", "bigtrain/result"
+"""Keys: present if ranks that have stopped are not to be restarted; how the run ended."""
+COMPLETE, TOO_FEW_NODES = "complete", "too few nodes"
+"""Values of `RESULT`."""
+_EXIT_CODES = {COMPLETE: 0, TOO_FEW_NODES: EXIT_STOPPED}
 
 
 def serve(host: str, port: int, address: str | None = None) -> int:
-    """Serve on `port` of `address`, or of the address that `host` resolves to here, until SIGINT.
+    """Serve on `port` of `address`, or of the address that `host` resolves to here, until a signal;
+    return the exit code.
 
     If that is a loopback address, which other nodes cannot reach, serve on all addresses of this
     machine. Returns 2 if the port or `address` cannot be used.
@@ -44,6 +56,8 @@ def serve(host: str, port: int, address: str | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    signal.signal(signal.SIGUSR1, lambda *_: store.set(ENDING, ""))
+    signal.signal(signal.SIGUSR2, signal.default_int_handler)
     print(f"rendezvous: serving on port {store.port} of {here}, {at}", flush=True)
     if bound is None:
         rule = (
@@ -56,7 +70,8 @@ def serve(host: str, port: int, address: str | None = None) -> int:
         while True:
             signal.pause()
     except KeyboardInterrupt:
-        return 0
+        result = store.get(RESULT).decode() if store.check([RESULT]) else ""
+        return _EXIT_CODES.get(result, 1)
 
 
 if __name__ == "__main__":

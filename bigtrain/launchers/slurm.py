@@ -11,12 +11,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bigtrain.errors import LaunchError, Problem
-from bigtrain.launchers.node_range import NodesRequest
+from bigtrain.launchers.node_range import NodesRequest, node_range
 from bigtrain.system.shipped_files import checkout, slurm_script
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<fields>\d+(?::\d\d){0,2})")
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
-_OWNED = {"ntasks-per-node", "requeue", "open-mode", "signal", "nodes", "gpus-per-node", "time"}
+_OWNED = {
+    "ntasks-per-node",
+    "requeue",
+    "open-mode",
+    "signal",
+    "nodes",
+    "gpus-per-node",
+    "time",
+    "no-kill",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,19 +33,25 @@ class SlurmRequest(NodesRequest):
     """Run and its Slurm options.
 
     `time` in Slurm's own notation; `save_seconds`: seconds before its end at which the run is
-    signalled to save; `options`: additional options of sbatch by name.
+    signalled to save; `options`: additional options of sbatch by name. `spares`: nodes beyond
+    `nodes` that idle until one is lost; None: the job starts again instead. `ranks`: with spares,
+    how ranks are started, a value of `torchrun.RANKS`.
     """
 
     time: str
     save_seconds: int
     options: Mapping[str, str] = field(default_factory=dict)
+    spares: int | None = None
+    ranks: str = "auto"
 
 
 def render_script(request: SlurmRequest) -> str:
     """Return the script for `request`. Raise ConfigError with all problems of it and its run."""
     request.check(check_request(request), "the Slurm job")
+    smallest, largest = (number + (request.spares or 0) for number in node_range(request.nodes))
     header = {
-        "nodes": request.nodes,
+        "nodes": f"{smallest}-{largest}" if smallest < largest else str(largest),
+        "no-kill": None if request.spares is None else "",
         "gpus-per-node": str(request.processes_per_node) if request.gpus else None,
         "time": request.time,
         "signal": f"B:USR1@{request.save_seconds}",
@@ -52,6 +67,9 @@ def render_script(request: SlurmRequest) -> str:
     )
     if not request.gpus:
         first = f"BIGTRAIN_PROCESSES_PER_NODE={request.processes_per_node}\n"
+        text = _replaced(text, "arguments=(", f"{first}arguments=(")
+    if request.spares is not None:
+        first = f"BIGTRAIN_SPARES={request.spares} BIGTRAIN_RANKS={request.ranks}\n"
         text = _replaced(text, "arguments=(", f"{first}arguments=(")
     if request.setup:
         text = _replaced(text, "arguments=(", "\n".join([*request.setup, "arguments=("]))
@@ -71,6 +89,8 @@ def check_request(request: SlurmRequest) -> list[Problem]:
         problems.append(
             Problem("--save-seconds", request.save_seconds, rule, "set a longer --time, or less")
         )
+    if request.spares is not None and request.spares < 0:
+        problems.append(Problem("--spares", request.spares, "is negative", "--spares 0"))
     for name, value in request.options.items():
         key = f"--sbatch {name}"
         if name in _OWNED:

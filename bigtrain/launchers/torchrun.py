@@ -9,8 +9,8 @@ Its settings beyond torchrun's defaults (torch 2.13; tests/cluster/test_elastic.
 - ``setpriv --pdeathsig KILL``: torchrun starts its ranks in separate sessions, so those of a
   killed agent would keep training outside the rendezvous and block the others. Forked ranks set it
   themselves (`bigtrain.launchers.fork_ranks`).
-- The agent looks at its ranks every fifth of a second, and less often on many nodes, since it asks
-  the rendezvous each time; default 0.1 s, of one node.
+- The agent looks at its ranks every fifth of a second, and at the rendezvous as often
+  (`bigtrain.launchers.heartbeats.look_seconds`: less often above 1,000 nodes).
 - The rendezvous is ours (`bigtrain.launchers.elastic_patches`): a node counts as dead after
   `heartbeat_timeout` without a heartbeat, and the others restart at once.
 """
@@ -24,14 +24,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from bigtrain.errors import ConfigError, Problem
+from bigtrain.launchers.heartbeats import look_seconds
 from bigtrain.launchers.node_range import NodesRequest, node_range
 from bigtrain.launchers.templates import render
 from bigtrain.system.shipped_files import checkout
 
 _ENDPOINT = re.compile(r"(?P<host>[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]):(?P<port>[0-9]{1,5})")
 _HEARTBEATS = 3  # missed in a row before a node counts as dead
-
-_LOOK_SECONDS, _LOOKS_PER_SECOND = 0.2, 500  # of an agent; of all agents at the rendezvous
 RANKS = ("auto", "forked", "new")
 _FORKED_MODULE = "bigtrain.forked_rank"
 _NEW_PROCESS = 'setpriv --pdeathsig KILL "$python" -u '
@@ -83,7 +82,6 @@ def render_torchrun(request: TorchrunRequest) -> str:
         restarts=request.restarts,
         fork=f"--fork {_FORKED_MODULE} " if _forks(request) else "",
         command="" if _forks(request) else f"--no-python {_NEW_PROCESS}",
-        monitor_interval=f"{_look_seconds(largest):.3g}",
         settings=",".join(f"{key}={value:g}" for key, value in _settings(request).items()),
     )
 
@@ -97,7 +95,6 @@ def _settings(request: TorchrunRequest) -> dict[str, float]:
     """Return settings of the rendezvous, in seconds (keep_alive_max_attempt: heartbeats, spares:
     nodes)."""
     interval = max(1, request.heartbeat_timeout // _HEARTBEATS)
-    _, largest = node_range(request.nodes)
     return {
         "join_timeout": 600,  # for the minimum number of nodes
         "last_call_timeout": request.last_call_timeout,
@@ -106,22 +103,13 @@ def _settings(request: TorchrunRequest) -> dict[str, float]:
         # After this, a disconnected agent ends its ranks and itself.
         "read_timeout": max(30, 2 * request.heartbeat_timeout),
         "spares": request.spares,
-        "poll_seconds": _look_seconds(largest),
     }
 
 
-def _look_seconds(num_nodes: int) -> float:
-    """Return the seconds between two looks of an agent at its ranks and at the rendezvous."""
-    return max(_LOOK_SECONDS, num_nodes / _LOOKS_PER_SECOND)
-
-
 def _shortest_timeout(num_nodes: int) -> int:
-    """Return the shortest heartbeat timeout, in seconds, with which the rendezvous keeps up: agents
-    write their heartbeats into one state, one after another, for which it has a third of its time.
-    A write, with the read before it, takes a round trip and 7 us for each node (1.5 ms of 256 nodes
-    and 6.4 ms of 1,024 measured, without a network)."""
-    seconds_of_write = 0.5e-3 + 7e-6 * num_nodes
-    return _HEARTBEATS * max(1, math.ceil(3 * num_nodes * seconds_of_write))
+    """Return the shortest heartbeat timeout, in seconds: of three heartbeats, and of three looks of
+    an agent at them."""
+    return math.ceil(_HEARTBEATS * max(1.0, look_seconds(num_nodes)))
 
 
 def _check_request(request: TorchrunRequest) -> list[Problem]:

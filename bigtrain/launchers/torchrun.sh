@@ -44,5 +44,5 @@ exec "$python" -m bigtrain.launchers.agent {{ fork }}\
   --nnodes={{ nnodes }} --nproc-per-node={{ processes }} --max-restarts={{ restarts }} \
   --rdzv-backend=bigtrain --rdzv-endpoint="$endpoint" --rdzv-id={{ name }} \
   --rdzv-conf={{ settings }} \
-  --monitor-interval={{ monitor_interval }} \
+  --monitor-interval=0.2 \
   {{ command }}"$checkout/bigtrain/train.py" --config "${arguments[@]}"

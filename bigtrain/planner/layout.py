@@ -8,6 +8,7 @@ from typing import Any, Literal
 from bigtrain.settings.degrees import Degrees
 from bigtrain.settings.sections.model import auto_tiles
 from bigtrain.settings.sections.optimizer import facts_of_optimizer
+from bigtrain.settings.sections.running import copies_stored
 
 Recompute = Literal["none", "attention", "operators", "full"]
 """Activations that the backward pass recomputes: none, attention only (Korthikanti et al. 2022),
@@ -17,17 +18,20 @@ every second matrix product and all other operations (torchtitan's selective-op)
 @dataclass(frozen=True)
 class OptimizerCosts:
     """Memory and communication of an optimizer. state_bytes: per element of a moment. wire_bytes:
-    per element of a matrix sent to the rank that orthogonalizes it (Muon), in `num_iterations`."""
+    per element of a matrix sent to the rank that orthogonalizes it (Muon), in `num_iterations`.
+    average_bytes: per parameter of the average of the weights, if there is one."""
 
     type: str = "adamw"
     state_bytes: int = 4
     wire_bytes: int = 2
     num_iterations: int = 5
+    average_bytes: int = 0
 
     def bytes_per_parameter(self, matrix_share: float) -> float:
-        """Return the bytes of moments per parameter; `matrix_share`: the share of parameters in
-        matrices of hidden layers. Adafactor's factored moments count as 0."""
-        return self.state_bytes * facts_of_optimizer(self.type).states_per_element(matrix_share)
+        """Return the bytes of moments and average per parameter; `matrix_share`: the share of
+        parameters in matrices of hidden layers. Adafactor's factored moments count as 0."""
+        num_states = facts_of_optimizer(self.type).states_per_element(matrix_share)
+        return self.state_bytes * num_states + self.average_bytes
 
     @property
     def needs_whole_matrices(self) -> bool:
@@ -50,8 +54,8 @@ class Layout(Degrees):
     are in main memory. `rows_per_sample`: 2 for pairs of answers; `num_reference_rows`: rows of
     forward passes without gradients for each sample. `tiled_mlp`: as ``model.tiled_mlp``.
     `num_virtual_stages`: per rank, of interleaved pipelines. `copies_states`: a checkpoint is
-    written from a copy in main memory while training continues. `memory_copies`: of a rank's part
-    of a checkpoint that its host holds for checkpoints in memory.
+    written from a copy in main memory while training continues. `memory_every_steps`: between
+    checkpoints in memory of the hosts, None without; `partner_copies`: of each on another host.
     """
 
     zero_stage: int = 0
@@ -75,7 +79,8 @@ class Layout(Degrees):
     gather_bucket_elements: int = 500_000_000
     overlap_communication: bool = True
     copies_states: bool = True
-    memory_copies: int = 0
+    memory_every_steps: int | None = None
+    partner_copies: int = 0
     optimizer: OptimizerCosts = ADAMW
 
     def changed(self, **changes: Any) -> Layout:
@@ -83,6 +88,12 @@ class Layout(Degrees):
         other = object.__new__(Layout)
         vars(other).update(vars(self), **changes)
         return other
+
+    @property
+    def memory_copies(self) -> int:
+        """How often a rank's part of a checkpoint is in its host's memory for checkpoints in memory
+        at the peak: the copy taken between two steps, and those in the file system."""
+        return 0 if self.memory_every_steps is None else 1 + copies_stored(self.partner_copies)
 
     @property
     def expert_parts(self) -> int:

@@ -105,15 +105,28 @@ def peak_memory(model: ModelCosts, layout: Layout, engine: Engine) -> MemoryUse:
     return max(uses, key=lambda use: use.total)
 
 
+def largest_checkpoint_part(model: ModelCosts, layout: Layout, engine: Engine) -> float:
+    """Return the bytes of a checkpoint that a rank of the stage with the most writes."""
+    stages = stages_of(model, layout.pipeline_size, engine.balances_stages)
+    return max(_checkpoint_part(stage_sizes(stage, model, layout), layout) for stage in stages)
+
+
+def _checkpoint_part(sizes: StageSizes, layout: Layout) -> float:
+    """Return the bytes of masters and moments of a rank's part of a checkpoint
+    (docs/checkpoints.md)."""
+    moments = layout.optimizer.bytes_per_parameter(sizes.matrix_share)
+    return (4 + moments) * _divided(sizes.trained, sizes.trained_expert, layout)
+
+
+def _divided(total: float, of_experts: float, layout: Layout) -> float:
+    """Return a rank's share of `total` parameters that ZeRO partitions."""
+    return (total - of_experts) / layout.partition_size + of_experts / layout.expert_replicas
+
+
 def _stage(stage: Stage, model: ModelCosts, layout: Layout, engine: Engine) -> MemoryUse:
     sizes, zero = stage_sizes(stage, model, layout), layout.zero_stage
     trained = sizes.trained
-
-    def share(total: float, of_experts: float) -> float:
-        rest = (total - of_experts) / layout.partition_size
-        return rest + of_experts / layout.expert_replicas
-
-    divided = share(trained, sizes.trained_expert)
+    divided = _divided(trained, sizes.trained_expert, layout)
     # Moments, and float32 masters: of 16-bit parameters, and of any parameters that ZeRO
     # partitions.
     moments = layout.optimizer.bytes_per_parameter(sizes.matrix_share)
@@ -121,7 +134,7 @@ def _stage(stage: Stage, model: ModelCosts, layout: Layout, engine: Engine) -> M
     optimizer = per_state * (divided if zero else trained)
     present = sizes.held + trained if model.is_frozen else sizes.held
     parameters = layout.parameter_bytes * (
-        share(present, sizes.held_expert) if zero == 3 else present - sizes.packed
+        _divided(present, sizes.held_expert, layout) if zero == 3 else present - sizes.packed
     )
     parameters += sizes.packed_bytes
     gradients = layout.gradient_bytes * (divided if zero >= 2 else trained)
@@ -153,8 +166,7 @@ def _stage(stage: Stage, model: ModelCosts, layout: Layout, engine: Engine) -> M
     states = parameters + optimizer
     live = states + gradients + gathered + buckets + activations + loss
     context = engine.context_bytes + (engine.reserved - 1.0) * live
-    # Masters and moments of this rank's part of a checkpoint (docs/checkpoints.md).
-    checkpoint = (4 + moments) * divided
+    checkpoint = _checkpoint_part(sizes, layout)
     return MemoryUse(
         states,
         gradients,

@@ -34,7 +34,12 @@ def plan_table(candidates: Sequence[Candidate], cluster: Cluster, num_shown: int
     if tight:
         named = ", ".join(map(str, tight))
         lines += ["", f"tight, within {MEMORY_ERROR:.0%} of the usable memory: {named}"]
-    return "\n".join([*lines, "", _memory_line(best, cluster), _time_line(best)])
+    lines += ["", _memory_line(best, cluster), _time_line(best)]
+    if (costs := best.memory_checkpoints) is not None:
+        stored = cluster.ranks_of_host * costs.directory_bytes / GIB
+        lines.append(f"checkpoints in memory of 1: {stored:.3g} GiB of each host")
+        lines += costs.lines(best.time.total)
+    return "\n".join(lines)
 
 
 def default_choice(candidates: Sequence[Candidate], cluster: Cluster) -> int:
@@ -80,7 +85,8 @@ def _time_line(candidate: Candidate) -> str:
 
 
 def as_json(candidates: Sequence[Candidate], cluster: Cluster) -> list[dict[str, Any]]:
-    """Return each layout with memory (bytes) and time (seconds) by their terms."""
+    """Return each layout with memory (bytes) and time (seconds) by their terms, and the costs of
+    checkpoints in memory, if it has them."""
     return [
         {
             "layout": asdict(candidate.layout),
@@ -92,9 +98,16 @@ def as_json(candidates: Sequence[Candidate], cluster: Cluster) -> list[dict[str,
             "tokens_per_second": candidate.tokens_per_second,
             "tokens_per_second_per_device": candidate.tokens_per_second / cluster.num_devices,
             "limited_by": candidate.limit,
+            **_memory_checkpoints(candidate, cluster),
         }
         for candidate in candidates
     ]
+
+
+def _memory_checkpoints(candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
+    if (costs := candidate.memory_checkpoints) is None:
+        return {}
+    return {"memory_checkpoints": costs.as_json(cluster.ranks_of_host)}
 
 
 def nothing_fits(others: Sequence[Candidate], cluster: Cluster) -> tuple[str, str]:

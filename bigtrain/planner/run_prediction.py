@@ -12,6 +12,7 @@ from pathlib import Path
 from bigtrain.errors import LaunchError
 from bigtrain.planner.layout import Layout, OptimizerCosts, Recompute
 from bigtrain.planner.memory import MemoryUse, peak_memory, usable_memory
+from bigtrain.planner.memory_checkpoints import MemoryCheckpointCosts, memory_checkpoint_costs
 from bigtrain.planner.model_costs import ModelCosts
 from bigtrain.planner.step_time import StepTime, step_time
 from bigtrain.planner.tables.engines import MeasuredEngine, engine_named
@@ -20,7 +21,7 @@ from bigtrain.settings.deepspeed.engine_config import offload_device
 from bigtrain.settings.deepspeed.keys import value_at
 from bigtrain.settings.objective import num_reference_rows, trained_rows_per_sample
 from bigtrain.settings.resolve import ResolvedRun
-from bigtrain.settings.run_config import CheckpointSection, OptimizerSection
+from bigtrain.settings.run_config import OptimizerSection
 from bigtrain.settings.sections.model import chunk_tokens
 from bigtrain.system.units import DTYPE_BYTES, GIB
 
@@ -31,7 +32,7 @@ PREDICTION = "prediction.json"
 class RunPrediction:
     """Prediction for a run. `time` is None if its device is unknown (`device` None).
 
-    `tokens_per_step`: tokens of all ranks; `memory_copies`: as of `Layout`.
+    `tokens_per_step`: tokens of all ranks; `memory_checkpoints`: costs of those in memory, if any.
     """
 
     memory: MemoryUse
@@ -39,14 +40,7 @@ class RunPrediction:
     device: str | None
     tokens_per_step: int
     is_cpu: bool = False
-    memory_copies: int = 0
-
-    @property
-    def memory_directory_bytes(self) -> float:
-        """Bytes that a rank's checkpoints in memory take in ``checkpoint.memory.directory``: all
-        copies but the one that they are written of."""
-        copies = max(1, self.memory_copies)
-        return self.memory.host_memory_checkpoints * (copies - 1) / copies
+    memory_checkpoints: MemoryCheckpointCosts | None = None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -99,10 +93,12 @@ def predict_run(
     measured: MeasuredEngine | None = None,
     *,
     is_cpu: bool = False,
+    has_partners: bool = True,
 ) -> RunPrediction:
     """Predict memory and, if `device` is known, time of `run` with `model`. `measured`: the engine
-    on the CPUs that `device` was calibrated on; `is_cpu`: the run is on CPUs, known or not."""
-    layout = layout_of(run, loss_chunk_tokens)
+    on the CPUs that `device` was calibrated on; `is_cpu`: the run is on CPUs, known or not;
+    `has_partners`: it has several hosts."""
+    layout = layout_of(run, loss_chunk_tokens, has_partners=has_partners)
     engine = engine_named("deepspeed")
     is_cpu = is_cpu or (device is not None and device.is_cpu)
     if measured is not None:
@@ -112,8 +108,8 @@ def predict_run(
     memory = peak_memory(model, layout, engine)
     time = None if device is None else step_time(model, layout, device, engine)
     name = None if device is None else device.name
-    copies = layout.memory_copies
-    return RunPrediction(memory, time, name, run.plan.tokens_per_step, is_cpu, copies)
+    costs = memory_checkpoint_costs(model, layout, device, engine)
+    return RunPrediction(memory, time, name, run.plan.tokens_per_step, is_cpu, costs)
 
 
 def refuse_too_large(prediction: RunPrediction, memory_bytes: float, *, refuses: bool) -> str:
@@ -138,10 +134,13 @@ def refuse_too_large(prediction: RunPrediction, memory_bytes: float, *, refuses:
     return text
 
 
-def layout_of(run: ResolvedRun, loss_chunk_tokens: int | None = None) -> Layout:
+def layout_of(
+    run: ResolvedRun, loss_chunk_tokens: int | None = None, *, has_partners: bool = True
+) -> Layout:
     """Return the layout of `run`. `loss_chunk_tokens`: the chunk that model.loss = auto resolved
-    to."""
+    to; `has_partners`: hosts have others to keep copies of checkpoints in memory."""
     config, topology = run.config, run.topology
+    in_memory = config.checkpoint.memory
     zero = run.engine.deepspeed.get("zero_optimization", {})
     dtype = config.precision.dtype
     gradients = value_at(run.engine.deepspeed, "data_types.grad_accum_dtype")
@@ -168,15 +167,10 @@ def layout_of(run: ResolvedRun, loss_chunk_tokens: int | None = None) -> Layout:
         gather_bucket_elements=int(zero.get("allgather_bucket_size", 500_000_000)),
         overlap_communication=zero.get("overlap_comm") is True,
         copies_states=config.checkpoint.asynchronous,
-        memory_copies=memory_copies(config.checkpoint),
+        memory_every_steps=None if in_memory is None else in_memory.every_steps,
+        partner_copies=0 if in_memory is None or not has_partners else in_memory.copies,
         optimizer=optimizer_costs(config.optimizer),
     )
-
-
-def memory_copies(section: CheckpointSection) -> int:
-    """Return how many copies of each rank's part of a checkpoint a host holds for checkpoints in
-    memory."""
-    return 0 if section.memory is None else section.memory.copies_held
 
 
 def optimizer_costs(section: OptimizerSection) -> OptimizerCosts:
@@ -186,6 +180,7 @@ def optimizer_costs(section: OptimizerSection) -> OptimizerCosts:
         2 if section.state_dtype == "bfloat16" else 4,
         2 if section.muon.ns_dtype == "bfloat16" else 4,
         section.muon.ns_steps,
+        0 if section.ema is None else 4,
     )
 
 

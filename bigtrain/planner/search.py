@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from bigtrain.planner.layout import ADAMW, Layout, OptimizerCosts, Recompute
 from bigtrain.planner.memory import MARGIN, MEMORY_ERROR, MemoryUse, peak_memory, usable_memory
+from bigtrain.planner.memory_checkpoints import MemoryCheckpointCosts, memory_checkpoint_costs
 from bigtrain.planner.model_costs import ModelCosts
 from bigtrain.planner.run_prediction import auto_loss_chunk
 from bigtrain.planner.step_time import StepTime, step_time
@@ -43,9 +44,19 @@ class Cluster:
         return usable_memory(self.device.memory_bytes, self.margin)
 
     @property
+    def num_nodes(self) -> int:
+        """Nodes with these devices."""
+        return self.num_devices // self.ranks_of_host
+
+    @property
+    def ranks_of_host(self) -> int:
+        """Ranks of a node."""
+        return min(self.num_devices, self.device.devices_per_node)
+
+    @property
     def host_memory_per_rank(self) -> float:
         """Bytes of main memory for each rank."""
-        return self.host_memory / min(self.num_devices, self.device.devices_per_node)
+        return self.host_memory / self.ranks_of_host
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,7 @@ class Candidate:
     fits: bool
     _time: Callable[[], StepTime]
     varied: str = ""
+    memory_checkpoints: MemoryCheckpointCosts | None = None
 
     def is_tight(self, cluster: Cluster) -> bool:
         """Return whether the free part of the usable memory is below the mean prediction error."""
@@ -104,7 +116,8 @@ class SearchSpace:
     zero_stages: Sequence[int] = (0, 1, 2, 3)
     varies: bool = False
     copies_states: bool = True
-    memory_copies: int = 0
+    memory_every_steps: int | None = None
+    partner_copies: int = 0
     rows_per_sample: int = 1
     num_reference_rows: int = 0
 
@@ -352,7 +365,8 @@ def assess(model: ModelCosts, layout: Layout, cluster: Cluster, engine: Engine) 
     memory = peak_memory(model, layout, engine)
     fits = memory.total <= cluster.usable_memory and memory.host <= cluster.host_memory_per_rank
     time = functools.partial(step_time, model, layout, cluster.device, engine)
-    return Candidate(layout, memory, fits, time)
+    costs = memory_checkpoint_costs(model, layout, cluster.device, engine)
+    return Candidate(layout, memory, fits, time, memory_checkpoints=costs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,7 +441,8 @@ def _smallest(degrees: _Degrees, request: SearchSpace) -> Layout:
         gather_bucket_elements=request.bucket_elements,
         overlap_communication=False,
         copies_states=request.copies_states,
-        memory_copies=request.memory_copies,
+        memory_every_steps=request.memory_every_steps,
+        partner_copies=request.partner_copies,
         rows_per_sample=request.rows_per_sample,
         num_reference_rows=request.num_reference_rows,
         tiled_mlp=request.tiled_mlp,

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bigtrain.planner.layout import Layout
+from bigtrain.planner.memory_checkpoints import memory_checkpoint_costs
 from bigtrain.planner.model_costs import ModelCosts
 from bigtrain.planner.seconds.communication import Groups, groups_of
 from bigtrain.planner.seconds.layer import (
@@ -31,7 +32,8 @@ from bigtrain.planner.tables.hardware import Device
 class StepTime:
     """Seconds of an optimizer step by term; they add up to `total`.
 
-    `communication`: exposed communication by kind of parallelism.
+    `communication`: exposed communication by kind of parallelism. `memory_checkpoints`: the step's
+    share of the copies for checkpoints in memory.
     """
 
     matmul: float
@@ -41,13 +43,14 @@ class StepTime:
     optimizer: float = 0.0
     offload: float = 0.0
     host: float = 0.0
+    memory_checkpoints: float = 0.0
 
     @property
     def total(self) -> float:
         """Seconds of the step."""
         exposed = sum(self.communication.values())
         parts = (self.matmul, self.memory_bound, self.bubble, self.optimizer, self.offload)
-        return sum(parts) + self.host + exposed
+        return sum(parts) + self.host + self.memory_checkpoints + exposed
 
     def terms(self) -> dict[str, float]:
         """Return seconds by term, communication by kind, without terms that are zero."""
@@ -59,6 +62,7 @@ class StepTime:
             "optimizer": self.optimizer,
             "offload": self.offload,
             "host": self.host,
+            "memory checkpoints": self.memory_checkpoints,
         }
         return {name: value for name, value in named.items() if value > 0}
 
@@ -131,8 +135,14 @@ def _pipeline(
         optimizer=optimizer,
         offload=offload,
         host=m * pace.host,
+        memory_checkpoints=_memory_checkpoints(model, layout, device, engine),
     )
     return _on_shared_cores(alone, everyone / (layout.pipeline_size * pace.total), layout, device)
+
+
+def _memory_checkpoints(model: ModelCosts, layout: Layout, device: Device, engine: Engine) -> float:
+    costs = memory_checkpoint_costs(model, layout, device, engine)
+    return 0.0 if costs is None else costs.blocked_seconds / costs.every_steps
 
 
 def _on_shared_cores(alone: StepTime, balance: float, layout: Layout, device: Device) -> StepTime:
@@ -156,4 +166,5 @@ def _on_shared_cores(alone: StepTime, balance: float, layout: Layout, device: De
         optimizer=share * alone.optimizer,
         offload=share * alone.offload,
         host=share * alone.host,
+        memory_checkpoints=share * alone.memory_checkpoints,
     )

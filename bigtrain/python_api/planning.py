@@ -175,7 +175,7 @@ def _cluster(
 
 
 def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
-    from bigtrain.planner.run_prediction import memory_copies, optimizer_costs
+    from bigtrain.planner.run_prediction import optimizer_costs
     from bigtrain.planner.search import SearchSpace
     from bigtrain.settings.compatibility.facts import Facts
     from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
@@ -191,6 +191,7 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
     known = {"world_size": cluster.num_devices, "device": device, "async_io": True}
     facts = Facts(config, raw, figures, torch_adam=True, **known)
     gradients = gradient_dtype_of(config, 1) or config.precision.dtype
+    memory = config.checkpoint.memory
     return SearchSpace(
         model=model,
         facts=facts,
@@ -204,7 +205,8 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
         tiled_mlp=config.model.tiled_mlp,
         optimizer=optimizer_costs(config.optimizer),
         copies_states=config.checkpoint.asynchronous,
-        memory_copies=memory_copies(config.checkpoint),
+        memory_every_steps=None if memory is None else memory.every_steps,
+        partner_copies=0 if memory is None or cluster.num_nodes == 1 else memory.copies,
         rows_per_sample=trained_rows_per_sample(config.objective),
         num_reference_rows=num_reference_rows(config),
     )

@@ -83,6 +83,7 @@ def export_run(
     best: bool = False,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     merge: bool = False,
+    average: bool = False,
     max_shard_size: str = "5GB",
     push_to_hub: str | None = None,
     private: bool = False,
@@ -93,7 +94,8 @@ def export_run(
     step: of the checkpoint (default: the newest complete one). best: select the best one
     by the run's ``evaluation.best``. dtype: of the stored weights
     (default: the one the run computed in; of adapters float32). merge: adapters into the weights of
-    their base. max_shard_size: of a weight file. push_to_hub: also upload to this OWNER/NAME,
+    their base. average: the moving average of the weights, of a run with ``optimizer.ema``.
+    max_shard_size: of a weight file. push_to_hub: also upload to this OWNER/NAME,
     private if it is new and `private`. warn: gets a line on each newer checkpoint that is corrupt
     and skipped (default: print to standard error).
 
@@ -125,6 +127,7 @@ def export_run(
         dtype=dtype,
         max_shard_size=max_shard_size,
         merge=merge,
+        average=average,
         warn=warn or (lambda text: print(text, file=sys.stderr, flush=True)),
     )
     address = None

@@ -22,10 +22,11 @@ from bigtrain.planner.flops import (
 from bigtrain.planner.run_prediction import RunPrediction, predict_run, refuse_too_large
 from bigtrain.planner.tables.engines import MeasuredEngine, kept_calibration
 from bigtrain.planner.tables.hardware import Device, find_device
+from bigtrain.run.checkpointing.host_files import Partners
 from bigtrain.run.context import RunContext
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.run_log import RunLog
-from bigtrain.run.shared_memory import size_line
+from bigtrain.run.shared_memory import memory_lines
 from bigtrain.settings.resolve import ResolvedRun
 
 
@@ -34,13 +35,18 @@ def log_prediction(context: RunContext, log: RunLog, inputs: Inputs) -> RunPredi
 
     def find() -> RunPrediction | None:
         prediction, reason = predict(
-            context.run, inputs.hf_config, inputs.model_plan.loss, context.device
+            context.run,
+            inputs.hf_config,
+            inputs.model_plan.loss,
+            context.device,
+            has_partners=Partners.of(context.hosts) is not None,
         )
         log.info(f"no prediction: {reason}" if prediction is None else prediction.line())
         section = context.config.checkpoint.memory
         if prediction is not None and section is not None:
             num_ranks = context.hosts.count(context.hosts[context.world.rank])
-            log.info(size_line(section, prediction.memory_directory_bytes, num_ranks))
+            for line in memory_lines(prediction, section, num_ranks):
+                log.info(line)
         if prediction is not None and context.device.type == "cuda":
             memory = torch.cuda.get_device_properties(context.device).total_memory
             refuses = context.config.engine.refuse_too_large
@@ -52,17 +58,26 @@ def log_prediction(context: RunContext, log: RunLog, inputs: Inputs) -> RunPredi
 
 
 def predict(
-    run: ResolvedRun, hf_config: Any, loss: LossPlan, device: torch.device
+    run: ResolvedRun,
+    hf_config: Any,
+    loss: LossPlan,
+    device: torch.device,
+    *,
+    has_partners: bool = True,
 ) -> tuple[RunPrediction | None, str]:
     """Predict the time and memory of `run`, in a second or two; if impossible, return None and
-    why."""
+    why. `has_partners`: it has hosts that keep copies of each other's checkpoints in memory."""
     try:
         model, _ = model_costs(run.config, hf_config)
     except (ConfigError, ModelError) as error:
         return None, one_line(error, None)
     chunk = loss.chunk_tokens if loss.kind == "chunked" else None
     is_cpu = device.type == "cpu"
-    return predict_run(run, model, chunk, *_device(device), is_cpu=is_cpu), ""
+    known, measured = _device(device)
+    prediction = predict_run(
+        run, model, chunk, known, measured, is_cpu=is_cpu, has_partners=has_partners
+    )
+    return prediction, ""
 
 
 def _device(device: torch.device) -> tuple[Device | None, MeasuredEngine | None]:

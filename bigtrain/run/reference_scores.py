@@ -77,7 +77,11 @@ class ReferenceScores:
             return held_out
         sets = self.inputs.datasets, self.inputs.held_out_sets
         wanted = wanted_splits(*sets)
-        found = self._made(wanted) if state.step == 0 else self._read(wanted)
+        objective = self.context.config.objective
+        # With adapters off the model is what it was, also in a run that began without stages.
+        is_known = self.context.config.adapters is not None and objective.reference is None
+        made = state.step == 0 or is_known
+        found = self._made(wanted) if made else self._read(wanted)
         train = [self._rows(found, dataset, "train") for dataset in self.inputs.datasets]
         batches.scores = np.concatenate(train)
         return [
@@ -127,7 +131,8 @@ class ReferenceScores:
 
         context.long_work.on_main_rank(remove_others)
         wanted = Wanted(dataset, splits, request)
-        return score_dataset(context, self.engine, self.mesh, wanted, output)
+        with self.engine.reference():
+            return score_dataset(context, self.engine, self.mesh, wanted, output)
 
     def _read(self, wanted: Sequence[tuple[TokenDataset, list[Split]]]) -> dict[str, Scores]:
         """Return the scores in the run directory by the hash of their data. Collective."""

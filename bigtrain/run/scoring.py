@@ -178,9 +178,12 @@ def _compute(
     begins = np.cumsum(samples.document_lengths[part.first : part.last])
     begins -= samples.document_lengths[part.first : part.last]
     reader = BatchReader(samples, BatchOptions())
+    counts = mesh.coordinates.sequence_rank == 0  # of the ranks that return the same scores
     for numbers, batch in _batches(engine, samples, part, reader):
         context.heartbeat.set_phase(_PHASE, slow=True)
         scores = engine.token_scores(batch, top_k).numpy()
+        if not counts:
+            continue
         labels = batch.labels.numpy()
         for row, number in enumerate(numbers.tolist()):
             length = int(samples.lengths[number]) - 1

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from bigtrain.errors import Problem
+from bigtrain.planner.run_prediction import RunPrediction
 from bigtrain.settings.run_config import MemoryCheckpointSection, RunConfig
 from bigtrain.system.units import GIB
 
@@ -56,7 +57,7 @@ def _file_system(directory: Path) -> str | None:
 
 def size_line(section: MemoryCheckpointSection, bytes_per_rank: float, num_ranks: int = 1) -> str:
     """Return a line that compares what checkpoints in memory take with this host's file system.
-    bytes_per_rank: of all copies of a rank's part, without the one outside of the directory."""
+    bytes_per_rank: of all copies of a rank's part in the directory."""
     total, _, free = shutil.disk_usage(section.directory)
     need = bytes_per_rank * num_ranks
     ranks = "one rank" if num_ranks == 1 else f"{num_ranks} ranks"
@@ -67,3 +68,14 @@ def size_line(section: MemoryCheckpointSection, bytes_per_rank: float, num_ranks
         if need + SPARE_BYTES <= free
         else f"{text}: too small, so only those on disk will be written"
     )
+
+
+def memory_lines(
+    prediction: RunPrediction, section: MemoryCheckpointSection, num_ranks: int = 1
+) -> list[str]:
+    """Return lines on what checkpoints in memory are predicted to take: of `num_ranks` of this host
+    in its file system, and on a known device in time."""
+    costs = prediction.memory_checkpoints
+    assert costs is not None
+    lines = [size_line(section, costs.directory_bytes, num_ranks)]
+    return lines if prediction.time is None else lines + costs.lines(prediction.time.total)

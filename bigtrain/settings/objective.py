@@ -60,9 +60,12 @@ def num_reference_rows(config: RunConfig) -> int:
 
 
 def reads_scores(config: RunConfig) -> bool:
-    """Return whether a run reads stored log-probabilities of its data under a reference model."""
+    """Return whether a run reads stored log-probabilities of its data under a reference model. With
+    adapters the reference is the model without them; in pipeline stages no pass of it fits between
+    those of the micro-batches."""
     section = config.objective
-    return section.needs_reference and (config.adapters is None or section.reference is not None)
+    computes = config.adapters is not None and config.parallel.pipeline == 1
+    return section.needs_reference and (not computes or section.reference is not None)
 
 
 def check_objective(section: ObjectiveSection) -> list[Problem]:
@@ -93,11 +96,12 @@ def check_objective(section: ObjectiveSection) -> list[Problem]:
 
 
 def check_reference(config: RunConfig) -> list[Problem]:
-    """Return the problem of an objective that gets its reference by adapters, without adapters."""
+    """Return the problem of an objective that gets its reference by adapters, without adapters or
+    in pipeline stages."""
     section = config.objective
-    if config.adapters is not None:
+    if config.adapters is not None and config.parallel.pipeline == 1:
         return []
-    if section.type == "kto":
+    if section.type == "kto" and config.adapters is None:
         rule = (
             "its reference is the model with its adapters off, and the run has none: scores of "
             "mismatched answers are not stored"
@@ -108,7 +112,13 @@ def check_reference(config: RunConfig) -> list[Problem]:
     if not getattr(import_named("objective.type", section.type), "reference", False):
         return []
     rule = "reference = True asks for log-probabilities without adapters, and the run has none"
-    return [Problem("objective.type", section.type, rule, "adapters: {type: lora}")]
+    remedy = "adapters: {type: lora}"
+    if config.adapters is not None:
+        rule = (
+            "reference = True asks for passes without adapters, which pipeline stages do not make"
+        )
+        remedy = "parallel.pipeline=1"
+    return [Problem("objective.type", section.type, rule, remedy)]
 
 
 def check_scores(config: RunConfig) -> list[Problem]:

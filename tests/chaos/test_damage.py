@@ -55,6 +55,7 @@ def run(uninterrupted: Path, tmp_path: Path) -> Path:
     return copy
 
 
+@pytest.mark.slow
 def test_the_files_are_all_there_are(uninterrupted: Path) -> None:
     directory = checkpoints.checkpoint_path(uninterrupted, NEWEST)
     files = {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
@@ -147,6 +148,7 @@ def test_another_steps_content_falls_back(
     fall_back(server, run_yaml, run, uninterrupted, name)
 
 
+@pytest.mark.slow
 def test_another_runs_checkpoint_falls_back(
     server: Server, run_yaml: Path, run: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -117,6 +117,7 @@ def test_a_disk_too_small_for_a_checkpoint_is_known_before_the_first_step(
         assert_same_run(run, uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_later_ends_the_run_with_one_text(
     server: Server, run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

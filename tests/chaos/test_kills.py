@@ -89,6 +89,7 @@ def test_killed_run_ends_as_the_run_nobody_killed_many_times(
     assert_tidy(run)
 
 
+@pytest.mark.slow
 def test_what_a_kill_after_the_last_checkpoint_left_is_removed(
     server: Server, run_yaml: Path, tmp_path: Path
 ) -> None:
@@ -105,7 +106,13 @@ def test_what_a_kill_after_the_last_checkpoint_left_is_removed(
     assert "nothing to do" in text
 
 
-@pytest.mark.parametrize("received", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize(
+    "received",
+    [
+        signal.SIGTERM,
+        *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGUSR1, signal.SIGINT)),
+    ],
+)
 def test_signal_to_one_process_saves_and_stops_all(
     server: Server, run_yaml: Path, uninterrupted: Path, tmp_path: Path, received: signal.Signals
 ) -> None:

@@ -127,6 +127,7 @@ def assert_sound(directory: Path) -> int:
     return numbers[-1]
 
 
+@pytest.mark.slow
 def test_kills_of_the_server_change_no_bit_of_the_weights(tmp_path: Path) -> None:
     lives = ServerLives(tmp_path / "killed")
     with lives.running(random_kills(NUM_KILLS, 180, seed=1)):

@@ -36,7 +36,7 @@ CASES = {
         PAIR,
     ),
 }
-CHEAP = {"zero0 state", "zero1"}
+CHEAP = {"zero1"}
 
 
 def flips(how: str, *steps: int) -> dict[str, Any]:
@@ -84,7 +84,9 @@ def test_two_ranks_that_differ_are_both_named(
 @pytest.mark.parametrize(
     ("size", "code", "fix"),
     [
-        (2, 2, "whose memory or processors may be faulty -> exclude it"),
+        pytest.param(
+            2, 2, "whose memory or processors may be faulty -> exclude it", marks=pytest.mark.slow
+        ),
         (4, EXIT_FAULTY_HOST, "memory or processors of this host may be faulty -> test it"),
     ],
 )

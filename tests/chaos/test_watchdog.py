@@ -146,6 +146,7 @@ def test_a_pipeline_stage_that_sleeps_is_named(
     assert re.search(named, text)
 
 
+@pytest.mark.slow
 def test_the_watchdog_can_be_turned_off(
     server: Server, run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -98,7 +100,8 @@ def lab(hosts: Cluster, inputs: Inputs, tmp_path: Path) -> Iterator[Lab]:
     hosts.tidy()
     for host in hosts.hosts:  # what a launcher could not reach, or outlives it on another host
         for process in hosts.processes(host, str(TRAIN)):
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                process.kill()
 
 
 @pytest.fixture(scope="session")
@@ -115,7 +118,7 @@ Submit = Callable[..., tuple[str, Path]]
 
 @pytest.fixture
 def nodes(lab: Lab) -> None:
-    """Slurm's n1 and n2 are idle, whatever the test before has done to them.
+    """Slurm's nodes are idle, whatever the test before has done to them.
 
     When a node is back that was cut off, Slurm may start what was cancelled there meanwhile, and
     drain the node because that runs already.
@@ -124,7 +127,9 @@ def nodes(lab: Lab) -> None:
     def idle() -> bool:
         lines = lab.run("n0", "sinfo", "-h", "-N", "-o", "%N %T")[1].splitlines()
         states = dict(line.split() for line in lines)
-        if states == {"n1": "idle", "n2": "idle"}:  # one that does not answer is "idle*"
+        if states == dict.fromkeys(
+            list(lab.cluster.hosts)[1:], "idle"
+        ):  # one that does not answer is "idle*"
             return True
         lab.run("n0", "scancel", "--user=root")
         for name, state in states.items():

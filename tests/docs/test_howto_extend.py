@@ -77,6 +77,7 @@ def test_the_run_calls_the_code(folder: Path, world_size: int) -> None:
     assert names == ["step-00000004", "step-00000008", "step-00000012"]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_end_after_the_step_that_reaches_the_target(folder: Path) -> None:
     text = blocks("yaml")[0].replace("target_loss: 0.5", "target_loss: 5.6")
@@ -177,6 +178,7 @@ def test_the_program_of_the_page(folder: Path) -> None:
     assert recorded["model"]["type"] == "mymodel:SquaredForCausalLM"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_source_of_samples_resumes_at_another_world_size(folder: Path) -> None:
     data = json.dumps(yaml.safe_load(blocks("yaml")[3])["data"])

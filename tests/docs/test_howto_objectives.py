@@ -138,6 +138,7 @@ def test_the_preference_run_of_the_page(inputs: Inputs, folder: Path, finished_r
     assert re.search(r"pairs: \d+ of \d+ answers are truncated, which loses \d.\d\d% ", log)
 
 
+@pytest.mark.slow
 def test_the_distillation_of_the_page(inputs: Inputs, folder: Path, finished_run: Path) -> None:
     for name in ("base", "teacher"):
         shutil.copytree(finished_run / "hf", folder / name)
@@ -156,6 +157,7 @@ def test_the_distillation_of_the_page(inputs: Inputs, folder: Path, finished_run
     assert 0 < losses[5] < 0.6 * next(iter(held_out.values()))
 
 
+@pytest.mark.slow
 def test_the_kto_run_of_the_page(inputs: Inputs, folder: Path, finished_run: Path) -> None:
     shutil.copytree(finished_run / "hf", folder / "base")
     write_rows(folder / "pairs.jsonl")
@@ -204,6 +206,7 @@ def prepared_reward_run(folder: Path, finished_run: Path) -> list[str]:
     return arguments
 
 
+@pytest.mark.slow
 def test_the_reward_run_of_the_page(inputs: Inputs, folder: Path, finished_run: Path) -> None:
     arguments = prepared_reward_run(folder, finished_run)
     run_script(2, WORKER, folder, *arguments)
@@ -273,6 +276,7 @@ def test_a_reward_model_is_a_base_and_has_adapters(
     assert (folder / "runs/half/hf/model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_the_classification_run_of_the_page(
     inputs: Inputs, folder: Path, finished_run: Path
 ) -> None:

@@ -10,14 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.parallel.hidden_matrices import check_matrices
 from bigtrain.settings.run_config import ModelSection, OptimizerSection
+from bigtrain.settings.sections.optimizer import AverageSection
+from tests.launch.conftest import Inputs, inputs, run_tree
+from tests.support.lives import run_script
 from tests.support.worlds import ROOT
 
+__all__ = ["inputs"]
 PAGE = (ROOT / "docs/howto/optimizers.md").read_text(encoding="utf-8")
 SMALL = {"vocab_size": 64, "hidden_size": 6144, "num_hidden_layers": 1, "intermediate_size": 64}
 MODELS: dict[str, dict[str, Any]] = {
@@ -40,8 +46,9 @@ def blocks(kind: str) -> list[str]:
 
 
 def test_the_sections_are_read() -> None:
-    whole, splits = (yaml.safe_load(block) for block in blocks("yaml"))
+    whole, splits, averages = (yaml.safe_load(block) for block in blocks("yaml"))
     assert OptimizerSection(**whole["optimizer"]).type == "muon"
+    assert OptimizerSection(**averages["optimizer"]).ema == AverageSection(decay=0.999)
     inline = yaml.safe_load(re.findall(r"`(muon: \{.*?\})`", PAGE)[0])
     assert OptimizerSection(type="muon", lr=1e-3, **inline).muon.lr == 0.02
     patterns = splits["muon"]["split"]
@@ -66,3 +73,25 @@ def test_the_commands_as_they_stand(line: str, tmp_path: Path) -> None:
     done = subprocess.run([command, *words[1:]], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "zero" in done.stdout.lower()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_averages_are_exported_as_it_says(inputs: Inputs, tmp_path: Path) -> None:
+    """With a smaller model and fewer steps than the page's."""
+    train, export = (re.search(rf"^.*{word}(.*)$", PAGE, flags=re.M) for word in (
+        r"bigtrain/train\.py --config quickstart", "bigtrain export"
+    ))  # fmt: skip
+    assert train is not None
+    assert export is not None
+    (tmp_path / "shards").symlink_to(inputs.shards)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run_tree(inputs.shards, tmp_path / "run")))
+    worker = ROOT / "tests/launch/extension_worker.py"
+    run_script(2, worker, tmp_path, "--config", "run.yaml", *train[1].split(), "train.steps=4")
+    run_script(1, ROOT / "tests/launch/command_worker.py", tmp_path, "export", *export[1].split())
+    weights, averages = (
+        load_file(tmp_path / place / "model.safetensors")
+        for place in ("runs/averaged/hf", "averaged")
+    )
+    assert weights.keys() == averages.keys()
+    assert not any(torch.equal(weights[name], average) for name, average in averages.items())

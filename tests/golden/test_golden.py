@@ -62,7 +62,14 @@ def test_datasets(name: str, datasets: dict[str, Path]) -> None:
     assert runs.dataset_figures(datasets[name]) == EXPECTED[f"dataset {name}"]
 
 
-@pytest.mark.parametrize("name", runs.RUNS)
+@pytest.mark.parametrize(
+    "name",
+    # Fifty steps take as long as all others together.
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if run.steps > runs.STEPS else [])
+        for name, run in runs.RUNS.items()
+    ],
+)
 def test_runs(
     name: str,
     server: Server,

@@ -121,6 +121,7 @@ def test_checkpoints_hold_what_is_trained(adapted: Path) -> None:
     assert all(".lora_A." in key or ".lora_B." in key for key in keys), keys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "num_processes", "parallel"),
     [

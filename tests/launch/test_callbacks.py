@@ -99,7 +99,12 @@ def test_every_point_on_every_rank(inputs: Inputs, folder: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("point", "step", "rank", "ended"),
-    [("start", 0, 1, 1), ("step", 2, 1, 2), ("evaluation", 3, 0, 3), ("checkpoint", 4, 0, None)],
+    [
+        pytest.param("start", 0, 1, 1, marks=pytest.mark.slow),
+        ("step", 2, 1, 2),
+        ("evaluation", 3, 0, 3),
+        pytest.param("checkpoint", 4, 0, None, marks=pytest.mark.slow),
+    ],
 )
 def test_one_rank_asks_to_end(
     inputs: Inputs, folder: Path, point: str, step: int, rank: int, ended: int | None
@@ -125,7 +130,12 @@ def test_one_rank_asks_to_save(inputs: Inputs, folder: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("point", "step", "rank", "world_size"),
-    [("start", 0, 1, 2), ("step", 2, 1, 2), ("evaluation", 3, 0, 2), ("step", 6, 1, 2)],
+    [
+        ("start", 0, 1, 2),
+        pytest.param("step", 2, 1, 2, marks=pytest.mark.slow),
+        pytest.param("evaluation", 3, 0, 2, marks=pytest.mark.slow),
+        ("step", 6, 1, 2),
+    ],
 )
 def test_an_error_ends_all_ranks(
     inputs: Inputs, folder: Path, point: str, step: int, rank: int, world_size: int

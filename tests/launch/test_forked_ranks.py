@@ -44,7 +44,7 @@ class Forked:
         found = {}
         for one in self.agent.children(recursive=True):
             try:
-                if one.status() != psutil.STATUS_ZOMBIE and one.name().startswith("rank "):
+                if one.status() != psutil.STATUS_ZOMBIE and one.name().startswith("rank-"):
                     found[one.name()] = one
             except psutil.Error:  # it has ended
                 continue
@@ -94,19 +94,20 @@ def end(one: Forked) -> None:
 def test_a_killed_rank_restarts_without_imports(forked: Forked) -> None:
     forked.wait_for_steps(1)
     ranks = forked.ranks()
-    assert sorted(ranks) == ["rank 0", "rank 1"]
+    assert sorted(ranks) == ["rank-0", "rank-1"]
     pids = [one.pid for one in ranks.values()]
     [server] = {one.ppid() for one in ranks.values()}
-    ranks["rank 1"].kill()
+    ranks["rank-1"].kill()
     forked.wait_for_steps(2)
     story = forked.story()
     assert re.search(r"resumed at step \d+ from", story)
     restarted = forked.ranks()
-    assert sorted(restarted) == ["rank 0", "rank 1"]
+    assert sorted(restarted) == ["rank-0", "rank-1"]
     assert {one.pid for one in restarted.values()}.isdisjoint(pids)
     assert {one.ppid() for one in restarted.values()} == {server}  # which has imported all
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_killed_agent(forked: Forked) -> None:
     forked.wait_for_steps(1)
     ranks = list(forked.ranks().values())

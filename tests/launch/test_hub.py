@@ -137,6 +137,7 @@ def test_what_was_verified_is_what_is_sent(finished_run: Path, tmp_path: Path) -
     assert TOKEN not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_hub_that_refuses_costs_nothing(finished_run: Path, tmp_path: Path) -> None:
     with served(Hub(takes_commits=False)) as hub:

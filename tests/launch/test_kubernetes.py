@@ -6,9 +6,11 @@ What no schema says (the controllers' behaviour, CEL rules) has not been tried o
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ import pytest
 import yaml
 
 from bigtrain.cli import main as bigtrain
-from bigtrain.errors import EXIT_STOPPED, EXIT_USER_ERROR
+from bigtrain.errors import EXIT_FAULTY_HOST, EXIT_STOPPED, EXIT_USER_ERROR
 from bigtrain.launchers.kubernetes import liveness_command
 from bigtrain.train import build_parser as train_parser
+from tests.launch.test_rendezvous import Hosts, ended
+from tests.support.cluster import wait_until
 from tests.support.worlds import ROOT
 
 SCHEMAS = ROOT.parent / "shared" / "schemas"
@@ -94,8 +98,9 @@ def validator(plural: str) -> jsonschema.Draft202012Validator:
         [],
         EVERYTHING,
         ["--patch", "patch.yaml"],
+        ["--spares", "1", *EVERYTHING],
     ],
-    ids=["short", "everything", "patched"],
+    ids=["short", "everything", "patched", "spares"],
 )
 def test_the_schemas_accept_them(
     words: list[str],
@@ -162,7 +167,7 @@ def test_they_hang_together(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 
 def node_pod(found: dict[str, Any]) -> dict[str, Any]:
     """The pods' template."""
-    [replicated] = found["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
+    replicated = found["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"][-1]
     return replicated["template"]["spec"]["template"]
 
 
@@ -215,15 +220,20 @@ def action(found: dict[str, Any], **pod: Any) -> str:
     As Kubernetes (pkg/controller/job/pod_failure_policy.go) and JobSet (failure_policy.go) do.
     """
     spec = found["TrainingRuntime"]["spec"]["template"]["spec"]
-    job = spec["replicatedJobs"][0]["template"]["spec"]
+    job = spec["replicatedJobs"][-1]["template"]["spec"]
+    replaced = "the pod is replaced" if job["backoffLimit"] else ""
     reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
     for index, rule in enumerate(job["podFailurePolicy"]["rules"]):
         codes = rule.get("onExitCodes", {})
         conditions = [one["type"] for one in rule.get("onPodConditions", ())]
-        exits = pod.get(codes.get("containerName")) in codes.get("values", ())
-        if exits or pod.get("condition") in conditions:
+        code, values = pod.get(codes.get("containerName")), codes.get("values", ())
+        exits = code in values if codes.get("operator") == "In" else code not in (None, *values)
+        if (codes and exits) or pod.get("condition") in conditions:
             reason, message = "PodFailurePolicy", f"... matching FailJob rule at index {index}"
+            replaced = "replaced, not counted" if rule["action"] == "Ignore" else ""
             break
+    if replaced:
+        return replaced
     for rule in spec["failurePolicy"]["rules"]:
         patterns = rule["onJobFailureMessagePatterns"]
         if reason in rule["onJobFailureReasons"] and any(re.search(p, message) for p in patterns):
@@ -238,6 +248,120 @@ def test_preemptions_leave_the_restarts_alone(capsys: pytest.CaptureFixture[str]
     assert action(found, node=EXIT_STOPPED) == free  # its peers, which saved with it
     assert action(found, node=1) == "RestartJobSet"
     assert action(found, check=EXIT_USER_ERROR) == "FailJobSet"
+
+
+def test_a_lost_pod_is_replaced_while_the_others_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    found = documents(capsys, "--spares", "1")
+    assert action(found, condition="DisruptionTarget", node=143) == "replaced, not counted"
+    for code in (137, EXIT_FAULTY_HOST):  # killed, as without memory; its agent left the run
+        assert action(found, node=code) == "the pod is replaced"
+    # The run itself has ended: its restarts are used up, or its rendezvous cannot be reached.
+    assert action(found, node=1) == "RestartJobSet"
+    assert action(found, node=EXIT_STOPPED) == "RestartJobSetAndIgnoreMaxRestarts"
+    assert action(found, check=EXIT_USER_ERROR) == "FailJobSet"
+
+
+def test_pods_with_spares_meet(capsys: pytest.CaptureFixture[str]) -> None:
+    found = documents(capsys, "--spares", "2")
+    spec = found["TrainingRuntime"]["spec"]["template"]["spec"]
+    rendezvous, node = spec["replicatedJobs"]
+    assert spec["successPolicy"] == {"operator": "All", "targetReplicatedJobs": [node["name"]]}
+    assert node["dependsOn"] == [{"name": rendezvous["name"], "status": "Ready"}]
+    assert found["TrainJob"]["spec"]["trainer"]["numNodes"] == 4
+    assert found["TrainingRuntime"]["spec"]["mlPolicy"]["numNodes"] == 4
+    # As JobSet names pods: JOBSET-JOB-0-0, in the domain of the JobSet.
+    name = found["TrainJob"]["metadata"]["name"]
+    endpoint = f"{name}-{rendezvous['name']}-0-0.{name}:29400"
+    [server] = rendezvous["template"]["spec"]["template"]["spec"]["containers"]
+    assert server["command"][-2:] == ["bigtrain.launchers.rendezvous_server", endpoint]
+    assert server["readinessProbe"]["tcpSocket"]["port"] == 29400
+    arguments = found["TrainJob"]["spec"]["trainer"]["args"]
+    assert f"--rdzv-endpoint={endpoint}" in arguments
+    assert {"--nnodes=2", "--rdzv-conf=is_host=0,spares=2"} <= set(arguments)
+    # All 4 have an agent, but the run has the ranks of 2.
+    [check] = node_pod(found)["spec"]["initContainers"]
+    assert check["command"][check["command"].index("--world-size") + 1] == "2"
+    assert "setpriv" in arguments
+    forked = documents(capsys, "--spares", "2", "--ranks", "forked")
+    assert forked["TrainJob"]["spec"]["trainer"]["args"][:2] == ["--fork", "bigtrain.forked_rank"]
+
+
+class Pods(Hosts):
+    """Pods of a TrainJob as processes here: their command, and the variables that Kubeflow's torch
+    policy sets. In place of train.py they run the worker of `Hosts`."""
+
+    def __init__(self, folder: Path, found: dict[str, Any]) -> None:
+        super().__init__(folder, "", 0)
+        trainer = found["TrainJob"]["spec"]["trainer"]
+        self.num_pods = trainer["numNodes"]
+        [node] = node_pod(found)["spec"]["containers"]
+        self.variables = {entry["name"]: entry["value"] for entry in node["env"]}
+        words = [*trainer["command"], *trainer["args"]]
+        self.words = words[: words.index("bigtrain/train.py")]
+
+    def command(self, name: str) -> list[str]:
+        words = [sys.executable if word == "python3" else word for word in self.words]
+        words = [re.sub(r"(endpoint=)\S+", rf"\g<1>127.0.0.1:{self.port}", one) for one in words]
+        return [*words, str(self.folder / "worker.py"), str(self.folder), name]
+
+    def start_pod(self, name: str, index: int) -> None:
+        policy = {"PET_NNODES": str(self.num_pods), "PET_NPROC_PER_NODE": "1"}
+        policy |= {"PET_NODE_RANK": str(index), "PET_MASTER_ADDR": "x-node-0-0.x"}
+        self.start(name, **self.variables, **policy, PET_MASTER_PORT="29500")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_pods_command_replaces_a_lost_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The processes are those of the manifests; what creates pods anew has not been tried."""
+    with ended(Pods(tmp_path, documents(capsys, "--spares", "1"))) as pods:
+        for index, name in enumerate("abc"):
+            pods.start_pod(name, index)
+        wait_until("two pods train", lambda: len(pods.started()) == 2, 100)
+        training = {line[-1]: line[0] for line in pods.started()}
+        [spare] = set("abc") - set(training)
+        wait_until("one is a spare", lambda: "this one is a spare" in pods.log(spare), 100)
+        lost, stays = sorted(training)
+        pods.agents[lost].kill()
+        pods.wait_for(f"{training[lost]} of 2 at {spare}", f"{training[stays]} of 2 at {stays}")
+        pods.start_pod("d", "abc".index(lost))  # the pod that replaces it
+        wait_until("it is a spare", lambda: "this one is a spare" in pods.log("d"), 100)
+        for name in (spare, stays):
+            pods.end(name, 0)
+        codes = [pods.agents[name].wait(100) for name in (spare, stays, "d")]
+        assert codes == [0, 0, 0]
+        assert pods.result() == 0
+
+
+IN_MEMORY = "checkpoint.memory={every_steps: 1, copies: 1}"
+LARGE = [
+    "model.config.hidden_size=4096",
+    "model.config.num_attention_heads=32",
+    "model.config.num_key_value_heads=32",
+    "model.config.num_hidden_layers=16",
+    "model.config.intermediate_size=11008",
+]
+
+
+def test_shared_memory_holds_the_checkpoints_that_check_predicts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def size(*words: str) -> str:
+        volumes = {v["name"]: v for v in node_pod(documents(capsys, *words))["spec"]["volumes"]}
+        assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
+        return str(volumes["shm"]["emptyDir"]["sizeLimit"])
+
+    assert size(*LARGE) == "16Gi"
+    assert (
+        bigtrain(["check", "--config", "quickstart", "--world-size", "2", *LARGE, IN_MEMORY]) == 0
+    )
+    said = capsys.readouterr().out
+    [need] = re.findall(r"checkpoints in memory: ([0-9.]+) GiB for one rank", said)
+    assert float(need) > 20  # it is a large one
+    assert size(*LARGE, IN_MEMORY) == f"{16 + math.ceil(float(need))}Gi"
+    assert size(*LARGE, IN_MEMORY, "--shared-memory", "900Gi") == "900Gi"
 
 
 def test_patch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -283,6 +407,13 @@ def test_liveness_command(tmp_path: Path) -> None:
         (["--mount", "data"], "--mount = 'data': must be an absolute path"),
         (["--nodes", "3"], "batch.global_batch_size"),
         (["--restarts", "-1"], "--restarts = -1: must be 0"),
+        (["--spares", "-1"], "--spares = -1: is negative -> --spares 0"),
+        (["--memory", "lots"], "--memory = 'lots': is not a size -> --memory 400Gi"),
+        (["--memory", "16Gi"], "--memory = '16Gi': is not more than /dev/shm (16 GiB)"),
+        (
+            ["--shared-memory", "16Gi", *LARGE, IN_MEMORY],
+            "--shared-memory = '16Gi': is too small for checkpoints in memory, which take ",
+        ),
         (["--env", "HF_TOKEN=geheim"], "--env = 'HF_TOKEN': is a secret"),
         (["--env", "https_proxy=http://me:geheim@b"], "--secret-env https_proxy=NAME:KEY"),
         (["--env", "geheim"], "--env geheim: is not NAME=VALUE"),

@@ -195,6 +195,7 @@ def test_export_of_an_earlier_step_in_another_dtype(finished_run: Path, tmp_path
     assert not torch.allclose(earlier.lm_head.weight.float(), last.lm_head.weight, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_killed_run_goes_on_bit_for_bit(
     two_process_runs: dict[str, Path], inputs: Inputs, home: Path, tmp_path: Path
 ) -> None:

@@ -127,6 +127,7 @@ def test_sites_with_other_layouts_and_shares_end_with_the_same_weights(
     assert tokens == [{"0": 4 * 6 * 32, "1": 4 * 2 * 32}] * 3
 
 
+@pytest.mark.slow
 def test_a_site_with_a_weight_that_is_not_finite_ends_and_the_other_goes_on(
     inputs: Inputs, tmp_path: Path
 ) -> None:
@@ -225,6 +226,7 @@ sys.exit(main(sys.argv[1:]))
 """A server that is killed when it has all initial weights, before it confirms that."""
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_with_the_initial_weights_gets_them_again(
     inputs: Inputs, tmp_path: Path
 ) -> None:

@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from bigtrain.errors import EXIT_FAULTY_HOST
+from bigtrain.errors import EXIT_FAULTY_HOST, EXIT_STOPPED
 from tests.support.cluster import wait_until
 from tests.support.worlds import ROOT, free_port
 
@@ -37,7 +38,7 @@ sys.exit(int(code))
 class Hosts:
     """A rendezvous, and the agents that have been started at it, by the names of their hosts."""
 
-    def __init__(self, folder: Path, nodes: str, spares: int) -> None:
+    def __init__(self, folder: Path, nodes: str, spares: int, join_timeout: int = 600) -> None:
         self.folder, self.nodes = folder, nodes
         (folder / "worker.py").write_text(WORKER)
         (folder / "started").touch()
@@ -48,21 +49,25 @@ class Hosts:
         self.output = self.server.stdout
         assert "serving on port" in self.output.readline()
         self.settings = (
-            "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,"
-            f"poll_seconds=0.1,spares={spares}"
+            f"keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,spares={spares},"
+            f"is_host=0,join_timeout={join_timeout}"
         )
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str) -> None:
+    def command(self, name: str) -> list[str]:
+        """Return the command of a host's agent."""
         command = [sys.executable, "-m", "bigtrain.launchers.agent", f"--nnodes={self.nodes}"]
         command += ["--rdzv-backend=bigtrain", f"--rdzv-endpoint=127.0.0.1:{self.port}"]
         command += ["--rdzv-id=test", f"--rdzv-conf={self.settings}", "--max-restarts=9"]
         command += ["--monitor-interval=0.1", "--nproc-per-node=1", "--no-python", "setpriv"]
         command += ["--pdeathsig", "KILL", sys.executable, str(self.folder / "worker.py")]
+        return [*command, str(self.folder), name]
+
+    def start(self, name: str, **variables: str) -> None:
         with (self.folder / f"{name}.log").open("w") as log:
             self.agents[name] = subprocess.Popen(
-                [*command, str(self.folder), name], stdout=log, stderr=log, cwd=ROOT,
-                env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+                self.command(name), stdout=log, stderr=log, cwd=ROOT,
+                env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **variables},
             )  # fmt: skip
 
     def started(self) -> list[str]:
@@ -77,6 +82,11 @@ class Hosts:
 
         wait_until(f"{lines}, not {self.started()}", are_there, 100)
 
+    def result(self) -> int:
+        """End the server of the rendezvous; return its exit code, the result of the run."""
+        self.server.send_signal(signal.SIGUSR2)
+        return self.server.wait(100)
+
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
 
@@ -86,10 +96,9 @@ class Hosts:
         (self.folder / "new").rename(self.folder / f"go-{name}")
 
 
-@pytest.fixture
-def hosts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Hosts]:
-    nodes, spares = request.param
-    made = Hosts(tmp_path, nodes, spares)
+@contextmanager
+def ended(made: Hosts) -> Iterator[Hosts]:
+    """Kill what is left of the agents and the rendezvous, and show what they wrote."""
     yield made
     for agent in [*made.agents.values(), made.server]:
         for process in psutil.Process(agent.pid).children() if agent.poll() is None else []:
@@ -99,6 +108,12 @@ def hosts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Hosts]:
     made.output.close()
     for name in made.agents:  # shown where the test has failed
         print(f"== {name}\n{made.log(name)}")
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    with ended(Hosts(tmp_path, *request.param)) as made:
+        yield made
 
 
 @pytest.mark.parametrize("hosts", [("2", 1)], indirect=True)
@@ -130,6 +145,11 @@ def test_a_spare_gets_the_rank_of_the_lost_host(hosts: Hosts) -> None:
     for name in (spare, stays, "e"):  # a spare ends with the run
         assert hosts.agents[name].wait(100) == 0, hosts.log(name)
     assert "Traceback" not in hosts.log("e")
+
+    hosts.start("f")  # as a pod that replaces one which was lost just before the end
+    assert hosts.agents["f"].wait(100) == 0, hosts.log("f")
+    assert len(hosts.started()) == 6
+    assert hosts.result() == 0
 
 
 @pytest.mark.slow
@@ -185,3 +205,29 @@ def test_a_host_that_computes_wrong_bits_leaves(hosts: Hosts, is_first: bool) ->
         hosts.end(name, 0)
     for name in (first, last):
         assert hosts.agents[name].wait(100) == 0, hosts.log(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [("2", 0, 3)], indirect=True)
+def test_a_run_with_too_few_hosts_ends_and_is_to_be_started_again(hosts: Hosts) -> None:
+    hosts.start("a")
+    assert hosts.agents["a"].wait(100) == EXIT_STOPPED, hosts.log("a")
+    assert "fewer nodes joined than the run needs" in hosts.log("a")
+    assert "Traceback" not in hosts.log("a")
+    assert hosts.result() == EXIT_STOPPED
+
+
+@pytest.mark.parametrize("hosts", [("1", 1)], indirect=True)
+def test_ranks_that_stopped_restart_unless_the_run_is_ending(hosts: Hosts) -> None:
+    hosts.start("a")
+    wait_until("a trains", lambda: len(hosts.started()) == 1, 100)
+    hosts.end("a", EXIT_STOPPED)
+    wait_until("it restarts", lambda: len(hosts.started()) == 2, 100)
+    hosts.start("b")
+    wait_until("b is a spare", lambda: "this one is a spare" in hosts.log("b"), 100)
+    hosts.server.send_signal(signal.SIGUSR1)
+    hosts.end("a", EXIT_STOPPED)
+    assert hosts.agents["a"].wait(100) == EXIT_STOPPED, hosts.log("a")
+    assert hosts.agents["b"].wait(100) == 0, hosts.log("b")
+    assert len(hosts.started()) == 2
+    assert hosts.result() == 1  # neither complete nor short of hosts

@@ -46,6 +46,7 @@ def signal_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
     return set_up
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "received"),
     [

@@ -70,9 +70,26 @@ def test_script_without_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert "BIGTRAIN_PROCESSES_PER_NODE=2\n" in text
 
 
+def test_script_with_spares(capsys: pytest.CaptureFixture[str]) -> None:
+    """Spares are nodes beyond --nodes, and a node that fails does not end the job."""
+    command = ["launch", "slurm", "--config", "quickstart", "--dry-run", "--gpus-per-node", "1"]
+    assert bigtrain([*command, "--nodes", "2", "--spares", "1", "--ranks", "forked"]) == 0
+    text = capsys.readouterr().out
+    assert {"--nodes=3", "--no-kill"} <= set(sbatch_lines(text))
+    assert "BIGTRAIN_SPARES=1 BIGTRAIN_RANKS=forked\n" in text
+    assert bigtrain([*command, "--nodes", "1-2", "--spares", "2"]) == 0
+    assert "--nodes=3-4" in sbatch_lines(capsys.readouterr().out)
+    assert bigtrain([*command, "--nodes", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "--no-kill" not in sbatch_lines(text)  # so Slurm requeues it
+    assert "\nBIGTRAIN_SPARES=" not in text
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--spares", "-1"], "--spares = -1: is negative -> --spares 0"),
+        (["--sbatch", "no-kill"], "--sbatch no-kill = '': is set by bigtrain"),
         (["--nodes", "2-1"], "--nodes = '2-1': is not a number of nodes"),
         (["--time", "soon"], "--time = 'soon': is not a Slurm time limit"),
         (
@@ -189,3 +206,118 @@ def test_scancel_is_not_taken_for_a_limit(
     assert "train.sbatch: cancelled; what is not saved" in log
     assert "give more seconds" not in log
     assert not (tmp_path / "run").exists()
+
+
+# In place of python: the check, a port, and a server that ends with the run's result.
+FAKE_PYTHON = """\
+#!{python}
+import os, signal, sys
+def note(text):
+    with open(os.environ["CALLS"], "a") as calls:
+        calls.write(text + "\\n")
+if "bigtrain.launchers.rendezvous_server" in sys.argv:
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    signal.signal(signal.SIGUSR1, lambda *_: note("ending"))
+    signal.signal(signal.SIGUSR2, lambda *_: sys.exit(int(os.environ["RESULT"])))
+    note("served at " + sys.argv[-1])
+    while True:
+        signal.pause()
+note(" ".join(sys.argv[1:])) if "check" in sys.argv else None
+print(os.environ["RUN"] if "check" in sys.argv else 4321)
+"""
+FAKE_SRUN = """\
+until grep -q "^served at" "$CALLS"; do sleep 0.05; done
+echo "srun $*" >> "$CALLS"
+[ -n "$SIGNAL" ] || exit 137
+kill -"$SIGNAL" "$PPID"
+until grep -q ^scancel "$CALLS"; do sleep 0.05; done
+exit 137
+"""
+# Slow enough for the server to have got the signal that was sent before.
+FAKE_SCANCEL = """\
+for _ in {1..100}; do grep -q ^ending "$CALLS" && break; sleep 0.05; done
+echo "scancel $*" >> "$CALLS"
+"""
+
+
+@pytest.fixture
+def job_with_spares(tmp_path: Path) -> Callable[..., tuple[int, str, list[str]]]:
+    """``job_with_spares("1", 0)``: exit code, log and calls of a job with that many spares whose
+    rendezvous reports that result, while the task of a lost node has failed."""
+    binaries, calls, python = tmp_path / "bin", tmp_path / "calls", tmp_path / "python"
+    binaries.mkdir()
+    for name, text in {**FAKE_SLURM, "srun": FAKE_SRUN, "scancel": FAKE_SCANCEL}.items():
+        (binaries / name).write_text(f"#!/bin/bash\n{text}")
+        (binaries / name).chmod(0o755)
+    python.write_text(FAKE_PYTHON.format(python=sys.executable))
+    python.chmod(0o755)
+
+    def run(spares: str, result: int, **variables: str) -> tuple[int, str, list[str]]:
+        calls.write_text("")
+        own = {"RESULT": str(result), "REASON": "None", "CALLS": str(calls), "SIGNAL": ""}
+        own |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[1-3]"}
+        own |= {"BIGTRAIN_CHECKOUT": str(ROOT), "BIGTRAIN_PYTHON": str(python)}
+        own |= {"PATH": f"{binaries}:{os.environ['PATH']}", "RUN": str(tmp_path / "run")}
+        finished = subprocess.run(
+            ["bash", str(ROOT / "slurm" / "train.sbatch"), "RUN.yaml"],
+            env={**os.environ, **own, "BIGTRAIN_SPARES": spares, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        return finished.returncode, finished.stdout, calls.read_text().splitlines()
+
+    return run
+
+
+JobWithSpares = Callable[..., tuple[int, str, list[str]]]
+
+
+def test_one_step_of_agents_that_lives_on_without_a_node(job_with_spares: JobWithSpares) -> None:
+    code, log, calls = job_with_spares("1", 0, SLURM_GPUS_ON_NODE="2")
+    assert code == 0, log
+    assert "train.sbatch: complete" in log
+    assert "2 processes on each of 2 nodes, 1 spares" in log
+    assert "served at localhost:4321" in calls
+    assert [line for line in calls if "--world-size 4 --config RUN.yaml" in line]
+    [step] = [line for line in calls if line.startswith("srun ")]
+    words = step.split()
+    # Every node of the allocation has an agent, and none ends the others.
+    assert {"--nodes=3", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--no-kill"} <= set(words)
+    assert "--wait=0" in words
+    assert {"--nnodes=2", "--nproc_per_node=2", "--rdzv_backend=bigtrain"} <= set(words)
+    assert "--rdzv_conf=is_host=0,join_timeout=300,spares=1" in words
+    assert {"--max_restarts=100", "--rdzv_endpoint=localhost:4321", "--rdzv_id=7-0"} <= set(words)
+    assert "--no-python setpriv --pdeathsig KILL" in step  # ranks on GPUs are new processes
+    assert "--fork" not in words
+
+    _, _, calls = job_with_spares("0", 0)
+    assert "agent --fork bigtrain.forked_rank --max_restarts=100" in calls[-1]
+    assert "--no-python" not in calls[-1]
+
+
+def test_results_of_a_job_with_spares(job_with_spares: JobWithSpares) -> None:
+    code, log, calls = job_with_spares("1", 75)
+    assert (code, calls[-1]) == (0, "requeue")
+    assert "fewer nodes are left than the run needs; back into the queue" in log
+    code, log, calls = job_with_spares("1", 1)
+    assert (code, "requeue" in calls) == (137, False)
+    assert "ended with exit code 137" in log
+
+
+def test_agents_hear_of_the_limit_before_their_ranks(job_with_spares: JobWithSpares) -> None:
+    _, log, calls = job_with_spares("1", 1, SIGNAL="USR1")
+    assert "near the time limit, saving" in log
+    assert calls.index("ending") < calls.index("scancel --signal=USR1 7")
+
+
+@pytest.mark.parametrize(
+    ("spares", "said"),
+    [("x", "BIGTRAIN_SPARES = x: is not a number"), ("3", "= 3: the job has only 3 nodes")],
+)
+def test_spares_that_cannot_be(spares: str, said: str, job_with_spares: JobWithSpares) -> None:
+    code, log, calls = job_with_spares(spares, 0)
+    assert (code, calls) == (2, []), log
+    assert said in log

@@ -30,7 +30,7 @@ def test_script_for_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "--nnodes=1:2 --nproc-per-node=2 --max-restarts=100" in text
     assert "--rdzv-id=quickstart" in text
     assert "last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=4" in text
-    assert "spares=0,poll_seconds=0.2" in text
+    assert "read_timeout=30,spares=0 " in text
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in text
     assert re.search(r'OMP_NUM_THREADS="\$\{OMP_NUM_THREADS:-\d+\}"', text)
     assert 'setpriv --pdeathsig KILL "$python"' in text
@@ -70,9 +70,9 @@ def test_ranks_are_forked_without_gpus_or_if_asked(
             "--heartbeat-timeout 3",
         ),
         (
-            [*MEET, "--nodes", "1000", "--spares", "24"],
-            "--heartbeat-timeout = 4: is too short for 3 heartbeats of each node, of 1024 -> "
-            "--heartbeat-timeout 72",
+            [*MEET, "--nodes", "9000", "--spares", "1000"],
+            "--heartbeat-timeout = 4: is too short for 3 heartbeats of each node, of 10000 -> "
+            "--heartbeat-timeout 6",
         ),
         ([*MEET, "--setup", "if ["], "bash cannot parse the script"),
         # 8 samples, micro-batches of 4, 2 processes a node.
@@ -164,6 +164,7 @@ def test_serving_at_a_port_that_is_taken() -> None:
     assert f"rendezvous: port {port} of {socket.gethostname()} cannot be used" in served.stderr
 
 
+@pytest.mark.slow
 def test_a_node_that_joins_after_the_end_is_told_so() -> None:
     """And the first one ended with the exit code of its process."""
     port = str(free_port())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForSequenceClassification
 
 import bigtrain
 from bigtrain.data.loading.loader import open_held_out, open_training_data
@@ -20,28 +18,10 @@ from bigtrain.models.layers.parameters import seed_of
 from bigtrain.parity.adapters import with_adapters
 from bigtrain.settings.batch_plan import plan_batch
 from bigtrain.settings.loading import parse_run_config
-from tests.support.lives import shared_server
+from tests.parity.objective_runs import SPREAD
 
-VOCAB_SIZE, LENGTH, STEPS, SPREAD = 96, 32, 8, 0.2
+LENGTH, STEPS = 32, 8
 ADAPTERS = {"type": "lora", "rank": 4, "alpha": 16.0, "modules_to_save": ["score"]}
-
-
-def write_base(directory: Path) -> None:
-    """Write a small causal language model with weights into `directory`."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=SPREAD,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory / "base")
 
 
 def run_of(
@@ -149,17 +129,6 @@ def plain_run(
                 evaluated.append(float(loss_of(model, documents_in([*held_out.batches]))[0]))
     batches.close()
     return Plain(rows, evaluated, head, model.state_dict())
-
-
-def train(root: Path, name: str, tree: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
-    """Train `tree` in a world of processes; return the lines of its metrics."""
-    tree = {**tree, "output": {"directory": str(root / name), "export": False}}
-    path = root / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    codes, printed = shared_server().live(["--config", str(path)], world_size=world_size)
-    assert codes == [0] * world_size, printed[-6000:]
-    lines = (root / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def compare(directory: Path, found: list[dict[str, Any]], plain: Plain) -> None:

@@ -195,9 +195,9 @@ ALL: dict[str, dict[str, Any]] = {"adapters": {**BOTH["adapters"], "dropout": 0.
 CASES = [
     Case(1, "zero3", accumulation=1, sections=DROPOUT | RECOMPUTE),
     Case(1, "zero0"),
-    Case(1, "zero2", accumulation=4, sections=RECOMPUTE),
+    Case(1, "zero2", accumulation=4, sections=RECOMPUTE, slow=True),
     Case(2, "zero3"),
-    Case(2, "zero3", sections=TILES_ANEW),
+    Case(2, "zero3", sections=TILES_ANEW, slow=True),
     *(
         Case(2, engine, model, 2, degrees, kind | TILES, slow=True)
         for engine, model, degrees, kind in (
@@ -213,20 +213,20 @@ CASES = [
             ("zero3", "phi3", {"tensor": 2}, DORA),
         )
     ),
-    Case(2, "zero3", "gpt2", accumulation=4, sections=RECOMPUTE),
+    Case(2, "zero3", "gpt2", accumulation=4, sections=RECOMPUTE, slow=True),
     Case(2, "zero0", degrees={"sequence": 2}),
     Case(2, "zero1", degrees={"pipeline": 2}),
-    Case(2, "zero1", "first", degrees={"pipeline": 2}),
+    Case(2, "zero1", "first", degrees={"pipeline": 2}, slow=True),
     Case(2, "zero1", "odd", accumulation=1, degrees={"tensor": 2}, sections=ALL),
     Case(2, "zero3", "odd", accumulation=1, degrees={"tensor": 2}, sections=ALL, slow=True),
     Case(1, "zero3", "odd", accumulation=1, sections=ALL | RECOMPUTE, slow=True),
-    Case(2, "zero3", "phi3", degrees={"tensor": 2}, sections=DORA),
+    Case(2, "zero3", "phi3", degrees={"tensor": 2}, sections=DORA, slow=True),
     Case(2, "zero0", accumulation=1, degrees={"tensor": 2}, sections=DROPOUT | RECOMPUTE),
-    Case(2, "zero2", "qwen3_moe"),
-    Case(2, "zero1", "qwen3_moe", degrees={"pipeline": 2}),
+    Case(2, "zero2", "qwen3_moe", slow=True),
+    Case(2, "zero1", "qwen3_moe", degrees={"pipeline": 2}, slow=True),
     Case(2, "zero3", "qwen3_moe", sections=RECOMPUTE),
     Case(2, "zero1", "odd_moe", degrees={"tensor": 2}),
-    Case(2, "zero3", "mlp_of_moe"),
+    Case(2, "zero3", "mlp_of_moe", slow=True),
     Case(2, "zero3", "shared_moe", degrees={"tensor": 2}),
     *(
         Case(2, engine, "shared_moe", degrees=degrees, slow=True)
@@ -258,7 +258,7 @@ CASES = [
             ("zero3", {"tensor": 2}, "dense_of_moe"),
         )
     ),
-    Case(2, "zero3", "odd", sections=DORA | RECOMPUTE),
+    Case(2, "zero3", "odd", sections=DORA | RECOMPUTE, slow=True),
     *(
         Case(size, engine, model, accumulation, degrees, kind | sections, slow=True)
         for engine in ("zero3", "zero3_offload")
@@ -525,6 +525,7 @@ COMPOSITE_CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", COMPOSITE_CASES, ids=lambda case: case.name)
 def test_adapters_without_a_gradient_leave_as_they_came(
     case: Case, dataset: Path, bases: dict[str, Path], composite_results: Results

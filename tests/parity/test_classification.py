@@ -14,16 +14,14 @@ from torch.nn.functional import cross_entropy
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.manifest import SPLITS
 from tests.parity import score_heads
+from tests.parity.objective_runs import VOCAB_SIZE, save_llama, train
 from tests.parity.score_heads import (
     LENGTH,
-    VOCAB_SIZE,
     Plain,
     compare,
     places_of,
     plain_model,
     scores_of,
-    train,
-    write_base,
 )
 from tests.support.rated import write_rated
 
@@ -44,7 +42,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         longest=LENGTH + 1,
         labels=LABELS,
     )
-    write_base(directory)
+    save_llama(directory / "base")
     return directory
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from functools import cache
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import bigtrain
 from bigtrain.data.loading.loader import open_training_data
@@ -26,30 +25,14 @@ from bigtrain.parity.adapters import with_adapters
 from bigtrain.settings.batch_plan import plan_batch
 from bigtrain.settings.loading import parse_run_config
 from bigtrain.settings.objective import check_distillation
+from tests.parity import objective_runs
+from tests.parity.objective_runs import VOCAB_SIZE, degrees_name, save_experts, save_llama, steps_of
 from tests.support.datasets import write_dataset
-from tests.support.lives import shared_server
 
 pytestmark = [pytest.mark.distributed]
 
-VOCAB_SIZE, LENGTH, STEPS, TOP_K, ALPHA = 97, 32, 10, 5, 0.7
+LENGTH, STEPS, TOP_K, ALPHA = 32, 10, 5, 0.7
 ADAPTERS = {"type": "lora", "rank": 4, "alpha": 16.0}
-
-
-def model_of(hidden_size: int, seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=hidden_size,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
-    return LlamaForCausalLM(config)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +42,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, seed in (("one", 0), ("two", 1)):
         write_dataset(directory / name, vocab_size=VOCAB_SIZE, seed=seed, masked=name == "two")
         (directory / name / "tokenizer").mkdir()
-    model_of(32, 0).save_pretrained(directory / "student")
-    model_of(48, 1).save_pretrained(directory / "teacher")
+    save_llama(directory / "student")
+    save_experts(directory / "student", directory / "experts")
+    save_llama(directory / "teacher", hidden_size=48, seed=1)
     top = ("--kind", "top-k", "--top-k", str(TOP_K), "--part-tokens", "1500")
     score(directory, "teacher", directory / "scores", *top)
     return directory
@@ -128,9 +112,9 @@ def plain_loss(student: Any, teacher: Any, batch: Any) -> torch.Tensor:
 
 
 @cache
-def plain_run(root: Path, adapted: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+def plain_run(root: Path, adapted: bool, name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     config = parse_run_config(run_of(root, **({"adapters": ADAPTERS} if adapted else {})))
-    student: Any = AutoModelForCausalLM.from_pretrained(root / "student", dtype=torch.float32)
+    student: Any = AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32)
     teacher = AutoModelForCausalLM.from_pretrained(root / "teacher", dtype=torch.float32).eval()
     if config.adapters is not None:
         student = with_adapters(student, config.adapters, config.seed)
@@ -156,13 +140,7 @@ def plain_run(root: Path, adapted: bool) -> tuple[list[float], dict[str, torch.T
 
 
 def train(root: Path, name: str, tree: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
-    tree = {**tree, "output": {"directory": str(root / name), "export": False}}
-    path = root / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    codes, output = shared_server().live(["--config", str(path)], world_size=world_size)
-    assert codes == [0] * world_size, output[-6000:]
-    lines = (root / name / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if "loss" in row]
+    return steps_of(objective_runs.train(root, name, tree, world_size))
 
 
 @pytest.mark.parametrize("loss", ["chunked", pytest.param("plain", marks=pytest.mark.slow)])
@@ -173,18 +151,23 @@ def train(root: Path, name: str, tree: dict[str, Any], world_size: int) -> list[
         pytest.param("zero3", {}, marks=pytest.mark.slow),
         pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=pytest.mark.slow),
         pytest.param("zero3", {"adapters": ADAPTERS}, marks=pytest.mark.slow),
+        pytest.param("zero1", {"parallel": {"sequence": 2}}, marks=pytest.mark.slow),
+        pytest.param("zero1", {"parallel": {"pipeline": 2}}, marks=pytest.mark.slow),
+        pytest.param("zero1", {"parallel": {"expert": 2}}, marks=pytest.mark.slow),
     ],
-    ids=["zero1", "zero3", "tensor", "adapters"],
+    ids=["zero1", "zero3", "tensor", "adapters", "sequence", "pipeline", "experts"],
 )
 def test_equals_a_plain_loop(root: Path, loss: str, engine: str, sections: dict[str, Any]) -> None:
     """Half of it on two ranks, the rest on one."""
     tree = run_of(root, engine={"deepspeed_config": engine}, **sections)
     tree["model"]["loss"] = loss
-    name = f"{loss}-{engine}-{'-'.join(sections)}"
+    student = "experts" if "expert" in sections.get("parallel", {}) else "student"
+    tree["model"]["path"] = str(root / student)
+    name = f"{loss}-{engine}-{student}-{degrees_name(sections)}-{'-'.join(sections)}"
     train(root, name, tree | {"train": {"steps": STEPS // 2}}, 2)
     more = {"checkpoint": {"allow_changes": ["train.steps"]}, "parallel": {}}
     rows = train(root, name, tree | more, 1)
-    losses, weights = plain_run(root, "adapters" in sections)
+    losses, weights = plain_run(root, "adapters" in sections, student)
     assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
     assert losses[-1] < losses[0]
     if "adapters" not in sections:

@@ -141,14 +141,21 @@ class Case:
 
 
 CASES = [
-    Case("mixtral", ("global",), accumulation=1),
+    Case("mixtral", ("global",), accumulation=1, slow=True),
     Case("mixtral", ("global", "z"), expert=2, engine="zero3", checkpointing="full"),
     Case("qwen3_moe", ("z",), expert=2, loss="chunked"),
     Case("deepseek_v3", ("bias",), engine="zero3", checkpointing="full", slow=True),
     Case("deepseek_v3", ("bias",), expert=2),
-    Case("deepseek_v3", ("bias",), engine="pipeline_zero1", axis="pipeline", accumulation=4),
+    Case(
+        "deepseek_v3",
+        ("bias",),
+        engine="pipeline_zero1",
+        axis="pipeline",
+        accumulation=4,
+        slow=True,
+    ),
     Case("mixtral", ("global", "z"), engine="pipeline_zero1", axis="pipeline", accumulation=4),
-    Case("lfm2_moe", ("bias",)),
+    Case("lfm2_moe", ("bias",), slow=True),
     Case("ernie4_5_moe", ("bias",), engine="zero3"),
     *(
         Case(model, ("bias",), expert=expert, engine=engine, axis=axis, slow=True)

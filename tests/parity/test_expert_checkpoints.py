@@ -51,11 +51,9 @@ PAIRS: dict[Point, list[Point]] = {
         Point(2, 2, "zero3", "bfloat16"),
     ],
 }
-# Four processes, each of whose layouts writes and reads once.
+# Four processes; more below.
 PAIRS_OF_FOUR: dict[Point, list[Point]] = {
-    Point(4, 2, "zero3", tensor=2): [Point(4, 4, "zero2")],
-    Point(4, 4, "zero1"): [Point(4, 2, "pipeline_zero1", pipeline=2)],
-    Point(4, 2, "zero0", pipeline=2): [Point(4, 2, "zero2", tensor=2), Point(1, 1, "zero0")],
+    Point(4, 2, "zero0", pipeline=2): [Point(4, 2, "zero2", tensor=2)],
 }
 # Where a rank has no replica that holds the same experts, and where it has one; in 16 bit.
 MORE_PAIRS: dict[Point, list[Point]] = {
@@ -66,6 +64,9 @@ MORE_PAIRS: dict[Point, list[Point]] = {
         Point(1, 1, "zero2"),
     ],
     Point(4, 2, "zero0"): [Point(4, 4, "zero3"), Point(4, 1, "zero1")],
+    Point(4, 2, "zero3", tensor=2): [Point(4, 4, "zero2")],
+    Point(4, 4, "zero1"): [Point(4, 2, "pipeline_zero1", pipeline=2)],
+    Point(4, 2, "zero0", pipeline=2): [Point(1, 1, "zero0")],
     Point(4, 2, "zero2", "bfloat16"): [
         Point(4, 2, "zero2", "bfloat16"),
         Point(4, 4, "zero3", "bfloat16"),

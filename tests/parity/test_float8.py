@@ -96,12 +96,12 @@ class Case:
 
 CASES = [
     Case(1, "zero1"),
-    Case(2, "zero1", "rowwise"),
+    Case(2, "zero1", "rowwise", slow=True),
     Case(2, "zero3", gradient_checkpointing="full"),
     Case(2, "zero1", tensor=2),
-    Case(2, "zero1", "mxfp8", pipeline=2),
+    Case(2, "zero1", "mxfp8", pipeline=2, slow=True),
     Case(2, "zero3", "rowwise_with_gw_hp", sequence=2),
-    Case(2, "zero3", adapters=True),
+    Case(2, "zero3", adapters=True, slow=True),
     Case(2, "zero3", "mxfp8", slow=True),
     Case(2, "zero2", model="odd", slow=True),
     Case(2, "zero1", "mxfp8", tensor=2, slow=True),

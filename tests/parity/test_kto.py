@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch.nn.functional import sigmoid
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import bigtrain
 from bigtrain.data.loading.loader import open_held_out, open_training_data
@@ -20,13 +18,13 @@ from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.parity.adapters import with_adapters
 from bigtrain.settings.batch_plan import plan_batch
 from bigtrain.settings.loading import parse_run_config
-from tests.support.lives import shared_server
+from tests.parity.objective_runs import VOCAB_SIZE, degrees_name, save_llama, train
 from tests.support.rated import write_rated
 
 pytestmark = [pytest.mark.distributed]
 SLOW = pytest.mark.slow
 
-VOCAB_SIZE, LENGTH, STEPS, BETA = 96, 32, 8, 0.5
+LENGTH, STEPS, BETA = 32, 8, 0.5
 DESIRABLE, UNDESIRABLE = 1.0, 1.4
 ADAPTERS = {"type": "lora", "rank": 4, "alpha": 16.0}
 
@@ -36,20 +34,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rated answers, and a small model with weights."""
     directory = tmp_path_factory.mktemp("kto")
     write_rated(directory / "rated", vocab_size=VOCAB_SIZE, shards=(20, 1, 19), held_out=7)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory / "base")
+    save_llama(directory / "base")
     return directory
 
 
@@ -169,16 +154,6 @@ def plain_run(root: Path) -> tuple[list[dict[str, Any]], list[float], dict[str, 
     return rows, evaluated, model.state_dict(), divergences
 
 
-def train(root: Path, name: str, tree: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
-    tree = {**tree, "output": {"directory": str(root / name), "export": False}}
-    path = root / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    codes, output = shared_server().live(["--config", str(path)], world_size=world_size)
-    assert codes == [0] * world_size, output[-6000:]
-    lines = (root / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def compare(root: Path, name: str, found: list[dict[str, Any]]) -> None:
     """Compare a run with the plain one. A divergence differs by the rounding of two sums."""
     expected, evaluated, weights, _ = plain_run(root)
@@ -212,13 +187,15 @@ def test_the_plain_run_has_both_signs_of_the_divergence(root: Path) -> None:
         pytest.param("zero1", {}, marks=SLOW),
         ("zero3", {}),
         pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
+        pytest.param("zero1", {"parallel": {"sequence": 2}}, marks=SLOW),
+        pytest.param("zero3", {"parallel": {"sequence": {"ring": 2}}}, marks=SLOW),
     ],
-    ids=["zero0", "zero1", "zero3", "tensor"],
+    ids=["zero0", "zero1", "zero3", "tensor", "sequence", "ring"],
 )
 def test_kto_is_that_of_a_plain_loop(root: Path, engine: str, sections: dict[str, Any]) -> None:
     tree = run_of(root, engine={"deepspeed_config": engine}, **sections)
     tree["model"] = {**tree["model"], "loss": "chunked", "loss_chunk_tokens": 7}
-    name = f"{engine}-{len(sections)}"
+    name = f"{engine}-{degrees_name(sections)}"
     compare(root, name, train(root, name, tree, 2))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,20 +10,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import bigtrain
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.parity.adapters import with_adapters
 from bigtrain.settings.batch_plan import plan_batch
 from bigtrain.settings.loading import parse_run_config
+from tests.parity import objective_runs
+from tests.parity.objective_runs import VOCAB_SIZE, degrees_name, save_experts, save_llama, steps_of
 from tests.support.lives import shared_server
 from tests.support.pairs import write_pairs
 
 pytestmark = [pytest.mark.distributed]
 
-VOCAB_SIZE, LENGTH, STEPS, BETA = 96, 32, 20, 0.3
+LENGTH, STEPS, BETA = 32, 20, 0.3
 ADAPTERS = {"type": "lora", "rank": 4, "alpha": 16.0}
 
 
@@ -33,20 +33,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pairs, and a small model with weights."""
     directory = tmp_path_factory.mktemp("objectives")
     write_pairs(directory / "pairs", vocab_size=VOCAB_SIZE)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory / "base")
+    save_llama(directory / "base")
+    save_experts(directory / "base", directory / "experts")
     return directory
 
 
@@ -100,12 +88,12 @@ def plain_loss(
 
 @cache
 def plain_run(
-    root: Path, loss: str, full: bool = False
-) -> tuple[list[float], list[dict[str, float]], dict[str, Any]]:
-    """Losses and rewards of every step, and the trained weights."""
+    root: Path, loss: str, full: bool = False, base_name: str = "base"
+) -> tuple[list[float], list[float], list[dict[str, float]], dict[str, Any]]:
+    """Losses, norms of gradients and rewards of every step, and the trained weights."""
     config = parse_run_config(run_of(root, loss, full=full))
-    model: Any = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
-    base = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(root / base_name, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(root / base_name, dtype=torch.float32).eval()
     if config.adapters is not None:
         model = with_adapters(model, config.adapters, config.seed)
     model.train()
@@ -117,7 +105,7 @@ def plain_run(
     plan, _ = plan_batch(config.batch, 1)
     assert plan is not None
     batches = open_training_data(config, replace(plan, rows_per_sample=2), 0)
-    losses, rewards = [], []
+    losses, norms, rewards = [], [], []
     for step in range(STEPS):
         parts = batches.step(8 * step)
         ids = torch.cat([part.input_ids for part in parts])
@@ -129,7 +117,7 @@ def plain_run(
         values, reward = plain_loss(loss, policy, reference, lengths)
         optimizer.zero_grad()
         values.mean().backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
         optimizer.step()
         losses.append(float(values.detach().mean()))
         chosen, rejected = reward.detach()[0::2], reward.detach()[1::2]
@@ -142,17 +130,11 @@ def plain_run(
             }
         )
     batches.close()
-    return losses, rewards, model.state_dict()
+    return losses, norms, rewards, model.state_dict()
 
 
 def train(root: Path, name: str, tree: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
-    tree = {**tree, "output": {"directory": str(root / name), "export": False}}
-    path = root / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    codes, output = shared_server().live(["--config", str(path)], world_size=world_size)
-    assert codes == [0] * world_size, output[-6000:]
-    lines = (root / name / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if "loss" in row]
+    return steps_of(objective_runs.train(root, name, tree, world_size))
 
 
 def compare_rewards(rows: list[dict[str, Any]], rewards: list[dict[str, float]]) -> None:
@@ -169,7 +151,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "loss", ["sigmoid", pytest.param("ipo", marks=SLOW), "orpo", pytest.param("simpo", marks=SLOW)]
+    "loss", ["sigmoid", *(pytest.param(other, marks=SLOW) for other in ("ipo", "orpo", "simpo"))]
 )
 @pytest.mark.parametrize(
     ("engine", "sections"),
@@ -178,22 +160,32 @@ SLOW = pytest.mark.slow
         pytest.param("zero1", {}, marks=SLOW),
         ("zero3", {}),
         pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
+        ("zero1", {"parallel": {"sequence": 2}}),
+        pytest.param("zero3", {"parallel": {"sequence": {"ring": 2}}}, marks=SLOW),
+        ("zero1", {"parallel": {"pipeline": 2}}),
+        pytest.param("zero0", {"parallel": {"tensor": 2, "pipeline": 2}}, marks=SLOW),
+        pytest.param("zero3", {"parallel": {"tensor": 2, "sequence": 2}}, marks=SLOW),
+        pytest.param("zero1", {"parallel": {"sequence": {"ulysses": 2, "ring": 2}}}, marks=SLOW),
     ],
-    ids=["zero0", "zero1", "zero3", "tensor"],
+    ids=lambda value: degrees_name(value) if isinstance(value, dict) else value,
 )
 def test_a_preference_loss_is_that_of_a_plain_loop(
     root: Path, loss: str, engine: str, sections: dict[str, Any]
 ) -> None:
     tree = run_of(root, loss, engine={"deepspeed_config": engine}, **sections)
     tree["model"] = {**tree["model"], "loss": "chunked", "loss_chunk_tokens": 7}
-    name = f"{loss}-{engine}-{len(sections)}"
-    rows = train(root, name, tree, 2)
-    losses, rewards, _ = plain_run(root, loss)
+    name = f"{loss}-{engine}-{degrees_name(sections)}"
+    num_degrees = len(str(sections).split("2")) - 1  # each of them 2
+    rows = train(root, name, tree, 2 ** max(1, num_degrees))
+    losses, norms, rewards, _ = plain_run(root, loss)
     assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
+    # AdamW does not depend on the scale of the gradient, and the norm does.
+    assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-4)
     assert losses[-1] < losses[0]
     compare_rewards(rows, rewards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["sigmoid", pytest.param("ipo", marks=SLOW)])
 @pytest.mark.parametrize(
     ("engine", "sections"),
@@ -201,22 +193,29 @@ def test_a_preference_loss_is_that_of_a_plain_loop(
         pytest.param("zero1", {}, marks=SLOW),
         ("zero3", {}),
         pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
+        pytest.param("zero3", {"parallel": {"sequence": 2}}, marks=SLOW),
+        pytest.param("zero0", {"parallel": {"sequence": {"ring": 2}}}, marks=SLOW),
+        pytest.param("zero0", {"parallel": {"pipeline": 2}}, marks=SLOW),
+        pytest.param("zero1", {"parallel": {"expert": 2}}, marks=SLOW),
+        pytest.param("zero3", {"parallel": {"expert": 2}}, marks=SLOW),
     ],
-    ids=["zero1", "zero3", "tensor"],
+    ids=lambda value: degrees_name(value) if isinstance(value, dict) else value,
 )
 def test_all_weights_are_trained_against_scores_of_the_first_ones(
     root: Path, loss: str, engine: str, sections: dict[str, Any]
 ) -> None:
     """Half of it on two ranks, the rest on one, which reads the scores."""
     tree = run_of(root, loss, full=True, engine={"deepspeed_config": engine}, **sections)
-    name = f"full-{loss}-{engine}-{len(sections)}"
+    base = "experts" if "expert" in sections.get("parallel", {}) else "base"
+    tree["model"] = {"path": str(root / base)}
+    name = f"full-{loss}-{engine}-{degrees_name(sections)}"
     train(root, name, tree | {"train": {"steps": 10}}, 2)
     scores = bigtrain.open_scores(root / name / "reference").sums("train")
     assert scores.shape == (96,)
     assert (scores < 0).all()
     more = {"checkpoint": {"allow_changes": ["train.steps"]}, "parallel": {}}
     rows = train(root, name, tree | more, 1)
-    losses, rewards, weights = plain_run(root, loss, full=True)
+    losses, _, rewards, weights = plain_run(root, loss, full=True, base_name=base)
     assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
     compare_rewards(rows, rewards)
     trained = bigtrain.load_state_dict(root / name)
@@ -224,6 +223,18 @@ def test_all_weights_are_trained_against_scores_of_the_first_ones(
         if key in trained:
             torch.testing.assert_close(trained[key], tensor, atol=1e-5, rtol=1e-5)
     assert len(trained) >= 20
+
+
+@pytest.mark.slow
+def test_adapters_go_on_in_stages(root: Path) -> None:
+    """Which compute no reference, so that its scores are made when the run resumes."""
+    tree = run_of(root, "sigmoid", engine={"deepspeed_config": "zero1"})
+    train(root, "to-stages", tree | {"train": {"steps": 10}}, 2)
+    more = {"checkpoint": {"allow_changes": ["train.steps"]}, "parallel": {"pipeline": 2}}
+    rows = train(root, "to-stages", tree | more, 2)
+    losses, _, rewards, _ = plain_run(root, "sigmoid")
+    assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
+    compare_rewards(rows, rewards)
 
 
 def test_lost_scores_are_refused(root: Path) -> None:

@@ -263,6 +263,7 @@ def parity_of_a_copy(
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_dropout_frozen_offload_and_16_bit_are_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], forked: None
 ) -> None:
@@ -459,12 +460,18 @@ def test_what_is_wrong_between_ranks_is_told(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "without", "names"),
     [
-        (
+        pytest.param(
             {"model": MIXTRAL, "moe": {**GLOBAL, "z_loss_coefficient": 0.001}},
             {"moe": MoeSection()},
             ("zero1, data 2", "zero2, data 1, sequence 2"),
+            marks=pytest.mark.slow,
         ),
-        ({"model": MIXTRAL}, {}, ("zero3, data 1, sequence 2, expert 2",)),
+        pytest.param(
+            {"model": MIXTRAL},
+            {},
+            ("zero3, data 1, sequence 2, expert 2",),
+            marks=pytest.mark.slow,
+        ),
         (
             {"model": DEEPSEEK, "moe": {"bias_update_rate": 0.001}},
             {"moe": MoeSection()},

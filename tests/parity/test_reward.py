@@ -11,16 +11,14 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from tests.parity import score_heads
+from tests.parity.objective_runs import VOCAB_SIZE, save_llama, train
 from tests.parity.score_heads import (
     LENGTH,
-    VOCAB_SIZE,
     Plain,
     compare,
     places_of,
     plain_model,
     scores_of,
-    train,
-    write_base,
 )
 from tests.support.pairs import write_pairs
 
@@ -35,7 +33,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pairs, and a small causal language model with weights."""
     directory = tmp_path_factory.mktemp("reward")
     write_pairs(directory / "pairs", vocab_size=VOCAB_SIZE, longest=LENGTH + 1)
-    write_base(directory)
+    save_llama(directory / "base")
     return directory
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import bigtrain
 from bigtrain.errors import LaunchError
+from tests.parity.objective_runs import VOCAB_SIZE, save_experts, save_llama
 from tests.parity.test_objectives import (
-    VOCAB_SIZE,
     compare_rewards,
     log_probabilities,
     plain_run,
@@ -40,9 +40,8 @@ def place(root: Path) -> Path:
     """The directory of pairs and model, with a run YAML."""
     (root / "run.yaml").write_text(yaml.safe_dump(run_of(root, "sigmoid", full=True)))
     # With weights of the size of real ones, since float32 logits of 10 are known to 1e-6 only.
-    config = LlamaConfig.from_pretrained(root / "base", initializer_range=0.05)
-    torch.manual_seed(1)
-    LlamaForCausalLM(config).save_pretrained(root / "mild")
+    save_llama(root / "mild", seed=1, spread=0.05)
+    save_experts(root / "mild", root / "mild experts")
     return root
 
 
@@ -59,10 +58,10 @@ def files(output: Path) -> dict[str, bytes]:
     }
 
 
-def plain_scores(place: Path, longest: int) -> list[tuple[np.ndarray, Any]]:
+def plain_scores(place: Path, longest: int, base: str) -> list[tuple[np.ndarray, Any]]:
     """Of each training document: log-probabilities of its tokens (0 without a target), and of all
     tokens of the vocabulary, in pieces of `longest` tokens."""
-    model = AutoModelForCausalLM.from_pretrained(place / "mild", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(place / base, dtype=torch.float32).eval()
     found = []
     for document in bigtrain.open_dataset(place / "pairs"):
         tokens, labels = (torch.from_numpy(document[key]) for key in ("input_ids", "labels"))
@@ -89,6 +88,10 @@ def plain_scores(place: Path, longest: int) -> list[tuple[np.ndarray, Any]]:
         pytest.param("zero2", 2, ["engine.deepspeed_config=zero2"], marks=SLOW),
         ("zero3", 2, ["--deepspeed-config", "zero3", "model.loss=chunked"]),
         pytest.param("tensor", 2, ["parallel.tensor=2"], marks=SLOW),
+        pytest.param("sequence", 2, ["parallel.sequence=2"], marks=SLOW),
+        pytest.param("ring", 2, ["parallel.sequence={ring: 2}"], marks=SLOW),
+        ("pipeline", 2, ["parallel.pipeline=2"]),
+        pytest.param("experts", 2, ["parallel.expert=2"], marks=SLOW),
         pytest.param("pieces", 2, ["batch.sequence_length=9"], marks=SLOW),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -98,14 +101,15 @@ def test_scores_are_transformers_log_probabilities(
 ) -> None:
     if name == "pieces":  # documents of any length, which pairs may not have
         more = [*more, "data.long_documents=truncate"]
-    more = [*more, "model.path=mild"]
+    base = "mild experts" if name == "experts" else "mild"
+    more = [*more, f"model.path={base}"]
     kind = ("--kind", "top-k", "--top-k", str(TOP_K), "--part-tokens", "3000")
     score(place, world_size, "--output", f"top-{name}", *kind, *more)
     tokens = ("--kind", "tokens", "--part-tokens", "500", *more)
     score(place, world_size, "--output", f"tokens-{name}", *tokens)
     scores, by_token = (bigtrain.open_scores(place / f"{k}-{name}") for k in ("top", "tokens"))
     longest = 9 if name == "pieces" else 32
-    expected = plain_scores(place, longest)
+    expected = plain_scores(place, longest, base)
     if name == "pieces":
         expected = [(v * (np.arange(len(v)) <= 9), e) for v, e in expected]
     sums = scores.sums("train")
@@ -150,6 +154,7 @@ def test_a_killed_pass_writes_the_same_bytes(place: Path) -> None:
         score(place, 1, "--output", "killed", *more, "batch.sequence_length=40")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [False, pytest.param(True, marks=SLOW)])
 def test_scores_made_beforehand_are_the_reference(place: Path, adapted: bool) -> None:
     if not (place / "reference").exists():
@@ -161,7 +166,7 @@ def test_scores_made_beforehand_are_the_reference(place: Path, adapted: bool) ->
     shutil.rmtree(place / "reference")  # the run has its own
     more = {"checkpoint": {"allow_changes": ["train.steps"]}, "objective": {**tree["objective"]}}
     rows = train(place, name, tree | more, 1)
-    losses, rewards, _ = plain_run(place, "sigmoid", full=not adapted)
+    losses, _, rewards, _ = plain_run(place, "sigmoid", full=not adapted)
     assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
     compare_rewards(rows, rewards)
 

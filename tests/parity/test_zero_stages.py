@@ -52,13 +52,11 @@ FEW = [
     Case(1, "zero2", 8, "none"),
     Case(1, "zero1", 1, "none", trained_weights=True),
     Case(2, "zero3", 1, "none", trained_weights=True),
-    *(
-        Case(2, config, 2, "full", architecture)
-        for config in ("zero1", "zero3")
-        for architecture in ("gpt2", "qwen3_moe")
-    ),
+    Case(2, "zero1", 2, "full", "gpt2"),
+    Case(2, "zero3", 2, "full", "qwen3_moe"),
 ]
 OTHERS = [case for case in OFFLOADED if case not in FEW]
+OTHERS += [Case(2, "zero1", 2, "full", "qwen3_moe"), Case(2, "zero3", 2, "full", "gpt2")]
 
 
 LOSS = {"float32": 1e-5, "bfloat16": 2e-3}

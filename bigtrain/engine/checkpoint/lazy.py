@@ -20,6 +20,7 @@ from bigtrain.engine.checkpoint.tensor_files import (
     find_parts,
     refuse_other_shape,
 )
+from bigtrain.engine.optimizers.update_rule import AVERAGE
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.models.weights.lazy_tensors import LazyTensor, Offsets, allocate, blocks, narrowed
 from bigtrain.system.boxes import Box
@@ -88,10 +89,17 @@ def _opened(parts_by_key: Mapping[str, Sequence[Part]]) -> dict[str, LazyTensor]
     }
 
 
-def open_weights(directory: Path, listing: Listing | None = None) -> dict[str, LazyTensor]:
-    """Open masters and buffers by Hugging Face name, like `open_tensors`."""
-    tensors = open_tensors(directory, listing, (MASTER, BUFFER))
-    return {key.partition("/")[2]: tensor for key, tensor in tensors.items()}
+def open_weights(
+    directory: Path, listing: Listing | None = None, *, average: bool = False
+) -> dict[str, LazyTensor]:
+    """Open masters and buffers by Hugging Face name, like `open_tensors`; with `average`, instead
+    of each master that has an average that one."""
+    kinds = (BUFFER, MASTER, AVERAGE)[: 3 if average else 2]
+    by_kind: dict[str, dict[str, LazyTensor]] = {kind: {} for kind in kinds}
+    for key, tensor in open_tensors(directory, listing, kinds).items():
+        kind, _, name = key.partition("/")
+        by_kind[kind][name] = tensor
+    return {name: tensor for tensors in by_kind.values() for name, tensor in tensors.items()}
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

@@ -37,7 +37,12 @@ from bigtrain.engine.deepspeed_patches.optimizers import (
     restore_scaler,
     scaler_state,
 )
-from bigtrain.engine.optimizers.update_rule import state_bytes_by_name
+from bigtrain.engine.optimizers.update_rule import (
+    AVERAGE,
+    RuleOptimizer,
+    average_decay,
+    state_bytes_by_name,
+)
 from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CheckpointError
@@ -67,6 +72,7 @@ def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> Engi
     scalars = {
         "optimizer_steps": optimizer_step_count(engine.engine),
         "loss_scaler": scaler_state(engine.engine.optimizer),
+        AVERAGE: average_decay(inner_optimizer(engine.engine)),
     }
     return EngineSnapshot(tensors, scalars)
 
@@ -146,11 +152,19 @@ def restore_engine(
     listing: Listing | None = None,
 ) -> None:
     """Fill the engine from `directory`, written at any topology, and from `save_engine`'s dict.
-    Collective. Raises CheckpointError for tensors missing or of other shapes,
-    CorruptCheckpointError for unreadable files; another checkpoint may be restored then."""
+    Averages of weights that are not there begin with the weights. Collective. Raises
+    CheckpointError for tensors missing or of other shapes, CorruptCheckpointError for unreadable
+    files; another checkpoint may be restored then."""
     ensure_optimizer_states(engine.engine)
-    with _exact_frozen(engine, _all_fragments(engine), directory, listing) as fragments:
+    stored = _all_fragments(engine)
+    has_averages = scalars.get(AVERAGE) is not None
+    for fragment in () if has_averages else stored:
+        fragment.tensors.pop(AVERAGE, None)
+    with _exact_frozen(engine, stored, directory, listing) as fragments:
         read_tensors(directory, fragments, _buffers(engine), listing)
+    optimizer = inner_optimizer(engine.engine)
+    if not has_averages and isinstance(optimizer, RuleOptimizer):
+        optimizer.restart_averages()
     set_optimizer_step_count(engine.engine, int(scalars["optimizer_steps"]))
     restore_scaler(engine.engine.optimizer, scalars.get("loss_scaler", {}))
     engine.refresh_parameters()

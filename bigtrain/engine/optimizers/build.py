@@ -37,7 +37,8 @@ def optimizer_maker(
     inputs = RuleInputs(section, dtype, model, mesh, device)
     names = [section.type] if section.facts.beside is None else [section.type, section.facts.beside]
     rules = {name: rule_class(name).of(inputs) for name in names}
-    return lambda groups: RuleOptimizer(groups, rules, section.lr, dtype)
+    decay = None if section.ema is None else section.ema.decay
+    return lambda groups: RuleOptimizer(groups, rules, section.lr, dtype, decay)
 
 
 def rule_class(name: str) -> type[UpdateRule]:

@@ -25,6 +25,10 @@ from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.settings.run_config import OptimizerSection
 from bigtrain.settings.sections.optimizer import facts_of_optimizer
 
+AVERAGE = "ema"
+"""Name of the state that holds the moving average of a master (``optimizer.ema``)."""
+
+_AVERAGE_BYTES = 4
 _CHUNK = 1 << 24
 """Elements converted to float32 at a time."""
 
@@ -96,6 +100,15 @@ class Master:
         count: torch.Tensor = self.state["step"]
         return count
 
+    def update_average(self, decay: float) -> None:
+        """Move the average towards the values after an update. It is a copy of them after the
+        first. The weight stays on the device, so that the host need not wait for it."""
+        if AVERAGE not in self.state:
+            self.state[AVERAGE] = self.values.clone()
+            return
+        weight = torch.where(self.step_count() > 1, 1 - decay, 1.0)
+        self.state[AVERAGE].lerp_(self.values, weight.to(self.values.dtype))
+
 
 def names_in_update(
     parts: Sequence[MasterPart], masters: Sequence[Master], group: Mapping[str, Any]
@@ -157,10 +170,13 @@ class RuleOptimizer(torch.optim.Optimizer):
         rules: Mapping[str, UpdateRule],
         lr: float,
         state_dtype: StateDtype,
+        average_decay: float | None = None,
     ) -> None:
-        """groups: of torch, each with a `rule` among `rules`, which are by ``optimizer.type``."""
+        """groups: of torch, each with a `rule` among `rules`, which are by ``optimizer.type``.
+        average_decay: of the average of each master; None for no averages."""
         self.rules = dict(rules)
         self.state_dtype = state_dtype
+        self.average_decay = average_decay
         super().__init__(groups, {"lr": lr})
 
     def attach(self, parts: Sequence[MasterPart]) -> None:
@@ -195,6 +211,21 @@ class RuleOptimizer(torch.optim.Optimizer):
                 if values.grad is not None
             ]
             self.rules[group["rule"]].update(masters, group)
+            if self.average_decay is not None:
+                for master in masters:
+                    master.update_average(self.average_decay)
+
+    @torch.no_grad()
+    def restart_averages(self) -> None:
+        """Set every average, if there are any, to its master."""
+        for values, state in self.state.items():
+            if AVERAGE in state:
+                state[AVERAGE].copy_(values)
+
+
+def average_decay(optimizer: torch.optim.Optimizer) -> float | None:
+    """Return the decay of the averages that `optimizer` keeps of its masters; None without."""
+    return optimizer.average_decay if isinstance(optimizer, RuleOptimizer) else None
 
 
 def state_bytes_by_name(optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -203,8 +234,9 @@ def state_bytes_by_name(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     if not isinstance(optimizer, RuleOptimizer):
         return {}
     size = optimizer.state_dtype.torch_dtype.itemsize
+    average = 0 if optimizer.average_decay is None else _AVERAGE_BYTES
     return {
-        name: len(facts_of_optimizer(group["rule"]).states) * size
+        name: len(facts_of_optimizer(group["rule"]).states) * size + average
         for group in optimizer.param_groups
         for name in group["names"]
     }

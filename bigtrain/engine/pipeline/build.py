@@ -23,7 +23,7 @@ from bigtrain.engine.deepspeed_patches.experts import (
 from bigtrain.engine.deepspeed_patches.marks import mark_replicated
 from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
 from bigtrain.engine.layer_options import apply_layer_options
-from bigtrain.engine.objectives import loss_terms
+from bigtrain.engine.objectives import NextToken, loss_terms, make_objective
 from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker, parameter_groups
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.partitioning import copy_of, cutting, is_cut, run_dtype
@@ -55,7 +55,10 @@ def build_pipeline_engine(
     terms = loss_terms(config)
     computes_loss = stage.is_last and model_plan.loss.install(stage.model, terms) is not None
     compiled = apply_layer_options(stage.model, config, engine_config, device, model_plan.tiles)
-    module = StageModule(stage, device, model_plan.isolation, computes_loss=computes_loss)
+    objective = make_objective(config)
+    per_token = not isinstance(objective, NextToken)
+    isolation = model_plan.isolation
+    module = StageModule(stage, device, isolation, computes_loss=computes_loss, per_token=per_token)
     exact = ExactParameters(stage.model, model_plan.parameters.kept, device)
     pipeline = _stages_module(module, mesh)
     expert_size = mesh.topology.expert_size
@@ -90,6 +93,7 @@ def build_pipeline_engine(
         is_compiled=compiled,
         moe=config.moe,
         exact=exact,
+        objective=objective,
         terms=terms,
     )
 

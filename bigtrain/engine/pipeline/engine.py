@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from bigtrain.data.loading.micro_batch import MicroBatch
-from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.engine.deepspeed_patches.host_time import time_reductions
 from bigtrain.engine.deepspeed_patches.pipeline import (
     accumulated_gradient,
@@ -20,6 +19,7 @@ from bigtrain.engine.deepspeed_patches.pipeline import (
     replace_loss,
     run_optimizer_step,
 )
+from bigtrain.engine.objectives import Objective
 from bigtrain.engine.optimizers.build import set_learning_rate
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.optimizers.skip_step import SkipPolicy
@@ -32,7 +32,14 @@ from bigtrain.engine.train_engine import (
     StepResult,
     TrainEngine,
 )
-from bigtrain.models.layers.token_loss import NO_TERMS, LossTerms, summed_token_loss
+from bigtrain.errors import ModelError
+from bigtrain.models.layers.token_loss import (
+    NO_TERMS,
+    LossTerms,
+    summed_token_loss,
+    token_log_probabilities,
+    token_scores,
+)
 from bigtrain.models.parallel.stages import Payload
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import MoeSection
@@ -55,6 +62,7 @@ class PipelineTrainEngine(TrainEngine):
         is_compiled: bool = False,
         moe: MoeSection | None = None,
         exact: ExactParameters | None = None,
+        objective: Objective | None = None,
         terms: LossTerms = NO_TERMS,
     ) -> None:
         self._stage = stage
@@ -67,6 +75,7 @@ class PipelineTrainEngine(TrainEngine):
             is_compiled=is_compiled,
             moe=moe,
             exact=exact,
+            objective=objective,
             terms=terms,
         )
         time_reductions(engine, self.host_time)
@@ -121,7 +130,7 @@ class PipelineTrainEngine(TrainEngine):
         """Evaluate like `TrainEngine.evaluate`; all stages of a pipeline pass the same batches."""
         held = list(batches)
         totals = torch.zeros(2, device=self.device, dtype=torch.float64)
-        totals[1] = sum(int((b.labels != IGNORED_LABEL).sum()) for b in held)
+        totals[1] = sum(map(self._count, held))
         self._scale, self._loss_sum = 1.0, totals[0]
         self._stage.feed(held)
         # Its shapes are sent once; these may differ from those of training.
@@ -147,6 +156,20 @@ class PipelineTrainEngine(TrainEngine):
         """Read logits like `TrainEngine.read_logits`; stages compute one after the other."""
         self.engine.eval()
         result: torch.Tensor = self._in_turn(input_ids, read)[0][0]
+        self.engine.train()
+        return result
+
+    @torch.no_grad()
+    def token_scores(self, batch: MicroBatch, top_k: int = 0) -> torch.Tensor:
+        """Return scores like `TrainEngine.token_scores`; stages compute one after the other."""
+        labels = batch.labels.to(self.device)
+
+        def read(logits: torch.Tensor) -> torch.Tensor:
+            scores = token_scores(logits.flatten(0, 1).float(), labels.flatten(), top_k)
+            return scores.view(*labels.shape, -1)
+
+        self.engine.eval()
+        result: torch.Tensor = self._in_turn(batch.input_ids, read)[0][0]
         self.engine.train()
         return result
 
@@ -190,13 +213,23 @@ class PipelineTrainEngine(TrainEngine):
         self, outputs: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor
     ) -> torch.Tensor:
         answer, *added = (outputs,) if torch.is_tensor(outputs) else outputs
-        computed = self._stage.computes_loss
-        cross_entropy = answer
-        if not computed:
+        batch = self._stage.current
+        assert batch is not None
+        if not self.computes_entropy:
+            if not self._stage.computes_loss:
+                answer = token_log_probabilities(answer, labels)
+            moved = batch.moved(self._to_device)
+            summed = self._objective.summed_loss(_LastStage(answer), batch, moved)[0]
+        elif self._stage.computes_loss:
+            summed = answer
+        else:
+            teacher = self._stage.teacher(batch)
+            if teacher is not None:
+                teacher = teacher[0].flatten(0, 1), teacher[1].flatten(0, 1)
             logits = answer.flatten(0, 1).float()
-            cross_entropy = summed_token_loss(logits, labels.flatten(), self._terms)
-        self._loss_sum += cross_entropy.detach()
-        loss = cross_entropy * self._scale
+            summed = summed_token_loss(logits, labels.flatten(), self._terms, teacher)
+        self._loss_sum += summed.detach()
+        loss = summed * self._scale
         # DeepSpeed makes it the mean over micro-batches.
         return loss + added[0] if added else loss
 
@@ -225,6 +258,20 @@ class PipelineTrainEngine(TrainEngine):
             self._skip_policy, self._local_contribution(self._loss_sum), self._num_targets
         )
         run_optimizer_step(engine)
+
+
+class _LastStage:
+    """Passes (`bigtrain.engine.objectives.Passes`) of a micro-batch that has reached the last
+    stage. Of a reference there are only stored scores."""
+
+    def __init__(self, log_probabilities: torch.Tensor) -> None:
+        self._values = log_probabilities
+
+    def log_probabilities(self, *_: MicroBatch) -> tuple[torch.Tensor, Any]:
+        return self._values, None
+
+    def __getattr__(self, name: str) -> Any:
+        raise ModelError(f"an objective in pipeline stages has no {name}")
 
 
 def _moved(outputs: Any, device: torch.device) -> Any:

@@ -18,21 +18,31 @@ from torch import nn
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.models.layers.document_attention import Isolation
+from bigtrain.models.layers.token_loss import Teacher
 from bigtrain.models.parallel.stages import Payload, Stage
 
 
 class StageModule(nn.Module):
     """Stage as DeepSpeed calls it: token ids or the previous stage's tensors in, tensors out. The
     rest of a micro-batch comes from `feed`: every stage reads the same few kilobytes from the
-    dataset. computes_loss: whether the last stage's model returns the loss instead of logits."""
+    dataset. computes_loss: whether the last stage's model returns the loss instead of logits;
+    per_token: each token's, for an objective. `current`: the micro-batch of the last forward pass,
+    on the host."""
 
     def __init__(
-        self, stage: Stage, device: torch.device, isolation: Isolation, *, computes_loss: bool
+        self,
+        stage: Stage,
+        device: torch.device,
+        isolation: Isolation,
+        *,
+        computes_loss: bool,
+        per_token: bool = False,
     ) -> None:
         super().__init__()
         self.stage = stage
         self.isolation = isolation
-        self.computes_loss = computes_loss
+        self.computes_loss, self.per_token = computes_loss, per_token
+        self.current: MicroBatch | None = None
         self.incoming: P2PLayout | None = None
         self.outgoing: P2PLayout | None = None
         self._device = device
@@ -55,18 +65,14 @@ class StageModule(nn.Module):
     def forward(self, received: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
         """Return logits or the summed loss, and the router loss if there is one, on the last stage;
         on other stages the tensors to send."""
-        batch = next(self._batches)
+        batch = self.current = next(self._batches)
         if self.incoming is None:
             assert torch.is_tensor(received)
             payload, input_ids = None, received
         else:
             tensors = (received,) if torch.is_tensor(received) else received
             payload, input_ids = self.incoming.unpack(tensors), batch.input_ids
-        loss = {}
-        if self.computes_loss:
-            loss["targets"] = batch.labels
-            if self._factor is not None:
-                loss["factor"] = self._factor
+        loss = self._loss_arguments(batch) if self.computes_loss else {}
         outputs = self.run(payload, input_ids, batch.position_ids, **loss)
         sent = outputs if self.outgoing is None else self.outgoing.pack(outputs)
         if self.incoming is not None and self.incoming.num_differentiable > 1:
@@ -74,12 +80,28 @@ class StageModule(nn.Module):
             sent = (touch(sent[0], others), *sent[1:])
         return sent if len(sent) > 1 else sent[0]
 
+    def _loss_arguments(self, batch: MicroBatch) -> dict[str, Any]:
+        """Return the arguments of a `ChunkedLoss` for a micro-batch."""
+        loss: dict[str, Any] = {"targets": batch.labels}
+        if self.per_token:
+            loss["per_token"] = True
+        elif self._factor is not None:
+            loss["factor"] = self._factor
+        if batch.teacher is not None:
+            loss["teacher"] = self.teacher(batch)
+        return loss
+
+    def teacher(self, batch: MicroBatch) -> Teacher | None:
+        """Return the teacher's log-probabilities and token ids of a micro-batch, on the device."""
+        teacher = batch.teacher
+        return teacher and (teacher[0].to(self._device), teacher[1].to(self._device))
+
     def run(
         self,
         payload: Payload | None,
         input_ids: torch.Tensor,
         positions: torch.Tensor | None,
-        **loss: torch.Tensor,
+        **loss: Any,
     ) -> Any:
         """Return a Payload, or the last stage's logits (with arguments for a `ChunkedLoss`, its
         summed loss) and the router loss. `positions` are on the host."""

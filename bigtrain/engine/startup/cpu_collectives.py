@@ -3,14 +3,18 @@ in sequence, where gloo's rings need 8,190 and 4,095 for 4,096 ranks."""
 
 from __future__ import annotations
 
+import operator
 import pickle
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from bigtrain.settings.sections.running import COLLECTIVE_TIMEOUT_SECONDS
+
+Value = TypeVar("Value")
 
 
 def cpu_group(
@@ -31,17 +35,27 @@ def gather_on_main(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     `all_gather_object` leaves all values on every rank: of 4,096 ranks, one of which sends 1 MB, 4
     GB.
     """
+    return combine_on_main([value], operator.iadd, group) or []
+
+
+def combine_on_main(
+    value: Value,
+    combine: Callable[[Value, Value], Value],
+    group: dist.ProcessGroup | None = None,
+) -> Value | None:
+    """Return what `combine` makes of all ranks' values in rank order on rank 0, None on the others.
+    Collective over `group`, of all ranks. combine: gets those of ranks before and after, and may
+    change the former; what it leaves small, no rank receives as much as all values are."""
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    collected = [value]  # of this rank and those after it
     distance = 1
     while distance < num_ranks:
         if rank % (2 * distance):
-            _send(collected, rank - distance, group)
-            return []
+            _send(value, rank - distance, group)
+            return None
         if rank + distance < num_ranks:
-            collected += _receive(rank + distance, group)
+            value = combine(value, _receive(rank + distance, group))
         distance *= 2
-    return collected
+    return value
 
 
 def maximum_of_all(values: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -7,6 +7,7 @@ disappears with the main rank, or the watchdog detects a hang.
 
 from __future__ import annotations
 
+import operator
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from bigtrain.engine.startup.cpu_collectives import combine_on_main
 from bigtrain.errors import BigtrainError, LaunchError
 from bigtrain.models.torch_patches import default_store
 from bigtrain.system.world import World
@@ -102,14 +104,31 @@ def on_all_ranks(
     all. Collective over `group`. `joined` gets the errors in the order of the ranks, at least
     one."""
     result, error = _attempt(work)
-    everyone: list[BaseException | None] = [error]
+    errors = {} if error is None else {0: error}
     if dist.is_initialized():
-        everyone = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, _picklable_error(error), group=group)
-        everyone[dist.get_rank(group)] = error
-    if errors := [failure for failure in everyone if failure is not None]:
-        raise joined(errors)
+        rank = dist.get_rank(group)
+        errors = _errors_of_all(_picklable_error(error), rank, group)
+        if error is not None:
+            errors[rank] = error
+    if errors:
+        raise joined([errors[rank] for rank in sorted(errors)])
     return cast(Result, result)
+
+
+def _errors_of_all(
+    error: BaseException | None, rank: int, group: dist.ProcessGroup | None
+) -> dict[int, BaseException]:
+    """Return the errors of ranks that have one, on every rank: along a tree where point-to-point
+    messages are cheap, and the group is that of all ranks."""
+    num_ranks = dist.get_world_size(group)
+    if dist.get_backend(group) == "gloo" and num_ranks == dist.get_world_size():
+        own = {} if error is None else {rank: error}
+        box: list[Any] = [combine_on_main(own, operator.ior, group)]
+        dist.broadcast_object_list(box, src=0, group=group)
+        return cast("dict[int, BaseException]", box[0])
+    everyone: list[BaseException | None] = [None] * num_ranks
+    dist.all_gather_object(everyone, error, group=group)
+    return {number: one for number, one in enumerate(everyone) if one is not None}
 
 
 def _broadcast(outcome: _Outcome | None, group: dist.ProcessGroup | None) -> Any:

@@ -70,6 +70,18 @@ def divergence(logits: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) ->
     return found
 
 
+def token_log_probabilities(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the log-probability of each label, float32 [B, T]; 0 without one. logits [B, T, V],
+    labels int64 [B, T]."""
+    entropies = F.cross_entropy(
+        logits.flatten(0, 1).float(),
+        labels.flatten(),
+        ignore_index=IGNORED_LABEL,
+        reduction="none",
+    )
+    return -entropies.view(labels.shape)
+
+
 def token_scores(logits: torch.Tensor, labels: torch.Tensor, top_k: int = 0) -> torch.Tensor:
     """Return the log-probability of each label, then those of the `top_k` most probable tokens in
     falling order, then their ids: float32 [N, 1 + 2 top_k]; 0 without a label. logits

@@ -14,6 +14,18 @@ class SampleParts(Protocol):
     def part(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return this rank's tokens of `tokens` [B, T, ...]: [B, t, ...]."""
 
+    def whole(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values of all tokens, [B, T, ...], of those of this rank's, [B, t, ...].
+        Collective. Every rank is to compute the same loss of them, once: a gradient goes back to
+        the rank whose values they are, and is not added up."""
+
+    def padded(self, length: int) -> int:
+        """Return the smallest number of tokens from `length` on that the ranks can divide."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank is the one that counts what all of them computed of a sample."""
+
     def inputs(
         self,
         input_ids: torch.Tensor,

@@ -37,7 +37,7 @@ from bigtrain.models.layers.document_masks import document_numbers
 from bigtrain.models.layers.rotary import choose_by_document, document_lengths
 from bigtrain.models.parallel.ring_attention import ring_attention
 from bigtrain.models.parallel.ring_plan import RingPlan, tokens_of
-from bigtrain.models.parallel.sequence_exchange import SequenceExchange, all_to_all
+from bigtrain.models.parallel.sequence_exchange import SequenceExchange, all_to_all, all_tokens
 from bigtrain.models.transformers_patches import attention_name
 
 IMPLEMENTATION = "bigtrain_ulysses"
@@ -85,10 +85,30 @@ class SequenceParallel:
         parts = [tokens[:, start:stop] for start, stop in self.places(tokens.shape[1])]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
+    def whole(self, values: torch.Tensor) -> torch.Tensor:
+        """See `SampleParts`."""
+        length = values.shape[1] * self.size
+        order = [tokens_of(length, *self._sizes, rank) for rank in range(self.size)]
+        return all_tokens(self.exchange.everyone, values, order)
+
+    def padded(self, length: int) -> int:
+        """See `SampleParts`."""
+        ulysses_size, ring_size = self._sizes
+        unit = ulysses_size * ring_size * (2 if ring_size > 1 else 1)
+        return -(-length // unit) * unit
+
+    @property
+    def counts(self) -> bool:
+        """See `SampleParts`."""
+        return self.exchange.everyone.rank == 0
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return self.exchange.ulysses.size, self.exchange.ring.size
+
     def places(self, length: int) -> list[tuple[int, int]]:
         """Return where this rank's tokens are in a sample of `length`, in their order."""
-        ulysses, ring = self.exchange.ulysses, self.exchange.ring
-        return tokens_of(length, ulysses.size, ring.size, self.exchange.everyone.rank)
+        return tokens_of(length, *self._sizes, self.exchange.everyone.rank)
 
     def inputs(
         self,

@@ -3,6 +3,7 @@ rank to rank around a ring."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bigtrain.models.parallel.ring_attention import Message, RingExchange, Wait
+from bigtrain.models.parallel.ring_plan import Range
 
 
 class Exchange(Protocol):
@@ -97,3 +99,37 @@ def all_to_all(exchange: Exchange, blocks: torch.Tensor) -> torch.Tensor:
     """Return block i from rank i, differentiable. Collective, and so is its backward pass."""
     received: torch.Tensor = _AllToAll.apply(exchange, blocks)  # type: ignore[no-untyped-call]
     return received
+
+
+class _AllTokens(torch.autograd.Function):
+    """The values of all ranks; each takes back the gradient of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: Exchange, values: torch.Tensor, order: Sequence[Sequence[Range]]
+    ) -> torch.Tensor:
+        ctx.own = order[exchange.rank]
+        copies = values.detach().expand(exchange.size, *values.shape)
+        parts = exchange.all_to_all(copies.contiguous())
+        whole = values.new_empty(
+            values.shape[0], values.shape[1] * exchange.size, *values.shape[2:]
+        )
+        for part, places in zip(parts, order, strict=True):
+            passed = 0
+            for start, stop in places:
+                whole[:, start:stop] = part[:, passed : passed + stop - start]
+                passed += stop - start
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor, None]:
+        return None, torch.cat([gradients[0][:, start:stop] for start, stop in ctx.own], 1), None
+
+
+def all_tokens(
+    exchange: Exchange, values: torch.Tensor, order: Sequence[Sequence[Range]]
+) -> torch.Tensor:
+    """Return [B, T, ...] of `values` [B, t, ...] of each rank; `order`: each rank's ranges of T.
+    Collective; its backward pass is not."""
+    whole: torch.Tensor = _AllTokens.apply(exchange, values, order)  # type: ignore[no-untyped-call]
+    return whole

@@ -147,7 +147,7 @@ class Stage(nn.Module):
         payload: Payload | None,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor | None,
-        **loss: torch.Tensor,
+        **loss: Any,
     ) -> Any:
         """Return the next stage's input (a Payload), or the last stage's ModelOutput. `payload` is
         None on the first stage. Without `needs_tokens` only the shape of `input_ids` [B, T] is

@@ -121,6 +121,27 @@ def changed_rate(document: dict[str, Any], config: RunConfig) -> str | None:
     )
 
 
+def changed_averages(document: dict[str, Any], config: RunConfig) -> str | None:
+    """Return a line about averages of the weights (``optimizer.ema``) that the checkpoint with the
+    ``state.json`` `document` has and the run does not continue, or the reverse; None if it
+    continues them with the same decay."""
+    before = document["engine"].get("ema")
+    now = None if config.optimizer.ema is None else config.optimizer.ema.decay
+    if before == now:
+        return None
+    if before is None:
+        return (
+            "optimizer.ema: the checkpoint has no averages of the weights; they begin with the "
+            f"weights of step {document['step']}"
+        )
+    if now is None:
+        return (
+            "optimizer.ema is off: the checkpoint's averages of the weights are not continued, and "
+            "later checkpoints have none"
+        )
+    return f"optimizer.ema.decay: {before:g} in the checkpoint, {now:g} from now on"
+
+
 def _refuse_other_packing(changes: Sequence[tuple[str, str]], directory: Path) -> None:
     packing = [f"  {key}: {text}" for key, text in changes if key in _TABLE["packing"]]
     if packing:

@@ -12,11 +12,11 @@ import yaml
 
 from bigtrain import __version__
 from bigtrain.engine.checkpoint.lazy import open_weights
-from bigtrain.errors import ModelError
+from bigtrain.errors import CheckpointError, ModelError
 from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
 from bigtrain.models.export.adapters import export_adapter, merged_weights, probe_beside
 from bigtrain.models.export.base_record import BaseRecord
-from bigtrain.models.export.verified import Probe, export_model
+from bigtrain.models.export.verified import Probe, export_model, probe_of
 from bigtrain.models.weights.export_hf import MAX_SHARD_SIZE
 from bigtrain.models.weights.import_hf import Weights, find_weights
 from bigtrain.run.checkpointing import checkpoints
@@ -35,6 +35,7 @@ def export_run(
     replace: bool = False,
     max_shard_size: str = MAX_SHARD_SIZE,
     merge: bool = False,
+    average: bool = False,
     warn: Callable[[str], None] = lambda text: None,
 ) -> int:
     """Export the checkpoint of `step` (default: the newest valid one); return its step.
@@ -44,9 +45,10 @@ def export_run(
     the logits are compared with those that the training engine stored. Adapters are exported in
     peft's format (default dtype: float32), or with `merge` merged into the base: one trained in 4
     bits is merged in its files' precision, and the result compared with plain peft's, which needs
-    all of it in memory. `warn` is called with the distance of the two bases, and for each newer
-    checkpoint that is skipped as corrupt. Raises CheckpointError or ModelError; `output` is then
-    unchanged.
+    all of it in memory. `average`: instead of the weights their averages (``optimizer.ema``), whose
+    logits are computed here, with all of them in memory. `warn` is called with the distance of the
+    two bases, and for each newer checkpoint that is skipped as corrupt. Raises CheckpointError or
+    ModelError; `output` is then unchanged.
     """
     directory = checkpoints.find(run_directory, step, warn=warn)
     state = checkpoints.read_state(directory)
@@ -55,8 +57,13 @@ def export_run(
     # Not from config.model: a directory or Hub name may be deleted or changed by now.
     section = ModelSection(config=str(model_config), type=config.model.type)
     hf_config = load_hf_config(section)
+    if average and state["engine"].get("ema") is None:
+        raise CheckpointError(
+            f"{directory}: --average: it has no averages of the weights -> omit --average, or "
+            "train with optimizer.ema.decay=0.999, which begins averages when it resumes"
+        )
     weights: Mapping[str, torch.Tensor] = open_weights(
-        directory / checkpoints.TENSORS, checkpoints.list_tensors(directory)
+        directory / checkpoints.TENSORS, checkpoints.list_tensors(directory), average=average
     )
     tokenizer = run_directory / "tokenizer"
     probe = Probe.load(directory / checkpoints.PROBE, config.precision.dtype)
@@ -85,6 +92,11 @@ def export_run(
             )
             return int(state["step"])
         weights, probe = _merged(weights, config, base, hf_config, probe, warn)
+    if average:
+        probe = probe_of(weights, hf_config, probe)
+        card += (
+            f"\nThe weights are a moving average (decay {state['engine']['ema']:g} per update).\n"
+        )
     write_export(
         run_directory,
         output,

@@ -38,8 +38,10 @@ class Partners:
         """Return the partners of the ranks on `hosts` (by rank): the host after theirs in the order
         of the first ranks, the last one's the first. None for one host, and for hosts with
         different numbers of ranks."""
-        names = list(dict.fromkeys(hosts))
-        ranks = {name: [r for r, host in enumerate(hosts) if host == name] for name in names}
+        ranks: dict[str, list[int]] = {}
+        for rank, name in enumerate(hosts):
+            ranks.setdefault(name, []).append(rank)
+        names = list(ranks)
         if len(names) == 1 or len({len(of_host) for of_host in ranks.values()}) > 1:
             return None
         partner_of = [0] * len(hosts)

@@ -45,14 +45,14 @@ _LOCK_SECONDS = 10.0  # processes of an earlier launch may be ending
 @dataclass(frozen=True)
 class StoredInMemory:
     """Checkpoint in memory of one host. run, attempt: as of `Identity`. digest: of its manifest,
-    the same on all hosts that have it. all_files: names of its tensor files, which `files` are on
-    this host with the listed size."""
+    the same on all hosts that have it. writers: number of ranks that wrote it, a tensor file each.
+    files: names of those that are on this host with the listed size."""
 
     step: int
     run: str
     attempt: str
     digest: str
-    all_files: frozenset[str]
+    writers: int
     files: frozenset[str]
 
 
@@ -131,17 +131,17 @@ def stored_at(directory: Path) -> StoredInMemory:
     """Return the checkpoint at `directory`. Raises CorruptCheckpointError, OSError."""
     manifest = checkpoints.read_manifest(directory)
     checkpoints.verify_small_files(directory, manifest)
-    files = set()
-    for name in manifest.headers:
-        path = directory / checkpoints.TENSORS / name
-        expected, _ = manifest.files[f"{checkpoints.TENSORS}/{name}"]
-        if path.is_file() and not path.is_symlink() and path.stat().st_size == expected:
-            files.add(name)
+    files, tensors = set(), directory / checkpoints.TENSORS
+    with suppress(FileNotFoundError), os.scandir(tensors) as entries:  # those of few ranks
+        for entry in entries:
+            expected, _ = manifest.files.get(f"{checkpoints.TENSORS}/{entry.name}", (None, ""))
+            if entry.is_file(follow_symlinks=False) and entry.stat().st_size == expected:
+                files.add(entry.name)
     text = (directory / checkpoints.MANIFEST).read_bytes()
     digest = hashlib.sha256(text).hexdigest()
-    identity, names = manifest.identity, frozenset(manifest.headers)
+    identity, writers = manifest.identity, len(manifest.headers)
     return StoredInMemory(
-        identity.step, identity.run, identity.attempt, digest, names, frozenset(files)
+        identity.step, identity.run, identity.attempt, digest, writers, frozenset(files)
     )
 
 
@@ -150,6 +150,12 @@ def write_documents(partial: Path, documents: Mapping[str, bytes]) -> Path:
     path. The tensor files must be there. Raises OSError."""
     for name in sorted(documents, key=lambda name: name == checkpoints.MANIFEST):
         write_whole(partial / name, documents[name])
+    return commit_directory(partial)
+
+
+def commit_directory(partial: Path) -> Path:
+    """Commit a checkpoint that is complete by renaming its directory; return its path. Raises
+    OSError."""
     final = partial.with_name(partial.name.split(".", 1)[0])
     if os.path.lexists(final):
         shutil.rmtree(final)

@@ -3,18 +3,21 @@ from other hosts before a resume."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch.distributed as dist
-
-from bigtrain.engine.checkpoint.layout import parse_layout
+from bigtrain.engine.checkpoint.layout import Layout, parse_layout
 from bigtrain.engine.checkpoint.snapshot import writers_of_own_parts
 from bigtrain.engine.checkpoint.tensor_file import file_name
-from bigtrain.engine.startup.cpu_collectives import cpu_group, gather_on_main
+from bigtrain.engine.startup.cpu_collectives import (
+    combine_on_main,
+    cpu_group,
+)
 from bigtrain.engine.startup.long_work import on_all_ranks, on_main_rank
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
@@ -22,11 +25,10 @@ from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.host_files import keeper_of, receive_file, send_file
 from bigtrain.run.checkpointing.memory_directory import (
     MemoryDirectory,
-    StoredInMemory,
+    commit_directory,
     remove_stale,
     steps_of_attempts,
     stored_at,
-    write_documents,
 )
 from bigtrain.run.context import RunContext
 from bigtrain.run.run_log import RunLog
@@ -40,18 +42,111 @@ _DOCUMENTS = (checkpoints.MANIFEST, checkpoints.STATE, checkpoints.LAYOUT)
 @dataclass(frozen=True)
 class MemoryCheckpoint:
     """Checkpoint that all remaining hosts together have completely. digest: of its manifest.
-    holders: by tensor file, the ranks that keep a directory with it."""
+    source: the first rank that keeps a directory with it."""
 
     step: int
     digest: str
-    holders: Mapping[str, tuple[int, ...]]
+    source: int
+
+
+@dataclass
+class _Holdings:
+    """Files of one checkpoint on some hosts. run, attempt, writers: as of `StoredInMemory`. first:
+    rank that keeps such a host's directory. ranges: of the writers whose files are there, in order;
+    neighbors are joined, so that those of all hosts are few."""
+
+    run: str
+    attempt: str
+    writers: int
+    first: int
+    num_hosts: int
+    ranges: list[tuple[int, int]]
+
+    def add(self, others: _Holdings) -> None:
+        """Add those of other hosts."""
+        self.num_hosts += others.num_hosts
+        self.first = min(self.first, others.first)
+        self.ranges = _joined(self.ranges + others.ranges)
+
+    def missing(self) -> list[str]:
+        """Return the names of files that no host has."""
+        held = {rank for begin, end in self.ranges for rank in range(begin, end)}
+        return [file_name(rank) for rank in range(self.writers) if rank not in held]
+
+
+_AllHoldings = dict[tuple[int, str], _Holdings]
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _add_holdings(of_hosts: _AllHoldings, of_others: _AllHoldings) -> _AllHoldings:
+    for key, holdings in of_others.items():
+        if key in of_hosts:
+            of_hosts[key].add(holdings)
+        else:
+            of_hosts[key] = holdings
+    return of_hosts
+
+
+@dataclass
+class _Needs:
+    """Files that some ranks of a host need. num_left: further ranks of the host. held: files on the
+    host, which need not be fetched."""
+
+    num_ranks: int
+    num_left: int
+    wanted: set[str]
+    held: set[str]
+
+
+_NeedsOfHosts = dict[int, _Needs]
+"""By the rank that keeps a host's directory."""
+
+
+def _add_needs(of_hosts: _NeedsOfHosts, of_others: _NeedsOfHosts) -> _NeedsOfHosts:
+    """Combine the needs of all; those of a host all of whose ranks are counted become what it
+    lacks, mostly nothing."""
+    for keeper, others in of_others.items():
+        own = of_hosts.setdefault(keeper, others)
+        if own is not others:
+            own.num_left -= others.num_ranks
+            own.num_ranks += others.num_ranks
+            own.wanted |= others.wanted
+            own.held |= others.held
+        if not own.num_left:
+            own.wanted -= own.held
+            own.held.clear()
+            if not own.wanted:
+                del of_hosts[keeper]
+    return of_hosts
+
+
+_Holders = dict[str, dict[int, int]]
+"""By path, bytes of the file by the rank that keeps the directory of a host that has it."""
+
+
+def _add_holders(lacking: Mapping[str, int], of_hosts: _Holders, of_others: _Holders) -> _Holders:
+    """Combine who has files; of each as many as hosts that lack it, so that each can have its
+    own."""
+    for path, others in of_others.items():
+        own = of_hosts.get(path, {}) | others
+        of_hosts[path] = {keeper: own[keeper] for keeper in sorted(own)[: lacking[path]]}
+    return of_hosts
 
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A tensor file that one host's keeper sends to another's."""
+    """A file that one host's keeper sends to another's. path: below the checkpoint's."""
 
-    name: str
+    path: str
     num_bytes: int
     source: int
     target: int
@@ -100,84 +195,59 @@ class MemoryFiles:
     def complete(self, log: RunLog) -> list[MemoryCheckpoint]:
         """Return the checkpoints of which the hosts have all files, newest first, on the main rank;
         an empty list on the others. Collective. Logs why others cannot be used."""
-        stored = self.directory.stored() if self.is_keeper else []
-        by_rank: list[list[StoredInMemory]] = gather_on_main(stored, self.group)
-        if not self._context.world.is_main:
+        own: _AllHoldings = {}
+        for one in self.directory.stored() if self.is_keeper else []:
+            ranks = [rank for rank in range(one.writers) if file_name(rank) in one.files]
+            ranges = _joined([(rank, rank + 1) for rank in ranks])
+            own[one.step, one.digest] = _Holdings(
+                one.run, one.attempt, one.writers, self._keeper, 1, ranges
+            )
+        everywhere = combine_on_main(own, _add_holdings, self.group)
+        if everywhere is None:
             return []
         run = checkpoints.read_run_id(self._context.directory)
         newest_by_attempt = steps_of_attempts(self._context.directory)
-        holders: dict[tuple[int, str], dict[str, list[int]]] = {}
-        names: dict[tuple[int, str], frozenset[str]] = {}
-        for rank, of_rank in enumerate(by_rank):
-            for one in of_rank:
-                if one.run != run or one.step > newest_by_attempt.get(one.attempt, -1):
-                    log.info(
-                        f"ignoring the checkpoint of step {one.step} in memory of "
-                        f"{self._context.hosts[rank]}: the run has continued from an earlier step "
-                        "since"
-                    )
-                    continue
-                names[one.step, one.digest] = one.all_files
-                files = holders.setdefault((one.step, one.digest), {})
-                for name in one.files:
-                    files.setdefault(name, []).append(rank)
         found = []
-        for (step, digest), files in sorted(holders.items(), reverse=True):
-            missing = sorted(names[step, digest] - files.keys())
-            if missing:
+        for (step, digest), holdings in sorted(everywhere.items(), reverse=True):
+            newest = newest_by_attempt.get(holdings.attempt, -1)
+            if holdings.run != run or step > newest:
+                others = f" and {holdings.num_hosts - 1} more" if holdings.num_hosts > 1 else ""
+                log.info(
+                    f"ignoring the checkpoint of step {step} in memory of "
+                    f"{self._context.hosts[holdings.first]}{others}: the run has continued from an "
+                    "earlier step since"
+                )
+            elif missing := holdings.missing():
                 log.info(
                     f"skipping the checkpoint of step {step} in memory: no remaining host has "
                     f"{missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
                 )
-                continue
-            by_name = {name: tuple(ranks) for name, ranks in files.items()}
-            found.append(MemoryCheckpoint(step, digest, by_name))
+            else:
+                found.append(MemoryCheckpoint(step, digest, holdings.first))
         return found
 
     def prepare(self, checkpoint: MemoryCheckpoint, engine: TrainEngine) -> Path:
         """Get what this host lacks of a checkpoint from others; return its directory on this host.
         Collective. Raises CheckpointError on every rank if a host cannot."""
         directory = checkpoints.checkpoint_path(self.directory.path, checkpoint.step)
-        source = min(min(ranks) for ranks in checkpoint.holders.values())
-        rank = self._context.world.rank
+        fetched = directory.with_name(f"{directory.name}.partial-{checkpoint.digest[:8]}")
+        here: dict[str, int] = {}
+        if self.is_keeper:
+            here = _files_at(directory, checkpoint.digest)
+        destination = directory if here else fetched
+        self._fetch(set(_DOCUMENTS) if self.is_keeper else set(), here, directory, destination)
 
-        def read() -> dict[str, bytes]:
-            if rank != source:
-                return {}
-            return {name: (directory / name).read_bytes() for name in _DOCUMENTS}
+        def read_layout() -> Layout:
+            path = fetched / checkpoints.LAYOUT
+            return parse_layout((path if path.exists() else directory / path.name).read_bytes())
 
-        box = [self._on_all(read)]
-        dist.broadcast_object_list(box, src=source, group=self.group)
-        documents = box[0]
-        layout = parse_layout(documents[checkpoints.LAYOUT])
-        wanted = {file_name(writer) for writer in writers_of_own_parts(engine, layout)}
-        needs = gather_on_main((self._keeper, wanted), self.group)
-        manifest = json.loads(documents[checkpoints.MANIFEST])
-        plan = on_main_rank(lambda: _plan(checkpoint, manifest["files"], needs), self.group)
-        incoming = [one for one in plan if one.target == rank]
-        place = self._place(directory, checkpoint.digest)
-
-        def make_room() -> None:
-            if not incoming and (not self.is_keeper or place == directory):
-                return
-            self.open(create=True)
-            (place / checkpoints.TENSORS).mkdir(parents=True, exist_ok=True)
-            need, free = sum(one.num_bytes for one in incoming), self.directory.free_bytes()
-            if need > free:
-                raise CheckpointError(
-                    f"{self._context.hosts[rank]} has {free} bytes free in {self.directory.path}, "
-                    f"and its part takes {need}"
-                )
-
-        self._on_all(make_room)
-        errors = [self._transfer(one, place, directory) for one in plan]
+        layout = self._on_all(read_layout)
+        wanted = {_path_of(writer) for writer in writers_of_own_parts(engine, layout)}
+        self._fetch(wanted, here, directory, destination)
 
         def commit() -> None:
-            for error in errors:
-                if error is not None:
-                    raise CheckpointError(f"a file from another host: {error}")
-            if self.is_keeper and place != directory:
-                write_documents(place, documents)
+            if self.is_keeper and destination != directory:
+                commit_directory(destination)
             if self.is_keeper and stored_at(directory).digest != checkpoint.digest:
                 raise CorruptCheckpointError(f"{directory}: is not the checkpoint of other hosts")
 
@@ -195,53 +265,102 @@ class MemoryFiles:
 
         return on_all_ranks(attempt, self.group)
 
-    def _place(self, directory: Path, digest: str) -> Path:
-        """Return where this host's files of a checkpoint are written: its `directory` if that is of
-        the same save, or else a partial one."""
-        if self.is_keeper and directory.is_dir():
-            try:
-                if stored_at(directory).digest == digest:
-                    return directory
-            except (CorruptCheckpointError, OSError):
-                pass
-        return directory.with_name(f"{directory.name}.partial-{digest[:8]}")
+    def _fetch(
+        self, wanted: Set[str], here: Mapping[str, int], directory: Path, destination: Path
+    ) -> None:
+        """Get from other hosts the files that this rank needs and its host lacks. here: on the rank
+        that keeps the host's directory, bytes by path of the files in it. Collective. Raises
+        CheckpointError."""
+        plan = self._agreed_plan(wanted, here)
+        rank = self._context.world.rank
+        incoming = [one for one in plan if one.target == rank]
 
-    def _transfer(self, one: _Transfer, place: Path, directory: Path) -> OSError | None:
+        def make_room() -> None:
+            if not incoming:
+                return
+            self.open(create=True)
+            (destination / checkpoints.TENSORS).mkdir(parents=True, exist_ok=True)
+            need, free = sum(one.num_bytes for one in incoming), self.directory.free_bytes()
+            if need > free:
+                raise CheckpointError(
+                    f"{self._context.hosts[rank]} has {free} bytes free in {self.directory.path}, "
+                    f"and its part takes {need}"
+                )
+
+        if not plan:
+            return
+        self._on_all(make_room)
+        errors = [self._transfer(one, directory, destination) for one in plan]
+
+        def tell() -> None:
+            for error in errors:
+                if error is not None:
+                    raise CheckpointError(f"a file from another host: {error}")
+
+        self._on_all(tell)
+
+    def _agreed_plan(self, wanted: Set[str], here: Mapping[str, int]) -> list[_Transfer]:
+        """Return the transfers of files that hosts lack, in the order in which all ranks make them.
+        Collective."""
+        num_ranks = self._context.hosts.count(self._context.hosts[self._context.world.rank])
+        own = {self._keeper: _Needs(1, num_ranks - 1, set(wanted), set(here))}
+        needs = combine_on_main(_add_needs({}, own), _add_needs, self.group)
+        everywhere = list((needs or {}).values())
+        lacking = on_main_rank(
+            lambda: Counter(path for one in everywhere for path in one.wanted), self.group
+        )
+        if not lacking:
+            return []
+        held = {path: {self._keeper: here[path]} for path in lacking.keys() & here.keys()}
+        holders = combine_on_main(held, partial(_add_holders, lacking), self.group)
+
+        def plan() -> list[_Transfer]:
+            by_keeper = {keeper: one.wanted for keeper, one in (needs or {}).items()}
+            return plan_transfers(by_keeper, holders or {})
+
+        return on_main_rank(plan, self.group)
+
+    def _transfer(self, one: _Transfer, directory: Path, destination: Path) -> OSError | None:
         """Take part in a transfer, if it is from or to this rank."""
-        rank, name = self._context.world.rank, Path(checkpoints.TENSORS, one.name)
+        rank = self._context.world.rank
         if one.source == rank:
-            return send_file(directory / name, one.num_bytes, one.target, self.group)
+            return send_file(directory / one.path, one.num_bytes, one.target, self.group)
         if one.target != rank:
             return None
-        draft = place / checkpoints.TENSORS / f".{one.name}"
+        target = destination / one.path
+        draft = target.with_name(f".{target.name}")
         error = receive_file(draft, one.num_bytes, one.source, self.group)
         if error is None:
-            draft.replace(place / name)
+            draft.replace(target)
         return error
 
 
-def _plan(
-    checkpoint: MemoryCheckpoint,
-    entries: Mapping[str, Mapping[str, Any]],
-    needs: Sequence[tuple[int, set[str]]],
-) -> list[_Transfer]:
-    """Return the transfers of files that ranks need and their hosts lack, in the order in which all
-    ranks make them; each from the holder that has sent least so far. entries: of the manifest, by
-    path. needs: keeper and files by rank."""
-    wanted: dict[int, set[str]] = {}
-    for keeper, names in needs:
-        wanted.setdefault(keeper, set()).update(names)
+def _path_of(writer: int) -> str:
+    return f"{checkpoints.TENSORS}/{file_name(writer)}"
+
+
+def _files_at(directory: Path, digest: str) -> dict[str, int]:
+    """Return the bytes of the files that this host has of the checkpoint with this manifest, by
+    path."""
+    with suppress(CorruptCheckpointError, OSError):
+        stored = stored_at(directory)
+        if stored.digest == digest:
+            paths = [*_DOCUMENTS, *(f"{checkpoints.TENSORS}/{name}" for name in stored.files)]
+            return {path: (directory / path).stat().st_size for path in paths}
+    return {}
+
+
+def plan_transfers(needs: Mapping[int, Set[str]], holders: _Holders) -> list[_Transfer]:
+    """Return the transfers of files that hosts need, each from the holder that has sent least so
+    far. needs: paths by the rank that keeps a host's directory."""
     sent: dict[int, int] = {}
     plan = []
-    for keeper, names in sorted(wanted.items()):
-        for name in sorted(names):
-            holders = checkpoint.holders.get(name, ())
-            if keeper in holders or not holders:
-                continue
-            num_bytes = int(entries[f"{checkpoints.TENSORS}/{name}"]["bytes"])
-            source = min(holders, key=lambda holder: (sent.get(holder, 0), holder))
+    for keeper, wanted in sorted(needs.items()):
+        for path in sorted(wanted & holders.keys()):
+            source = min(holders[path], key=lambda holder: (sent.get(holder, 0), holder))
+            num_bytes = holders[path][source]
             sent[source] = sent.get(source, 0) + num_bytes
-            plan.append(_Transfer(name, num_bytes, source, keeper))
+            plan.append(_Transfer(path, num_bytes, source, keeper))
     return plan
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -42,11 +42,14 @@ from bigtrain.run.run_log import RunLog
 from bigtrain.run.shared_memory import SPARE_BYTES
 from bigtrain.run.state import TrainState
 from bigtrain.settings.run_config import MemoryCheckpointSection
+from bigtrain.settings.sections.running import GENERATIONS_IN_MEMORY
 from bigtrain.system.machine import local_world_size, this_machine
 from bigtrain.system.units import GIB
 
 _MOST_FAILURES = 3  # in a row, after which only the disk is used
 _LAST_WAIT_SECONDS = 10.0
+"""For a save in progress, at the end of training or before a rollback: its partner may never
+receive it."""
 
 
 class MemoryTooSmallError(CheckpointError):
@@ -55,7 +58,8 @@ class MemoryTooSmallError(CheckpointError):
 
 @dataclass
 class _MemoryWrite:
-    """Save whose copy was taken. kept: the step that hosts keep meanwhile. error: why it failed."""
+    """Save whose copy was taken. kept: the step that hosts keep meanwhile. error: why it failed.
+    is_abandoned: it must not be committed any more; changed and read with `lock` held."""
 
     step: int
     kept: int | None
@@ -63,10 +67,21 @@ class _MemoryWrite:
     document: dict[str, Any]
     error: Exception | None = None
     thread: threading.Thread | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_abandoned: bool = False
 
     @property
     def is_running(self) -> bool:
         return self.thread is not None and self.thread.is_alive()
+
+    def end(self, timeout_seconds: float) -> bool:
+        """Wait for the thread, and abandon the save if it has not ended by then; return whether it
+        has."""
+        if self.thread is not None:
+            self.thread.join(timeout_seconds)
+        with self.lock:
+            self.is_abandoned = self.is_running
+        return not self.is_abandoned
 
 
 class MemorySaver:
@@ -191,16 +206,24 @@ class MemorySaver:
         return values
 
     def forget(self) -> None:
-        """Wait for a save in progress, and remove all checkpoints: after a rollback, those of later
-        steps are not the run's any more."""
-        self._join(None)
-        self._pending = self._newest = None
+        """Remove all checkpoints: after a rollback, those of later steps are not the run's any
+        more. If a save in progress does not end in time, only the disk is used from here on."""
+        write, self._pending, self._newest = self._pending, None, None
+        is_late = torch.tensor([write is not None and not write.end(_LAST_WAIT_SECONDS)]).float()
+        maximum_of_all(is_late, self._files.group)
+        if is_late and not self._is_off:
+            self._is_off = True
+            self._log.info(
+                "a checkpoint in memory is still being written; from here on only the disk is used"
+            )
         self._clear(None)
 
     def finish(self) -> None:
-        """Remove the directory on every host, once the run's last checkpoint is on disk."""
-        self._join(None)
-        self._pending = None
+        """Remove the directory on every host, once the run's last checkpoint is on disk. A save in
+        progress is given a few seconds."""
+        write, self._pending = self._pending, None
+        if write is not None:
+            write.end(_LAST_WAIT_SECONDS)
         if self._files.is_keeper:
             self._files.directory.remove()
 
@@ -208,12 +231,9 @@ class MemorySaver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._join(_LAST_WAIT_SECONDS)
+        if self._pending is not None:
+            self._pending.end(_LAST_WAIT_SECONDS)
         self._files.close()
-
-    def _join(self, timeout_seconds: float | None) -> None:
-        if self._pending is not None and self._pending.thread is not None:
-            self._pending.thread.join(timeout_seconds)
 
     def _clear(self, step: int | None) -> None:
         if self._files.is_keeper:
@@ -244,8 +264,11 @@ class MemorySaver:
             def commit() -> None:
                 if error is not None:
                     raise CheckpointError(f"the copy of a partner: {error}")
-                if self._files.is_keeper:
-                    write_documents(partial, documents)
+                with write.lock:
+                    if write.is_abandoned:
+                        raise CheckpointError("it took too long")
+                    if self._files.is_keeper:
+                        write_documents(partial, documents)
 
             on_all_ranks(commit, group)
         except Exception as failure:
@@ -260,7 +283,7 @@ class MemorySaver:
         total = sum(int(sizes[number]) for number in here)
         if self._partners is not None:
             total += sum(int(sizes[self._partners.source_of(number)]) for number in here)
-        return 2 * total
+        return GENERATIONS_IN_MEMORY * total
 
     def _copy_to_partner(self, tensors: Path) -> OSError | None:
         """Send this rank's file to the partner, and write the copy of another rank's. Collective.

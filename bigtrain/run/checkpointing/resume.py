@@ -19,6 +19,7 @@ from bigtrain.errors import (
 )
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.changed_settings import (
+    changed_averages,
     changed_rate,
     refuse_other_base,
     resumed_phases,
@@ -73,6 +74,8 @@ def restore_or_start(
             memory.resumed_step = state.step if isinstance(candidate, MemoryCheckpoint) else None
         if jump := changed_rate(document, config):
             log.info(jump)
+        if text := changed_averages(document, config):
+            log.info(text)
         if len(phases) > 1 and phases[-1].first_sample == state.samples:
             changes = "; ".join(f"{key}: {text}" for key, text in differences(*phases[-2:]))
             log.info(f"other data from sample {state.samples} on: {changes}")

@@ -139,6 +139,15 @@ class AdafactorSection(Section):
     """largest root mean square of an update"""
 
 
+class AverageSection(Section):
+    """Exponential moving average of the weights, as `torch.optim.swa_utils.AveragedModel` with
+    `get_ema_multi_avg_fn`: a copy of the weights after the first update, then after each update
+    decay * average + (1 - decay) * weights. Updates that are skipped do not change it."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    """how much of the average an update keeps; the average is over about 1 / (1 - decay) updates"""
+
+
 class OptimizerSection(Section):
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) with decay and no-decay groups, or
     another optimizer with the same groups. Lion: Chen et al. 2023, arXiv 2302.06675."""
@@ -166,6 +175,9 @@ class OptimizerSection(Section):
     which has none, supports only float32"""
     muon: MuonSection = MuonSection()
     adafactor: AdafactorSection = AdafactorSection()
+    ema: AverageSection | None = None
+    """average of the trained weights, in float32 and divided among ranks like the optimizer's
+    states; in checkpoints, and exported by bigtrain export --average"""
 
     @property
     def facts(self) -> OptimizerFacts:
@@ -180,7 +192,7 @@ class OptimizerSection(Section):
     @property
     def is_own(self) -> bool:
         """True if bigtrain provides the optimizer; else DeepSpeed does, as its JSON sets."""
-        return self.type != "adamw" or self.state_dtype != "float32"
+        return self.type != "adamw" or self.state_dtype != "float32" or self.ema is not None
 
     @model_validator(mode="before")
     @classmethod

@@ -74,6 +74,15 @@ class ParallelSection(Section):
 
 DEFAULT_MEMORY_DIRECTORY = "/dev/shm"
 
+GENERATIONS_IN_MEMORY = 2
+"""Checkpoints in memory at the peak: the one before stays until the next one is complete."""
+
+
+def copies_stored(partner_copies: int) -> int:
+    """Return how often a rank's part of a checkpoint is in the file system in memory of its host,
+    with those of another host that sends `partner_copies` to it."""
+    return GENERATIONS_IN_MEMORY * (1 + partner_copies)
+
 
 class MemoryCheckpointSection(Section):
     """Checkpoints in shared memory of the hosts, between those on disk, for restarts."""
@@ -93,12 +102,6 @@ class MemoryCheckpointSection(Section):
         if not directory.startswith("/"):
             raise ValueError("must be an absolute path of a file system in memory, as /dev/shm")
         return directory
-
-    @property
-    def copies_held(self) -> int:
-        """How often a host's part of a checkpoint is in its memory at the peak: the copy that is
-        taken between two steps, and two generations of each stored copy."""
-        return 1 + 2 * (1 + self.copies)
 
 
 class CheckpointSection(Section):

@@ -34,6 +34,7 @@ def is_on_the_page(case: Case, traced: Traced) -> None:
     assert lines in PAGE.read_text(), f'make gpu-proof ARGS="--write"\n{lines}'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CORE)
 def test_core_steps_are_as_on_the_page(name: str, traced: dict[str, Traced]) -> None:
     is_on_the_page(BY_NAME[name], traced[name])

@@ -30,6 +30,7 @@ def test_every_dependency_is_carried_or_there_or_not_needed() -> None:
     assert not (carried | spared) & gpu_wheels.THERE
 
 
+@pytest.mark.slow
 def test_all_parts_are_imported_without_what_is_not_needed() -> None:
     program = (
         "import sys\n"

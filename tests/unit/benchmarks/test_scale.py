@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from xml.etree import ElementTree
@@ -11,8 +12,13 @@ import pytest
 from benchmarks import scale
 from benchmarks.support.pictures import log_log_picture
 
+DEAR = {"moe", "moe_first", "trials"}
 
-@pytest.mark.parametrize("part", scale.PARTS)
+
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param(part, marks=[pytest.mark.slow] if part in DEAR else []) for part in scale.PARTS],
+)
 def test_every_part_is_measured(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BIGTRAIN_CACHE", str(tmp_path / "cache"))
     (tmp_path / "work").mkdir()
@@ -22,6 +28,20 @@ def test_every_part_is_measured(part: str, tmp_path: Path, monkeypatch: pytest.M
         cost = scale.PARTS[part](num_ranks, 3, directory)
         assert cost["seconds"] >= 0
         json.dumps(cost)
+
+
+@pytest.mark.parametrize("part", ["agree", "fetch"])
+def test_messages_of_a_restart_from_memory_grow_as_the_logarithm(part: str, tmp_path: Path) -> None:
+    """A doubling of the ranks adds no more messages one after the other, and bytes of the busiest
+    rank, than the one before."""
+    costs = []
+    for num_ranks in (16, 32, 64):
+        directory = tmp_path / str(num_ranks)
+        directory.mkdir()
+        costs.append(scale.PARTS[part](num_ranks, 3, directory))
+    for unit, slack in (("rounds", 2), ("bytes", 100)):
+        first, *more = (b[unit] - a[unit] for a, b in itertools.pairwise(costs))
+        assert max(more) <= first + slack, (unit, first, more)
 
 
 def test_the_exponent_is_that_of_a_power() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api as multiprocessing
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousSettings,
@@ -20,7 +25,7 @@ from torch.distributed.launcher import api as launcher
 from bigtrain.errors import EXIT_STOPPED
 from bigtrain.launchers import elastic_patches
 from bigtrain.launchers.elastic_patches import Agent, Rendezvous
-from bigtrain.launchers.membership import SilenceDetector
+from bigtrain.launchers.heartbeats import NUM_WATCHED, Heartbeats
 from tests.support.contracts import Contract, has, is_as_read, public_functions, reads, takes, title
 
 STATE = ("participants", "wait_list", "redundancy_list", "last_heartbeats", "round", "closed")
@@ -41,6 +46,20 @@ CONTRACTS = [
     # `_StateHolder` replaces it, `_Join` and `_Executor` precede these.
     is_as_read(Rendezvous, lambda: dynamic._BackendRendezvousStateHolder._sanitize, "274e9b093a21"),
     is_as_read(Rendezvous, lambda: dynamic._RendezvousJoinOp.__call__, "8ce27da4a062"),
+    # Torch's heartbeats only call `Rendezvous._keep_alive`, from its start to its end.
+    reads(
+        Rendezvous,
+        lambda: DynamicRendezvousHandler._start_heartbeats,
+        "self._keep_alive_weak, weakref.ref(self)",
+        "self._keep_alive_timer.start()",
+    ),
+    reads(Rendezvous, lambda: DynamicRendezvousHandler._keep_alive_weak, "self._keep_alive()"),
+    reads(
+        Rendezvous,
+        lambda: C10dRendezvousBackend._call_store,
+        "getattr(self._store, store_op)(*args, **kwargs)",
+        "raise RendezvousConnectionError(",
+    ),
     reads(
         Rendezvous,
         lambda: dynamic._BackendRendezvousStateHolder.sync,
@@ -69,7 +88,12 @@ CONTRACTS = [
     ),
     has(Rendezvous, lambda: DynamicRendezvousHandler, "_stop_heartbeats"),
     takes(Rendezvous, lambda: dynamic._remove_participant_epilogue, "state", "settings"),
-    takes(elastic_patches.TooManyHostsError, lambda: dynamic._should_keep_alive, "ctx"),
+    reads(
+        elastic_patches.TooManyHostsError,
+        lambda: DynamicRendezvousHandler.next_rendezvous,
+        "self._record(",
+        "raise",
+    ),
     # An agent that leaves closes nothing for others, because `Rendezvous.shutdown` is called.
     reads(
         elastic_patches.FaultyHostError,
@@ -121,52 +145,122 @@ def test_each_public_part_has_a_contract() -> None:
     assert wanted - {contract.name for contract in CONTRACTS} == set()
 
 
-class Backend:
-    """A store of one value that two agents share."""
+@dataclass
+class Agents:
+    """Simulated agents of one run at a real store, and what they have asked of it. Time is that of
+    the test."""
 
-    name = "test"
+    store: TCPStore
+    num_agents: int
+    now: float = 0.0
+    calls: Counter[str] = field(default_factory=Counter)
+    keys_read: int = 0
+    largest_read: int = 0
 
-    def __init__(self) -> None:
-        self.value: tuple[bytes, int] | None = None
+    def __post_init__(self) -> None:
+        self.nodes = [dynamic._NodeDesc(f"n{i}", 1, 0) for i in range(self.num_agents)]
+        self.holders = {node: self.holder(node) for node in self.nodes}
+        self.all_join()
 
-    def get_state(self) -> Any:
-        return self.value
+    def call(self, operation: str, *arguments: Any) -> Any:
+        """Ask the store, and count it."""
+        self.calls[operation] += 1
+        if operation == "multi_get":
+            self.keys_read += len(arguments[0])
+            self.largest_read = max(self.largest_read, len(arguments[0]))
+        return getattr(self.store, operation)(*arguments)
 
-    def set_state(self, state: bytes, token: Any = None) -> Any:
-        now = self.value[1] if self.value else None
-        if token != now:
-            return (*self.value, False) if self.value else None
-        self.value = (state, (now or 0) + 1)
-        return (*self.value, True)
+    def holder(self, node: Any) -> elastic_patches._StateHolder:
+        backend = C10dRendezvousBackend(self.store, "id")
+        backend._call_store = self.call
+        self.heartbeats = getattr(self, "heartbeats", {})
+        beats = Heartbeats(self.call, "beats", node, 4.0, 0.2, lambda: self.now)
+        self.heartbeats[node] = beats
+        return elastic_patches._StateHolder(node, backend, settings(), beats)
+
+    def all_join(self) -> None:
+        """Complete a round with all agents, by a single write."""
+        first = self.holders[self.nodes[0]]
+        first.sync()
+        state = first.state
+        state.participants = {node: rank for rank, node in enumerate(self.nodes)}
+        state.last_heartbeats = dict.fromkeys(self.nodes, datetime.now(UTC))
+        state.complete = True
+        elastic_patches._State(state).expected = dict(state.participants)
+        first.mark_dirty()
+        assert first.sync() is True
+
+    def pass_seconds(self, seconds: float, dead: Collection[Any] = ()) -> None:
+        """Let all but the `dead` look at the rendezvous, write what they found, and send a
+        heartbeat, once a second."""
+        for _ in range(round(seconds)):
+            self.now += 1.0
+            for node in self.nodes:
+                if node not in dead:
+                    self.heartbeats[node].beat()
+            for node in self.nodes:
+                if node not in dead:
+                    self.holders[node].sync()
+                    while self.holders[node].lost:
+                        self.holders[node].mark_dirty()
+                        self.holders[node].sync()
 
 
-def test_what_is_added_to_the_state_reaches_other_agents() -> None:
-    nodes = [dynamic._NodeDesc(name, 1, 0) for name in "ab"]
-    backend = Backend()
-    first, second = (elastic_patches._StateHolder(node, backend, settings(), 0.0) for node in nodes)
-    first.sync()
-    elastic_patches._State(first.state).expected = {nodes[0]: 0, nodes[1]: 1}
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_what_is_added_to_the_state_reaches_other_agents(store: TCPStore) -> None:
+    agents = Agents(store, 2)
+    first, second = (agents.holders[node] for node in agents.nodes)
     elastic_patches._State(first.state).failed = (3, 1)
     first.mark_dirty()
     assert first.sync() is True
     second.sync()
-    assert elastic_patches._State(second.state).expected == {nodes[0]: 0, nodes[1]: 1}
+    ranks = {agents.nodes[0]: 0, agents.nodes[1]: 1}
+    assert elastic_patches._State(second.state).expected == ranks
     assert elastic_patches._State(second.state).failed == (3, 1)
 
 
-def test_a_host_that_is_lost_between_two_rounds_is_not_waited_for() -> None:
-    nodes = [dynamic._NodeDesc(name, 1, 0) for name in "ab"]
-    now = [0.0]
-    holder = elastic_patches._StateHolder(nodes[0], Backend(), settings(), 0.0)
-    holder._silence = SilenceDetector(4, 100, lambda: now[0])
-    state = holder.state
-    elastic_patches._State(state).expected = {nodes[0]: 0, nodes[1]: 1}
-    for now[0] in (0.0, 3.0):  # also one that has just left the round to join the next
-        holder._sanitize()
-        assert nodes[1] in elastic_patches._State(state).expected
-    now[0] = 4.0
-    holder._sanitize()
-    assert elastic_patches._State(state).expected == {nodes[0]: 0}
+def test_a_host_that_is_lost_between_two_rounds_is_not_waited_for(store: TCPStore) -> None:
+    agents = Agents(store, 2)
+    first, second = agents.nodes
+    state = agents.holders[first].state
+    state.participants, state.last_heartbeats = {first: 0}, {}  # it has just left the round
+    agents.holders[first].mark_dirty()
+    agents.holders[first].sync()
+    agents.pass_seconds(4, [second])
+    assert second in elastic_patches._State(agents.holders[first].state).expected
+    agents.pass_seconds(1, [second])
+    assert elastic_patches._State(agents.holders[first].state).expected == {first: 0}
+
+
+@pytest.mark.parametrize(
+    "num_agents", [32, 256, pytest.param(1024, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+def test_work_of_an_agent_does_not_grow_with_their_number(store: TCPStore, num_agents: int) -> None:
+    """And hosts that are lost at once are out of everyone's state 5 s later."""
+    agents = Agents(store, num_agents)
+    agents.pass_seconds(1)  # all have read the state
+    agents.calls.clear()
+    agents.keys_read = 0
+    agents.pass_seconds(3)
+    assert agents.calls == {"set": 3 * num_agents, "multi_get": 3 * num_agents}
+    assert agents.keys_read == 3 * num_agents * (1 + NUM_WATCHED)
+
+    dead = set(agents.nodes[: num_agents // 8])  # those of some racks, say
+    agents.calls.clear()
+    agents.pass_seconds(5, dead)
+    rest = set(agents.nodes) - dead
+    for node in rest:
+        state = agents.holders[node].state
+        assert set(state.participants) == rest
+        assert set(elastic_patches._State(state).expected) == rest
+    # Each lost host is written by one of those that watch it; what another has written is not.
+    assert agents.calls["compare_set"] <= NUM_WATCHED * len(dead)
+    assert agents.calls["multi_get"] == 5 * len(rest)
+    assert agents.largest_read == 1 + NUM_WATCHED
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,7 @@ def test_terms_add_up() -> None:
         (OptimizerCosts("muon", state_bytes=2), (2, 4)),
         (OptimizerCosts("lion"), (4, 4)),
         (OptimizerCosts("adafactor"), (0, 0)),
+        (OptimizerCosts("muon", state_bytes=2, average_bytes=4), (6, 8)),
     ],
 )
 def test_moments_of_each_optimizer(costs: OptimizerCosts, expected: tuple[int, int]) -> None:
@@ -299,7 +300,7 @@ def test_a_checkpoint_that_is_not_copied_takes_no_main_memory() -> None:
 
 def test_checkpoints_in_memory_are_main_memory_in_addition() -> None:
     model = closed_form(LLAMA)
-    without, with_them = (use_of(model, zero_stage=3, memory_copies=number) for number in (0, 3))
+    without, with_them = (use_of(model, zero_stage=3, memory_every_steps=n) for n in (None, 1))
     part = 12 * model.num_parameters / 8
     assert without.host_memory_checkpoints == 0
     assert with_them.host_memory_checkpoints == pytest.approx(3 * part)

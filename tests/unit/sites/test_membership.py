@@ -114,6 +114,7 @@ def test_a_round_counts_if_all_vote_for_it_and_is_repeated_otherwise(reach: dict
         assert site.leave() == ""
 
 
+@pytest.mark.slow
 def test_a_site_that_left_is_not_waited_for_and_takes_the_weights_when_it_is_back(
     reach: dict[str, Any],
 ) -> None:
@@ -138,6 +139,7 @@ def test_a_site_that_left_is_not_waited_for_and_takes_the_weights_when_it_is_bac
         site.leave()
 
 
+@pytest.mark.slow
 def test_a_site_that_does_not_join_a_new_run_is_named(reach: dict[str, Any]) -> None:
     site = member(reach, 0, seconds=WINDOW + 0.5)
     join(site)
@@ -146,6 +148,7 @@ def test_a_site_that_does_not_join_a_new_run_is_named(reach: dict[str, Any]) -> 
     site.leave()
 
 
+@pytest.mark.slow
 def test_the_others_of_a_new_run_are_told_why_a_site_was_refused(reach: dict[str, Any]) -> None:
     first = member(reach, 0, seconds=WINDOW + 0.5)
     join(first, lr=1)

@@ -55,6 +55,7 @@ def test_a_server_is_started_once_and_ends_when_all_have_left(
     assert "site 0 left" in (directory / LOG).read_text()
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_start_is_named_with_its_reason(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))

@@ -94,7 +94,7 @@ def expected(phase: Phase, datasets: tuple[TokenDataset, ...], isolate: bool) ->
     return found
 
 
-@pytest.mark.parametrize("isolate", [True, False])
+@pytest.mark.parametrize("isolate", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_joined_samples_are_their_pieces_in_any_division(paths: list[Path], isolate: bool) -> None:
     boundaries = "isolate" if isolate else "ignore"
     run, phase, datasets = longer(paths, document_boundaries=boundaries)

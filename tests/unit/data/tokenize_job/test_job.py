@@ -151,7 +151,7 @@ def kill_at_change(commands: Commands, number: int, output: Path, words: list[ob
     return running.kill()
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("workers", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_killed_with_all_workers(
     home: Path, commands: Commands, unbroken: Path, tmp_path: Path, workers: int
 ) -> None:

@@ -17,6 +17,7 @@ from bigtrain.models.layers.document_attention import Isolation
 from bigtrain.models.layers.loss_plan import LossPlan
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.changed_settings import (
+    changed_averages,
     changed_rate,
     refuse_other_run,
     resumed_phases,
@@ -285,3 +286,36 @@ def test_a_learning_rate_that_jumps_is_named() -> None:
     assert line.startswith("learning rate of step 51: ")
     assert "changed: train.steps" in line
     assert changed_rate(document, there) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "text"),
+    [
+        (None, None, None),
+        (0.9, 0.9, None),
+        (None, 0.9, "has no averages of the weights; they begin with the weights of step 50"),
+        (0.9, None, "optimizer.ema is off: the checkpoint's averages of the weights are not"),
+        (0.9, 0.99, "optimizer.ema.decay: 0.9 in the checkpoint, 0.99 from now on"),
+    ],
+)
+def test_averages_that_begin_end_or_change(
+    before: float | None, now: float | None, text: str | None
+) -> None:
+    there, here = (
+        RunConfig.model_validate(
+            {**tree(), "optimizer": {"lr": 1e-3, "ema": decay and {"decay": decay}}}
+        )
+        for decay in (before, now)
+    )
+    document = {**stored(there.model_dump(mode="json")), "step": 50, "engine": {"ema": before}}
+    resumed_phases(document, here, [SHARDS], "h", Path())
+    line = changed_averages(document, here)
+    assert line is None if text is None else text in str(line)
+
+
+def test_checkpoints_from_before_there_were_averages() -> None:
+    document = {**stored(tree()), "engine": {}}
+    del document["config"]["optimizer"]["ema"]
+    config = RunConfig.model_validate(tree())
+    resumed_phases(document, config, [SHARDS], "h", Path())
+    assert changed_averages(document, config) is None

@@ -10,7 +10,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.parity.optimizers import PLAIN, PLAIN_OF_MATRICES, check_comparable
 from bigtrain.planner.run_prediction import optimizer_costs
 from bigtrain.settings.run_config import OptimizerSection
-from bigtrain.settings.sections.optimizer import OPTIMIZERS
+from bigtrain.settings.sections.optimizer import OPTIMIZERS, AverageSection
 from tests.parity import one_file_optimizer as one_file
 
 
@@ -46,6 +46,8 @@ def test_one_in_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
     halves = section.model_copy(update={"state_dtype": "bfloat16"})
     assert optimizer_costs(section).bytes_per_parameter(0.9) == 4
     assert optimizer_costs(halves).bytes_per_parameter(0.9) == 2
+    averaged = section.model_copy(update={"ema": AverageSection()})
+    assert optimizer_costs(averaged).bytes_per_parameter(0.9) == 8
     with pytest.raises(ConfigError, match=r"signum'?: has no plain optimizer"):
         check_comparable(section)
     monkeypatch.setitem(PLAIN, one_file.NAME, one_file.Plain)
