@@ -121,7 +121,7 @@ class Cluster:
         forked = [
             one
             for one in self.processes(host, "multiprocessing.forkserver")
-            if one.name().startswith("rank ")
+            if one.name().startswith("rank-")
         ]
         return started + forked
 

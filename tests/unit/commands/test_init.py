@@ -142,7 +142,7 @@ def test_answers_that_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     assert main(["init"]) == 2
     command = f"{sys.executable} -m bigtrain init"
-    with pexpect.spawn(command, cwd=str(folder), encoding="utf-8", timeout=60) as terminal:
+    with pexpect.spawn(command, cwd=str(folder), encoding="utf-8", timeout=600) as terminal:
         terminal.expect("trained weights")
         terminal.sendintr()
         terminal.expect(pexpect.EOF)
@@ -153,7 +153,7 @@ def test_answers_that_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_person_is_asked_at_a_terminal(folder: Path) -> None:
     command = f"{sys.executable} -m bigtrain.cli init"
-    with pexpect.spawn(command, cwd=str(folder), encoding="utf-8", timeout=60) as terminal:
+    with pexpect.spawn(command, cwd=str(folder), encoding="utf-8", timeout=600) as terminal:
         for question, answer in (
             ("trained weights", "perhaps"),
             ("answer yes or no", "no"),
