@@ -134,7 +134,7 @@ class Campaign:
         complete = [
             step
             for (step, _), ones in stored.items()
-            if ones[0].all_files == frozenset().union(*(one.files for one in ones))
+            if ones[0].writers == len(frozenset().union(*(one.files for one in ones)))
         ]
         return max([0, *complete, *checkpoints.list_steps(run)])
 

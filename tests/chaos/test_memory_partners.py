@@ -39,15 +39,23 @@ LIMIT_SECONDS = 60.0
 
 @pytest.fixture
 def hosts(memory: Path) -> dict[str, Any]:
-    """Two hosts, of which each process is on one."""
-    return {"hosts": {"names": ["a", "b"], "folder": str(memory)}}
+    """Two hosts, of which each process is on one. All see their memory at `memory` / shm."""
+    for name in ("a", "b", "shm"):
+        (memory / name).mkdir()
+    return hosts_named(memory, "a", "b")
+
+
+def hosts_named(memory: Path, *names: str) -> dict[str, Any]:
+    folders = [str(memory / name) for name in names]
+    return {"hosts": {"names": list(names), "memory": folders, "mount": str(memory / "shm")}}
 
 
 def partner_words(run_yaml: Path, run: Path, memory: Path, *more: str) -> list[str]:
     return words(run_yaml, run, memory / "shm", "checkpoint.memory.copies=1", *more)
 
 
-@pytest.mark.parametrize("zero", [pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", ["zero1", "zero3"])
 def test_a_host_stores_what_is_predicted(
     server: Server,
     run_yaml: Path,
@@ -85,6 +93,7 @@ def killed(
     return command
 
 
+@pytest.mark.slow
 def test_a_host_that_is_back_with_empty_memory_gets_its_part(
     server: Server,
     memory: Path,
@@ -103,12 +112,11 @@ def test_a_host_that_is_back_with_empty_memory_gets_its_part(
 
 
 def test_a_lost_host_leaves_its_part_with_its_partner(
-    server: Server, memory: Path, killed: list[str], hosts: dict[str, Any]
+    server: Server, memory: Path, killed: list[str]
 ) -> None:
     newest = steps_in_memory(memory / "a")[-1]
     shutil.rmtree(memory / "b")
-    hosts["hosts"]["names"] = ["a"]
-    codes, text = server.live(killed, world_size=1, **hosts)
+    codes, text = server.live(killed, world_size=1, **hosts_named(memory, "a"))
     assert codes == [0], text
     assert resumed(text)[0][0] == newest
 
@@ -126,6 +134,7 @@ def totals(run: Path) -> dict[str, float]:
     return sums
 
 
+@pytest.mark.slow
 def test_a_partner_that_receives_slowly_costs_no_step(
     server: Server,
     run_yaml: Path,

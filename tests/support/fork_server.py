@@ -23,8 +23,6 @@ spoil: {"rank", "steps": {number: "nan", "gradient" or "master" or "unchecked"}}
     its experts ("expert bit"), of a state of its optimizer ("state bit"), the last of a master
     ("master bit"), or, just before the update, of a gradient ("gradient bit").
 slow: {"rank", "seconds"}: that process takes so much longer for every linear layer.
-hosts: {"names", "folder"}: each process is on the host of that name, whose memory, `folder`/NAME,
-    it sees at `folder`/shm (needs root).
 receive: {"rank", "copies", "seconds"}: once that process has received so many copies of files for
     checkpoints in memory whole, each part takes it so much longer; null: it never receives it.
 grace_seconds: what survivors of a failure are given before they are killed.
@@ -51,7 +49,6 @@ import resource
 import runpy
 import shutil
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -215,24 +212,6 @@ def slow_down(seconds: float) -> None:
     torch.nn.Linear.forward = slow  # type: ignore[method-assign]
 
 
-def enter_host(name: str, folder: Path) -> None:
-    """Give this process a host's name and memory, in namespaces of its own."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def call(function: Any, *arguments: Any) -> None:
-        if function(*arguments):
-            raise OSError(ctypes.get_errno(), f"{function.__name__} {arguments}")
-
-    new_mounts, new_names, private, bind = 0x20000, 0x4000000, 0x44000, 0x1000
-    call(libc.unshare, new_mounts | new_names)
-    call(libc.mount, b"none", b"/", None, ctypes.c_ulong(private), None)
-    for place in (folder / name, folder / "shm"):
-        place.mkdir(exist_ok=True)
-    source, target = (bytes(folder / place) for place in (name, "shm"))
-    call(libc.mount, source, target, None, ctypes.c_ulong(bind), None)
-    socket.sethostname(name)
-
-
 def receive_slowly(copies: int, seconds: float | None) -> None:
     """Take longer, or forever, for what arrives of a partner's files after some of them."""
     from bigtrain.run.checkpointing import host_files
@@ -309,11 +288,6 @@ def child(rank: int, request: dict[str, Any], server: int) -> None:
     slowed = request.get("slow")
     if slowed is not None and slowed["rank"] == rank:
         slow_down(slowed["seconds"])
-    if (hosts := request.get("hosts")) is not None:
-        enter_host(hosts["names"][rank], Path(hosts["folder"]))
-        on_host = hosts["names"].count(hosts["names"][rank])
-        local_rank = hosts["names"][:rank].count(hosts["names"][rank])
-        os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(on_host))
     receiving = request.get("receive")
     if receiving is not None and receiving["rank"] == rank:
         receive_slowly(receiving["copies"], receiving["seconds"])
