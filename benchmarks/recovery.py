@@ -257,14 +257,16 @@ def main() -> None:
     parser.add_argument("--ranks", default="auto", choices=RANKS, help="how ranks are started")
     parser.add_argument("settings", nargs="*", help="settings of the run to change, KEY=VALUE")
     args = parser.parse_intermixed_args()
-    if reason := why_not(slurm=False):
+    if reason := why_not(slurm=False, ssh=False):
         sys.exit(f"hosts in namespaces cannot run here: {reason}")
     found: list[Recovery] = []
     print("kind   " + "".join(f"{part:>11}" for part in (*PARTS, "total", "lost steps")))
     with tempfile.TemporaryDirectory(prefix="recovery_") as name:
         folder = Path(name) / "work"  # in no command line of a host's own processes
         folder.mkdir()
-        with cluster(Path(name) / "state", 1 + args.hosts + args.spares, slurm=False) as hosts:
+        with cluster(
+            Path(name) / "state", 1 + args.hosts + args.spares, slurm=False, ssh=False
+        ) as hosts:
             run = TrainedRun(hosts, folder, args)
             for _ in range(args.kills):
                 for kind in args.kinds:

@@ -224,7 +224,7 @@ def test_documents_are_kept_by_their_perplexity(place: Path) -> None:
 
 def test_what_a_pass_refuses(place: Path) -> None:
     for overrides, text in (
-        (("parallel.sequence=2",), "parallel.sequence=1"),
+        (("precision.dtype=float16",), "precision.dtype=bfloat16"),
         (("--filter", "x"), "--filter = 'x': has no limits"),
         (("--max-perplexity", "3"), "limits have no effect without a directory"),
         (("--top-k", "3"), "--top-k = 3: has no effect"),
