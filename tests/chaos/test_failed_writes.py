@@ -24,6 +24,7 @@ def size_of_a_save(uninterrupted: Path) -> int:
     return max(entry["bytes"] for entry in json.loads(manifest.read_text())["files"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_full_disk_is_survived_until_it_is_too_much(
     server: Server, run_yaml: Path, uninterrupted: Path, tmp_path: Path, asynchronous: str

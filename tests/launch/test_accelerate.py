@@ -86,6 +86,7 @@ def test_answers_run_as_they_are(
     assert losses == pytest.approx(metrics(finished_run), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_contradiction_names_both(inputs: Inputs, home: Path, tmp_path: Path) -> None:
     config_file = answer(tmp_path / "accelerate.yaml", {"use mixed precision": 2})
     run_yaml = silent_run(inputs, tmp_path, precision={"dtype": "float32"})

@@ -91,6 +91,7 @@ def end(one: Forked) -> None:
         process.kill()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_restarts_without_imports(forked: Forked) -> None:
     forked.wait_for_steps(1)
     ranks = forked.ranks()

@@ -183,6 +183,7 @@ def test_the_run_continues_with_fewer_hosts_and_with_more(hosts: Hosts) -> None:
     hosts.wait_for(f"0 of 3 at {first}", f"1 of 3 at {last}", "2 of 3 at d")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_first", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("hosts", [("1:3", 0)], indirect=True)
 def test_a_host_that_computes_wrong_bits_leaves(hosts: Hosts, is_first: bool) -> None:
@@ -217,6 +218,7 @@ def test_a_run_with_too_few_hosts_ends_and_is_to_be_started_again(hosts: Hosts) 
     assert hosts.result() == EXIT_STOPPED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [("1", 1)], indirect=True)
 def test_ranks_that_stopped_restart_unless_the_run_is_ending(hosts: Hosts) -> None:
     hosts.start("a")

@@ -59,6 +59,7 @@ def known(
     return {name: {c: found[name][c] for c in table[name]} for name in found if name in table}
 
 
+@pytest.mark.slow
 def test_a_sample_of_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In forked processes, which spares imports; the program itself sweeps all of them below."""
 

@@ -55,6 +55,7 @@ def test_page_has_every_case_and_what_is_not_followed() -> None:
         assert f"| {name} | {reason} |" in page
 
 
+@pytest.mark.slow
 def test_a_mask_on_the_cpu_is_found(traced: dict[str, Traced]) -> None:
     error = traced["mask on the CPU"]
     assert isinstance(error, str)
@@ -62,6 +63,7 @@ def test_a_mask_on_the_cpu_is_found(traced: dict[str, Traced]) -> None:
     assert "cpu" in error
 
 
+@pytest.mark.slow
 def test_an_item_in_a_layer_is_found(traced: dict[str, Traced]) -> None:
     spoiled = traced["item in the loop"]
     assert not isinstance(spoiled, str), spoiled
@@ -72,6 +74,7 @@ def test_an_item_in_a_layer_is_found(traced: dict[str, Traced]) -> None:
     assert "models/layers/chunked_loss.py:_run_base -> transformers/" in new
 
 
+@pytest.mark.slow
 def test_a_reduction_in_16_bits_is_found(traced: dict[str, Traced]) -> None:
     spoiled = traced["reduction in 16 bits"]
     assert not isinstance(spoiled, str), spoiled

@@ -211,6 +211,7 @@ def test_a_site_with_values_that_none_can_use_ends(reach: dict[str, Any]) -> Non
     assert plan.members == (0,)
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_be_reached_detaches_the_site(tmp_path: Path) -> None:
     (tmp_path / "token").write_bytes(b"0" * 32)
     reach = {

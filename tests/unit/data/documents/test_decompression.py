@@ -225,6 +225,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
         yield commands
 
 
+@pytest.mark.slow
 def test_killed_while_a_file_is_decompressed(
     tokenizer: Path, commands: Commands, tmp_path: Path
 ) -> None:
@@ -249,6 +250,7 @@ def test_killed_while_a_file_is_decompressed(
     assert files_of(tmp_path / "d") == files_of(output)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(
     tokenizer: Path, commands: Commands, tmp_path: Path
 ) -> None:

@@ -98,7 +98,8 @@ def require_whole(ended: Ended, output: Path, unbroken: Path) -> None:
     assert files_of(output) == files_of(unbroken)
 
 
-@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stride", [4, 1])
 def test_killed_before_every_step(
     home: Path,
     commands: Commands,
