@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
     torch.set_num_threads(point.threads)
     run = resolve_point(point, directory)
     inputs = inspect_inputs(run)
-    with open_session(run, World(0, 1, 0)) as (context, log):
+    with open_session(run, World(0, 1, 0)) as (context, log), ExitStack() as stack:
         pin = context.device.type == "cuda"
         batches = open_training_data(run.config, run.plan, 0, device_pin=pin)
         count = point.total_steps + 1
@@ -62,7 +63,9 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
         bare = BareLoop(run, inputs.hf_config, steps, context.device)
         loops: dict[str, Callable[[int], None]] = {"bare": bare.run}
         if "bigtrain" in point.contenders:
-            loops["bigtrain"] = Bigtrain(context, log, inputs, batches).run
+            own = Bigtrain(context, log, inputs, batches)
+            loops["bigtrain"] = own.run
+            stack.callback(own.close)
 
         def others() -> None:
             # Every other round backwards, so that nobody always follows the same one.
@@ -80,19 +83,20 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
         batches.close()
         num_parameters = sum(p.numel() for p in bare.parameters)
         expected = [float(loss) for loss in bare.losses]
-    losses = _logged_losses(directory / "run" / "metrics.jsonl")
-    difference = _check_losses(point, expected, losses)
+    lines = _logged_lines(directory / "run" / "metrics.jsonl")
+    difference = _check_losses(point, expected, [line["loss"] for line in lines])
     return {
         "point": asdict(point),
         "num_parameters": num_parameters,
         "loss_difference": difference,
+        "memory_checkpoints": [line.get("memory_checkpoint") for line in lines],
         "contenders": summarize(watch, point.steps_per_round),
     }
 
 
-def _logged_losses(path: Path) -> list[float]:
+def _logged_lines(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line)["loss"] for line in lines]
+    return [json.loads(line) for line in lines]
 
 
 def _check_losses(point: Point, bare: list[float], bigtrain: list[float]) -> float | None:
@@ -149,6 +153,9 @@ def build_parser() -> argparse.ArgumentParser:
         default=list(CONTENDERS),
         help="in addition to the bare loop, which all are compared with",
     )
+    parser.add_argument(
+        "--memory-every-steps", type=int, help="checkpoint.memory.every_steps of bigtrain"
+    )
     parser.add_argument("--output", type=Path, help="JSON file for all results")
     return parser
 
@@ -167,6 +174,7 @@ def measure_all(args: argparse.Namespace) -> list[dict[str, Any]]:
             steps_per_round=args.steps_per_round,
             threads=args.threads,
             contenders=tuple(args.contenders),
+            memory_every_steps=args.memory_every_steps,
         )
         for zero_stage in args.zero
         for accumulation in args.accumulation
@@ -194,6 +202,11 @@ def print_result(result: dict[str, Any]) -> None:
             f"{row['cpu_ratio']:>9.3f}",
             flush=True,
         )
+    saves = [line for line in result["memory_checkpoints"] if line]
+    if saves:
+        num_saved = sum(line["saved"] for line in saves)
+        blocked = sum(line["blocked_seconds"] for line in saves) / num_saved
+        print(f"checkpoints in memory: {num_saved:.0f}, {blocked:.3f} s blocked for each")
 
 
 def main() -> None:

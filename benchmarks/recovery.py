@@ -1,11 +1,13 @@
 """Seconds from a failure to the next finished step, by part, over repeated kills of a run.
 
 python benchmarks/recovery.py [--kinds rank host main] [--kills 3] [--hosts 3] [--processes 2]
+                              [--rendezvous bigtrain torch]
 Hosts in network namespaces on one machine (root, `make cluster-deps`) train a tiny model by the
 script of `bigtrain launch torchrun`; another host serves the rendezvous. A kill is SIGKILL to one
 rank (`rank`), or a cut link and SIGKILL to every process of a host that has not rank 0 (`host`) or
 that has it (`main`). Before the next kill the host is back and all train. With ``--spares 1`` one
-more host idles until one is lost, and the world stays. The parts add up:
+more host idles until one is lost, and the world stays. ``--rendezvous bigtrain torch`` repeats
+all with torch's own rendezvous and new processes for restarted ranks. The parts add up:
 
 noticed      until the first remaining agent reports a failed rank
 ended        until every remaining agent has ended its ranks
@@ -28,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
@@ -43,6 +45,7 @@ from bigtrain.run.diagnostics.start_times import FIRST_STEP, GROUPS, IMPORTS, MO
 from tests.support.cluster import Cluster, cluster, wait_until, why_not
 
 KINDS = ("rank", "host", "main")
+RENDEZVOUS = ("bigtrain", "torch")
 PARTS = ("noticed", "ended", "rendezvous", "imports", "groups", "model", "weights", FIRST_STEP)
 _OF_RANK = {"groups": GROUPS, "model": MODEL, "weights": WEIGHTS, FIRST_STEP: FIRST_STEP}
 _AGENT_LINE = re.compile(r"^[A-Z](\d{4}) (\d\d:\d\d:\d\d\.\d{6}) .*?\] (.*)$", re.MULTILINE)
@@ -71,7 +74,9 @@ class Recovery:
 class TrainedRun:
     """A run under torchrun on hosts of `hosts`; n0 serves the rendezvous and trains nothing."""
 
-    def __init__(self, hosts: Cluster, folder: Path, args: argparse.Namespace) -> None:
+    def __init__(
+        self, hosts: Cluster, folder: Path, args: argparse.Namespace, rendezvous: str
+    ) -> None:
         self._hosts, self._folder = hosts, folder
         self._names = list(hosts.hosts)[1:]
         self._processes = args.processes
@@ -82,7 +87,8 @@ class TrainedRun:
         nodes = str(args.hosts) if args.spares else f"1-{args.hosts}"
         words += ["--nodes", nodes, "--spares", str(args.spares)]
         words += ["--processes-per-node", str(args.processes)]
-        words += ["--rendezvous", "n0:29400", "--ranks", args.ranks, "--output", str(self._script)]
+        ranks = args.ranks if rendezvous == "bigtrain" else "new"
+        words += ["--rendezvous", "n0:29400", "--ranks", ranks, "--output", str(self._script)]
         words += ["--last-call-timeout", str(args.last_call_timeout)]
         settings = [
             f"output.directory={self.directory}",
@@ -96,6 +102,12 @@ class TrainedRun:
             *args.settings,
         ]
         assert bigtrain([*words, *settings]) == 0
+        if rendezvous == "torch":
+            script = self._script.read_text()
+            assert "--rdzv-backend=bigtrain" in script
+            self._script.write_text(
+                script.replace("--rdzv-backend=bigtrain", "--rdzv-backend=c10d")
+            )
         self._start("n0", "serve")
         for name in self._names:
             self._start(name)
@@ -255,31 +267,44 @@ def main() -> None:
     parser.add_argument("--watchdog", type=int, default=10, help="watchdog.timeout_seconds")
     parser.add_argument("--last-call-timeout", type=int, default=6, help="of the rendezvous")
     parser.add_argument("--ranks", default="auto", choices=RANKS, help="how ranks are started")
+    parser.add_argument("--rendezvous", nargs="+", choices=RENDEZVOUS, default=["bigtrain"])
     parser.add_argument("settings", nargs="*", help="settings of the run to change, KEY=VALUE")
     args = parser.parse_intermixed_args()
     if reason := why_not(slurm=False, ssh=False):
         sys.exit(f"hosts in namespaces cannot run here: {reason}")
-    found: list[Recovery] = []
-    print("kind   " + "".join(f"{part:>11}" for part in (*PARTS, "total", "lost steps")))
+    results = []
+    for rendezvous in args.rendezvous:
+        print(f"rendezvous of {rendezvous}", flush=True)
+        print("kind   " + "".join(f"{part:>11}" for part in (*PARTS, "total", "lost steps")))
+        recoveries = measure(args, rendezvous)
+        results += [{"rendezvous": rendezvous, **asdict(one)} for one in recoveries]
+        _print_medians(recoveries, args.kinds)
+    print(json.dumps(results))
+
+
+def measure(args: argparse.Namespace, rendezvous: str) -> list[Recovery]:
+    """Kill repeatedly in one run; print each recovery and return all."""
+    recoveries: list[Recovery] = []
     with tempfile.TemporaryDirectory(prefix="recovery_") as name:
         folder = Path(name) / "work"  # in no command line of a host's own processes
         folder.mkdir()
-        with cluster(
-            Path(name) / "state", 1 + args.hosts + args.spares, slurm=False, ssh=False
-        ) as hosts:
-            run = TrainedRun(hosts, folder, args)
+        num_hosts = 1 + args.hosts + args.spares
+        with cluster(Path(name) / "state", num_hosts, slurm=False, ssh=False) as hosts:
+            run = TrainedRun(hosts, folder, args, rendezvous)
             for _ in range(args.kills):
                 for kind in args.kinds:
-                    found.append(run.recover(kind))
-                    _print(kind, found[-1].seconds, found[-1].lost_steps)
-    for kind in args.kinds:
-        of_kind = [one for one in found if one.kind == kind]
+                    recoveries.append(run.recover(kind))
+                    _print(kind, recoveries[-1].seconds, recoveries[-1].lost_steps)
+    return recoveries
+
+
+def _print_medians(recoveries: list[Recovery], kinds: list[str]) -> None:
+    for kind in kinds:
+        of_kind = [one for one in recoveries if one.kind == kind]
         seconds = {p: statistics.median(one.seconds[p] for one in of_kind) for p in PARTS}
         total = statistics.median(one.total for one in of_kind)
         lost = statistics.median(one.lost_steps for one in of_kind)
         _print(f"median of {len(of_kind)}: {kind}\n      ", seconds, lost, total)
-    print(json.dumps([{"kind": one.kind, "lost_steps": one.lost_steps, "seconds": one.seconds}
-                      for one in found]))  # fmt: skip
 
 
 def _print(

@@ -6,7 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -27,6 +27,7 @@ from bigtrain.models.build import WHOLE, Partitioning, build_model
 from bigtrain.models.layers.compilation import compile_layers
 from bigtrain.models.layers.parameter_roles import split_by_decay
 from bigtrain.run.callbacks import Callbacks
+from bigtrain.run.checkpointing.memory_saver import memory_saver_of
 from bigtrain.run.checkpointing.resume import roll_back
 from bigtrain.run.checkpointing.saver import Saver
 from bigtrain.run.context import RunContext
@@ -166,6 +167,15 @@ class Bigtrain:
         begin_writing(context, log, inputs, self.state)
         self.saver = Saver(context, log, self.engine, inputs)
         self.outer = OuterSteps(context, log, inputs.data_hash, self.engine)
+        self._stack = ExitStack()
+        saving = memory_saver_of(context, log, self.engine, self.saver, None)
+        self.memory_saver = self._stack.enter_context(saving)
+
+    def close(self) -> None:
+        """Remove the checkpoints in memory."""
+        if self.memory_saver is not None:
+            self.memory_saver.finish()
+        self._stack.close()
 
     def run(self, num_steps: int) -> None:
         """Train `num_steps` optimizer steps."""
@@ -183,6 +193,7 @@ class Bigtrain:
                 callbacks=Callbacks(self.context, self.log),
                 roll_back=partial(roll_back, self.context, self.log, self.engine),
                 memory=self.memory,
+                memory_saver=self.memory_saver,
             )
         except _RoundOver:
             for _ in range(num_steps):

@@ -25,6 +25,8 @@ from bigtrain.engine.startup.process_group import process_group
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.model_plan import choose
 from bigtrain.models.weights.import_hf import find_weights
+from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.objective import reads_scores
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.processes import exit_process
@@ -47,7 +49,7 @@ def measure(case: dict[str, Any], world: World, device: torch.device) -> dict[st
         engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh, plan)
         assert config.model.path is not None
         read_weights(engine, find_weights(config.model.path, hf_config))
-        batches = _batches(config, run.plan.accumulation)
+        batches = batches_of(config, run.plan)
         for _ in range(case.get("warm_up", WARM_UP)):
             engine.train_step(batches, 1e-4)
         with record_function(MARK):
@@ -56,10 +58,14 @@ def measure(case: dict[str, Any], world: World, device: torch.device) -> dict[st
     return peak_of(seen)
 
 
-def _batches(config: RunConfig, accumulation: int) -> list[MicroBatch]:
-    size = config.batch.micro_batch_size, config.batch.sequence_length
+def batches_of(config: RunConfig, plan: BatchPlan) -> list[MicroBatch]:
+    """Return the micro-batches of a step: rows without padding, of pairs with scores of the
+    reference."""
+    size = config.batch.micro_batch_size * plan.rows_per_sample, config.batch.sequence_length
     ids = torch.arange(size[0] * size[1]).reshape(size) % 61 + 1
-    return [MicroBatch(ids, ids.clone()) for _ in range(accumulation)]
+    reference = torch.zeros(size[0]) if reads_scores(config) else None
+    batch = MicroBatch(ids, ids.clone(), reference=reference)
+    return [batch] * plan.accumulation
 
 
 def peak_of(seen: profile) -> dict[str, float]:

@@ -104,6 +104,7 @@ class Point:
     kernels: str = "none"
     quick_weights: bool = False
     profile: bool = False
+    memory_every_steps: int | None = None
 
     @property
     def engine_name(self) -> str:
@@ -193,4 +194,7 @@ def resolve_point(point: Point, directory: Path) -> ResolvedRun:
         "logging": {"every_steps": LOG_EVERY_STEPS},
         "output": {"directory": str(directory / "run")},
     }
+    if point.memory_every_steps is not None:
+        memory = {"every_steps": point.memory_every_steps, "copies": 0}
+        config["checkpoint"] = {"memory": memory}
     return resolve_run(RunConfig.model_validate(config), 1, point.engine_name)
