@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem, one_line
 from bigtrain.python_api.configuring import checked, resolve
+from bigtrain.python_api.planning import predicted_run
 from bigtrain.settings.compatibility.check import Device
 from bigtrain.settings.resolve import ResolvedRun, largest_phase
-
-if TYPE_CHECKING:
-    from bigtrain.planner.run_prediction import RunPrediction
-    from bigtrain.planner.tables.hardware import Device as DeviceModel
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,22 +70,6 @@ def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
         refuses = resolved.config.engine.refuse_too_large
         lines.append(refuse_too_large(predicted, device.memory_bytes, refuses=refuses))
     return [line for line in lines if line]
-
-
-def predicted_run(resolved: ResolvedRun, device: DeviceModel | None) -> tuple[RunPrediction, str]:
-    """Return the prediction for the run, and a remark on the model's costs (or empty). Without
-    `device` torch is not imported. Raises ConfigError or ModelError if the model is not known."""
-    from bigtrain.models.tracing.traced_costs import model_costs
-    from bigtrain.planner.run_prediction import auto_loss_chunk, predict_run
-    from bigtrain.planner.tables.engines import cpu_engine
-
-    measured = cpu_engine() if device is not None and device.is_cpu else None
-    model, remark = model_costs(resolved.config, traces=device is not None)
-    section, plan = resolved.config.model, resolved.plan
-    tokens = plan.micro_batch_tokens
-    tokens //= resolved.topology.sequence_size
-    chunk = auto_loss_chunk(section.loss, section.loss_chunk_tokens, model.vocabulary_size, tokens)
-    return predict_run(resolved, model, chunk, device, measured), remark
 
 
 def setting(resolved: ResolvedRun, key: str) -> str:

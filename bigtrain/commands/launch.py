@@ -82,7 +82,7 @@ def kubernetes_text(args: argparse.Namespace, output: Path) -> str:
 def _memory_checkpoint_bytes(args: argparse.Namespace, gpus: int, processes: int) -> float | None:
     """Return the bytes that checkpoints in memory take of a node's /dev/shm, as `bigtrain check`
     predicts them; None if they are unknown. Raises ConfigError."""
-    from bigtrain.commands.check import predicted_run
+    from bigtrain.python_api.planning import predicted_run
     from bigtrain.settings.resolve import largest_phase, resolve_run_files
 
     resolved = resolve_run_files(

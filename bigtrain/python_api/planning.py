@@ -15,10 +15,12 @@ from bigtrain.settings.run_config import RunConfig
 if TYPE_CHECKING:
     from bigtrain.planner.layout import Layout
     from bigtrain.planner.model_costs import ModelCosts
+    from bigtrain.planner.run_prediction import RunPrediction
     from bigtrain.planner.search import Candidate, Cluster, Ranking, SearchSpace
     from bigtrain.planner.tables.engines import MeasuredEngine
     from bigtrain.planner.tables.hardware import Device as Accelerator
     from bigtrain.settings.compatibility.facts import Device
+    from bigtrain.settings.resolve import ResolvedRun
 
 
 @dataclass(frozen=True)
@@ -286,3 +288,19 @@ def run_and_engine(
     }
     zero.update({key: size for key, size in sizes.items() if key in zero})
     return tree, raw
+
+
+def predicted_run(resolved: ResolvedRun, device: Accelerator | None) -> tuple[RunPrediction, str]:
+    """Return the prediction for the run, and a remark on the model's costs (or empty). Without
+    `device` torch is not imported. Raises ConfigError or ModelError if the model is not known."""
+    from bigtrain.models.tracing.traced_costs import model_costs
+    from bigtrain.planner.run_prediction import auto_loss_chunk, predict_run
+    from bigtrain.planner.tables.engines import cpu_engine
+
+    measured = cpu_engine() if device is not None and device.is_cpu else None
+    model, remark = model_costs(resolved.config, traces=device is not None)
+    section, plan = resolved.config.model, resolved.plan
+    tokens = plan.micro_batch_tokens
+    tokens //= resolved.topology.sequence_size
+    chunk = auto_loss_chunk(section.loss, section.loss_chunk_tokens, model.vocabulary_size, tokens)
+    return predict_run(resolved, model, chunk, device, measured), remark

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,12 @@ def compare_rewards(rows: list[dict[str, Any]], rewards: list[dict[str, float]])
         assert found == pytest.approx(wanted, abs=2e-5, rel=1e-5)
 
 
+def num_ranks(parallel: dict[str, Any]) -> int:
+    """Return the ranks of one copy of the model, at least 2."""
+    degrees = [prod(d.values()) if isinstance(d, dict) else d for d in parallel.values()]
+    return max(2, prod(degrees))
+
+
 SLOW = pytest.mark.slow
 
 
@@ -175,8 +182,7 @@ def test_a_preference_loss_is_that_of_a_plain_loop(
     tree = run_of(root, loss, engine={"deepspeed_config": engine}, **sections)
     tree["model"] = {**tree["model"], "loss": "chunked", "loss_chunk_tokens": 7}
     name = f"{loss}-{engine}-{degrees_name(sections)}"
-    num_degrees = len(str(sections).split("2")) - 1  # each of them 2
-    rows = train(root, name, tree, 2 ** max(1, num_degrees))
+    rows = train(root, name, tree, num_ranks(sections.get("parallel", {})))
     losses, norms, rewards, _ = plain_run(root, loss)
     assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
     # AdamW does not depend on the scale of the gradient, and the norm does.
