@@ -178,6 +178,19 @@ def continue_run(server: Server, command: list[str], memory: Path, reference: Pa
 
 
 @pytest.mark.slow
+def test_a_checkpoint_that_is_written_late_is_of_its_own_step(
+    server: Server, run_yaml: Path, memory: Path, tmp_path: Path, uninterrupted: Path
+) -> None:
+    """While two more steps are trained, which change every tensor."""
+    run = tmp_path / "run"
+    command = words(run_yaml, run, memory)
+    codes, text = server.live(command, write_late=2, die=(1, 20))
+    assert -signal.SIGKILL in codes, text
+    assert steps_in_memory(memory)
+    continue_run(server, command, memory, uninterrupted)
+
+
+@pytest.mark.slow
 def test_the_newest_of_disk_and_memory_is_resumed(
     server: Server, memory: Path, killed: tuple[Path, list[str]], uninterrupted: Path
 ) -> None:

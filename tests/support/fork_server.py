@@ -25,6 +25,7 @@ spoil: {"rank", "steps": {number: "nan", "gradient" or "master" or "unchecked"}}
 slow: {"rank", "seconds"}: that process takes so much longer for every linear layer.
 receive: {"rank", "copies", "seconds"}: once that process has received so many copies of files for
     checkpoints in memory whole, each part takes it so much longer; null: it never receives it.
+write_late: N: each process writes its part of a checkpoint once N more steps have been trained.
 grace_seconds: what survivors of a failure are given before they are killed.
 full_disk: {"rank", "after_saves", "until_saves", "bytes"}: after so many saves, and until so many,
     that process can write no more than so many bytes to a file.
@@ -50,6 +51,7 @@ import runpy
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -232,6 +234,32 @@ def receive_slowly(copies: int, seconds: float | None) -> None:
     host_files._Target.close = counted  # type: ignore[method-assign]
 
 
+def write_late(steps: int) -> None:
+    """Write parts of checkpoints once some more steps have been trained, if any more are."""
+    from bigtrain.engine.checkpoint.io import TensorSnapshot
+    from bigtrain.engine.train_engine import TrainEngine
+
+    write, train_step = TensorSnapshot.write, TrainEngine.train_step
+    trained, num_trained = threading.Condition(), 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_trained
+        result = train_step(*args, **kwargs)
+        with trained:
+            num_trained += 1
+            trained.notify_all()
+        return result
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        with trained:
+            until = num_trained + steps
+            trained.wait_for(lambda: num_trained >= until, timeout=2.0)
+        return write(*args, **kwargs)
+
+    TrainEngine.train_step = counted  # type: ignore[method-assign]
+    TensorSnapshot.write = late  # type: ignore[method-assign]
+
+
 def tell(pid: int) -> None:
     """Send SIGUSR1 to a process once the main process has written its first line of the log."""
     from bigtrain.run.reporting.metrics import MetricsWriter
@@ -291,6 +319,8 @@ def child(rank: int, request: dict[str, Any], server: int) -> None:
     receiving = request.get("receive")
     if receiving is not None and receiving["rank"] == rank:
         receive_slowly(receiving["copies"], receiving["seconds"])
+    if request.get("write_late") is not None:
+        write_late(request["write_late"])
     code = 1
     try:
         if request.get("script") is None:
