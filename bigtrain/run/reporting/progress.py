@@ -75,8 +75,8 @@ class Progress:
             self._write(text)
 
     def say(self, text: str) -> None:
-        """Show any other line or lines."""
-        self._write(text)
+        """Show any other line or lines; after `close` they are not in log.txt."""
+        self.note(text)
         if self._bar is None:
             print(text, file=self._stream, flush=True)
         else:

@@ -229,6 +229,16 @@ def test_plain_lines_go_to_standard_error_and_to_the_log(
         assert datetime.fromisoformat(stamp).tzinfo is not None
 
 
+def test_a_line_after_the_end_is_shown_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with writer(tmp_path) as metrics:
+        metrics.info("training")
+    metrics.info("a late line")
+    assert capsys.readouterr().err.splitlines()[-1] == "a late line"
+    assert "a late line" not in (tmp_path / "log.txt").read_text()
+
+
 def test_a_terminal_gets_a_bar_and_the_log_the_same_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
