@@ -52,7 +52,9 @@ MODELS: dict[str, dict[str, Any]] = {
                   "num_experts_per_tok": 2, "moe_intermediate_size": 128},
     "mistral": {"model_type": "mistral", **GATED, "sliding_window": None},
 }  # fmt: skip
-TILES = {"tiled_mlp": 8, "loss": "chunked", "loss_chunk_tokens": 64}
+PAIRS = {"objective": {"type": "preference", "loss": "sigmoid"}}
+CHUNKS = {"loss": "chunked", "loss_chunk_tokens": 64}
+TILES = {"tiled_mlp": 8, **CHUNKS}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero0": ("zero0", {}),
     "zero1": ("zero1", {}),
@@ -60,7 +62,9 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3": ("zero3", {}),
     "zero1 recompute": ("zero1", {"model": {"gradient_checkpointing": "full"}}),
     "zero3 recompute": ("zero3", {"model": {"gradient_checkpointing": "full"}}),
-    "zero1 chunked": ("zero1", {"model": {"loss": "chunked", "loss_chunk_tokens": 64}}),
+    "zero1 chunked": ("zero1", {"model": CHUNKS}),
+    "zero1 pairs": ("zero1", PAIRS),
+    "zero3 pairs chunked": ("zero3", {**PAIRS, "model": CHUNKS}),
     "zero1 tiles": ("zero1", {"model": TILES}),
     "zero3 tiles": ("zero3", {"model": TILES}),
     "zero3 recompute tiles": ("zero3", {"model": {**TILES, "gradient_checkpointing": "full"}}),
