@@ -59,9 +59,9 @@ def _launch(arguments: Sequence[str]) -> int:
 
     module, arguments = _forked_module(arguments)
     options = run.parse_args(list(arguments))
-    from bigtrain.launchers import elastic_patches
+    from bigtrain.launchers import agent_patches, elastic_patches
 
-    elastic_patches.install()
+    agent_patches.install()
     if options.max_restarts == 0:  # otherwise torchrun would restart ranks that saved and exited
         options.signals_to_handle = "SIGINT"
         signal.signal(signal.SIGTERM, _forward)

@@ -1,4 +1,4 @@
-"""Rendezvous and agent of torchrun (torch 2.11 to 2.13) that restart a run seconds after a loss.
+"""Rendezvous of torchrun (torch 2.11 to 2.13) whose agents restart a run seconds after a loss.
 
 The script of `bigtrain launch torchrun` chooses them by ``--rdzv-backend=bigtrain``. The state of
 the rendezvous, its store and its rounds are those of torch's c10d backend
@@ -8,10 +8,7 @@ the rendezvous, its store and its rounds are those of torch's c10d backend
   state, but looks only at hosts that wait: it restarts when a rank's collective fails.
 - Heartbeats have keys of their own (`bigtrain.launchers.heartbeats`). Torch writes them into the
   state, one agent after the other, and every agent reads it all the time.
-- A failed rank is reported to all agents through the store before other ranks are ended. Torch
-  waits up to 30 s for those first, in the call that looks whether a rank has failed
-  (torch/multiprocessing/spawn.py, `ProcessContext.join`), and they often cannot end sooner: they
-  wait for the failed one.
+- A failed rank is in the state, so that all agents end theirs (`bigtrain.launchers.agent_patches`).
 - A round is complete as soon as all hosts of the last one that are alive have joined, and those
   that wait. Torch waits for the last call timeout unless the maximum of hosts is there.
 - Spares stay idle while all hosts of the round are alive, also during a restart; each host keeps
@@ -20,7 +17,6 @@ the rendezvous, its store and its rounds are those of torch's c10d backend
 
 from __future__ import annotations
 
-import signal
 import socket
 import sys
 import time
@@ -29,30 +25,15 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import (
-    DEFAULT_ROLE,
-    RunResult,
-    WorkerGroup,
-    WorkerState,
-)
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import (
-    MultiprocessContext,
-    PContext,
-    SubprocessContext,
-)
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
     RendezvousGracefulExitError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousTimeoutError,
-    rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -68,9 +49,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousJoinOp,
     _RendezvousState,
 )
-from torch.distributed.launcher import api as launcher_api
 
-from bigtrain.errors import EXIT_FAULTY_HOST, EXIT_STOPPED
 from bigtrain.launchers.heartbeats import Heartbeats, look_seconds
 from bigtrain.launchers.membership import assign_ranks
 from bigtrain.launchers.rendezvous_server import COMPLETE, ENDING, RESULT, TOO_FEW_NODES
@@ -78,11 +57,8 @@ from bigtrain.launchers.rendezvous_server import COMPLETE, ENDING, RESULT, TOO_F
 BACKEND = "bigtrain"
 """Value of torchrun's ``--rdzv-backend``."""
 
-_GRACE_SECONDS = 30
+GRACE_SECONDS = 30
 """In which ranks save and end after SIGTERM, as torch's own; then they are killed."""
-
-_FAILED_GRACE_SECONDS = 1
-"""After a rank has failed, in which others report errors of their own: they cannot save."""
 
 _ERRAND_SECONDS = 10.0
 """Beyond the time in which a lost host is noticed, that a host without a place waits for one."""
@@ -234,7 +210,7 @@ class _Join(_RendezvousJoinOp):
         if ctx.node in state.redundancy_list:
             return _Action.SYNC
         if len(state.redundancy_list) < self._spares:
-            _say(f"all {ctx.settings.max_nodes} nodes of the run are there: this one is a spare")
+            say(f"all {ctx.settings.max_nodes} nodes of the run are there: this one is a spare")
             return _Action.ADD_TO_REDUNDANCY_LIST
         now = time.monotonic()
         if self._without_place_since is None:
@@ -331,7 +307,7 @@ class Rendezvous(DynamicRendezvousHandler):
         if self.lost_hosts():
             return 0
         failed = self._failed_grace()
-        return _GRACE_SECONDS if failed is None else failed
+        return GRACE_SECONDS if failed is None else failed
 
     def report_failure(self, grace_seconds: int) -> None:
         """Report to all agents that a rank of this round has failed."""
@@ -395,87 +371,6 @@ class Rendezvous(DynamicRendezvousHandler):
         return failed[1] if failed is not None and failed[0] == self._round else None
 
 
-class Agent(LocalElasticAgent):
-    """Agent of a host that ends ranks within a second where they cannot save."""
-
-    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Run until the run ends. A spare that got no place succeeds (torch returns None for it,
-        and fails)."""
-        result: RunResult | None = super().run(role)
-        if result is None:
-            return RunResult(state=WorkerState.SUCCEEDED)
-        if not result.is_failed():
-            self._rendezvous_handler.report_result(COMPLETE)
-        return result
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        failure = None if self._pcontext is None else _first_failure(self._pcontext)
-        if failure is None:
-            result: RunResult = super()._monitor_workers(worker_group)
-            return result
-        grace = grace_after(failure.exitcode)
-        if grace < _GRACE_SECONDS and self._remaining_restarts > 0:
-            self._rendezvous_handler.report_failure(grace)
-        rank = worker_group.workers[failure.local_rank].global_rank
-        _say(f"rank {rank} has ended with {_how(failure.exitcode)}")
-        self._end_ranks(grace)
-        self._leave_if_faulty()
-        if failure.exitcode == EXIT_STOPPED and self._rendezvous_handler.is_ending():
-            self._remaining_restarts = 0
-            # Others end ranks that still save if this host is lost to them.
-            self._exit_barrier()  # type: ignore[no-untyped-call]
-        return RunResult(state=WorkerState.FAILED, failures={rank: failure})
-
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        if worker_group.state == WorkerState.HEALTHY:  # otherwise they have ended already
-            lost = self._rendezvous_handler.lost_hosts()
-            if lost:
-                _say(f"no heartbeat from {', '.join(lost)}: lost, the other nodes continue")
-            self._end_ranks(self._rendezvous_handler.grace_seconds())
-            self._leave_if_faulty()
-
-    def _leave_if_faulty(self) -> None:
-        """Leave the run if a rank that has ended found this host faulty. Raises FaultyHostError."""
-        processes = {} if self._pcontext is None else _processes(self._pcontext)
-        if EXIT_FAULTY_HOST in map(_exit_code, processes.values()):
-            self._rendezvous_handler.leave()
-            raise FaultyHostError("this node computes wrong bits, so it leaves the run")
-
-    @property
-    def _rendezvous_handler(self) -> Rendezvous:
-        assert isinstance(self._rdzv_handler, Rendezvous)
-        return self._rdzv_handler
-
-    def _end_ranks(self, grace_seconds: int) -> None:
-        if grace_seconds and self._pcontext is not None:
-            self._pcontext.close(signal.SIGTERM, grace_seconds)
-        self._shutdown(signal.SIGKILL)  # without a process left it returns at once
-
-
-def grace_after(exit_code: int) -> int:
-    """Return the seconds that other ranks get after one has ended with `exit_code` (negative: minus
-    the signal)."""
-    if exit_code == EXIT_STOPPED:  # all have saved, and end
-        return _GRACE_SECONDS
-    return 0 if exit_code < 0 else _FAILED_GRACE_SECONDS
-
-
-def install() -> None:
-    """Make torchrun of this process accept `BACKEND`, and use `Agent` with it."""
-    rendezvous_handler_registry.register(BACKEND, _create)
-    torchs = launcher_api.LocalElasticAgent
-
-    def agent(*args: Any, **kwargs: Any) -> LocalElasticAgent:
-        is_own = isinstance(kwargs["spec"].rdzv_handler, Rendezvous)
-        return (Agent if is_own else torchs)(*args, **kwargs)
-
-    launcher_api.LocalElasticAgent = agent  # type: ignore[misc, assignment]
-
-
-def _create(params: RendezvousParameters) -> RendezvousHandler:
-    return Rendezvous(params)
-
-
 @contextmanager
 def _replaced_operations(
     poll_seconds: float, join: Callable[[], _RendezvousJoinOp]
@@ -491,32 +386,6 @@ def _replaced_operations(
         vars(dynamic_rendezvous).update(before)
 
 
-def _first_failure(context: PContext) -> ProcessFailure | None:
-    """Return a rank of this host that has ended with an error, without waiting for others."""
-    for local_rank, process in _processes(context).items():
-        code = _exit_code(process)
-        if code not in (None, 0):
-            error_file = context.error_files[local_rank]
-            return ProcessFailure(local_rank, process.pid, code, error_file)
-    return None
-
-
-def _exit_code(process: Any) -> int | None:
-    code: int | None = process.exitcode if hasattr(process, "exitcode") else process.poll()
-    return code
-
-
-def _processes(context: PContext) -> dict[int, Any]:
-    """Return the processes by local rank: `multiprocessing.Process`, or `subprocess.Popen`."""
-    if isinstance(context, SubprocessContext):
-        return {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
-    assert isinstance(context, MultiprocessContext)
-    return {} if context._pc is None else dict(enumerate(context._pc.processes))
-
-
-def _how(exit_code: int) -> str:
-    return f"exit code {exit_code}" if exit_code >= 0 else f"signal {-exit_code}"
-
-
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Show a line of this host's agent."""
     print(f"torchrun: {socket.gethostname()}: {text}", file=sys.stderr, flush=True)

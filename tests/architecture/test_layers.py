@@ -22,6 +22,7 @@ PURE_FOLDERS = ("bigtrain.system", "bigtrain.settings", "bigtrain.planner", "big
 REPORT_LIBRARIES = {"numpy", "orjson", "jinja2"}
 NOT_PURE = {
     "bigtrain.launchers.agent",
+    "bigtrain.launchers.agent_patches",
     "bigtrain.launchers.doctor.collective_probe",
     "bigtrain.launchers.elastic_patches",
     "bigtrain.launchers.rendezvous_server",

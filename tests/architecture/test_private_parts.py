@@ -21,6 +21,7 @@ LIBRARIES |= {"torch", "transformers"}
 PATCHES = (
     "bigtrain.data.tokenizers.transformers_patches",
     "bigtrain.engine.deepspeed_patches",
+    "bigtrain.launchers.agent_patches",
     "bigtrain.launchers.elastic_patches",
     "bigtrain.models.torch_patches",
     "bigtrain.models.transformers_patches",
