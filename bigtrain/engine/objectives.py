@@ -124,8 +124,7 @@ class OfLogProbabilities(_Unprepared):
     ) -> tuple[torch.Tensor, Any]:
         reference, sums = None, moved.reference
         if self._needs_reference and sums is None:
-            with torch.no_grad(), passes.reference():
-                reference = passes.log_probabilities(batch, moved)[0]
+            reference = _reference_log_probabilities(passes, batch, moved)
             sums = reference.sum(-1)
         values, outputs = passes.log_probabilities(batch, moved)
         targets = moved.labels != IGNORED_LABEL
@@ -287,8 +286,7 @@ class RatedAnswers:
             mismatched = batch.every_second(1), moved.every_second(1)
             with passes.evaluating():
                 policy = passes.log_probabilities(*mismatched)[0].sum(-1)
-            with passes.reference():
-                reference = passes.log_probabilities(*mismatched)[0].sum(-1)
+            reference = _reference_sums(passes, *mismatched)
             total = total.to(policy.device)
             total[0] += (policy - reference).sum()
             total[1] += (mismatched[1].labels != IGNORED_LABEL).any(-1).sum()
@@ -306,8 +304,7 @@ class RatedAnswers:
     ) -> tuple[torch.Tensor, Any]:
         assert self._divergence is not None
         answers = batch.every_second(0), moved.every_second(0)
-        with torch.no_grad(), passes.reference():
-            reference = passes.log_probabilities(*answers)[0].sum(-1)
+        reference = _reference_sums(passes, *answers)
         values, outputs = passes.log_probabilities(*answers)
         sums, desirable = values.sum(-1), answers[1].desirable
         assert desirable is not None
@@ -330,6 +327,23 @@ class RatedAnswers:
                 mask = mask.to(sums.device)
                 for name, of in (("rewards", rewards), ("logps", sums)):
                     record(f"{name}/{side}", (of * mask).sum() / count, weight=float(count))
+
+
+@torch.no_grad()
+def _reference_log_probabilities(
+    passes: Passes, batch: MicroBatch, moved: MicroBatch
+) -> torch.Tensor:
+    """Return the log-probabilities of the targets under the reference model, float32 [R, T]."""
+    with passes.reference():
+        return passes.log_probabilities(batch, moved)[0]
+
+
+def _reference_sums(passes: Passes, batch: MicroBatch, moved: MicroBatch) -> torch.Tensor:
+    """Return the log-probability of each row under the reference model, float32 [R]: the stored
+    one, if there are any."""
+    if moved.reference is not None:
+        return moved.reference
+    return _reference_log_probabilities(passes, batch, moved).sum(-1)
 
 
 class _UserLoss:

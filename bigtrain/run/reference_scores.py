@@ -158,5 +158,8 @@ class ReferenceScores:
 
     def _rows(self, found: dict[str, Scores], dataset: TokenDataset, split: Split) -> RowScores:
         """Return scores of the samples of a split: float32 [samples, rows of a sample]."""
-        sums = found[identity_of(dataset).hash].sums(split).astype(np.float32)
+        scores = found[identity_of(dataset).hash]
+        sums = scores.sums(split).astype(np.float32)
+        if self.context.config.objective.type == "kto":
+            return np.stack([sums, scores.mismatched_sums(split).astype(np.float32)], 1)
         return sums.reshape(-1, self.context.plan.rows_per_sample)

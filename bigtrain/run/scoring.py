@@ -8,7 +8,7 @@ so that a sum over ranks adds zeros to it, and a repeated pass writes the same b
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,11 +23,13 @@ import xxhash
 from bigtrain.data.loading.collator import BatchOptions, BatchReader
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.samples.documents import DocumentSamples, Longer
+from bigtrain.data.samples.rated import RatedSamples
 from bigtrain.data.samples.token_stream import Indices, split_stream
 from bigtrain.data.shards.dataset import TokenDataset
 from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.data.shards.manifest import Split
 from bigtrain.data.shards.scores import (
+    MISMATCHED,
     Identity,
     PartRecord,
     ScoreRequest,
@@ -106,12 +108,14 @@ def score_dataset(
     splits: dict[Split, list[PartRecord]] = {}
     longest: dict[Split, int] = {}
     for split in wanted.splits:
-        samples = _samples(wanted, split)
+        samples, rated = _samples(wanted, split), _rated_samples(wanted, split)
         longest[split], splits[split] = samples.longest, []
         for part in _parts(split, samples, request):
             done = work.on_main_rank(lambda part=part: writers[0].finished(part.name))  # type: ignore[misc]
             if done is None:
                 arrays = _compute(context, engine, mesh, samples, part, request)
+                if rated is not None:
+                    arrays[MISMATCHED] = _mismatched_sums(context, engine, mesh, rated, part)
 
                 def write(part: _Part = part, arrays: dict[str, Any] = arrays) -> PartRecord:
                     with writing(directory, OUTPUT_REMEDY):
@@ -134,6 +138,15 @@ def _samples(wanted: Wanted, split: Split) -> DocumentSamples:
     longer: Longer = "truncate" if request.long_documents == "truncate" else "divide"
     stream = split_stream(wanted.dataset, split)
     return DocumentSamples(stream, request.sequence_length, longer)
+
+
+def _rated_samples(wanted: Wanted, split: Split) -> RatedSamples | None:
+    """Return rated answers with mismatched ones; None for other data."""
+    if wanted.dataset.table.rows != "kto":
+        return None
+    truncates = wanted.request.long_documents == "truncate"
+    stream = split_stream(wanted.dataset, split)
+    return RatedSamples(stream, wanted.request.sequence_length, truncates=truncates)
 
 
 @dataclass(frozen=True)
@@ -179,7 +192,8 @@ def _compute(
     begins -= samples.document_lengths[part.first : part.last]
     reader = BatchReader(samples, BatchOptions())
     counts = mesh.coordinates.sequence_rank == 0  # of the ranks that return the same scores
-    for numbers, batch in _batches(engine, samples, part, reader):
+    lengths = samples.lengths[part.samples]
+    for numbers, batch in _batches(engine, part.samples, lengths, reader.read):
         context.heartbeat.set_phase(_PHASE, slow=True)
         scores = engine.token_scores(batch, top_k).numpy()
         if not counts:
@@ -214,20 +228,46 @@ def _compute(
     return arrays
 
 
+def _mismatched_sums(
+    context: RunContext, engine: TrainEngine, mesh: Mesh, rated: RatedSamples, part: _Part
+) -> npt.NDArray[np.float64]:
+    """Return the log-probability of the mismatched answer of each document of a part, float64
+    [documents], on every rank. Collective."""
+    reader = BatchReader(rated, BatchOptions())
+
+    def read(numbers: Indices, rows: int) -> MicroBatch:
+        return reader.read(numbers, rows).of_pairs().every_second(1)
+
+    documents = np.arange(part.first, part.last)
+    sums = np.zeros(len(documents), np.float64)
+    counts = mesh.coordinates.sequence_rank == 0
+    for numbers, batch in _batches(engine, documents, rated.mismatched_lengths(documents), read):
+        context.heartbeat.set_phase(_PHASE, slow=True)
+        values = engine.token_scores(batch, 0).numpy()[: len(numbers), :, 0]
+        if counts:
+            sums[numbers - part.first] = values.sum(1, dtype=np.float64)
+    return _summed(sums, engine.device, mesh)
+
+
 def _batches(
-    engine: TrainEngine, samples: DocumentSamples, part: _Part, reader: BatchReader
+    engine: TrainEngine,
+    samples: Indices,
+    lengths: Indices,
+    read: Callable[[Indices, int], MicroBatch],
 ) -> Iterator[tuple[Indices, MicroBatch]]:
-    """Yield this rank's samples of a part, longest first, in micro-batches that are as wide as the
-    longest of all ranks; every rank gets as many, and those beyond the last sample are padding."""
+    """Yield this rank's part of `samples`, longest first, in micro-batches that are as wide as the
+    longest of all ranks; every rank gets as many, and those beyond the last sample are padding.
+    lengths: tokens of each sample; read: returns samples in a number of rows."""
     plan, own_rank = engine.plan, engine.mesh.coordinates.data_rank
-    order = part.samples[np.argsort(-samples.lengths[part.samples], kind="stable")]
+    by_length = np.argsort(-lengths, kind="stable")
+    order, widths = samples[by_length], np.maximum(1, lengths[by_length] - 1)
     begin = 0
     while begin < len(order):
-        width = max(1, int(samples.lengths[order[begin]]) - 1)
+        width = int(widths[begin])
         rows = plan.micro_batch_size * max(1, min(MAX_ROWS, plan.sequence_length // width))
         low = begin + own_rank * rows
         numbers = order[low : low + rows]
-        batch = reader.read(numbers, rows)
+        batch = read(numbers, rows)
         inputs, labels = (
             tensor[:, :width].contiguous() for tensor in (batch.input_ids, batch.labels)
         )

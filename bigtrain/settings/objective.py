@@ -52,11 +52,13 @@ def trained_rows_per_sample(section: ObjectiveSection) -> int:
 
 
 def num_reference_rows(config: RunConfig) -> int:
-    """Return the rows of a sample in forward passes without gradients: those of the reference, and
-    of KTO also the mismatched answer, by the model and by the reference."""
-    if not config.objective.needs_reference or reads_scores(config):
-        return 0
-    return 3 if config.objective.type == "kto" else trained_rows_per_sample(config.objective)
+    """Return the rows of a sample in forward passes without gradients: those of the reference,
+    unless its scores are stored, and of KTO also the mismatched answer, by the model and by the
+    reference."""
+    section, is_stored = config.objective, reads_scores(config)
+    if section.type == "kto":
+        return 1 if is_stored else 3
+    return trained_rows_per_sample(section) if section.needs_reference and not is_stored else 0
 
 
 def reads_scores(config: RunConfig) -> bool:
@@ -101,12 +103,6 @@ def check_reference(config: RunConfig) -> list[Problem]:
     section = config.objective
     if config.adapters is not None and config.parallel.pipeline == 1:
         return []
-    if section.type == "kto" and config.adapters is None:
-        rule = (
-            "its reference is the model with its adapters off, and the run has none: scores of "
-            "mismatched answers are not stored"
-        )
-        return [Problem("objective.type", section.type, rule, "adapters: {type: lora}")]
     if not is_imported(section.type):
         return []
     if not getattr(import_named("objective.type", section.type), "reference", False):

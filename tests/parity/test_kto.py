@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.nn.functional import sigmoid
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +20,7 @@ from bigtrain.parity.adapters import with_adapters
 from bigtrain.settings.batch_plan import plan_batch
 from bigtrain.settings.loading import parse_run_config
 from tests.parity.objective_runs import VOCAB_SIZE, degrees_name, save_llama, train
+from tests.support.lives import shared_server
 from tests.support.rated import write_rated
 
 pytestmark = [pytest.mark.distributed]
@@ -38,7 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def run_of(root: Path, **sections: Any) -> dict[str, Any]:
+def run_of(root: Path, *, full: bool = False, **sections: Any) -> dict[str, Any]:
     """Run whose step is two micro-batches on each of two ranks."""
     return {
         "model": {"path": str(root / "base")},
@@ -48,7 +50,7 @@ def run_of(root: Path, **sections: Any) -> dict[str, Any]:
             "desirable_weight": DESIRABLE,
             "undesirable_weight": UNDESIRABLE,
         },
-        "adapters": ADAPTERS,
+        **({} if full else {"adapters": ADAPTERS}),
         "data": {"path": str(root / "rated"), "allow_other_tokenizer": True},
         "batch": {"sequence_length": LENGTH, "global_batch_size": 8, "micro_batch_size": 2},
         "train": {"steps": STEPS},
@@ -121,13 +123,16 @@ def plain_loss(
 
 
 @cache
-def plain_run(root: Path) -> tuple[list[dict[str, Any]], list[float], dict[str, Any], list[float]]:
+def plain_run(
+    root: Path, full: bool = False
+) -> tuple[list[dict[str, Any]], list[float], dict[str, Any], list[float]]:
     """Loss, norm and metrics of every step, held-out losses, the trained weights, divergences."""
-    config = parse_run_config(run_of(root))
+    config = parse_run_config(run_of(root, full=full))
     model: Any = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32).eval()
-    assert config.adapters is not None
-    model = with_adapters(model, config.adapters, config.seed).train()
+    if config.adapters is not None:
+        model = with_adapters(model, config.adapters, config.seed)
+    model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     section = config.optimizer
     optimizer = torch.optim.AdamW(
@@ -154,9 +159,9 @@ def plain_run(root: Path) -> tuple[list[dict[str, Any]], list[float], dict[str, 
     return rows, evaluated, model.state_dict(), divergences
 
 
-def compare(root: Path, name: str, found: list[dict[str, Any]]) -> None:
+def compare(root: Path, name: str, found: list[dict[str, Any]], *, full: bool = False) -> None:
     """Compare a run with the plain one. A divergence differs by the rounding of two sums."""
-    expected, evaluated, weights, _ = plain_run(root)
+    expected, evaluated, weights, _ = plain_run(root, full)
     rows = [row for row in found if "loss" in row]
     losses, norms = ([row[key] for row in expected] for key in ("loss", "grad_norm"))
     assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
@@ -166,9 +171,9 @@ def compare(root: Path, name: str, found: list[dict[str, Any]]) -> None:
     held_out = [row["held_out_loss"] for row in found if "held_out_loss" in row]
     assert held_out == pytest.approx(evaluated, abs=1e-5, rel=1e-5)
     trained = bigtrain.load_state_dict(root / name)
-    adapted = [key for key in trained if "lora_" in key]
-    assert len(adapted) >= 8
-    for key in adapted:
+    keys = [key for key in trained if full or "lora_" in key]
+    assert len(keys) >= 8
+    for key in keys:
         torch.testing.assert_close(trained[key], weights[key], atol=1e-5, rtol=1e-5)
 
 
@@ -206,3 +211,39 @@ def test_a_resume_on_one_rank_goes_on_as_the_plain_loop(root: Path) -> None:
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
     allowed = {"every_steps": 4, "allow_changes": ["train.steps"]}
     compare(root, "resumed", train(root, "resumed", {**tree, "checkpoint": allowed}, 1))
+
+
+@pytest.mark.parametrize(
+    ("engine", "sections"),
+    [
+        pytest.param("zero1", {}, marks=SLOW),
+        ("zero3", {}),
+        pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
+        pytest.param("zero3", {"parallel": {"sequence": 2}}, marks=SLOW),
+    ],
+    ids=["zero1", "zero3", "tensor", "sequence"],
+)
+def test_all_weights_are_trained_against_scores_of_the_first_ones(
+    root: Path, engine: str, sections: dict[str, Any]
+) -> None:
+    """Half of it on two ranks, the rest on one, which reads the scores."""
+    tree = run_of(root, full=True, engine={"deepspeed_config": engine}, **sections)
+    name = f"full-{engine}-{degrees_name(sections)}"
+    train(root, name, {**tree, "train": {"steps": 4}}, 2)
+    scores = bigtrain.open_scores(next((root / name / "reference").glob("data-*")))
+    assert scores.sums("train").shape == scores.mismatched_sums("train").shape == (40,)
+    assert float(abs(scores.sums("train") - scores.mismatched_sums("train")).max()) > 1
+    more = {"checkpoint": {"every_steps": 4, "allow_changes": ["train.steps"]}, "parallel": {}}
+    compare(root, name, train(root, name, {**tree, **more}, 1), full=True)
+
+
+@pytest.mark.slow
+def test_scores_that_were_made_beforehand_are_the_same(root: Path) -> None:
+    tree = run_of(root, full=True, engine={"deepspeed_config": "zero1"})
+    path = root / "scored.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    words = ["-m", "bigtrain.cli", "score", "--config", str(path), "--output", str(root / "scores")]
+    codes, printed = shared_server().live([], world_size=1, script=words)
+    assert codes == [0], printed
+    named = {**tree, "objective": {**tree["objective"], "reference": str(root / "scores")}}
+    compare(root, "named", train(root, "named", named, 2), full=True)

@@ -275,13 +275,13 @@ REFUSED = {("kto", "pipeline"), ("reward", "pipeline"), ("reward", "sequence")}
 
 
 def cases() -> list[Any]:
-    """Return all combinations that runs accept; all but one are slow. KTO trains adapters."""
+    """Return all combinations that runs accept; all but one are slow."""
     every = [
         (name, full, topology)
         for name in OBJECTIVES
         for full in (True, False)
         for topology in TOPOLOGIES
-        if not (name == "kto" and full) and (name, topology) not in REFUSED
+        if (name, topology) not in REFUSED
     ]
     return [
         pytest.param(

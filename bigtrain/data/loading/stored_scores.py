@@ -133,9 +133,15 @@ def _fitting(
         found = find_scores(Path(name), identity_of(dataset))
         for split in splits:
             found.parts(split)
+            if config.objective.type == "kto":
+                found.mismatched_sums(split)
     except DataError as error:
         raise ConfigError(Problem(key, name, *str(error).split(" -> ", 1))) from error
     length = config.batch.sequence_length
+    if config.objective.type == "kto" and found.request.sequence_length != length:
+        there = found.request.sequence_length
+        rule = f"has mismatched answers of sequence_length {there}, and this run has {length}"
+        raise ConfigError(Problem(key, name, rule, "score the data with the settings of this run"))
     longest = max(found.record.longest[split] for split in splits)
     if longest <= min(length, found.request.sequence_length) + 1:
         return found

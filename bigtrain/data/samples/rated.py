@@ -50,6 +50,12 @@ class RatedSamples(StreamSamples):
         self.labels = np.concatenate(parts)
         super().__init__(stream, 2 * self._half - 1, len(lengths), masks_loss=True)
 
+    def mismatched_lengths(self, samples: Indices) -> Indices:
+        """Return the tokens of the mismatched row of each sample."""
+        _, lengths, _ = self._ranges(samples, np.zeros_like(samples))
+        total: Indices = lengths.reshape(-1, 3)[:, 1:].sum(1)
+        return total
+
     def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
         assert out.loss_mask is not None
         out.tokens[rows] = 0

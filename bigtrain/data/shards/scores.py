@@ -7,6 +7,8 @@
         request.json                 what is computed: model, data, kind
         train-00000.sums.npy         float64 [documents]: of a document's targets, summed
         train-00000.targets.npy      int64 [documents]: targets of a document
+      train-00000.mismatched.npy   float64 [documents], of rated answers (KTO): of the targets of
+                                   the mismatched answer
         train-00000.tokens.npy       float32 [tokens], for --kind tokens; 0 without a target
         train-00000.top_ids.npy      int32 [tokens, k], for --kind top-k
         train-00000.top_values.npy   float32 [tokens, k], in falling order; 0 without a target
@@ -40,6 +42,8 @@ from bigtrain.system.files import file_checksum, write_whole
 
 SCORES_NAME = "scores.json"
 REQUEST_NAME = "request.json"
+MISMATCHED = "mismatched"
+_OF_DOCUMENTS = ("sums", "targets", MISMATCHED)
 ScoreKind = Literal["documents", "tokens", "top-k"]
 LongPieces = Literal["cut", "truncate"]
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -193,6 +197,15 @@ class Scores:
         """Return the number of targets of each document, int64 [documents]. Raises as `sums`."""
         return self._joined(split, "targets")
 
+    def mismatched_sums(self, split: Split) -> npt.NDArray[np.float64]:
+        """Return the log-probability of the mismatched answer of each rated one, float64
+        [documents]. Raises as `sums`."""
+        if not all(MISMATCHED in part.arrays for part in self.parts(split)):
+            raise DataError(
+                f"{self.directory} has no scores of mismatched answers -> score the data again"
+            )
+        return self._joined(split, MISMATCHED)
+
     def part(self, record: PartRecord, array: str) -> npt.NDArray[Any]:
         """Return an array of a part, after comparing it with its checksum. Raises DataError."""
         path = self.directory / f"{record.name}.{array}.npy"
@@ -274,7 +287,7 @@ def copy_documents(scores: Scores, splits: Sequence[Split], directory: Path) -> 
                 part.name,
                 part.first_document,
                 part.tokens,
-                {array: scores.part(part, array) for array in ("sums", "targets")},
+                {name: scores.part(part, name) for name in _OF_DOCUMENTS if name in part.arrays},
             )
             for part in scores.parts(split)
         ]

@@ -28,7 +28,7 @@ class ObjectiveSection(Section):
     type: KnownObjective | ImportedName = "next_token"
     """next_token: cross-entropy of the next token; preference: pairs of a chosen and a rejected
     answer (rows: preference in the data's manifest); kto: answers that are labeled desirable or not
-    (rows: kto; arXiv 2402.01306), with adapters; reward: a scalar head that scores the chosen
+    (rows: kto; arXiv 2402.01306); reward: a scalar head that scores the chosen
     answer of a pair higher (rows: preference); classification: a head that gives a sample one of
     several labels (rows: classification); distillation: the next token, and the probabilities of a
     teacher for it (arXiv 1503.02531); or a class of yours, as package.module:Class"""
@@ -109,7 +109,7 @@ class ObjectiveSection(Section):
             )
         if self.type != "next_token":
             unused += ["label_smoothing", "z_loss"]
-        if not (self.reads_pairs and self.needs_reference):
+        if not self.needs_reference:
             unused += ["reference"]
         for name in unused:
             value = getattr(self, name)
