@@ -216,7 +216,10 @@ def test_an_objective_of_pairs_reads_two_rows_of_a_sample(code: Path) -> None:
             "desirable_weight = 2.0 has no effect with objective.type = next",
         ),
         ({"type": "kto", "loss": "ipo"}, "objective.loss = ipo has no effect with objective.type"),
-        ({"type": "kto", "reference": "s"}, "objective.reference = s has no effect with objective"),
+        (
+            {"type": "reward", "reference": "s"},
+            "objective.reference = s has no effect with objective",
+        ),
         ({"type": "kto", "undesirable_weight": 0}, "input should be greater than 0"),
         ({"type": "next_tokn"}, "did you mean next_token?"),
         ({"type": "preference", "loss": "dpo"}, "input should be 'sigmoid', 'ipo'"),
