@@ -46,7 +46,7 @@ class Agent(LocalElasticAgent):
     """Agent of a host that ends ranks within a second where they cannot save."""
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Run until the run ends. A spare that got no place succeeds (torch returns None for it,
+        """Run until the run ends. A spare that has never trained succeeds (torch returns None for it,
         and fails)."""
         result: RunResult | None = super().run(role)
         if result is None:

@@ -54,8 +54,9 @@ class ObjectiveSection(Section):
     """next_token: weight of the squared logarithm of the softmax's denominator, which keeps the
     logits small (PaLM: 1e-4, arXiv 2204.02311), in training only"""
     reference: Annotated[str, Field(min_length=1)] | None = None
-    """kto, and preference with a reference: directory of scores of the data under the initial weights, made
-    by `bigtrain score --output` (null: adapters off, or computed by the run at its start)"""
+    """kto, and preference with a reference: directory of scores of the data under the initial
+    weights, made by `bigtrain score --output` (null: adapters off, or computed by the run at its
+    start)"""
     teacher: Annotated[str, Field(min_length=1)] | None = None
     """distillation: directory of scores of the data under the teacher, made by `bigtrain score
     --kind top-k --output`"""
