@@ -139,8 +139,12 @@ def main() -> None:
         base, base_peak = times[NEXT_TOKEN], peaks[NEXT_TOKEN]
         for name, seconds in times.items():
             ratio = statistics.median(a / b for a, b in zip(seconds, base, strict=True))
-            print(f"{loss:<17}  {name:<10}  {statistics.median(seconds):10.3f}  {ratio:5.3f}  "
-                  f"{peaks[name] / 2**20:9.1f}  {peaks[name] / base_peak:5.3f}", flush=True)  # fmt: skip
+            peak = peaks[name]
+            print(
+                f"{loss:<17}  {name:<10}  {statistics.median(seconds):10.3f}  {ratio:5.3f}  "
+                f"{peak / 2**20:9.1f}  {peak / base_peak:5.3f}",
+                flush=True,
+            )
 
 
 def in_a_process(what: str, loss: str) -> dict[str, Any]:

@@ -46,8 +46,8 @@ class Agent(LocalElasticAgent):
     """Agent of a host that ends ranks within a second where they cannot save."""
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Run until the run ends. A spare that has never trained succeeds (torch returns None for it,
-        and fails)."""
+        """Run until the run ends. A spare that has never trained succeeds (torch returns None for
+        it, and fails)."""
         result: RunResult | None = super().run(role)
         if result is None:
             return RunResult(state=WorkerState.SUCCEEDED)
