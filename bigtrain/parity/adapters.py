@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +24,21 @@ from bigtrain.models.layers.adapters import (
 from bigtrain.models.layers.parameters import has_score_head
 from bigtrain.models.transformers_patches import targets_as_named
 from bigtrain.settings.run_config import AdaptersSection
+
+
+@contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """Let `model` be its base inside, by peft's own switch."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def comparable_adapters(model: Any, section: AdaptersSection, notes: list[str]) -> AdaptersSection:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import operator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -42,6 +44,7 @@ from bigtrain.settings.deepspeed.engine_config import (
 )
 from bigtrain.settings.deepspeed.keys import AUTO
 from bigtrain.settings.deepspeed.ownership import owned_values
+from bigtrain.settings.objective import reads_scores
 from bigtrain.settings.run_config import (
     BatchSection,
     ModelSection,
@@ -53,6 +56,8 @@ from bigtrain.settings.run_config import (
     ScheduleSection,
     TrainSection,
 )
+from bigtrain.settings.sections.extensions import is_imported
+from bigtrain.settings.sections.objective import ObjectiveSection
 
 STEPS = 5
 RATES = tuple(1e-2 * (0.5 + 0.25 * step) for step in range(STEPS))
@@ -124,6 +129,7 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
         data=config.data,
         batch=BatchSection(sequence_length=tokens, global_batch_size=2 * world_size),
         train=TrainSection(steps=STEPS),
+        objective=_objective(config.objective, notes),
         optimizer=_optimizer(config.optimizer, notes),
         schedule=ScheduleSection(type="constant"),
         precision=PrecisionSection(dtype="float32"),
@@ -148,11 +154,6 @@ def _left_out(config: RunConfig) -> list[str]:
         )
         if value not in (off, "auto")
     ]
-    if config.objective.scores_samples:
-        notes.append(
-            f"objective.type = {config.objective.type} is not compared here: the architecture is, "
-            "with next_token"
-        )
     if config.precision.float8 != "none":
         notes.append(
             f"precision.float8 = {config.precision.float8} is off here: it rounds by more than any "
@@ -198,6 +199,17 @@ def _proxy_model(
             )
             model.config.router_aux_loss_coef = AUXILIARY
     return model
+
+
+def _objective(section: ObjectiveSection, notes: list[str]) -> ObjectiveSection:
+    """Return the run's section, if the plain loop has its loss; else the next token's."""
+    if section.type in ("next_token", "preference", "kto") or is_imported(section.type):
+        return section.model_copy(update={"reference": None})
+    notes.append(
+        f"objective.type = {section.type} is not compared here: the architecture is, with "
+        "next_token"
+    )
+    return ObjectiveSection()
 
 
 def _moe(section: MoeSection, notes: list[str]) -> MoeSection:
@@ -324,18 +336,22 @@ def micro_batches(
     config: RunConfig, plan: BatchPlan, step: int, data_rank: int
 ) -> list[MicroBatch]:
     """Return the batches of a step for `data_rank`: random tokens, the same samples at every
-    topology."""
+    topology. Stored scores of a reference are near those of the proxy model."""
     generator = torch.Generator().manual_seed(1000 + step)
-    shape = (plan.global_batch_size, plan.sequence_length + 1)
+    num_rows = plan.global_batch_size * plan.rows_per_sample
+    shape = (num_rows, plan.sequence_length + 1)
     tokens = torch.randint(1, VOCABULARY, shape, generator=generator)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
     labels[torch.rand(labels.shape, generator=generator) < 0.2] = IGNORED_LABEL
-    parts = [inputs, labels]
+    positions = reference = desirable = None
     if config.data.isolates:
-        positions = document_positions(plan.global_batch_size, plan.sequence_length)
+        positions = document_positions(num_rows, plan.sequence_length)
         labels[:, :-1][positions[:, 1:] == 0] = IGNORED_LABEL
-        parts.append(positions)
-    rows = torch.arange(plan.global_batch_size).reshape(
-        plan.accumulation, plan.data_size, plan.micro_batch_size
-    )[:, data_rank]
-    return [MicroBatch(*(part[row] for part in parts)) for row in rows]
+    if reads_scores(config):
+        noise = torch.rand(num_rows, generator=generator)
+        reference = noise - math.log(VOCABULARY) * (labels != IGNORED_LABEL).sum(-1)
+    if config.objective.type == "kto":
+        desirable = (torch.rand(num_rows // 2, generator=generator) < 0.5).repeat_interleave(2)
+    batch = MicroBatch(inputs, labels, positions, reference=reference, desirable=desirable)
+    rows = torch.arange(num_rows).reshape(plan.accumulation, plan.data_size, -1)[:, data_rank]
+    return [batch.moved(operator.itemgetter(row)) for row in rows]

@@ -1,11 +1,13 @@
 """Reference for every topology: plain transformers and torch.optim in one process. Only the tokens
-are bigtrain's; loss, decay, freezing and clipping are implemented again."""
+are bigtrain's, and the formula of another objective; passes, cross-entropy, units, decay, freezing
+and clipping are implemented again."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -20,15 +22,18 @@ from transformers import AutoModelForCausalLM
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.shards.format import IGNORED_LABEL
+from bigtrain.engine.objectives import make_objective
 from bigtrain.models.layers.adapters import base_name
 from bigtrain.models.layers.parameters import decoder_layers
 from bigtrain.models.parallel.grouped_experts import fit_experts
-from bigtrain.parity.adapters import with_adapters
+from bigtrain.parity.adapters import with_adapters, without_adapters
 from bigtrain.parity.optimizers import plain_optimizer
 from bigtrain.parity.proxy import RATES, STEPS, micro_batches
 from bigtrain.parity.routers import Division, RouterTerms
 from bigtrain.settings.batch_plan import BatchPlan
+from bigtrain.settings.objective import rows_per_sample, unit_of
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.sections.objective import ObjectiveSection
 
 _PARTS = (2, 3, 4)
 _DIVISIONS = 8
@@ -114,7 +119,9 @@ def _train(
     }
     optimizer = plain_optimizer(model, parameters, masters, config.optimizer)
     samples = config.batch.samples_per_step
-    plan = BatchPlan(samples, samples, 1, 1, config.batch.sequence_length)
+    num_rows = rows_per_sample(config.objective)
+    plan = BatchPlan(samples, samples, 1, 1, config.batch.sequence_length, rows_per_sample=num_rows)
+    objective = make_objective(config)
     figures = TrainingTrace([], [], {})
     with torch.no_grad():
         model.eval()
@@ -123,7 +130,14 @@ def _train(
     model.train()
     for step in range(STEPS):
         (batch,) = micro_batches(config, plan, step, 0)
-        loss = _backward(model, parameters, masters, batch, chunks[step], sum_dtype or dtype, terms)
+        parts = [batch.moved(operator.itemgetter(_rows(chunk, num_rows))) for chunk in chunks[step]]
+        passes = PlainPasses(model, config.objective)
+        objective.prepare(passes, [batch])
+        num_units = _num_units(config.objective, batch.labels)
+        losses = (objective.summed_loss(passes, part, part) for part in parts)
+        loss = _backward(
+            losses, num_units, len(parts), parameters, masters, sum_dtype or dtype, terms
+        )
         norm = torch.nn.utils.clip_grad_norm_(
             masters.values(), config.optimizer.clip_norm or math.inf
         )
@@ -155,35 +169,37 @@ def _trained(model: nn.Module, frozen: Sequence[str]) -> dict[str, nn.Parameter]
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def _num_units(section: ObjectiveSection, labels: torch.Tensor) -> int:
+    """Return the units of `labels` of which a step's loss is the mean."""
+    targets = labels != IGNORED_LABEL
+    if unit_of(section) == "tokens":
+        return int(targets.sum())
+    return int(targets.any(-1).sum()) // rows_per_sample(section)
+
+
+def _rows(samples: torch.Tensor, rows_per_sample: int) -> torch.Tensor:
+    """Return the rows of `samples`, in their order."""
+    return (samples.unsqueeze(-1) * rows_per_sample + torch.arange(rows_per_sample)).flatten()
+
+
 def _backward(
-    model: Any,
+    losses: Iterable[tuple[torch.Tensor, list[Any]]],
+    num_units: int,
+    num_parts: int,
     parameters: dict[str, nn.Parameter],
     masters: dict[str, torch.Tensor],
-    batch: MicroBatch,
-    chunks: Sequence[torch.Tensor],
     sum_dtype: torch.dtype,
     terms: RouterTerms,
 ) -> float:
-    """Set the gradients of `masters` for a step's mean loss and router losses; return the
-    former."""
+    """Set the gradients of `masters` for a step's mean loss and router losses; return the former.
+    losses: of each of `num_parts` micro-batches, summed over its units, and the model's outputs."""
     terms.begin_step()
-    num_targets = int((batch.labels != IGNORED_LABEL).sum())
     sums: dict[str, torch.Tensor] = {}
     total = 0.0
-    for rows in chunks:
-        part = MicroBatch(
-            batch.input_ids[rows],
-            batch.labels[rows],
-            None if batch.position_ids is None else batch.position_ids[rows],
-        )
-        outputs, logits = _outputs(model, part)
-        logits = logits.flatten(0, 1).float()
-        loss = F.cross_entropy(
-            logits, part.labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-        )
-        whole = loss / num_targets
+    for loss, outputs in losses:
+        whole = loss / num_units
         if terms.is_on:
-            whole = whole + terms.of(outputs) / len(chunks)
+            whole = whole + terms.of(outputs) / num_parts
         whole.backward()
         total += float(loss.detach())
         for name, parameter in parameters.items():
@@ -193,7 +209,58 @@ def _backward(
             parameter.grad = None
     for name, master in masters.items():
         master.grad = sums[name].float() if name in sums else None
-    return total / num_targets
+    return total / num_units
+
+
+class PlainPasses:
+    """Passes of plain transformers in one process, that an objective makes its loss of."""
+
+    def __init__(self, model: Any, section: ObjectiveSection) -> None:
+        self._model, self._section = model, section
+
+    def cross_entropy(
+        self, batch: MicroBatch, moved: MicroBatch, factor: torch.Tensor | None
+    ) -> tuple[torch.Tensor, list[Any]]:
+        """Return the loss of the next token, summed over targets, with the terms of the run."""
+        outputs, logits = _outputs(self._model, batch)
+        logits, labels = logits.flatten(0, 1).float(), batch.labels.flatten()
+        smoothing = self._section.label_smoothing
+        loss = F.cross_entropy(
+            logits, labels, ignore_index=IGNORED_LABEL, reduction="sum", label_smoothing=smoothing
+        )
+        if self._section.z_loss:
+            targets = logits[labels != IGNORED_LABEL]
+            loss = loss + self._section.z_loss * targets.exp().sum(-1).log().square().sum()
+        return loss, outputs
+
+    def log_probabilities(
+        self, batch: MicroBatch, moved: MicroBatch
+    ) -> tuple[torch.Tensor, list[Any]]:
+        """Return the log-probability of each target, float32 [R, T]; 0 elsewhere."""
+        outputs, logits = _outputs(self._model, batch)
+        known = batch.labels.clamp(min=0).unsqueeze(-1)
+        values = logits.float().log_softmax(-1).gather(-1, known).squeeze(-1)
+        return values * (batch.labels != IGNORED_LABEL), outputs
+
+    def scores(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, list[Any]]:
+        """See `bigtrain.parity.proxy`: models with a score head are not compared."""
+        raise NotImplementedError
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return a context in which nothing changes: dropout is off."""
+        return nullcontext()
+
+    def feed(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, MicroBatch]]:
+        """Yield each micro-batch, and itself as the one on the device."""
+        return ((batch, batch) for batch in batches)
+
+    def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
+        """Return `values`: there is one process."""
+        return values
+
+    def reference(self) -> AbstractContextManager[None]:
+        """Return a context in which the model is without its adapters."""
+        return without_adapters(self._model)
 
 
 def _outputs(model: Any, batch: MicroBatch) -> tuple[list[Any], torch.Tensor]:

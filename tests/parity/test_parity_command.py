@@ -26,6 +26,7 @@ from bigtrain.parity.run import reference_of, train_points
 from bigtrain.parity.topologies import points
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import ModelSection, MoeSection, RunConfig
+from bigtrain.settings.sections.objective import ObjectiveSection
 from tests.parity.conftest import ARCHITECTURES, llama, run_config
 from tests.parity.expert_models import MODELS as EXPERT_MODELS
 from tests.support.lives import run_forked_world
@@ -356,6 +357,8 @@ MIXTRAL = llama(
 )
 DEEPSEEK = {**EXPERT_MODELS["deepseek_v3"], "num_hidden_layers": 2}
 GLOBAL = {"auxiliary_loss": "global_batch"}
+PREFERENCE = {"objective": {"type": "preference", "loss": "ipo"}}
+KTO = {"objective": {"type": "kto"}}
 
 # Of what only several ranks have: text replaced, the run's model and sections, where it shows.
 MUTATIONS_OF_RANKS: dict[str, tuple[dict[str, tuple[str, str]], dict[str, Any], str]] = {
@@ -399,6 +402,16 @@ MUTATIONS_OF_RANKS: dict[str, tuple[dict[str, tuple[str, str]], dict[str, Any], 
         {"model": MIXTRAL, "moe": {"z_loss_coefficient": 0.01}},
         "data 2",
     ),
+    "rows are counted instead of pairs": (
+        {
+            "engine/objectives.py": (
+                '_pairs_present(labels) if self._unit == "pairs" else targets.any(-1)',
+                "targets.any(-1)",
+            )
+        },
+        {"model": llama(), **PREFERENCE},
+        "data 2",
+    ),
     "adapters are scaled twice": (
         {
             "models/layers/adapters.py": (
@@ -423,6 +436,7 @@ def run_of(sections: dict[str, Any], directory: Path) -> dict[str, Any]:
     run: dict[str, Any] = run_config(
         Path("unread"), {"config": sections["model"]}, micro_batch_size=1, **more
     )
+    run["data"]["mask_end_of_document"] = "objective" not in more
     if "adapters" in more:
         section = ModelSection(config=sections["model"])
         build_model(section, load_hf_config(section), seed=1).save_pretrained(directory / "base")
@@ -482,10 +496,36 @@ def test_what_is_wrong_between_ranks_is_told(name: str, tmp_path: Path) -> None:
             {"adapters": None},
             ("zero2, data 2", "pipeline_zero1, data 1, pipeline 2"),
         ),
+        (
+            {"model": llama(), **PREFERENCE},
+            {"objective": ObjectiveSection()},
+            ("zero2, data 2", "pipeline_zero1, data 1, pipeline 2"),
+        ),
+        pytest.param(
+            {"model": llama(), **KTO},
+            {"objective": ObjectiveSection()},
+            ("zero1, data 2", "zero3, data 1, sequence 2"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"model": llama(), "adapters": LORA, **KTO},
+            {"objective": ObjectiveSection()},
+            ("zero3, data 2", "zero1, data 1, tensor 2"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"model": llama(), "objective": {"label_smoothing": 0.1, "z_loss": 0.01}},
+            {"objective": ObjectiveSection()},
+            ("zero1, data 2", "zero1, data 1, tensor 2"),
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["global batch", "auxiliary loss", "biases", "adapters"],
-)
-def test_routers_and_adapters_are_compared(
+    ids=[
+        "global batch", "auxiliary loss", "biases", "adapters", "pairs", "answers",
+        "answers with adapters", "terms",
+    ],
+)  # fmt: skip
+def test_terms_of_the_loss_and_adapters_are_compared(
     sections: dict[str, Any],
     without: dict[str, Any],
     names: tuple[str, ...],
