@@ -1,0 +1,127 @@
+"""Layers for multi-token prediction, trained with the model, against plain transformers and
+PyTorch in one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bigtrain
+from bigtrain.data.loading.loader import open_training_data
+from bigtrain.settings.batch_plan import plan_batch
+from bigtrain.settings.loading import parse_run_config
+from tests.parity import multi_token_models, objective_runs
+from tests.parity.multi_token_models import CONFIGURATIONS, VOCAB_SIZE, plain_losses
+from tests.parity.objective_runs import steps_of
+from tests.support.datasets import write_dataset
+
+pytestmark = [pytest.mark.distributed]
+
+LENGTH, STEPS, WEIGHT = 32, 10, 0.3
+PACKED = {"packing": "best_fit"}
+CROSSING = {"packing": "concatenate"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two datasets, one with masked targets, and models."""
+    directory = tmp_path_factory.mktemp("multi_token")
+    for name, seed in (("one", 0), ("two", 1)):
+        write_dataset(directory / name, vocab_size=VOCAB_SIZE, seed=seed, masked=name == "two")
+        (directory / name / "tokenizer").mkdir()
+    for name in CONFIGURATIONS:
+        multi_token_models.save(name, directory / name)
+    return directory
+
+
+def run_of(root: Path, model: str, data: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    sources = [{"path": str(root / name), "weight": 1.0} for name in ("one", "two")]
+    return {
+        "model": {"path": str(root / model), "loss_chunk_tokens": 7},
+        "objective": {"mtp_weight": WEIGHT},
+        "data": {"sources": sources, **data},
+        "batch": {"sequence_length": LENGTH, "global_batch_size": 8, "micro_batch_size": 2},
+        "train": {"steps": STEPS},
+        "optimizer": {"lr": 3e-3, "weight_decay": 0.0, "clip_norm": 1.0},
+        "schedule": {"type": "constant"},
+        "precision": {"dtype": "float32"},
+        "logging": {"every_steps": 1},
+        "checkpoint": {"every_steps": 5},
+        "output": {"directory": str(root / "run"), "export": False},
+        **sections,
+    }
+
+
+@cache
+def plain_run(
+    root: Path, model_name: str, packing: str
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses of the next token, mean losses of the layers, and weights under bigtrain's names."""
+    config = parse_run_config(run_of(root, model_name, {"packing": packing}))
+    model, mtp = multi_token_models.load(root / model_name)
+    parameters = list(dict.fromkeys([*model.train().parameters(), *mtp.train().parameters()]))
+    section = config.optimizer
+    optimizer = torch.optim.AdamW(
+        parameters, section.lr, tuple(section.betas), section.eps, weight_decay=0.0
+    )
+    plan, _ = plan_batch(config.batch.model_copy(update={"micro_batch_size": 8}), 1)
+    assert plan is not None
+    batches = open_training_data(config, plan, 0)
+    losses, deeper_losses = [], []
+    for step in range(STEPS):
+        (batch,) = batches.step(8 * step)
+        main, deeper = plain_losses(model, mtp, batch)
+        added = torch.stack([one.sum() for one in deeper]).mean()
+        loss = (main.sum() + WEIGHT * added) / len(main)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        losses.append(float(main.mean().detach()))
+        deeper_losses.append(float(torch.stack([one.mean() for one in deeper]).mean().detach()))
+    batches.close()
+    weights = dict(model.state_dict())
+    weights |= {f"mtp.layers.{name}": value for name, value in mtp.layers.state_dict().items()}
+    return losses, deeper_losses, weights
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "data", "settings"),
+    [
+        ("deepseek", "zero1", PACKED, {}),
+        ("deepseek", "zero3", PACKED, {"gradient_checkpointing": "full"}),
+        slow("deepseek", "zero0", CROSSING, {}),
+        slow("deepseek", "zero2", CROSSING, {"gradient_checkpointing": 2}),
+        slow("deepseek", "zero3", CROSSING, {}),
+        slow("deepseek", "zero2_offload", PACKED, {"attention": "eager"}),
+        slow("mellum", "zero1", PACKED, {}),
+        slow("mellum", "zero3", PACKED, {}),
+    ],
+)
+def test_equals_a_plain_loop(
+    root: Path, model: str, engine: str, data: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """Half of it on two ranks, the rest, resumed, on one."""
+    tree = run_of(root, model, data, engine={"deepspeed_config": engine})
+    tree["model"] |= settings
+    name = f"{model}-{engine}-{data['packing']}-{len(settings)}"
+    objective_runs.train(root, name, tree | {"train": {"steps": STEPS // 2}}, 2)
+    more = {"checkpoint": {"allow_changes": ["train.steps"]}}
+    rows = steps_of(objective_runs.train(root, name, tree | more, 1))
+    losses, deeper, weights = plain_run(root, model, data["packing"])
+    assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
+    assert [row["mtp_loss"] for row in rows] == pytest.approx(deeper, abs=1e-5, rel=1e-5)
+    assert losses[-1] < losses[0]
+    assert deeper[-1] < deeper[0]
+    trained = bigtrain.load_state_dict(root / name)
+    assert any(key.startswith("mtp.layers.") for key in trained)
+    for key, tensor in trained.items():
+        torch.testing.assert_close(tensor, weights[key], atol=1e-5, rtol=1e-5)
