@@ -280,8 +280,8 @@ class TrainEngine:
         return float(total) / dist.get_world_size()
 
     def mtp_loss(self) -> float | None:
-        """Return the mean loss of the layers for multi-token prediction since the last call, in nats
-        per target; None without any. Waits for the device."""
+        """Return the mean loss of layers for multi-token prediction since the last call, in nats
+        per target; None without any. Collective; waits for the device."""
         if self._multi_token is None:
             return None
         return self._multi_token.read(self.sum_over_replicas)

@@ -182,20 +182,19 @@ def with_objective_head(
     return found
 
 
-def with_mtp_layers(hf_config: PreTrainedConfig, config: RunConfig) -> PreTrainedConfig:
-    """Return `hf_config`, marked if the run trains its layers for multi-token prediction. Raises
+def with_mtp_layers(hf_config: PreTrainedConfig, *, trains: bool) -> PreTrainedConfig:
+    """Return `hf_config`, marked if the run `trains` its layers for multi-token prediction. Raises
     ConfigError for a configuration that counts none."""
-    if not config.objective.mtp_weight:
+    if not trains:
         return hf_config
     count = getattr(text_config(hf_config), "num_mtp_layers", None)
     if not count:
         rule = (
-            f"trains layers for multi-token prediction, and the configuration of this "
-            f"{hf_config.model_type} counts none that transformers builds (num_mtp_layers)"
+            f"the configuration of this {hf_config.model_type} counts no layers for multi-token "
+            "prediction that transformers builds (num_mtp_layers)"
         )
-        value = config.objective.mtp_weight
-        remedy = "objective.mtp_weight=0, or a base with such layers, such as deepseek_v3"
-        raise ConfigError(Problem("objective.mtp_weight", value, rule, remedy))
+        remedy = "objective.mtp_weight=0, or a base with such layers, such as a deepseek_v3"
+        raise ConfigError(Problem("objective.mtp_weight", None, rule, remedy))
     marked = copy.deepcopy(hf_config)
     setattr(marked, MTP_MARK, int(count))
     return marked

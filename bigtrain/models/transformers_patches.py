@@ -182,9 +182,9 @@ def attention_name(model: PreTrainedModel) -> str:
 
 
 def follow_implementations(follower: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Let `follower`, whose configuration is a copy of that of `model`, compute attention and experts
-    as `model` does now. The public setters check their argument, at every call, and do not set
-    names that only a model has (configuration_utils.py:595 and :617, read by every layer)."""
+    """Let `follower`, whose configuration is a copy of that of `model`, compute attention and
+    experts as `model` does now. Every layer reads these names (configuration_utils.py:595, :617);
+    the public setters look for kernels at every call."""
     for name in ("_attn_implementation", "_experts_implementation"):
         chosen = getattr(model.config.get_text_config(), name, None)
         if getattr(follower.config, name, None) != chosen:

@@ -61,6 +61,7 @@ def mellum() -> PreTrainedConfig:
         num_key_value_heads=2,
         num_local_experts=4,
         num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"],
         sliding_window=16,
         max_position_embeddings=64,
         initializer_range=SPREAD,
@@ -89,6 +90,11 @@ def save(name: str, directory: Path) -> None:
         for key, tensor in layer.state_dict().items():
             for stored, part in _published(name, number, key, tensor):
                 tensors[stored] = part.detach().clone().contiguous()
+    if name == "deepseek":  # which it repeats for each layer
+        tensors["model.layers.2.embed_tokens.weight"] = (
+            model.model.embed_tokens.weight.detach().clone()
+        )
+        tensors["model.layers.2.shared_head.head.weight"] = model.lm_head.weight.detach().clone()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -9,21 +9,28 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import bigtrain
 from bigtrain.data.loading.loader import open_training_data
+from bigtrain.data.tokenizers.training import train_tokenizer
+from bigtrain.models.configuration import MTP_MARK
 from bigtrain.settings.batch_plan import plan_batch
 from bigtrain.settings.loading import parse_run_config
 from tests.parity import multi_token_models, objective_runs
-from tests.parity.multi_token_models import CONFIGURATIONS, VOCAB_SIZE, plain_losses
+from tests.parity.multi_token_models import (
+    CONFIGURATIONS,
+    VOCAB_SIZE,
+    plain_losses,
+    small_deepseek_files,
+)
 from tests.parity.objective_runs import steps_of
 from tests.support.datasets import write_dataset
 
 pytestmark = [pytest.mark.distributed]
 
 LENGTH, STEPS, WEIGHT = 32, 10, 0.3
-PACKED = {"packing": "best_fit"}
-CROSSING = {"packing": "concatenate"}
+PACKED, CROSSING = "best_fit", "concatenate"
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +45,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def run_of(root: Path, model: str, data: dict[str, Any], **sections: Any) -> dict[str, Any]:
-    sources = [{"path": str(root / name), "weight": 1.0} for name in ("one", "two")]
+def run_of(root: Path, model: str, packing: str, **sections: Any) -> dict[str, Any]:
+    names = ("one", "two") if packing == PACKED else ("one",)  # conversations are not split
+    sources = [{"path": str(root / name), "weight": 1.0} for name in names]
     return {
         "model": {"path": str(root / model), "loss_chunk_tokens": 7},
         "objective": {"mtp_weight": WEIGHT},
-        "data": {"sources": sources, **data},
+        "data": {"sources": sources, "packing": packing},
         "batch": {"sequence_length": LENGTH, "global_batch_size": 8, "micro_batch_size": 2},
         "train": {"steps": STEPS},
         "optimizer": {"lr": 3e-3, "weight_decay": 0.0, "clip_norm": 1.0},
@@ -61,7 +69,7 @@ def plain_run(
     root: Path, model_name: str, packing: str
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses of the next token, mean losses of the layers, and weights under bigtrain's names."""
-    config = parse_run_config(run_of(root, model_name, {"packing": packing}))
+    config = parse_run_config(run_of(root, model_name, packing))
     model, mtp = multi_token_models.load(root / model_name)
     parameters = list(dict.fromkeys([*model.train().parameters(), *mtp.train().parameters()]))
     section = config.optimizer
@@ -94,7 +102,7 @@ def slow(*values: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model", "engine", "data", "settings"),
+    ("model", "engine", "packing", "settings"),
     [
         ("deepseek", "zero1", PACKED, {}),
         ("deepseek", "zero3", PACKED, {"gradient_checkpointing": "full"}),
@@ -107,16 +115,16 @@ def slow(*values: Any) -> Any:
     ],
 )
 def test_equals_a_plain_loop(
-    root: Path, model: str, engine: str, data: dict[str, Any], settings: dict[str, Any]
+    root: Path, model: str, engine: str, packing: str, settings: dict[str, Any]
 ) -> None:
     """Half of it on two ranks, the rest, resumed, on one."""
-    tree = run_of(root, model, data, engine={"deepspeed_config": engine})
+    tree = run_of(root, model, packing, engine={"deepspeed_config": engine})
     tree["model"] |= settings
-    name = f"{model}-{engine}-{data['packing']}-{len(settings)}"
+    name = f"{model}-{engine}-{packing}-{len(settings)}"
     objective_runs.train(root, name, tree | {"train": {"steps": STEPS // 2}}, 2)
     more = {"checkpoint": {"allow_changes": ["train.steps"]}}
     rows = steps_of(objective_runs.train(root, name, tree | more, 1))
-    losses, deeper, weights = plain_run(root, model, data["packing"])
+    losses, deeper, weights = plain_run(root, model, packing)
     assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
     assert [row["mtp_loss"] for row in rows] == pytest.approx(deeper, abs=1e-5, rel=1e-5)
     assert losses[-1] < losses[0]
@@ -125,3 +133,43 @@ def test_equals_a_plain_loop(
     assert any(key.startswith("mtp.layers.") for key in trained)
     for key, tensor in trained.items():
         torch.testing.assert_close(tensor, weights[key], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "has_base"),
+    [("deepseek", True), slow("deepseek", False), slow("mellum", True), slow("mellum", False)],
+)
+def test_transformers_reads_an_export(
+    root: Path, tmp_path: Path, model: str, has_base: bool
+) -> None:
+    """Names of the published files; values of transformers' `MtpModel`; sharded or not."""
+    tree = run_of(root, model, PACKED, engine={"deepspeed_config": "zero3"}, train={"steps": 2})
+    if not has_base:
+        tree["model"] = {"config": CONFIGURATIONS[model]().to_diff_dict()}
+    name = f"exported-{model}-{has_base}"
+    objective_runs.train(root, name, tree, 2)
+    train_tokenizer(iter([["the theme of the thesis"]]), 260).save(root / name / "tokenizer")
+    output = tmp_path / "exported"
+    with small_deepseek_files():
+        bigtrain.export_run(root / name, output, max_shard_size="5GB" if has_base else "20KB")
+    plain, mtp = multi_token_models.load(output)
+    weights = dict(plain.state_dict())
+    weights |= {f"mtp.layers.{key}": tensor for key, tensor in mtp.layers.state_dict().items()}
+    trained = bigtrain.load_state_dict(root / name)
+    for key, tensor in trained.items():
+        assert torch.equal(tensor.view_as(weights[key]), weights[key]), key
+    base, written = (tensors_of(directory) for directory in (root / model, output))
+    tied = "model.layers.2.embed_tokens.weight"
+    if has_base:
+        assert written.keys() == base.keys()
+        if model == "deepseek":
+            assert torch.equal(written[tied], weights["model.embed_tokens.weight"])
+    else:
+        copied = (tied, "model.layers.2.shared_head.head.weight")
+        assert written.keys() == base.keys() - set(copied)
+    assert MTP_MARK not in (output / "config.json").read_text()
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    files = directory.glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}

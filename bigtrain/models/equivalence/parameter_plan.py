@@ -204,7 +204,7 @@ def _on_meta(hf_config: PreTrainedConfig) -> tuple[str, ...]:
         ids = torch.zeros(1, _META_TOKENS, dtype=torch.int64)
     model.tie_weights()  # which no_init_weights also skips
     model.train()
-    with _WithoutValues():  # type: ignore[no-untyped-call]
+    with WithoutValues():  # type: ignore[no-untyped-call]
         return _unreached(model, ids)
 
 
@@ -244,7 +244,7 @@ def _leaves(roots: list[torch.Tensor]) -> tuple[set[int], bool]:
     return leaves, is_complete
 
 
-class _WithoutValues(OperatorMode):
+class WithoutValues(OperatorMode):
     """Answers what the meta device cannot: grouped products, and values that decide control
     flow."""
 

@@ -41,9 +41,9 @@ Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
 
 @dataclass(frozen=True)
 class FurtherLosses:
-    """Losses of other hidden states than the model's, by the same head. states: yields hidden states
-    [B, T, H] made of the model's own, with their labels, int64 [B, T] on the host. share: that each
-    loss will be multiplied by, in addition to the model's `factor`."""
+    """Losses of other hidden states than the model's, by the same head. states: yields hidden
+    states [B, T, H] made of the model's own, with their labels, int64 [B, T] on the host. share:
+    that each loss will be multiplied by, in addition to the model's `factor`."""
 
     states: Callable[[torch.Tensor], Iterator[tuple[torch.Tensor, torch.Tensor]]]
     share: float

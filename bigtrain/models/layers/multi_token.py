@@ -1,5 +1,5 @@
-"""Layers for multi-token prediction (arXiv 2412.19437, section 2.2), built by transformers' `MtpModel`
-and run without a cache.
+"""Layers for multi-token prediction (arXiv 2412.19437, section 2.2), built by transformers'
+`MtpModel` and run without a cache.
 
 Layer k (from 1) predicts the token k + 1 positions after a hidden state: its input is the output of
 layer k - 1 (of the model, for k = 1) at position t, and the embedding of token t + k. Embedding and
@@ -98,8 +98,8 @@ def mtp_layers(model: nn.Module) -> MultiTokenLayers | None:
 def labels_at_depth(
     labels: torch.Tensor, depth: int, position_ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the labels of layer `depth` (from 1): int64 like `labels` [B, T], which are those of the
-    next token. -100 where the model's label is, beyond the sample, and, with `position_ids` of
+    """Return the labels of layer `depth` (from 1): int64 like `labels` [B, T], which are those of
+    the next token. -100 where that label is, beyond the sample, and, with `position_ids` of
     isolated documents, in another document."""
     shifted = F.pad(labels[:, depth:], (0, depth), value=IGNORED_LABEL)
     if position_ids is None:

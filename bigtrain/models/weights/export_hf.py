@@ -25,8 +25,8 @@ from bigtrain.models.layers.parameters import names_of
 from bigtrain.models.transformers_patches import computed_in_float32, dtype_plan, names_not_saved
 from bigtrain.models.weights.checksums import TOKENIZER_FILES
 from bigtrain.models.weights.lazy_tensors import LazyTensor, forget_computed
-from bigtrain.models.weights.older_readers import rewrite_tokenizer_config
 from bigtrain.models.weights.mtp_names import MtpNames
+from bigtrain.models.weights.older_readers import rewrite_tokenizer_config
 from bigtrain.system.text_record import RECORD_NAME
 
 MAX_SHARD_SIZE = "5GB"
@@ -109,7 +109,7 @@ def stored_names(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, tor
     if layers is None:
         plain: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
         return plain
-    names = MtpNames.of(model, len(layers.layers))
+    names = MtpNames.find(model)
     as_layers = {names.as_layer(name): tensor for name, tensor in state.items()}
     reverted = revert_weight_conversion(model, as_layers)
     return {names.stored(name): tensor for name, tensor in reverted.items()}

@@ -169,8 +169,8 @@ def find_weights(
             copies[leaves[0][0]] = leaves[1][0]
         tensors[target] = tensors[origin] = both[-1]
     for name, parameter in of_copies.items():
-        leaves = _leaf_names(tensors[parameter])
-        copies |= {name: leaves[0]} if len(leaves) == 1 else {}
+        origins = _leaf_names(tensors[parameter])
+        copies |= {name: origins[0]} if len(origins) == 1 else {}
     lazies = {n: t for n, t in tensors.items() if isinstance(t, LazyTensor)}
     stored = {name: tensor for name, tensor in lazy.items() if isinstance(found[name], _Leaf)}
     return Weights(setting, lazies, files, stored, copies)
@@ -183,23 +183,23 @@ def _load_all(
     found: Mapping[str, _Origin],
 ) -> tuple[dict[str, str], list[str]]:
     """Load `lazy` into `model`, and into layers for multi-token prediction that it is given here if
-    a run with `hf_config` trains them. Returns names in files that repeat a parameter of the model,
-    with its name, and the problems."""
-    count = num_trained_mtp_layers(hf_config)
-    if not count:
+    a run with `hf_config` trains them; else tensors of theirs are unused. Returns names in files
+    that repeat a parameter of the model, with its name, and the problems."""
+    trains = num_trained_mtp_layers(hf_config) > 0
+    names = MtpNames.find(model) if trains else MtpNames.find_known(model)
+    if names is None:
         return {}, _load(model, dict(lazy), found)
-    names = MtpNames.of(model, count)
-    copies: dict[str, str] = {}
-    main, own = {}, {}
-    for name, tensor in lazy.items():
+    main = {name: tensor for name, tensor in lazy.items() if not names.is_one(name)}
+    problems = _load(model, main, found)
+    if not trains:
+        return {}, problems
+    copies, own = {}, {}
+    for name in lazy.keys() - main.keys():
         if table := names.repeated(name):
             module = getattr(model, f"get_{table}_embeddings")()
-            copies[name] = next(n for n, p in model.named_parameters() if p is module.weight)
-        elif names.is_one(name):
-            own[name] = tensor
+            copies[name] = next(n for n, m in model.named_modules() if m is module) + ".weight"
         else:
-            main[name] = tensor
-    problems = _load(model, main, found)
+            own[name] = lazy[name]
     with torch.device("meta"):
         add_mtp_layers(model, hf_config)
     layers = mtp_layers(model)

@@ -1,8 +1,8 @@
 """Names of layers for multi-token prediction in files of weights.
 
 Two ways to name them are published, both read by transformers' `MtpModel`: as layers after the
-model's own (DeepSeek-V3, GLM-4.5), and as ``mtp.*`` (Mellum, of one layer). Which one an architecture
-has, and whether its own loading makes these layers of such names, is found out, not listed.
+model's own (DeepSeek-V3, GLM-4.5), and as ``mtp.*`` (Mellum, of one layer). Which one an
+architecture has is read from what its class ignores in files.
 """
 
 from __future__ import annotations
@@ -47,14 +47,23 @@ class MtpNames:
     is_numbered: bool
 
     @staticmethod
-    def of(model: Any, num_layers: int) -> MtpNames:
+    def find(model: Any) -> MtpNames:
         """Return the names of an architecture. Raises ModelError if none is known."""
-        patterns = ignored_keys(model)
+        names = MtpNames.find_known(model)
+        if names is None:
+            raise ModelError("transformers reads no names of theirs from files")
+        return names
+
+    @staticmethod
+    def find_known(model: Any) -> MtpNames | None:
+        """Return the names of an architecture; None if none is known."""
         text = model.config.get_text_config()
+        num_layers = int(getattr(text, "num_mtp_layers", 0) or 0)
+        patterns = ignored_keys(model)
         is_numbered = any(re.search(r"layers\\?\.\\?\d", pattern) for pattern in patterns)
         is_single = any(re.match(pattern, f"{NAME}.fc.weight") for pattern in patterns)
-        if not is_numbered and not (is_single and num_layers == 1):
-            raise ModelError("transformers reads no names of theirs from files")
+        if not num_layers or not (is_numbered or (is_single and num_layers == 1)):
+            return None
         return MtpNames(int(text.num_hidden_layers), num_layers, is_numbered)
 
     def is_one(self, stored: str) -> bool:
@@ -97,7 +106,8 @@ class MtpNames:
 def load_mtp_layers(
     model: Any, layers: MultiTokenLayers, tensors: Mapping[str, torch.Tensor]
 ) -> list[str]:
-    """Let transformers load `tensors` of files into the `layers` of `model`; returns the problems."""
+    """Let transformers load `tensors` of files into the `layers` of `model`; return the
+    problems."""
     built = layers.built
     settings = LoadStateDictConfig(
         dtype=torch.float32,

@@ -56,7 +56,7 @@ def export_run(
     model_config = run_directory / MODEL_CONFIG
     # Not from config.model: a directory or Hub name may be deleted or changed by now.
     section = ModelSection(config=str(model_config), type=config.model.type)
-    hf_config = with_mtp_layers(load_hf_config(section), config)
+    hf_config = with_mtp_layers(load_hf_config(section), trains=config.objective.mtp_weight > 0)
     if average and state["engine"].get("ema") is None:
         raise CheckpointError(
             f"{directory}: --average: it has no averages of the weights -> omit --average, or "

@@ -161,6 +161,7 @@ class Facts:
     scores_samples: bool = _run("objective.scores_samples", False)
     loss_terms: bool = cast(bool, _Fact(False, "objective.z_loss", _adds_terms))
     mtp_weight: float = _run("objective.mtp_weight", 0.0)
+    grows_vocabulary: bool = _run("model.vocabulary", False, lambda section: True)
     needs_reference: bool = _run("objective.needs_reference", False)
     stored_reference: bool = _run("objective.reference", False, lambda name: True)
     loss: str = _run("model.loss", "auto")
