@@ -153,6 +153,11 @@ def _left_out(config: RunConfig) -> list[str]:
             f"objective.type = {config.objective.type} is not compared here: the architecture is, "
             "with next_token"
         )
+    if config.objective.mtp_weight:
+        notes.append(
+            "objective.mtp_weight: layers for multi-token prediction are not compared here, only "
+            "the loss of the next token"
+        )
     if config.precision.float8 != "none":
         notes.append(
             f"precision.float8 = {config.precision.float8} is off here: it rounds by more than any "
