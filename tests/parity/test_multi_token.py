@@ -54,7 +54,7 @@ def run_of(root: Path, model: str, packing: str, **sections: Any) -> dict[str, A
         "data": {"sources": sources, "packing": packing},
         "batch": {"sequence_length": LENGTH, "global_batch_size": 8, "micro_batch_size": 2},
         "train": {"steps": STEPS},
-        "optimizer": {"lr": 3e-3, "weight_decay": 0.0, "clip_norm": 1.0},
+        "optimizer": {"lr": 3e-3, "eps": 1e-6, "weight_decay": 0.0, "clip_norm": 1.0},
         "schedule": {"type": "constant"},
         "precision": {"dtype": "float32"},
         "logging": {"every_steps": 1},

@@ -70,7 +70,7 @@ class MultiTokenLayers(nn.Module):
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         for index in range(len(self.layers)):
             depth = index + 1
-            # As in generation, where layers run at the positions of the tokens that they embed.
+            # In generation, too, layers run at the positions of the tokens that they embed.
             hidden = self.built.forward_layer(
                 index,
                 hidden,

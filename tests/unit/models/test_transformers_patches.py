@@ -201,8 +201,9 @@ CONTRACTS = [
         "bigtrain.models.layers.multi_token",
         "MtpModel.forward_layer takes other arguments",
         lambda: (
-            list(inspect.signature(modeling_layers.MtpModel.forward_layer).parameters)
-            == ["self", "layer_idx", "last_hidden_states", "position_ids", "mtp_cache", "input_ids", "inputs_embeds", "kwargs"]
+            [*inspect.signature(modeling_layers.MtpModel.forward_layer).parameters][1:]
+            == "layer_idx last_hidden_states position_ids mtp_cache input_ids inputs_embeds "
+            "kwargs".split()
         ),
     ),
     Contract(
