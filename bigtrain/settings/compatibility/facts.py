@@ -188,6 +188,7 @@ class Facts:
     num_layers: int | None = _model("num_hidden_layers")
     num_experts: int | None = _model("num_experts")
     max_positions: int | None = _model("max_position_embeddings")
+    num_mtp_layers: int | None = _model("num_mtp_layers")
     source: str = _given("DeepSpeed JSON")
 
     def __init__(
