@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.shards.format import IGNORED_LABEL
@@ -21,7 +20,7 @@ class MultiTokenLoss:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: Any,
         layers: MultiTokenLayers,
         weight: float,
         device: torch.device,

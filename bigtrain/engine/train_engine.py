@@ -28,8 +28,7 @@ from bigtrain.engine.deepspeed_patches.step import (
     speed_patches_in_place,
 )
 from bigtrain.engine.experts import BiasUpdate, ExpertLoad, RouterLosses
-from bigtrain.engine.multi_token import MultiTokenLoss
-from bigtrain.engine.objectives import NextToken, Objective
+from bigtrain.engine.objectives import LaterTokens, NextToken, Objective
 from bigtrain.engine.optimizers.build import set_learning_rate
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.optimizers.gradient_norm import clip_gradients, mark_gradients, total_norm
@@ -96,7 +95,7 @@ class TrainEngine:
         exact: ExactParameters | None = None,
         objective: Objective | None = None,
         terms: LossTerms = NO_TERMS,
-        multi_token: MultiTokenLoss | None = None,
+        multi_token: LaterTokens | None = None,
     ) -> None:
         self.engine = engine
         self._multi_token = multi_token
