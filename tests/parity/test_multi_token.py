@@ -199,6 +199,44 @@ def test_transformers_reads_an_export(
     assert MTP_MARK not in (output / "config.json").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("has_base", [True, False])
+def test_layers_that_are_not_trained_are_named(root: Path, tmp_path: Path, has_base: bool) -> None:
+    """At the start and at the export, which copies a base's."""
+    tree = run_of(root, "deepseek", PACKED, objective={}, train={"steps": 1})
+    if not has_base:
+        tree["model"] = {"config": CONFIGURATIONS["deepseek"]().to_diff_dict()}
+    name = f"untrained-{has_base}"
+    objective_runs.train(root, name, tree, 1)
+    log = (root / name / "log.txt").read_text()
+    assert "multi-token prediction that the configuration counts: 2, not built" in log
+    train_tokenizer(iter([["the theme of the thesis"]]), 260).save(root / name / "tokenizer")
+    with small_deepseek_files():
+        bigtrain.export_run(root / name, tmp_path / "out")
+    card = (tmp_path / "out/README.md").read_text()
+    base, written = tensors_of(root / "deepseek"), tensors_of(tmp_path / "out")
+    if has_base:
+        assert written.keys() == base.keys()
+        copied = [key for key in base if key.startswith(("model.layers.2.", "model.layers.3."))]
+        assert all(torch.equal(written[key], base[key]) for key in copied)
+        assert "are copied from the base, not trained: model.layers.2." in card
+    else:
+        assert "counts layers for multi-token prediction (num_mtp_layers = 2); they were" in card
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero1", "zero3"])
+def test_only_the_layers_are_trained_on_a_frozen_model(root: Path, engine: str) -> None:
+    tree = run_of(root, "deepseek", PACKED, engine={"deepspeed_config": engine})
+    tree["model"] |= {"frozen": ["model.*", "lm_head.*"]}
+    tree["optimizer"] |= {"lr": 1e-2}
+    rows = steps_of(objective_runs.train(root, f"frozen-{engine}", tree, 2))
+    assert rows[-1]["mtp_loss"] < rows[0]["mtp_loss"] - 0.1
+    base = tensors_of(root / "deepseek")
+    for key, tensor in bigtrain.load_state_dict(root / f"frozen-{engine}").items():
+        assert key not in base or torch.equal(tensor, base[key])
+
+
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     files = directory.glob("*.safetensors")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
