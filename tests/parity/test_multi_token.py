@@ -104,7 +104,7 @@ def slow(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("model", "engine", "packing", "settings"),
     [
-        ("deepseek", "zero1", PACKED, {}),
+        slow("deepseek", "zero1", PACKED, {}),
         ("deepseek", "zero3", PACKED, {"gradient_checkpointing": "full"}),
         slow("deepseek", "zero0", CROSSING, {}),
         slow("deepseek", "zero2", CROSSING, {"gradient_checkpointing": 2}),
