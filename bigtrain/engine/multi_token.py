@@ -53,6 +53,10 @@ class MultiTokenLoss:
         self._totals[0] += summed.detach()
         return self.share * summed.sum()
 
+    def forget(self) -> None:
+        """Forget the losses since the last `read`: the run has rolled back."""
+        self._totals.zero_()
+
     def read(self, sum_over_replicas: Callable[[torch.Tensor], torch.Tensor]) -> float:
         """Return the mean over the layers of the mean loss of their targets since the last call, in
         nats. Collective; waits for the device."""

@@ -80,6 +80,9 @@ class LaterTokens(Protocol):
     def weighted(self, losses: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Return the weighted sum of what it computed, float32 []."""
 
+    def forget(self) -> None:
+        """Forget the losses since the last `read`."""
+
     def read(self, sum_over_replicas: Callable[[torch.Tensor], torch.Tensor]) -> float:
         """Return the mean loss since the last call. Collective."""
 

@@ -285,6 +285,11 @@ class TrainEngine:
             return None
         return self._multi_token.read(self.sum_over_replicas)
 
+    def forget_mtp_loss(self) -> None:
+        """Forget the losses that `mtp_loss` would return: the run has rolled back."""
+        if self._multi_token is not None:
+            self._multi_token.forget()
+
     def step_loss(self, result: StepResult) -> float:
         """Return the mean loss of a step over the global batch, in nats per token. Waits for the
         device."""

@@ -200,6 +200,14 @@ def with_mtp_layers(hf_config: PreTrainedConfig, *, trains: bool) -> PreTrainedC
     return marked
 
 
+def num_counted_mtp_layers(hf_config: PreTrainedConfig) -> int:
+    """Return the layers for multi-token prediction that a configuration counts, also where
+    transformers builds none of the architecture's."""
+    text = text_config(hf_config)
+    counts = (getattr(text, name, 0) for name in ("num_mtp_layers", "num_nextn_predict_layers"))
+    return next((int(count) for count in counts if count), 0)
+
+
 def num_trained_mtp_layers(hf_config: PreTrainedConfig) -> int:
     """Return how many layers for multi-token prediction a run with `hf_config` trains."""
     return int(getattr(hf_config, MTP_MARK, 0))

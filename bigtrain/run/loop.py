@@ -138,6 +138,7 @@ def train(
             if replicas is not None and (restored := replicas.compare(state)) is not None:
                 state = restored
                 losses.empty()
+                engine.forget_mtp_loss()
                 callbacks.forget()
                 continue
             state = guard.end(state, state.after_step(plan))

@@ -17,7 +17,11 @@ from transformers.initialization import no_init_weights
 
 from bigtrain.errors import one_line
 from bigtrain.models.build import empty_model
-from bigtrain.models.configuration import auto_class, num_trained_mtp_layers, text_config
+from bigtrain.models.configuration import (
+    auto_class,
+    num_counted_mtp_layers,
+    num_trained_mtp_layers,
+)
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_proxy_model,
@@ -72,12 +76,12 @@ def plan_parameters(
     reasons = []
     if kept:
         reasons.append(_listed("kept in float32 by its architecture", kept, kept))
-    if count := getattr(text_config(hf_config), "num_mtp_layers", 0):
-        if not num_trained_mtp_layers(hf_config):
-            reasons.append(
-                f"layers for multi-token prediction that the configuration counts: {count}, not "
-                "built and not trained (objective.mtp_weight = 0)"
-            )
+    count = num_counted_mtp_layers(hf_config)
+    if count and not num_trained_mtp_layers(hf_config):
+        reasons.append(
+            f"layers for multi-token prediction that the configuration counts: {count}, not built "
+            "and not trained (objective.mtp_weight = 0)"
+        )
     reach = reach or find_gradient_reach(hf_config, config.model.attention)
     absent = reach.absent
     if absent is None:

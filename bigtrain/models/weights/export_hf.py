@@ -19,7 +19,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from bigtrain.errors import ModelError, first_line, one_line
-from bigtrain.models.configuration import auto_class, unmarked
+from bigtrain.models.configuration import auto_class, num_counted_mtp_layers, unmarked
 from bigtrain.models.layers.multi_token import add_mtp_layers, mtp_layers
 from bigtrain.models.layers.parameters import names_of
 from bigtrain.models.transformers_patches import computed_in_float32, dtype_plan, names_not_saved
@@ -74,7 +74,11 @@ def write_model(
     notes: list[str] = []
     if like_base is not None:
         stored, notes = like_base(stored, state)
-    notes += [text for text in [_without_mtp_layers(model, stored)] if text]
+    elif mtp_layers(model) is None and (count := num_counted_mtp_layers(model.config)):
+        notes = [
+            f"{CONFIG_NAME} counts layers for multi-token prediction ({count}), which were not "
+            "trained, and no tensor is of them"
+        ]
     with unmarked(model.config):
         model.save_pretrained(output, state_dict={})  # configurations, and no weights
     sizes = {
@@ -101,19 +105,6 @@ def write_model(
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (output / SAFE_WEIGHTS_INDEX_NAME).write_text(text)
     return split.is_sharded, notes
-
-
-def _without_mtp_layers(model: Any, stored: Collection[str]) -> str:
-    """Return a note if the configuration of `model` counts layers for multi-token prediction of
-    which no tensor is `stored`; empty otherwise."""
-    count = getattr(model.config.get_text_config(), "num_mtp_layers", 0)
-    names = MtpNames.find_known(model)
-    if not count or (names is not None and any(map(names.is_one, stored))):
-        return ""
-    return (
-        f"{CONFIG_NAME} counts layers for multi-token prediction (num_mtp_layers = {count}); they "
-        "were not trained, and no tensor here is of them -> objective.mtp_weight trains them"
-    )
 
 
 def stored_names(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
