@@ -90,11 +90,13 @@ def save(name: str, directory: Path) -> None:
         for key, tensor in layer.state_dict().items():
             for stored, part in _published(name, number, key, tensor):
                 tensors[stored] = part.detach().clone().contiguous()
-    if name == "deepseek":  # which it repeats for each layer
-        tensors["model.layers.2.embed_tokens.weight"] = (
-            model.model.embed_tokens.weight.detach().clone()
-        )
-        tensors["model.layers.2.shared_head.head.weight"] = model.lm_head.weight.detach().clone()
+    if name == "deepseek":  # whose files repeat them for each layer
+        for number in (NUM_LAYERS, NUM_LAYERS + 1):
+            for end, table in (
+                ("embed_tokens", model.model.embed_tokens),
+                ("shared_head.head", model.lm_head),
+            ):
+                tensors[f"model.layers.{number}.{end}.weight"] = table.weight.detach().clone()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -74,7 +74,9 @@ def write_model(
     notes: list[str] = []
     if like_base is not None:
         stored, notes = like_base(stored, state)
-    elif mtp_layers(model) is None and (count := num_counted_mtp_layers(model.config)):
+    elif mtp_layers(model) is not None:
+        stored |= _copies_for_mtp_layers(model, stored)
+    elif count := num_counted_mtp_layers(model.config):
         notes = [
             f"{CONFIG_NAME} counts layers for multi-token prediction ({count}), which were not "
             "trained, and no tensor is of them"
@@ -105,6 +107,19 @@ def write_model(
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (output / SAFE_WEIGHTS_INDEX_NAME).write_text(text)
     return split.is_sharded, notes
+
+
+def _copies_for_mtp_layers(
+    model: Any, stored: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return embedding and head under the names by which files repeat them for layers for
+    multi-token prediction. An export with a base repeats what the base repeats."""
+    names = MtpNames.find(model)
+    modules = {module: f"{name}.weight" for name, module in model.named_modules()}
+    table = stored[modules[model.get_input_embeddings()]]
+    head = stored.get(modules[model.get_output_embeddings()], table)  # absent if it is tied
+    copies = dict.fromkeys(names.copies("input"), table)
+    return copies | dict.fromkeys(names.copies("output"), head)
 
 
 def stored_names(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

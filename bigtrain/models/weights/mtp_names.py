@@ -80,6 +80,15 @@ class MtpNames:
             return None
         return "input" if stored.endswith(_COPIES[0]) else "output"
 
+    def copies(self, table: Literal["input", "output"]) -> list[str]:
+        """Return the names under which published files repeat one of the model's embeddings, which
+        vLLM reads for these layers; none in files that do not."""
+        if not self.is_numbered:
+            return []
+        end = _COPIES[0] if table == "input" else _COPIES[1]
+        first = self.num_hidden_layers
+        return [f"model.layers.{first + depth}.{end}" for depth in range(self.num_layers)]
+
     def as_layer(self, own: str) -> str:
         """Return the name that the parameter `own` would have in a layer after the model's own, by
         which transformers converts it to what files hold; the name itself of any other."""
