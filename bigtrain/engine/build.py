@@ -23,6 +23,7 @@ from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
 from bigtrain.engine.deepspeed_patches.startup import set_mpu
 from bigtrain.engine.deepspeed_patches.step import skip_redundant_work
 from bigtrain.engine.layer_options import apply_layer_options
+from bigtrain.engine.multi_token import MultiTokenLoss
 from bigtrain.engine.objectives import loss_terms, make_objective
 from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker, parameter_groups
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
@@ -39,6 +40,7 @@ from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.build import build_model
 from bigtrain.models.equivalence.model_plan import ModelPlan, require_model_plan
+from bigtrain.models.layers.multi_token import mtp_layers
 from bigtrain.models.parallel.sequence import SequenceParallel
 from bigtrain.models.parallel.sequence_exchange import GroupExchange, SequenceExchange
 from bigtrain.settings.batch_plan import BatchPlan
@@ -84,6 +86,8 @@ def build_engine(
         exchanges = map(GroupExchange, (mesh.sequence, mesh.ulysses, mesh.ring))
         sequence = SequenceParallel(model, SequenceExchange(*exchanges))
     computes_loss = model_plan.loss.install(model, loss_terms(config)) is not None
+    layers, weight = mtp_layers(model), config.objective.mtp_weight
+    multi_token = None if layers is None else MultiTokenLoss(model, layers, weight, device)
     exact = ExactParameters(model, model_plan.parameters.kept, device)
     compiled = apply_layer_options(model, config, engine_config, device, model_plan.tiles)
     groups = parameter_groups(
@@ -107,6 +111,7 @@ def build_engine(
         exact=exact,
         objective=make_objective(config),
         terms=loss_terms(config),
+        multi_token=multi_token,
     )
 
 

@@ -13,7 +13,7 @@ answer and a mismatched one), T = tokens of a row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -69,6 +69,22 @@ class Objective(Protocol):
     ) -> tuple[torch.Tensor, Any]:
         """Return the loss summed over the units of a micro-batch, float32 [], and all else that the
         model returned. `factor`: what the loss is going to be multiplied by."""
+
+
+class LaterTokens(Protocol):
+    """Loss of later tokens than the next (`bigtrain.engine.multi_token`)."""
+
+    def of_batch(self, batch: MicroBatch, inputs: Mapping[str, Any]) -> Any:
+        """Return what the forward pass of `batch` is asked to compute in addition."""
+
+    def weighted(self, losses: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return the weighted sum of what it computed, float32 []."""
+
+    def forget(self) -> None:
+        """Forget the losses since the last `read`."""
+
+    def read(self, sum_over_replicas: Callable[[torch.Tensor], torch.Tensor]) -> float:
+        """Return the mean loss since the last call. Collective."""
 
 
 class _Unprepared:

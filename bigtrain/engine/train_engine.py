@@ -28,7 +28,7 @@ from bigtrain.engine.deepspeed_patches.step import (
     speed_patches_in_place,
 )
 from bigtrain.engine.experts import BiasUpdate, ExpertLoad, RouterLosses
-from bigtrain.engine.objectives import NextToken, Objective
+from bigtrain.engine.objectives import LaterTokens, NextToken, Objective
 from bigtrain.engine.optimizers.build import set_learning_rate
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.optimizers.gradient_norm import clip_gradients, mark_gradients, total_norm
@@ -76,7 +76,7 @@ class TrainEngine:
     kind: 1-D, for this rank's part of its master. is_compiled: whether the layers are. host_time:
     in DeepSpeed's hooks. expert_load: of observed steps. exact: parameters in another dtype than
     DeepSpeed's. objective: default next token. terms:
-    of the loss in addition to its cross-entropy.
+    of the loss in addition to its cross-entropy. multi_token: of layers that predict later tokens.
     """
 
     def __init__(
@@ -95,8 +95,10 @@ class TrainEngine:
         exact: ExactParameters | None = None,
         objective: Objective | None = None,
         terms: LossTerms = NO_TERMS,
+        multi_token: LaterTokens | None = None,
     ) -> None:
         self.engine = engine
+        self._multi_token = multi_token
         self._terms = terms
         self._objective = objective or NextToken()
         self.plan = plan
@@ -235,6 +237,8 @@ class TrainEngine:
         summed, outputs = self._objective.summed_loss(self, batch, moved, scale)
         loss_sum += summed.detach()
         loss = summed * scale
+        if self._multi_token is not None:
+            loss = loss + self._multi_token.weighted(outputs.further) * scale
         added = self._router_losses.of(outputs)
         if added is not None:
             loss = loss + added / self.plan.accumulation
@@ -273,6 +277,18 @@ class TrainEngine:
         total = torch.tensor(float(own), dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return float(total) / dist.get_world_size()
+
+    def mtp_loss(self) -> float | None:
+        """Return the mean loss of layers for multi-token prediction since the last call, in nats
+        per target; None without any. Collective; waits for the device."""
+        if self._multi_token is None:
+            return None
+        return self._multi_token.read(self.sum_over_replicas)
+
+    def forget_mtp_loss(self) -> None:
+        """Forget the losses that `mtp_loss` would return: the run has rolled back."""
+        if self._multi_token is not None:
+            self._multi_token.forget()
 
     def step_loss(self, result: StepResult) -> float:
         """Return the mean loss of a step over the global batch, in nats per token. Waits for the
@@ -381,7 +397,10 @@ class TrainEngine:
             # Labels on the host, so that tokens without one are known without waiting.
             targets = self._labels(batch)
             teacher = self._teacher(moved)
-            known = {} if teacher is None else {"teacher": teacher}
+            known: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
+            if self._multi_token is not None and torch.is_grad_enabled():
+                inputs = self._inputs(batch, moved)
+                known["further"] = self._multi_token.of_batch(batch, inputs)
             outputs = self._forward(batch, moved, targets=targets, factor=factor, **known)
             return outputs.loss, outputs
         outputs = self._forward(batch, moved)

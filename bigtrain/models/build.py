@@ -24,6 +24,7 @@ from bigtrain.errors import ModelError
 from bigtrain.models.configuration import auto_class, scores_samples
 from bigtrain.models.layers.adapters import add_adapters
 from bigtrain.models.layers.float8 import NO_FLOAT8, Float8Plan
+from bigtrain.models.layers.multi_token import add_mtp_layers
 from bigtrain.models.layers.parameters import freeze, freeze_named, seed_of
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.torch_patches import has_buffers_alone
@@ -180,6 +181,7 @@ def empty_model(hf_config: PreTrainedConfig, dtype: torch.dtype | None = None) -
         model: PreTrainedModel = auto_class(hf_config).from_config(
             copy.deepcopy(hf_config), **options
         )
+        add_mtp_layers(model, hf_config)
     return model
 
 
@@ -202,6 +204,7 @@ def _construct(
         except (ValueError, ImportError) as error:
             key = "model.config" if section.path is None else f"model.path = {section.path!r}"
             raise ModelError(_why_not_built(key, section.attention, error)) from error
+        add_mtp_layers(model, hf_config)
     # no_init_weights also skips the tying that post_init would do.
     model.tie_weights()
     assert isinstance(model, PreTrainedModel)

@@ -8,8 +8,8 @@ import difflib
 import importlib.util
 import re
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 GENERATION_CONFIG = "generation_config.json"
 SCORER = "ForSequenceClassification"
 """End of the names of transformers' classes that score a sample at its last token."""
+MTP_MARK = "trained_mtp_layers"
+"""Attribute of the configuration of a run that trains layers for multi-token prediction: their
+number. It is in no file."""
 
 
 class ConfigurationSource(Protocol):
@@ -179,6 +182,48 @@ def with_objective_head(
     return found
 
 
+def with_mtp_layers(hf_config: PreTrainedConfig, *, trains: bool) -> PreTrainedConfig:
+    """Return `hf_config`, marked if the run `trains` its layers for multi-token prediction. Raises
+    ConfigError for a configuration that counts none."""
+    if not trains:
+        return hf_config
+    count = getattr(text_config(hf_config), "num_mtp_layers", None)
+    if not count:
+        rule = (
+            f"the configuration of this {hf_config.model_type} counts no layers for multi-token "
+            "prediction that transformers builds (num_mtp_layers)"
+        )
+        remedy = "objective.mtp_weight=0, or a base with such layers, such as a deepseek_v3"
+        raise ConfigError(Problem("objective.mtp_weight", None, rule, remedy))
+    marked = copy.deepcopy(hf_config)
+    setattr(marked, MTP_MARK, int(count))
+    return marked
+
+
+def num_counted_mtp_layers(hf_config: PreTrainedConfig) -> int:
+    """Return the layers for multi-token prediction that a configuration counts, also where
+    transformers builds none of the architecture's."""
+    text = text_config(hf_config)
+    counts = (getattr(text, name, 0) for name in ("num_mtp_layers", "num_nextn_predict_layers"))
+    return next((int(count) for count in counts if count), 0)
+
+
+def num_trained_mtp_layers(hf_config: PreTrainedConfig) -> int:
+    """Return how many layers for multi-token prediction a run with `hf_config` trains."""
+    return int(getattr(hf_config, MTP_MARK, 0))
+
+
+@contextmanager
+def unmarked(hf_config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """Remove the mark of `with_mtp_layers` inside, where the configuration is written."""
+    count = vars(hf_config).pop(MTP_MARK, None)
+    try:
+        yield hf_config
+    finally:
+        if count is not None:
+            setattr(hf_config, MTP_MARK, count)
+
+
 def _other_labels(hf_config: PreTrainedConfig, labels: tuple[str, ...]) -> str:
     """Return why the head of a base does not fit `labels`; empty if it does, also where its labels
     have transformers' default names."""
@@ -200,7 +245,8 @@ def save_configuration(
 ) -> None:
     """Write `hf_config` into `directory`, and an unchanged copy of the generation settings of the
     model that `section` names, if it has any. Raises OSError."""
-    hf_config.save_pretrained(directory)
+    with unmarked(hf_config):
+        hf_config.save_pretrained(directory)
     source = section.path or section.config
     if not isinstance(source, str):
         return

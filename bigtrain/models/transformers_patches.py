@@ -49,6 +49,13 @@ def names_not_saved(model: PreTrainedModel) -> set[str]:
     return set(model._keys_to_ignore_on_save or ())
 
 
+def ignored_keys(model: PreTrainedModel) -> list[str]:
+    """Return patterns of names in files that the class of `model` does not load, such as those of
+    layers for multi-token prediction. `_keys_to_ignore_on_load_unexpected` (modeling_utils.py:1296)
+    of a class or a model, a list or a set; transformers' own `MtpModel` reads it."""
+    return sorted(model._keys_to_ignore_on_load_unexpected or ())
+
+
 def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
     """Patterns of names that `from_pretrained` keeps in another dtype when it loads in `dtype`.
     modeling_utils.py:3835, `_get_dtype_plan`."""
@@ -172,6 +179,16 @@ def attention_name(model: PreTrainedModel) -> str:
     Only `set_attn_implementation` is public; it sets ``config._attn_implementation``
     (configuration_utils.py:595)."""
     return str(model.config._attn_implementation)
+
+
+def follow_implementations(follower: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Let `follower`, whose configuration is a copy of that of `model`, compute attention and
+    experts as `model` does now. Every layer reads these names (configuration_utils.py:595, :617);
+    the public setters look for kernels at every call."""
+    for name in ("_attn_implementation", "_experts_implementation"):
+        chosen = getattr(model.config.get_text_config(), name, None)
+        if getattr(follower.config, name, None) != chosen:
+            setattr(follower.config, name, chosen)
 
 
 def attention_classes(model: PreTrainedModel) -> tuple[type, ...]:

@@ -154,6 +154,11 @@ def _left_out(config: RunConfig) -> list[str]:
         )
         if value not in (off, "auto")
     ]
+    if config.objective.mtp_weight:
+        notes.append(
+            "objective.mtp_weight: layers for multi-token prediction are not compared here, only "
+            "the loss of the next token"
+        )
     if config.precision.float8 != "none":
         notes.append(
             f"precision.float8 = {config.precision.float8} is off here: it rounds by more than any "
@@ -204,7 +209,7 @@ def _proxy_model(
 def _objective(section: ObjectiveSection, notes: list[str]) -> ObjectiveSection:
     """Return the run's section, if the plain loop has its loss; else the next token's."""
     if section.type in ("next_token", "preference", "kto") or is_imported(section.type):
-        return section.model_copy(update={"reference": None})
+        return section.model_copy(update={"reference": None, "mtp_weight": 0.0})
     notes.append(
         f"objective.type = {section.type} is not compared here: the architecture is, with "
         "next_token"

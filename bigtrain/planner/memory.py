@@ -366,8 +366,13 @@ def _loss(model: ModelCosts, layout: Layout, engine: Engine, hidden: int) -> tup
     remain in the layers' backward pass unless the loss is computed in chunks. Chunks keep the
     gradient of the hidden states, of `hidden` bytes."""
     tokens, head = layout.tokens_per_micro_batch, 0.0
-    if layout.loss_chunk_tokens is not None:
-        tokens = min(tokens, layout.loss_chunk_tokens)
+    # Gradients of hidden states and head, of each further loss, kept until the backward pass.
+    kept = hidden + model.element_bytes * model.vocabulary_size * model.hidden_size
+    kept *= model.num_further_losses
+    # Further losses are in chunks, also where one chunk has all tokens.
+    in_chunks = layout.loss_chunk_tokens is not None or model.num_further_losses > 0
+    if in_chunks:
+        tokens = min(tokens, layout.loss_chunk_tokens or tokens)
         if not model.is_frozen or model.others_outside.trained(1):
             # Gradients of the head are added up over the chunks.
             head = 8.0 * model.vocabulary_size * model.hidden_size / layout.tensor_size
@@ -380,8 +385,8 @@ def _loss(model: ModelCosts, layout: Layout, engine: Engine, hidden: int) -> tup
     whole = logits * (model.element_bytes + 12.0)
     if layout.tensor_size > 1:
         whole += logits * model.element_bytes * (1 + 1 / layout.tensor_size)
-    if layout.loss_chunk_tokens is not None:
-        return head + whole + hidden, 0.0
+    if in_chunks:
+        return head + whole + hidden + kept, float(kept)
     return whole, logits * model.element_bytes
 
 

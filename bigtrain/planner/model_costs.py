@@ -184,7 +184,8 @@ class ModelCosts:
     `num_other_parameters`: final norm, position embeddings. `source`: traced or closed form.
     `saved_bytes_outside`: saved per token outside of the layers (final norm, head). `is_frozen`:
     only adapters are trained; `others_outside`: trained copies of modules outside of the layers
-    (modules_to_save).
+    (modules_to_save). `num_further_losses`: losses by the same head in addition to that of the next
+    token; the layers for multi-token prediction that they are of are the last of `layers`.
     """
 
     hidden_size: int
@@ -200,6 +201,7 @@ class ModelCosts:
     saved_bytes_outside: float = 0.0
     is_frozen: bool = False
     others_outside: ExtraAdapterParameters = ExtraAdapterParameters()
+    num_further_losses: int = 0
 
     def __hash__(self) -> int:
         """Return a hash that is computed once: searches look models up in caches tens of thousands

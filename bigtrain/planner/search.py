@@ -241,7 +241,7 @@ def _with_variant_note(candidate: Candidate, usual: Layout) -> Candidate:
 def _variants(layout: Layout, request: SearchSpace) -> Iterator[Layout]:
     """Yield `layout` with each other size of buckets and kind of loss."""
     losses = [layout.loss_chunk_tokens]
-    if request.loss == "auto":
+    if request.loss == "auto" and not request.model.num_further_losses:
         losses.append(
             chunk_tokens(request.model.vocabulary_size, request.loss_chunk_tokens)
             if layout.loss_chunk_tokens is None

@@ -161,6 +161,12 @@ class StepMetrics:
         "gradients, and the `seconds` these took, including waiting; of the logged step only, "
         "means over all ranks"
     )
+    mtp_loss: float | None = number(
+        "with objective.mtp_weight, loss of the layers for multi-token prediction since the last "
+        "logged step, or since the run resumed: mean over the targets of each, and over the layers",
+        "nats per token",
+        is_optional=True,
+    )
     optimizer_exchange: Mapping[str, float] | None = entries(
         "with Muon, `sent_bytes` that a rank sent to gather matrices and return their updates, of "
         "the logged step only (0 if its update was skipped), mean over all ranks"

@@ -138,6 +138,7 @@ def train(
             if replicas is not None and (restored := replicas.compare(state)) is not None:
                 state = restored
                 losses.empty()
+                engine.forget_mtp_loss()
                 callbacks.forget()
                 continue
             state = guard.end(state, state.after_step(plan))
@@ -240,7 +241,7 @@ def _measure(
     # Apart from the guard, only this function waits for the device in the loop.
     loss, norm = losses.read(), engine.gradient_norm()
     load, sent_bytes = engine.expert_load.read(), engine.optimizer_sent_bytes()
-    times = clock.read()
+    mtp_loss, times = engine.mtp_loss(), clock.read()
     if log.metrics is None:
         return _Measured(times)
     tokens_per_second = engine.plan.site_tokens_per_step / times.step_seconds
@@ -258,6 +259,7 @@ def _measure(
         breakdown=times.breakdown,
         peak_memory_gib_by_phase=clock.memory.by_phase_gib(),
         **_experts(load),
+        mtp_loss=mtp_loss,
         optimizer_exchange=None if sent_bytes is None else {"sent_bytes": sent_bytes},
         memory_checkpoint=None if memory_saver is None else memory_saver.metrics(),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from bigtrain.errors import ConfigError, ModelError, one_line
 from bigtrain.models.build import empty_model
 from bigtrain.models.layers.loss_plan import LossPlan
+from bigtrain.models.layers.multi_token import mtp_layers
 from bigtrain.models.tracing.traced_costs import model_costs
 from bigtrain.planner.flops import (
     ModelShape,
@@ -119,9 +121,17 @@ def _shape_of(model: Any) -> ModelShape | None:
     parameters = dict(model.named_parameters())
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
-    return model_shape(
+    sizes = [(name, p.numel()) for name, p in parameters.items()]
+    further = mtp_layers(model)
+    if further is not None:  # each is multiplied with the head, too
+        sizes += [("head", head.weight.numel())] * len(further.layers)
+    shape = model_shape(
         model.config.get_text_config(),
-        [(name, p.numel()) for name, p in parameters.items()],
+        sizes,
         next(name for name, p in parameters.items() if p is embedding),
         tied=head is not None and head.weight is embedding,
     )
+    if shape is None or further is None:
+        return shape
+    own = model_shape(further.built.config, [], "", tied=False)
+    return own and replace(shape, attention_width=shape.attention_width + own.attention_width)

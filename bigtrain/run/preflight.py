@@ -26,6 +26,7 @@ from bigtrain.models.configuration import (
     load_hf_config,
     text_config,
     vocabulary_size,
+    with_mtp_layers,
     with_objective_head,
 )
 from bigtrain.models.equivalence.expert_parallel import check_expert_gathering
@@ -85,6 +86,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     datasets, not_opened = open_checked(config, check, samples)
     labels = datasets[0].table.labels if datasets else ()
     hf_config = with_objective_head(load_hf_config(config.model), config, labels)
+    hf_config = with_mtp_layers(hf_config, trains=config.objective.mtp_weight > 0)
     problems: list[Problem] = [
         *check_trackers(config.logging.trackers),
         *_check_positions(config.batch.sequence_length, hf_config),

@@ -47,6 +47,7 @@ CHOSEN_EXPERTS = (
     "top_k_experts",
 )
 """Names that they have for how many of them a token is routed to."""
+_MTP_LAYERS = "num_mtp_layers"
 _AT_LEAST_ONE = (*_FIGURES, "vocab_size", "hidden_size", "intermediate_size")
 _LAYER_DROP = re.compile(r"layer_?drop(?!out)", re.IGNORECASE)
 _NO_OVERRIDES: Mapping[str, Any] = {}
@@ -58,7 +59,8 @@ class ModelDimensions:
     """Dimensions of a model, known before it is built; None if unknown.
 
     cut_heads, cut_key_heads: query and key-value heads, where tensor-parallel ranks divide them.
-    num_experts: routed experts of a layer.
+    num_experts: routed experts of a layer. num_mtp_layers: layers for multi-token prediction that
+    transformers builds for the architecture.
     """
 
     num_attention_heads: int | None = None
@@ -67,6 +69,7 @@ class ModelDimensions:
     cut_heads: int | None = None
     cut_key_heads: int | None = None
     num_experts: int | None = None
+    num_mtp_layers: int | None = None
 
 
 @functools.cache
@@ -315,7 +318,19 @@ def _figures(
     experts = [values[name] for name in EXPERTS if type(values.get(name)) is int]
     if experts and experts[0] > 0:
         dimensions["num_experts"] = experts[0]
+    if of_text:
+        dimensions[_MTP_LAYERS] = _num_mtp_layers(values, of_text)
     return ModelDimensions(**dimensions), problems
+
+
+def _num_mtp_layers(values: Mapping[str, Any], known: Mapping[str, Any]) -> int | None:
+    """Return the layers for multi-token prediction; None for the default of a class with such."""
+    if _MTP_LAYERS not in known["keys"]:
+        return 0
+    names = (_MTP_LAYERS, known["aliases"].get(_MTP_LAYERS))
+    name = next((name for name in names if name in values), None)
+    count = None if name is None else values[name] or 0
+    return count if type(count) is int else None
 
 
 def _has_experts(values: Mapping[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from bigtrain.engine.deepspeed_patches.partitions import MasterRange, frozen_ran
 from bigtrain.errors import CheckpointError
 from bigtrain.models.layers.parameters import local_shape
 from bigtrain.models.parallel.sharding import Shard, shard_of
-from bigtrain.models.weights.quantized import is_packed
+from bigtrain.models.weights.packed import is_packed
 from bigtrain.system.boxes import Box, flat_boxes
 
 

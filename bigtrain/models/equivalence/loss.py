@@ -11,7 +11,12 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import ModelError, Problem, one_line
-from bigtrain.models.configuration import scores_samples, text_config, vocabulary_size
+from bigtrain.models.configuration import (
+    num_trained_mtp_layers,
+    scores_samples,
+    text_config,
+    vocabulary_size,
+)
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_proxy_model,
@@ -57,11 +62,12 @@ def choose_loss(
         return LossPlan("plain", num_chunk_tokens, ""), []
     if section.loss == "plain":
         return plain("model.loss=plain")
-    if section.loss == "auto" and num_tokens <= num_chunk_tokens:
+    needs_chunks = num_trained_mtp_layers(hf_config) > 0
+    if section.loss == "auto" and num_tokens <= num_chunk_tokens and not needs_chunks:
         return plain(size)
     kind: Literal["liger", "chunked"] = "liger" if section.loss == "liger" else "chunked"
     softcap, reason = _try(hf_config, section.attention, kind, plan.sequence_length)
-    if reason and section.loss == "auto":
+    if reason and section.loss == "auto" and not needs_chunks:
         return plain(f"{size}; chunks are not supported for {hf_config.model_type}: {reason}")
     text = f"loss: in chunks of {num_chunk_tokens} tokens ({size})"
     if kind == "liger":
@@ -71,6 +77,8 @@ def choose_loss(
     if reason:
         rule = f"is not supported for model_type {hf_config.model_type}: {reason}"
         other = "chunked or plain" if kind == "liger" else "plain"
+        if needs_chunks:
+            other += " with objective.mtp_weight=0"
         problems.append(Problem("model.loss", section.loss, rule, f"model.loss={other}"))
     elif kind == "liger" and importlib.util.find_spec("liger_kernel") is None:
         remedy = LIGER_REMEDY.format(key="model.loss=chunked")

@@ -21,6 +21,7 @@ from bigtrain.models.configuration import scores_samples
 from bigtrain.models.equivalence.document_isolation import plan_isolation
 from bigtrain.models.equivalence.expert_parallel import check_expert_balance, check_expert_parallel
 from bigtrain.models.equivalence.loss import choose_loss
+from bigtrain.models.equivalence.multi_token import check_mtp_layers
 from bigtrain.models.equivalence.parameter_plan import (
     GradientReach,
     ParameterPlan,
@@ -78,6 +79,8 @@ def choose(
     """Return the plan for a run with the micro-batches of `plan`, or what its model's code rules
     out. A second or so for each kind of parallelism and packing; `check_tensor_size` comes
     first."""
+    if problems := check_mtp_layers(hf_config, config.objective.mtp_weight):
+        return None, problems
     reach = find_gradient_reach(hf_config, config.model.attention)
     if reach.failure:
         key = "model.path" if config.model.path is not None else "model.config"

@@ -17,7 +17,11 @@ from transformers.initialization import no_init_weights
 
 from bigtrain.errors import one_line
 from bigtrain.models.build import empty_model
-from bigtrain.models.configuration import auto_class
+from bigtrain.models.configuration import (
+    auto_class,
+    num_counted_mtp_layers,
+    num_trained_mtp_layers,
+)
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_proxy_model,
@@ -72,6 +76,12 @@ def plan_parameters(
     reasons = []
     if kept:
         reasons.append(_listed("kept in float32 by its architecture", kept, kept))
+    count = num_counted_mtp_layers(hf_config)
+    if count and not num_trained_mtp_layers(hf_config):
+        reasons.append(
+            f"layers for multi-token prediction that the configuration counts: {count}, not built "
+            "and not trained (objective.mtp_weight = 0)"
+        )
     reach = reach or find_gradient_reach(hf_config, config.model.attention)
     absent = reach.absent
     if absent is None:
@@ -204,7 +214,7 @@ def _on_meta(hf_config: PreTrainedConfig) -> tuple[str, ...]:
         ids = torch.zeros(1, _META_TOKENS, dtype=torch.int64)
     model.tie_weights()  # which no_init_weights also skips
     model.train()
-    with _WithoutValues():  # type: ignore[no-untyped-call]
+    with WithoutValues():  # type: ignore[no-untyped-call]
         return _unreached(model, ids)
 
 
@@ -244,7 +254,7 @@ def _leaves(roots: list[torch.Tensor]) -> tuple[set[int], bool]:
     return leaves, is_complete
 
 
-class _WithoutValues(OperatorMode):
+class WithoutValues(OperatorMode):
     """Answers what the meta device cannot: grouped products, and values that decide control
     flow."""
 

@@ -24,7 +24,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
 from bigtrain.errors import ModelError
-from bigtrain.models.configuration import GENERATION_CONFIG, scores_samples
+from bigtrain.models.configuration import GENERATION_CONFIG, MTP_MARK, scores_samples
 from bigtrain.models.weights.checksums import CHECKSUMS
 from bigtrain.models.weights.import_hf import Weights, stored_tensors
 from bigtrain.models.weights.lazy_tensors import LazyTensor
@@ -49,7 +49,7 @@ _CARD, _BASE_CARD = "README.md", "BASE_README.md"
 # Keys of a configuration that depend on who wrote or loaded it, not on the model.
 _OF_THE_WRITER = {
     "transformers_version", "_name_or_path", "use_cache", "dtype", "torch_dtype", "architectures",
-    "quantization_config", "_attn_implementation", "auto_map",
+    "quantization_config", "_attn_implementation", "auto_map", MTP_MARK,
 }  # fmt: skip
 
 

@@ -27,9 +27,11 @@ from bigtrain.models.configuration import (
     GENERATION_CONFIG,
     auto_class,
     load_hf_config,
+    num_trained_mtp_layers,
     scores_samples,
 )
 from bigtrain.models.export.base_record import BaseRecord
+from bigtrain.models.layers.multi_token import NAME as MTP
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.transformers_patches import without_progress
 from bigtrain.models.weights.checksums import write_checksums
@@ -147,6 +149,7 @@ def export_model(
             notes += stop_at_end_of_turn(temporary)
         coarsest = dtype if dtype is not None else base.lowest_precision if base else probe.dtype
         notes += _verify(temporary, probe, output, coarsest, in_turn=is_sharded)
+        _verify_mtp_layers(temporary, weights, hf_config, output)
         if card:
             text = card + _changes(notes, base)
             (temporary / CARD).write_text(text, encoding="utf-8")
@@ -217,6 +220,27 @@ def _verify(directory: Path, probe: Probe, output: Path, dtype: str, *, in_turn:
         model = auto_class(hf_config).from_pretrained(directory, dtype=DTYPES[probe.dtype])
         fit_experts(model)  # grouped products do not take every width
     return compare_logits(model, probe, output, dtype, on_gpu=not in_turn)
+
+
+@torch.no_grad()
+def _verify_mtp_layers(
+    directory: Path,
+    weights: Mapping[str, torch.Tensor],
+    hf_config: PreTrainedConfig,
+    output: Path,
+) -> None:
+    """Compare the layers for multi-token prediction, which transformers' causal LM does not load,
+    as transformers' `MtpModel` would load them from `directory`, with `weights`. Raises
+    ModelError."""
+    if not num_trained_mtp_layers(hf_config):
+        return
+    found = find_weights(str(directory), hf_config)
+    for name, tensor in weights.items():
+        if name.startswith(f"{MTP}."):
+            trained = tensor.read() if isinstance(tensor, LazyTensor) else tensor
+            stored = found.tensors[name].read()
+            if not torch.equal(trained.to(stored.dtype), stored):
+                raise ModelError(f"{output}: not written: reloaded, {name} differs")
 
 
 @torch.no_grad()

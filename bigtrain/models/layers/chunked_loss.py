@@ -39,11 +39,23 @@ Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
 """Summed cross-entropy of hidden states [N, H], a weight [V, H], a bias [V] and labels [N]."""
 
 
+@dataclass(frozen=True)
+class FurtherLosses:
+    """Losses of other hidden states than the model's, by the same head. states: yields hidden
+    states [B, T, H] made of the model's own, with their labels, int64 [B, T] on the host. share:
+    that each loss will be multiplied by, in addition to the model's `factor`."""
+
+    states: Callable[[torch.Tensor], Iterator[tuple[torch.Tensor, torch.Tensor]]]
+    share: float
+
+
 @dataclass
 class SummedLoss(ModelOutput):  # type: ignore[misc]
-    """Output of a forward pass with `targets`: `loss` in nats, summed over the targets."""
+    """Output of a forward pass with `targets`: `loss` in nats, summed over the targets; `further`:
+    likewise, of each of the `FurtherLosses`."""
 
     loss: torch.Tensor | None = None
+    further: tuple[torch.Tensor, ...] | None = None
     aux_loss: torch.Tensor | None = None
     router_logits: tuple[torch.Tensor, ...] | None = None
 
@@ -105,6 +117,7 @@ class ChunkedLoss:
         per_token: bool = False,
         top_k: int = 0,
         teacher: Teacher | None = None,
+        further: FurtherLosses | None = None,
         **inputs: Any,
     ) -> Any:
         """Run the model's own forward method; with `targets` int64 [B, T] a `SummedLoss`, whose
@@ -116,6 +129,7 @@ class ChunkedLoss:
         what the loss will be multiplied by. With it, 16-bit gradients are rounded as the plain
         loss's: its mantissa is multiplied in before rounding, and only a power of two (which might
         leave float16's range) after. `teacher` [B, T, k], on the device: of the targets.
+        `further`: computed after the model's own loss, with the same terms.
         """
         if targets is None:
             return self._plain_forward(*args, **inputs)
@@ -129,12 +143,21 @@ class ChunkedLoss:
                 raise ModelError(f"the forward method does not call {self._head_name}")
             return SummedLoss(
                 loss=self._loss,
+                further=None if further is None else tuple(self._further(further)),
                 aux_loss=getattr(outputs, "aux_loss", None),
                 router_logits=getattr(outputs, "router_logits", None),
             )
         finally:
             self._inputs, self._labels, self._factor, self._teacher = {}, None, None, None
             self._base_outputs = self._loss = None
+
+    def _further(self, further: FurtherLosses) -> Iterator[torch.Tensor]:
+        """Yield the summed loss of each of `further`."""
+        factor, self._teacher = self._factor, None
+        self._factor = None if factor is None else factor * further.share
+        for hidden, labels in further.states(self._base_outputs.last_hidden_state):
+            self._labels = labels
+            yield self._head(hidden)
 
     def _run_base(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         self._base_outputs = module(*args, **kwargs)

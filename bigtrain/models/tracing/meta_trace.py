@@ -33,9 +33,10 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from bigtrain.errors import ModelError, one_line
-from bigtrain.models.configuration import text_config
+from bigtrain.models.configuration import num_trained_mtp_layers, text_config
 from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES
 from bigtrain.models.layers.document_masks import document_boundaries
+from bigtrain.models.layers.multi_token import MultiTokenLayers, add_mtp_layers, mtp_layers
 from bigtrain.models.layers.parameter_roles import parameter_roles
 from bigtrain.models.layers.parameters import listed_layers
 from bigtrain.models.layers.tiled_mlp import find_mlps
@@ -271,19 +272,38 @@ def _trace(hf_config: PreTrainedConfig, dtype: torch.dtype, sequence_length: int
                 )
             except (ValueError, ImportError):
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            add_mtp_layers(model, config)
         ids = torch.zeros(1, sequence_length, dtype=torch.int64)
     model.tie_weights()  # what no_init_weights also skips
     model.train()
     count = getattr(text_config(config), "num_hidden_layers", None)
     layers = [layer for _, layer in listed_layers(model, count)]
+    further = mtp_layers(model)
+    layers += [] if further is None else further.layers
     tracer.own = {storage_of(p) for p in model.parameters()}
     with ExitStack() as stack:
         stack.enter_context(_watched(model, layers, tracer))
         stack.enter_context(document_boundaries(packed=False))
         stack.enter_context(tracer.saving())
         stack.enter_context(tracer)
+        if further is not None:
+            stack.enter_context(_followed_by(model, further, ids))
         model(input_ids=ids, use_cache=False)
     return _collected(model, layers, tracer, sequence_length, dtype)
+
+
+@contextmanager
+def _followed_by(
+    model: PreTrainedModel, further: MultiTokenLayers, ids: torch.Tensor
+) -> Iterator[None]:
+    """Run the layers for multi-token prediction after the model's own inside."""
+
+    def run(_module: nn.Module, _inputs: object, outputs: Any) -> None:
+        for _ in further.hidden_states(model, outputs.last_hidden_state, ids, None):
+            pass
+
+    with model.get_decoder().register_forward_hook(run):
+        yield
 
 
 def _attend(
@@ -411,6 +431,7 @@ def _collected(
         source="traced",
         element_bytes=dtype.itemsize,
         saved_bytes_outside=tracer.saved_outside / tokens,
+        num_further_losses=num_trained_mtp_layers(model.config),
     )
 
 

@@ -45,9 +45,10 @@ class NoTraceProcessError(Exception):
     """The separate process did not start, or it did not trace, for whatever reason."""
 
 
-def trace_apart(source: ConfigurationSource, dtype: str) -> ModelCosts:
+def trace_apart(source: ConfigurationSource, dtype: str, *, trains_mtp: bool = False) -> ModelCosts:
     """Costs of the model of `source`, trained in `dtype` ("bfloat16"), as
-    `bigtrain.models.tracing.meta_trace.trace_model` has them.
+    `bigtrain.models.tracing.meta_trace.trace_model` has them. `trains_mtp`: with its layers for
+    multi-token prediction.
 
     Raises NoTraceProcessError where that fails, also for a model that cannot be traced: tracing in
     the caller's process then fails as well, or succeeds.
@@ -59,6 +60,7 @@ def trace_apart(source: ConfigurationSource, dtype: str) -> ModelCosts:
             "overrides": source.overrides,
             "type": source.type,
             "dtype": dtype,
+            "trains_mtp": trains_mtp,
         }
         found = subprocess.run(
             [sys.executable, "-m", "bigtrain.models.tracing.trace_process"],
@@ -149,11 +151,13 @@ def _answer(request: dict[str, Any]) -> str:
     with importing():
         import torch
 
-        from bigtrain.models.configuration import load_hf_config
+        from bigtrain.models.configuration import load_hf_config, with_mtp_layers
         from bigtrain.models.tracing.meta_trace import trace_model
 
     dtype = getattr(torch, request.pop("dtype"))
-    costs = trace_model(load_hf_config(SimpleNamespace(**request)), dtype)
+    trains_mtp = request.pop("trains_mtp")
+    hf_config = load_hf_config(SimpleNamespace(**request))
+    costs = trace_model(with_mtp_layers(hf_config, trains=trains_mtp), dtype)
     return json.dumps(costs.to_json())
 
 

@@ -120,6 +120,7 @@ def _key(
             [
                 json.dumps(values, sort_keys=True),
                 grown,
+                str(config.objective.mtp_weight > 0),
                 config.precision.dtype,
                 package_fingerprints("torch", "transformers", *(("peft",) if more else ())),
                 package_source(),
@@ -132,16 +133,18 @@ def _key(
 def _trace(config: RunConfig, hf_config: Any) -> ModelCosts:
     if hf_config is None and "torch" not in sys.modules:
         with suppress(NoTraceProcessError):
-            return trace_apart(_section(config), config.precision.dtype)
+            trains_mtp = config.objective.mtp_weight > 0
+            return trace_apart(_section(config), config.precision.dtype, trains_mtp=trains_mtp)
     import torch
 
-    from bigtrain.models.configuration import load_hf_config
+    from bigtrain.models.configuration import load_hf_config, with_mtp_layers
     from bigtrain.models.tracing.meta_trace import trace_model
 
     dtype = getattr(torch, config.precision.dtype)
     if hf_config is not None:
         return trace_model(hf_config, dtype)
-    return trace_model(load_hf_config(_section(config)), dtype)
+    own = load_hf_config(_section(config))
+    return trace_model(with_mtp_layers(own, trains=config.objective.mtp_weight > 0), dtype)
 
 
 def _section(config: RunConfig) -> ModelSection:

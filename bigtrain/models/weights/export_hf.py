@@ -19,11 +19,13 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from bigtrain.errors import ModelError, first_line, one_line
-from bigtrain.models.configuration import auto_class
+from bigtrain.models.configuration import auto_class, num_counted_mtp_layers, unmarked
+from bigtrain.models.layers.multi_token import add_mtp_layers, mtp_layers
 from bigtrain.models.layers.parameters import names_of
 from bigtrain.models.transformers_patches import computed_in_float32, dtype_plan, names_not_saved
 from bigtrain.models.weights.checksums import TOKENIZER_FILES
 from bigtrain.models.weights.lazy_tensors import LazyTensor, forget_computed
+from bigtrain.models.weights.mtp_names import MtpNames
 from bigtrain.models.weights.older_readers import rewrite_tokenizer_config
 from bigtrain.system.text_record import RECORD_NAME
 
@@ -66,12 +68,21 @@ def write_model(
     cast_to = None if dtype is None else DTYPES[dtype]
     with torch.device("meta"):
         model: Any = auto_class(hf_config).from_config(hf_config, dtype=cast_to)
+        add_mtp_layers(model, hf_config)
     state = _state(weights, model, cast_to, output, as_stored)
-    stored = revert_weight_conversion(model, dict(state))
+    stored = stored_names(model, state)
     notes: list[str] = []
     if like_base is not None:
         stored, notes = like_base(stored, state)
-    model.save_pretrained(output, state_dict={})  # configurations, and no weights
+    elif mtp_layers(model) is not None:
+        stored |= _copies_for_mtp_layers(model, stored)
+    elif count := num_counted_mtp_layers(model.config):
+        notes = [
+            f"{CONFIG_NAME} counts layers for multi-token prediction ({count}), which were not "
+            "trained, and no tensor is of them"
+        ]
+    with unmarked(model.config):
+        model.save_pretrained(output, state_dict={})  # configurations, and no weights
     sizes = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in stored.items()
@@ -96,6 +107,32 @@ def write_model(
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (output / SAFE_WEIGHTS_INDEX_NAME).write_text(text)
     return split.is_sharded, notes
+
+
+def _copies_for_mtp_layers(
+    model: Any, stored: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return embedding and head under the names by which files repeat them for layers for
+    multi-token prediction. An export with a base repeats what the base repeats."""
+    names = MtpNames.find(model)
+    modules = {module: f"{name}.weight" for name, module in model.named_modules()}
+    table = stored[modules[model.get_input_embeddings()]]
+    head = stored.get(modules[model.get_output_embeddings()], table)  # absent if it is tied
+    copies = dict.fromkeys(names.copies("input"), table)
+    return copies | dict.fromkeys(names.copies("output"), head)
+
+
+def stored_names(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of files that the parameters `state` of `model` are made of, by their
+    names there. Raises ModelError for layers for multi-token prediction without known names."""
+    layers = mtp_layers(model)
+    if layers is None:
+        plain: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
+        return plain
+    names = MtpNames.find(model)
+    as_layers = {names.as_layer(name): tensor for name, tensor in state.items()}
+    reverted = revert_weight_conversion(model, as_layers)
+    return {names.stored(name): tensor for name, tensor in reverted.items()}
 
 
 def _separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -29,7 +29,8 @@ from transformers.utils import (
 )
 
 from bigtrain.errors import ModelError, one_line
-from bigtrain.models.configuration import auto_class, scores_samples
+from bigtrain.models.configuration import auto_class, num_trained_mtp_layers, scores_samples
+from bigtrain.models.layers.multi_token import add_mtp_layers, mtp_layers
 from bigtrain.models.layers.parameters import head_parameters, initial_head
 from bigtrain.models.transformers_patches import drop_expected_keys, only_errors, without_progress
 from bigtrain.models.weights.lazy_tensors import (
@@ -40,6 +41,7 @@ from bigtrain.models.weights.lazy_tensors import (
     forget_computed,
     narrowed,
 )
+from bigtrain.models.weights.mtp_names import MtpNames, load_mtp_layers
 from bigtrain.system.boxes import Box
 from bigtrain.system.storage.copies import local_path
 
@@ -135,7 +137,7 @@ def find_weights(
         for name, tensor in initial_head(model, seed):
             found[name] = _Drawn(name, tensor)
     lazy = {name: LazyTensor(leaf.shape, leaf.dtype, leaf) for name, leaf in found.items()}
-    problems = _load(model, lazy, found)
+    of_copies, problems = _load_all(model, hf_config, lazy, found)
     if problems and (method := _quantization(source)) is not None:
         problems.append(
             f"its config.json has quantization_config.quant_method = {method!r}: quantized weights "
@@ -166,9 +168,43 @@ def find_weights(
         if len(both) == 2 and leaves[0] != leaves[1] and len(leaves[0]) == len(leaves[1]) == 1:
             copies[leaves[0][0]] = leaves[1][0]
         tensors[target] = tensors[origin] = both[-1]
+    for name, parameter in of_copies.items():
+        origins = _leaf_names(tensors[parameter])
+        copies |= {name: origins[0]} if len(origins) == 1 else {}
     lazies = {n: t for n, t in tensors.items() if isinstance(t, LazyTensor)}
     stored = {name: tensor for name, tensor in lazy.items() if isinstance(found[name], _Leaf)}
     return Weights(setting, lazies, files, stored, copies)
+
+
+def _load_all(
+    model: Any,
+    hf_config: PreTrainedConfig,
+    lazy: Mapping[str, LazyTensor],
+    found: Mapping[str, _Origin],
+) -> tuple[dict[str, str], list[str]]:
+    """Load `lazy` into `model`, and into layers for multi-token prediction that it is given here if
+    a run with `hf_config` trains them; else tensors of theirs are unused. Returns names in files
+    that repeat a parameter of the model, with its name, and the problems."""
+    trains = num_trained_mtp_layers(hf_config) > 0
+    names = MtpNames.find(model) if trains else MtpNames.find_known(model)
+    if names is None:
+        return {}, _load(model, dict(lazy), found)
+    main = {name: tensor for name, tensor in lazy.items() if not names.is_one(name)}
+    problems = _load(model, main, found)
+    if not trains:
+        return {}, problems
+    copies, own = {}, {}
+    for name in lazy.keys() - main.keys():
+        if table := names.repeated(name):
+            module = getattr(model, f"get_{table}_embeddings")()
+            copies[name] = next(n for n, m in model.named_modules() if m is module) + ".weight"
+        else:
+            own[name] = lazy[name]
+    with torch.device("meta"):
+        add_mtp_layers(model, hf_config)
+    layers = mtp_layers(model)
+    assert layers is not None
+    return copies, [*problems, *load_mtp_layers(model, layers, own)]
 
 
 def _token_head(hf_config: PreTrainedConfig, found: Mapping[str, _Origin]) -> set[str]:

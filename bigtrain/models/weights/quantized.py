@@ -24,6 +24,7 @@ from bigtrain.models.layers.adapters import (
 )
 from bigtrain.models.weights.import_hf import Weights
 from bigtrain.models.weights.lazy_tensors import LazyTensor, Offsets, allocate, forget_computed
+from bigtrain.models.weights.packed import is_quantized
 from bigtrain.planner.model_costs import BLOCK_SIZE
 from bigtrain.settings.sections.adapters import AdaptersSection
 
@@ -37,17 +38,6 @@ def check_quantization(section: AdaptersSection | None) -> list[Problem]:
         return []
     rule, remedy = "bitsandbytes is not installed", f"{INSTALL}, or {QUANTIZED_KEY}=none"
     return [Problem(QUANTIZED_KEY, section.quantization, rule, remedy)]
-
-
-def is_quantized(module: object) -> bool:
-    """Return whether `module` is a layer of `quantize_layers`."""
-    return hasattr(module, "quantized_from")
-
-
-def is_packed(parameter: object) -> bool:
-    """Return whether `parameter` is the weight of such a layer: packed, of one byte for two
-    weights, and not to be read, written or saved as a weight."""
-    return hasattr(parameter, "bnb_quantized")
 
 
 def quantize_layers(model: PreTrainedModel, section: AdaptersSection, dtype: torch.dtype) -> None:
@@ -177,17 +167,6 @@ def dequantized(layer: Any) -> torch.Tensor:
         layer.weight.data, layer.weight.quant_state
     )
     return full
-
-
-def packed_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """All packed weights, with their scales and the values of codes."""
-    for layer in filter(is_quantized, model.modules()):
-        weight: Any = layer.weight
-        yield weight.data
-        for state in (weight.quant_state, getattr(weight.quant_state, "state2", None)):
-            if state is not None:
-                found = (state.absmax, state.code, state.offset)
-                yield from (tensor for tensor in found if tensor is not None)
 
 
 def _library() -> Any:

@@ -289,15 +289,17 @@ def _partitioned(
 def head_work(
     model: ModelCosts, layout: Layout, device: Device, engine: Engine, groups: Groups
 ) -> Work:
-    """Return the work of logits and loss of a micro-batch, forward and backward. Heads stay in 16
+    """Return the work of logits and losses of a micro-batch, forward and backward. Heads stay in 16
     bits."""
+    times = 1 + model.num_further_losses
     tokens, size = layout.tokens_per_micro_batch, model.element_bytes
     columns, hidden = model.vocabulary_size // layout.tensor_size, model.hidden_size
     work = Work()
     for rows, inner, outer in (
         (tokens, hidden, columns), (tokens, columns, hidden), (hidden, tokens, columns),
     ):  # fmt: skip
-        work.matmul += matmul_seconds(device, rows, inner, outer, size, engine.products)
+        seconds = matmul_seconds(device, rows, inner, outer, size, engine.products)
+        work.matmul += times * seconds
     work.host = engine.step_seconds
     if layout.tensor_size > 1:
         work.tensor = groups.tensor.all_reduce(device, tokens * hidden * size)
@@ -314,7 +316,7 @@ def head_work(
         chunks = math.ceil(tokens / layout.loss_chunk_tokens)
         weight = model.vocabulary_size // layout.tensor_size * hidden
         moved += (chunks - 1) * weight * (8 + size)
-    work.memory_bound = memory_seconds(device, moved)
+    work.memory_bound = times * memory_seconds(device, moved)
     return work
 
 

@@ -13,7 +13,7 @@ import yaml
 from bigtrain import __version__
 from bigtrain.engine.checkpoint.lazy import open_weights
 from bigtrain.errors import CheckpointError, ModelError
-from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
+from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config, with_mtp_layers
 from bigtrain.models.export.adapters import export_adapter, merged_weights, probe_beside
 from bigtrain.models.export.base_record import BaseRecord
 from bigtrain.models.export.verified import Probe, export_model, probe_of
@@ -56,7 +56,7 @@ def export_run(
     model_config = run_directory / MODEL_CONFIG
     # Not from config.model: a directory or Hub name may be deleted or changed by now.
     section = ModelSection(config=str(model_config), type=config.model.type)
-    hf_config = load_hf_config(section)
+    hf_config = with_mtp_layers(load_hf_config(section), trains=config.objective.mtp_weight > 0)
     if average and state["engine"].get("ema") is None:
         raise CheckpointError(
             f"{directory}: --average: it has no averages of the weights -> omit --average, or "

@@ -16,7 +16,7 @@ from bigtrain.engine.deepspeed_patches.partitions import partition_of
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError
 from bigtrain.models.torch_patches import dump_memory_snapshot
-from bigtrain.models.weights.quantized import packed_tensors
+from bigtrain.models.weights.packed import packed_tensors
 from bigtrain.run.context import RunContext
 from bigtrain.run.diagnostics.profiling import DIRECTORY
 from bigtrain.settings.run_config import RunConfig

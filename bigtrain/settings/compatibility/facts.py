@@ -160,6 +160,8 @@ class Facts:
     objective: str = _run("objective.type", "next_token")
     scores_samples: bool = _run("objective.scores_samples", False)
     loss_terms: bool = cast(bool, _Fact(False, "objective.z_loss", _adds_terms))
+    mtp_weight: float = _run("objective.mtp_weight", 0.0)
+    grows_vocabulary: bool = _run("model.vocabulary", False, lambda section: True)
     needs_reference: bool = _run("objective.needs_reference", False)
     stored_reference: bool = _run("objective.reference", False, lambda name: True)
     loss: str = _run("model.loss", "auto")
@@ -186,6 +188,7 @@ class Facts:
     num_layers: int | None = _model("num_hidden_layers")
     num_experts: int | None = _model("num_experts")
     max_positions: int | None = _model("max_position_embeddings")
+    num_mtp_layers: int | None = _model("num_mtp_layers")
     source: str = _given("DeepSpeed JSON")
 
     def __init__(

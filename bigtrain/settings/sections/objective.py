@@ -53,6 +53,10 @@ class ObjectiveSection(Section):
     z_loss: NonNegativeFloat = 0.0
     """next_token: weight of the squared logarithm of the softmax's denominator, which keeps the
     logits small (PaLM: 1e-4, arXiv 2204.02311), in training only"""
+    mtp_weight: NonNegativeFloat = 0.0
+    """next_token: weight of the loss of the multi-token-prediction layers that the model's
+    configuration counts (num_nextn_predict_layers), in training only; DeepSeek-V3: 0.3, later 0.1
+    (arXiv 2412.19437), Megatron-LM: 0.1; 0 neither builds nor trains these layers"""
     reference: Annotated[str, Field(min_length=1)] | None = None
     """kto, and preference with a reference: directory of scores of the data under the initial
     weights, made by `bigtrain score --output` (null: adapters off, or computed by the run at its
@@ -109,7 +113,7 @@ class ObjectiveSection(Section):
                 "`bigtrain score --config TEACHER.yaml --kind top-k --output DIR`"
             )
         if self.type != "next_token":
-            unused += ["label_smoothing", "z_loss"]
+            unused += ["label_smoothing", "z_loss", "mtp_weight"]
         if not self.needs_reference:
             unused += ["reference"]
         for name in unused:

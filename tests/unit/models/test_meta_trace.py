@@ -26,6 +26,8 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from bigtrain.errors import ModelError
+from bigtrain.models.build import empty_model
+from bigtrain.models.configuration import with_mtp_layers
 from bigtrain.models.equivalence.pipeline_stages import stage_costs
 from bigtrain.models.layers.parameters import decoder_layers
 from bigtrain.models.layers.tiled_mlp import Tiles, find_mlps
@@ -33,6 +35,7 @@ from bigtrain.models.parallel.stage_layout import find_layout
 from bigtrain.models.tracing import meta_trace
 from bigtrain.models.tracing.meta_trace import trace_model
 from bigtrain.planner.model_costs import DenseShape, ModelCosts, closed_form
+from tests.parity.multi_token_models import deepseek
 
 SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
@@ -259,3 +262,21 @@ def test_a_model_that_cannot_be_traced_says_so(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(nn.Linear, "forward", fails)
     with pytest.raises(ModelError, match="cannot be traced on the meta device: no kernel"):
         trace_model(CONFIGS["llama"], torch.bfloat16)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_layers_for_multi_token_prediction_cost_as_others(count: int) -> None:
+    """Each is a layer with experts, a product of twice the hidden size, and three norms."""
+    config = deepseek(count)
+    marked = with_mtp_layers(config, trains=True)
+    plain, costs = (trace_model(each, torch.float32) for each in (config, marked))
+    assert costs.num_further_losses == count
+    assert costs.num_parameters == sum(p.numel() for p in empty_model(marked).parameters())
+    kinds = [costs.kinds[kind] for kind in costs.layers]
+    assert kinds[:-count] == [plain.kinds[kind] for kind in plain.layers]
+    width = costs.hidden_size
+    for kind in kinds[-count:]:
+        assert kind.num_parameters == kinds[1].num_parameters + 2 * width**2 + 3 * width
+        assert kind.saved_bytes_whole > kinds[1].saved_bytes_whole
+        products = {(m.in_size, m.out_size) for m in kind.matmuls}
+        assert (2 * width, width) in products

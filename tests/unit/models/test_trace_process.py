@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.configuration import load_hf_config, with_mtp_layers
 from bigtrain.models.tracing import trace_process
 from bigtrain.models.tracing.meta_trace import trace_model
 from bigtrain.models.tracing.trace_process import ABSENT, EMPTY, NoTraceProcessError, trace_apart
@@ -45,6 +45,14 @@ MORE: list[dict[str, Any]] = [
 def test_it_is_the_trace_of_this_process(config: dict[str, Any]) -> None:
     section = ModelSection(config=config)
     assert trace_apart(section, "bfloat16") == trace_model(load_hf_config(section), torch.bfloat16)
+
+
+@pytest.mark.slow
+def test_layers_for_multi_token_prediction_are_traced() -> None:
+    section = ModelSection(config=LATENT)
+    own = trace_model(with_mtp_layers(load_hf_config(section), trains=True), torch.bfloat16)
+    assert trace_apart(section, "bfloat16", trains_mtp=True) == own
+    assert own.num_further_losses == 1
 
 
 def test_where_it_cannot_be_the_caller_traces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,25 @@ def names_attention() -> bool:
     return patches.attention_name(model) == "eager"
 
 
+def follows() -> bool:
+    model = empty(DeepseekV3Config(**SMALL, n_routed_experts=2))
+    follower = modeling_layers.MtpModel(model, 1)
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
+    patches.follow_implementations(follower, model)
+    block = follower.layers[0].mtp_block
+    return (
+        block.self_attn.config._attn_implementation == "eager"
+        and block.mlp.experts.config._experts_implementation == "eager"
+    )
+
+
+def ignores_keys() -> bool:
+    model = empty(DeepseekV3Config(**SMALL, n_routed_experts=2))
+    found = patches.ignored_keys(model), patches.ignored_keys(empty(LlamaConfig(**SMALL)))
+    return found == (["model\\.layers\\.61.*"], [])
+
+
 def keeps_float32() -> bool:
     model = empty(LlamaConfig(**SMALL))
     model._keep_in_fp32_modules_strict = {"norm"}
@@ -177,6 +196,25 @@ CONTRACTS = [
         patches.names_not_saved,
         lambda: PreTrainedModel.save_pretrained,
         "in self._keys_to_ignore_on_save",
+    ),
+    Contract(
+        "bigtrain.models.layers.multi_token",
+        "MtpModel.forward_layer takes other arguments",
+        lambda: (
+            [*inspect.signature(modeling_layers.MtpModel.forward_layer).parameters][1:]
+            == "layer_idx last_hidden_states position_ids mtp_cache input_ids inputs_embeds "
+            "kwargs".split()
+        ),
+    ),
+    Contract(
+        patches.follow_implementations,
+        "layers do not read what they compute with from their configuration any more",
+        follows,
+    ),
+    Contract(
+        patches.ignored_keys,
+        "_keys_to_ignore_on_load_unexpected is not a list of patterns any more",
+        ignores_keys,
     ),
     has(patches.kept_in_float32, lambda: empty(LlamaConfig(**SMALL)), "_keep_in_fp32_modules"),
     takes(patches.dtype_plan, lambda: PreTrainedModel._get_dtype_plan, "self", "dtype"),

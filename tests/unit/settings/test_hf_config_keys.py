@@ -161,7 +161,7 @@ def test_local_configuration_is_read_with_overrides(tmp_path: Path) -> None:
     config = {"model_type": "gpt2", "n_layer": 3, "n_head": 4, "n_embd": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     section = ModelSection(path=str(tmp_path), overrides={"n_positions": 128})
-    assert inspect_configuration(section) == (ModelDimensions(4, 3, 128), [])
+    assert inspect_configuration(section) == (ModelDimensions(4, 3, 128, num_mtp_layers=0), [])
     section = ModelSection(path=str(tmp_path), overrides={"n_position": 128})
     (problem,) = inspect_configuration(section)[1]
     assert "model.overrides.n_position = 128: model_type gpt2 has no such key" in str(problem)
@@ -191,6 +191,21 @@ def test_check_knows_the_heads_that_the_run_divides(
         except ModelError:
             continue  # something else cannot be cut
         assert list(map(str, check_model(facts))) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        ({"model_type": "llama"}, 0),
+        ({"model_type": "deepseek_v3"}, None),  # the default of its class
+        ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 2}, 2),
+        ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 0}, 0),
+        ({"model_type": "inkling_text", "num_mtp_layers": None}, 0),
+    ],
+)
+def test_layers_for_multi_token_prediction(config: dict[str, Any], count: int | None) -> None:
+    found, problems = inspect_configuration(ModelSection(config=config))
+    assert (found.num_mtp_layers, problems) == (count, [])
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]"])

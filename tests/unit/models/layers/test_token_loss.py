@@ -9,7 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.trainer_pt_utils import LabelSmoother
 
-from bigtrain.models.layers.chunked_loss import ChunkedLoss
+from bigtrain.models.layers.chunked_loss import ChunkedLoss, FurtherLosses
 from bigtrain.models.layers.token_loss import LossTerms, summed_token_loss
 
 LOGITS = 5 * torch.randn(12, 30, generator=torch.Generator().manual_seed(0))
@@ -57,3 +57,30 @@ def test_chunks_have_the_same_loss_and_gradients(terms: LossTerms) -> None:
         found.append({"loss": loss.detach(), **gradients})
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_further_losses_have_the_same_head_and_terms() -> None:
+    """With gradients through the hidden states, and of the shared head, of both."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING["gpt2"](vocab_size=40, n_embd=16, n_layer=1, n_head=2)
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    ids, labels = torch.randint(1, 40, (2, 9)), torch.randint(1, 40, (2, 9))
+    later = torch.where(labels > 20, labels, -100)
+    terms, share = LossTerms(label_smoothing=0.2, z_loss=0.05), 0.3
+    hidden = model.transformer(ids, use_cache=False).last_hidden_state
+    expected = [
+        summed_token_loss(model.lm_head(states).flatten(0, 1), targets.flatten(), terms)
+        for states, targets in ((hidden, labels), (hidden.tanh(), later))
+    ]
+    (expected[0] + share * expected[1]).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    chunked = ChunkedLoss(model, 5, terms=terms)
+    further = FurtherLosses(lambda states: iter([(states.tanh(), later)]), share)
+    factor = torch.tensor(0.7)
+    found = model(input_ids=ids, use_cache=False, targets=labels, factor=factor, further=further)
+    chunked.remove()
+    ((found.loss + share * found.further[0]) * factor).backward()
+    torch.testing.assert_close(torch.stack([found.loss, *found.further]), torch.stack(expected))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, factor * gradients[name], rtol=1e-4, atol=1e-5)

@@ -20,14 +20,13 @@ from bigtrain.models.parallel.adapter_costs import adapter_costs
 from bigtrain.models.parallel.stages import Stage
 from bigtrain.models.tracing.meta_trace import trace_model
 from bigtrain.models.weights.import_hf import find_weights
+from bigtrain.models.weights.packed import is_packed, packed_tensors
 from bigtrain.models.weights.quantized import (
     bits_and_bytes,
     check_quantization,
     compute_plainly,
     dequantized,
-    is_packed,
     is_quantized,
-    packed_tensors,
     quantize_layers,
     read_quantized,
     with_magnitudes,

@@ -1,0 +1,89 @@
+"""Whether a run's layers for multi-token prediction can be built, read and written: before they are
+trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from bigtrain.errors import ModelError, Problem, one_line
+from bigtrain.models.build import empty_model
+from bigtrain.models.configuration import num_trained_mtp_layers
+from bigtrain.models.equivalence.parameter_plan import WithoutValues
+from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES
+from bigtrain.models.layers.document_masks import document_boundaries
+from bigtrain.models.layers.multi_token import NAME, mtp_layers
+from bigtrain.models.weights.export_hf import stored_names
+from bigtrain.models.weights.lazy_tensors import LazyTensor, Offsets
+from bigtrain.models.weights.mtp_names import MtpNames, load_mtp_layers
+
+_TOKENS = 32
+
+
+def check_mtp_layers(hf_config: PreTrainedConfig, weight: float) -> list[Problem]:
+    """Return why the layers of `hf_config` cannot be trained with this `weight`; empty if they can,
+    and if it trains none. Builds the model without values."""
+    if not num_trained_mtp_layers(hf_config):
+        return []
+    try:
+        model: Any = empty_model(hf_config)
+        _run(model)
+        reason = _lost_names(model)
+    except ModelError as error:
+        reason = str(error)
+    except MODEL_FAILURES as error:
+        reason = f"{type(error).__name__}: {one_line(error)}"
+    if not reason:
+        return []
+    rule = (
+        f"trains layers for multi-token prediction, which is not supported for model_type "
+        f"{hf_config.model_type}: {reason}"
+    )
+    return [Problem("objective.mtp_weight", weight, rule, "objective.mtp_weight=0")]
+
+
+def _run(model: Any) -> None:
+    """Run the layers of `model` once. A configuration may lack what they use, such as the rotary
+    embedding of a kind of attention that only they have."""
+    layers = mtp_layers(model)
+    assert layers is not None
+    width = model.config.get_text_config().hidden_size
+    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+    hidden = torch.zeros(1, _TOKENS, width, dtype=model.dtype, device="meta")
+    with WithoutValues(), document_boundaries(packed=False):  # type: ignore[no-untyped-call]
+        for _ in layers.hidden_states(model, hidden, ids, None):
+            pass
+
+
+def _lost_names(model: Any) -> str:
+    """Return which parameters of the layers of `model` transformers would not read again from the
+    names that an export writes; empty if all are read. Changes the layers."""
+    layers = mtp_layers(model)
+    assert layers is not None
+    state = model.state_dict(keep_vars=True)
+    names = MtpNames.find(model)
+    stored = {
+        name: LazyTensor(tensor.shape, tensor.dtype, _Nowhere())
+        for name, tensor in stored_names(model, state).items()
+        if names.is_one(name)
+    }
+    problems = load_mtp_layers(model, layers, stored)
+    unread = [
+        f"{NAME}.{name}: the names of an export do not give it back"
+        for name, tensor in layers.state_dict(keep_vars=True).items()
+        if not isinstance(tensor, LazyTensor)
+    ]
+    return "; ".join([*problems, *unread][:3])
+
+
+class _Nowhere:
+    """Values that nobody reads."""
+
+    def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
+        raise AssertionError("read")
+
+    def sources(self) -> Iterator[object]:
+        return iter(())

@@ -1,0 +1,119 @@
+"""Layers for multi-token prediction (arXiv 2412.19437, section 2.2), built by transformers'
+`MtpModel` and run without a cache.
+
+Layer k (from 1) predicts the token k + 1 positions after a hidden state: its input is the output of
+layer k - 1 (of the model, for k = 1) at position t, and the embedding of token t + k. Embedding and
+head are the model's own. Shapes: B = samples, T = tokens of a sample, H = hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import MtpModel
+
+from bigtrain.errors import ModelError, one_line
+from bigtrain.models.configuration import num_trained_mtp_layers
+from bigtrain.models.layers.document_masks import document_numbers
+from bigtrain.models.layers.token_loss import IGNORED_LABEL
+from bigtrain.models.transformers_patches import follow_implementations
+
+NAME = "mtp"
+"""Attribute of a model under which it has these layers."""
+
+
+class MultiTokenLayers(nn.Module):
+    """Layers for multi-token prediction of `model`, constructed in its dtype. `num_layers`: their
+    number. Raises ModelError if transformers cannot build them for the architecture, or not with
+    the model's own embedding."""
+
+    def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
+        super().__init__()
+        try:
+            with _default_dtype(model.dtype):
+                built: Any = MtpModel(model, num_layers)
+        except (ValueError, AttributeError, TypeError) as error:
+            raise ModelError(f"transformers does not build them: {one_line(error)}") from error
+        if built.embed_tokens is not model.get_input_embeddings():
+            raise ModelError("transformers gives them an embedding of their own")
+        self.layers: nn.ModuleList = built.layers
+        if built.use_shared_post_norm:
+            self.shared_post_norm: nn.Module = built.shared_post_norm
+        # A tuple, since it also has the model's embedding and head, which must keep one name.
+        self._built = (built,)
+
+    @property
+    def built(self) -> Any:
+        """transformers' model of these layers, with the embedding and head of the main model."""
+        return self._built[0]
+
+    def hidden_states(
+        self,
+        model: PreTrainedModel,
+        hidden: torch.Tensor,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        **options: Any,
+    ) -> Iterator[torch.Tensor]:
+        """Yield the hidden states [B, T, H] of each layer, from those of `model`, `hidden`, for
+        `input_ids` [B, T]. The last k of layer k have no token to embed: they get tokens from the
+        beginning of the sample, and must have no label. `position_ids` int64 [B, T]; `options`:
+        further arguments of a layer."""
+        follow_implementations(self.built, model)
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        for index in range(len(self.layers)):
+            depth = index + 1
+            # In generation, too, layers run at the positions of the tokens that they embed.
+            hidden = self.built.forward_layer(
+                index,
+                hidden,
+                position_ids + depth,
+                None,
+                input_ids=input_ids.roll(-depth, dims=1),
+                **options,
+            )
+            yield hidden
+
+
+def add_mtp_layers(model: PreTrainedModel, hf_config: PreTrainedConfig) -> None:
+    """Give `model` the layers that a run with `hf_config` trains; none if it trains none. Raises
+    ModelError as `MultiTokenLayers`."""
+    if count := num_trained_mtp_layers(hf_config):
+        model.add_module(NAME, MultiTokenLayers(model, count))
+
+
+def mtp_layers(model: nn.Module) -> MultiTokenLayers | None:
+    """Return the layers that `add_mtp_layers` added; None without any."""
+    found = getattr(model, NAME, None)
+    return found if isinstance(found, MultiTokenLayers) else None
+
+
+def labels_at_depth(
+    labels: torch.Tensor, depth: int, position_ids: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the labels of layer `depth` (from 1): int64 like `labels` [B, T], which are those of
+    the next token. -100 where that label is, beyond the sample, and, with `position_ids` of
+    isolated documents, in another document."""
+    shifted = F.pad(labels[:, depth:], (0, depth), value=IGNORED_LABEL)
+    if position_ids is None:
+        return shifted
+    documents = document_numbers(position_ids)
+    is_same = documents == F.pad(documents[:, depth:], (0, depth), value=-1)
+    return shifted.masked_fill(~is_same, IGNORED_LABEL)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

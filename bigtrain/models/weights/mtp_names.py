@@ -1,0 +1,145 @@
+"""Names of layers for multi-token prediction in files of weights.
+
+Two ways to name them are published, both read by transformers' `MtpModel`: as layers after the
+model's own (DeepSeek-V3, GLM-4.5), and as ``mtp.*`` (Mellum, of one layer). Which one an
+architecture has is read from what its class ignores in files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+
+from bigtrain.errors import ModelError
+from bigtrain.models.layers.multi_token import NAME, MultiTokenLayers
+from bigtrain.models.transformers_patches import (
+    drop_expected_keys,
+    ignored_keys,
+    only_errors,
+    without_progress,
+)
+
+_OWN = re.compile(rf"{NAME}\.layers\.(\d+)\.(mtp_block\.)?(.+)")
+_NUMBERED = {"post_norm.": "shared_head.norm."}
+_SINGLE = {
+    "eh_proj.": "fc.",
+    "enorm.": "pre_fc_norm_embedding.",
+    "hnorm.": "pre_fc_norm_hidden.",
+    "post_norm.": "norm.",
+}
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+"""Copies of the model's embedding and head, which published files repeat for each layer."""
+
+
+@dataclass(frozen=True)
+class MtpNames:
+    """Names of the `num_layers` layers after a model's own `num_hidden_layers`. is_numbered: as
+    layers after these, else as ``mtp.*``."""
+
+    num_hidden_layers: int
+    num_layers: int
+    is_numbered: bool
+
+    @staticmethod
+    def find(model: Any) -> MtpNames:
+        """Return the names of an architecture. Raises ModelError if none is known."""
+        names = MtpNames.find_known(model)
+        if names is None:
+            raise ModelError("transformers reads no names of theirs from files")
+        return names
+
+    @staticmethod
+    def find_known(model: Any) -> MtpNames | None:
+        """Return the names of an architecture; None if none is known."""
+        text = model.config.get_text_config()
+        num_layers = int(getattr(text, "num_mtp_layers", 0) or 0)
+        patterns = ignored_keys(model)
+        is_numbered = any(re.search(r"layers\\?\.\\?\d", pattern) for pattern in patterns)
+        is_single = any(re.match(pattern, f"{NAME}.fc.weight") for pattern in patterns)
+        if not num_layers or not (is_numbered or (is_single and num_layers == 1)):
+            return None
+        return MtpNames(int(text.num_hidden_layers), num_layers, is_numbered)
+
+    def is_one(self, stored: str) -> bool:
+        """Return whether a tensor of a file is of these layers."""
+        if not self.is_numbered:
+            return stored.startswith(f"{NAME}.")
+        number = re.search(r"(?:^|\.)layers\.(\d+)\.", stored)
+        return number is not None and 0 <= int(number[1]) - self.num_hidden_layers < self.num_layers
+
+    def repeated(self, stored: str) -> Literal["input", "output"] | None:
+        """Return which of the model's embeddings a tensor of these layers repeats; None for any
+        other tensor."""
+        if not self.is_one(stored) or not stored.endswith(_COPIES):
+            return None
+        return "input" if stored.endswith(_COPIES[0]) else "output"
+
+    def copies(self, table: Literal["input", "output"]) -> list[str]:
+        """Return the names under which published files repeat one of the model's embeddings, which
+        vLLM reads for these layers; none in files that do not."""
+        if not self.is_numbered:
+            return []
+        end = _COPIES[0] if table == "input" else _COPIES[1]
+        first = self.num_hidden_layers
+        return [f"model.layers.{first + depth}.{end}" for depth in range(self.num_layers)]
+
+    def as_layer(self, own: str) -> str:
+        """Return the name that the parameter `own` would have in a layer after the model's own, by
+        which transformers converts it to what files hold; the name itself of any other."""
+        found = _OWN.fullmatch(own)
+        if found is None:
+            return own
+        return f"model.layers.{self.num_hidden_layers + int(found[1])}.{found[3]}"
+
+    def stored(self, name: str) -> str:
+        """Return the name in files of a tensor `name` of `as_layer`, after that conversion."""
+        if not (found := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)):
+            return name
+        depth = int(found[1]) - self.num_hidden_layers
+        if depth < 0:
+            return name
+        renamed = _NUMBERED if self.is_numbered else _SINGLE
+        for begin, other in renamed.items():
+            if found[2].startswith(begin):
+                own = other + found[2].removeprefix(begin)
+                return f"model.layers.{found[1]}.{own}" if self.is_numbered else f"{NAME}.{own}"
+        return name if self.is_numbered else f"{NAME}.layers.{depth}.{found[2]}"
+
+
+def load_mtp_layers(
+    model: Any, layers: MultiTokenLayers, tensors: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Let transformers load `tensors` of files into the `layers` of `model`; return the
+    problems."""
+    built = layers.built
+    settings = LoadStateDictConfig(
+        dtype=torch.float32,
+        device_map={"": "cpu"},
+        weight_mapping=built.get_weight_conversions(model),
+    )
+    with only_errors("transformers"), without_progress():
+        info, _ = convert_and_load_state_dict_in_model(built, dict(tensors), settings, None)
+    missing = info.missing_keys & layers.state_dict().keys()
+    drop_expected_keys(built, info)
+    problems = [
+        f"the tensors there of {NAME}.{name} have shape {list(there)}, the model's {list(here)}"
+        for name, there, here in sorted(info.mismatched_keys)
+    ]
+    problems += [
+        f"{NAME}.{name}: cannot be made of the tensors there: {text.strip().splitlines()[-1]}"
+        for name, text in sorted(info.conversion_errors.items())
+    ]
+    wrong = {*info.conversion_errors, *(name for name, *_ in info.mismatched_keys)}
+    problems += [
+        f"no tensor there is {NAME}.{name} of the layers for multi-token prediction -> "
+        "objective.mtp_weight=0 trains without these"
+        for name in sorted(missing - wrong)
+    ]
+    problems += [f"{name}: these layers have none" for name in sorted(info.unexpected_keys)]
+    return problems

@@ -1,0 +1,31 @@
+"""Weights in 4 bits as parts of a model: which layers and parameters are such, and their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def is_quantized(module: object) -> bool:
+    """Return whether `module` is a layer of `quantize_layers`."""
+    return hasattr(module, "quantized_from")
+
+
+def is_packed(parameter: object) -> bool:
+    """Return whether `parameter` is the weight of such a layer: packed, of one byte for two
+    weights, and not to be read, written or saved as a weight."""
+    return hasattr(parameter, "bnb_quantized")
+
+
+def packed_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """All packed weights, with their scales and the values of codes."""
+    for layer in filter(is_quantized, model.modules()):
+        weight: Any = layer.weight
+        yield weight.data
+        for state in (weight.quant_state, getattr(weight.quant_state, "state2", None)):
+            if state is not None:
+                found = (state.absmax, state.code, state.offset)
+                yield from (tensor for tensor in found if tensor is not None)
