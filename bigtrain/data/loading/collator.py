@@ -122,8 +122,8 @@ class BatchReader:
         if out.weights is not None:
             out.weights[:] = 1
         loss_mask = out.targets if self.dataset.masks_loss else None
-        begins = [] if self.options.isolate else None
-        rows = TokenRows(out.tokens, begins, loss_mask, out.weights)
+        isolate = self.options.isolate
+        rows = TokenRows(out.tokens, [] if isolate else None, loss_mask, out.weights)
         self.dataset.fill(samples, np.arange(count), rows)
         out.tokens[count:] = 0
         self._check_vocabulary(samples, out.tokens)

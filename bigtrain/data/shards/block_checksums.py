@@ -1,8 +1,8 @@
 """Block checksums of a shard, which verify data as it is read. numpy only.
 
 The manifest's checksums cover full files, and comparing one reads the full file. A `.blocks` file
-next to a shard has a checksum for every 16 KiB of its `.bin`, `.mask` and `.weights`, and the manifest
-has the checksum of the `.blocks` file: so a file of the same size from another dataset is detected
+next to a shard has a checksum for every 16 KiB of its `.bin`, `.mask` and `.weights`, and the
+manifest has that of the `.blocks` file: so a file of the same size from another dataset is detected
 too. The `.idx` needs no blocks: it is verified completely when it is first used.
 
 A `.blocks` file is, little-endian::

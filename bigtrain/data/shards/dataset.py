@@ -132,7 +132,8 @@ class ShardList(Sequence[Shard]):
 class Documents(Sequence[Document]):
     """Documents of shards in stream order, by number: ``input_ids`` int64 [n], with the
     end-of-document token, and ``labels``, the same with -100 where a token is not learned; of a
-    shard with weights other than 0 and 1 also ``loss_weights``, float32 [n]. Reading one raises DataError as `Shard.document`."""
+    shard with weights other than 0 and 1 also ``loss_weights``, float32 [n]. Reading one raises
+    DataError as `Shard.document`."""
 
     def __init__(self, shards: Sequence[Shard], counts: npt.NDArray[np.int64]) -> None:
         self._shards, self._ends = shards, np.cumsum(counts)

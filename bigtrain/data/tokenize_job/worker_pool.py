@@ -130,8 +130,8 @@ class Batch:
     """Encoded documents: tokens, lengths, which are held out, UTF-8 bytes of each. For
     conversations also: which tokens are targets, the number of conversations, and number and reason
     of those that are not among the documents, `chats`, which counts what the chat template drops,
-    the `labels` of the documents and the `weights` of the losses if they have some, and `modes`: documents rearranged by
-    fill-in-the-middle."""
+    the `labels` of the documents and the `weights` of the losses if they have some, and `modes`:
+    documents rearranged by fill-in-the-middle."""
 
     tokens: Tokens
     lengths: npt.NDArray[np.int64]
