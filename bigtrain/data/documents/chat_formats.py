@@ -365,7 +365,7 @@ def _why_weighted(key: str, value: object) -> str:
     if value == 0:
         return "its weight is 0, so nothing of it would be learned -> remove the row"
     return (
-        f"its weight is {value}: a token is learned or not, by one bit -> 1; to read it more "
+        f"its weight is {value}, which only rows with input_ids may have -> 1; to read it more "
         "often, write its rows into a dataset of their own, with a larger weight in data.sources"
     )
 

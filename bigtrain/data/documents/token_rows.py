@@ -24,7 +24,7 @@ NOT_LEARNED = -100
 """Label of a token without loss, as in torch and transformers."""
 PADDING = "padding"
 """Kind of what is removed and counted: tokens with attention_mask 0."""
-ONE_BIT = "a mask has one bit for each token -> 0 or 1, or a column loss_weights"
+ONE_BIT = "a token is learned or not, by one bit -> 0 or 1, or a factor in loss_weights"
 FACTOR = "a weight is a factor of the loss -> a finite number, 0 or more"
 
 Numbers = npt.NDArray[np.int64]
@@ -122,7 +122,13 @@ def _weights_of(values: Values, length: int) -> Weights:
     for name, value in zip(TOKEN_KEYS[4:6], values[4:6], strict=True):
         if value is not None:
             weights = _factors(value, name, length)
-    return weights if values[6] is None else weights * _factors([values[6]], "weight", 1)
+    if values[6] is None:
+        return weights
+    with np.errstate(over="ignore"):
+        weights = weights * _factors([values[6]], "weight", 1)
+    if not np.isfinite(weights).all():
+        raise ConversationError(f"its weight times those of its tokens is too large: {FACTOR}")
+    return weights
 
 
 def _learned_by(labels: Numbers, tokens: Numbers) -> npt.NDArray[np.bool_]:

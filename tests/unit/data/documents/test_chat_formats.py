@@ -209,7 +209,7 @@ def test_roles_and_keys_of_the_other_format() -> None:
         ({"role": "user", "train": True}, "only messages of the assistant have loss -> false"),
         ({"loss": 0.5}, "message 1 has loss 0.5 -> true, false, or no loss"),
         ({"loss": True, "train": False}, "train False and loss True, which contradict each other"),
-        ({"weight": 0.5}, "message 1 has weight 0.5: a message has loss or not, by one bit"),
+        ({"weight": 0.5}, "message 1 has weight 0.5: a message has loss or not -> 0, 1"),
         ({"weight": "1"}, "message 1 has weight '1'"),
         (
             {"train_detail": [{"begin_offset": 0}]},
