@@ -306,7 +306,7 @@ def test_lists_as_text_of_csv() -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"weight": 0.5}, "its weight is 0.5: a token is learned or not"),
+        ({"weight": 0.5}, "its weight is 0.5, which only rows with input_ids may have"),
         ({"weight": 0}, "its weight is 0, so nothing of it would be learned"),
         ({"token_weights": [1, 1]}, "only rows with input_ids may have"),
         ({"weight": 1}, None),

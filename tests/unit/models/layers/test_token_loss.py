@@ -57,3 +57,11 @@ def test_chunks_have_the_same_loss_and_gradients(terms: LossTerms) -> None:
         found.append({"loss": loss.detach(), **gradients})
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("terms", [LossTerms(), LossTerms(label_smoothing=0.1, z_loss=1e-2)])
+def test_weights_are_factors_of_the_losses_of_tokens(terms: LossTerms) -> None:
+    logits, weights = LOGITS.requires_grad_(), torch.rand(12) * (LABELS != -100)
+    single = [summed_token_loss(logits[[n]], LABELS[[n]], terms) for n in range(12)]
+    expected = sum(loss * weight for loss, weight in zip(single, weights, strict=True))
+    torch.testing.assert_close(summed_token_loss(logits, LABELS, terms, None, weights), expected)
