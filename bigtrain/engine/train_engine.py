@@ -32,7 +32,13 @@ from bigtrain.engine.objectives import LaterTokens, NextToken, Objective
 from bigtrain.engine.optimizers.build import set_learning_rate
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.optimizers.gradient_norm import clip_gradients, mark_gradients, total_norm
-from bigtrain.engine.optimizers.skip_step import SkipPolicy, SkipStepHook, StepStats, mean_loss
+from bigtrain.engine.optimizers.skip_step import (
+    SkipPolicy,
+    SkipStepHook,
+    StepStats,
+    divisor,
+    mean_loss,
+)
 from bigtrain.engine.optimizers.update_rule import RuleOptimizer
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.models.layers.adapters import adapters_off
@@ -61,7 +67,8 @@ OPTIMIZER_UPDATE = "optimizer update"
 class StepResult:
     """Result of one optimizer step; tensors stay on the device so that nothing waits for it.
     loss_sum: this rank's share of the summed cross-entropy, in nats. num_targets: target tokens of
-    the global batch. figures: the stats passed to the skip policy; None without one."""
+    the global batch, or the sum of their losses' weights, float64. figures: the stats passed to the
+    skip policy; None without one."""
 
     loss_sum: torch.Tensor
     num_targets: torch.Tensor
@@ -160,7 +167,7 @@ class TrainEngine:
         num_targets = self._count_targets(micro_batches)
         # DeepSpeed divides the summed gradients by the number of replicas, and counts the ranks
         # that share a sample as replicas.
-        scale = dist.get_world_size(self.mesh.replicas) / num_targets.clamp(min=1)
+        scale = (dist.get_world_size(self.mesh.replicas) / divisor(num_targets)).float()
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
         if not self.module.training:  # which asks every module; else it is left so
             self.engine.train()
@@ -301,18 +308,19 @@ class TrainEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
-        """Return the mean loss in nats per token (of another objective, per unit), and the number
-        of tokens, over all ranks' `batches`. Every rank must bring the same number of batches."""
-        totals = torch.zeros(2, device=self.device, dtype=torch.float64)
+        """Return the mean loss in nats per token (of another objective, per unit), weighted as in
+        training, and the number of tokens, over all ranks' `batches`. Every rank must bring the
+        same number of batches."""
+        totals = torch.zeros(3, device=self.device, dtype=torch.float64)
         self.engine.eval()
         for batch, moved in self.feed(self._objective.prepare(self, batches)):
             loss = self._objective.summed_loss(self, batch, moved)[0]
             totals[0] += loss if self.counts_samples else 0
             totals[1] += self._count(batch)
+            totals[2] += self._count(replace(batch, weights=None))
         self.engine.train()
         dist.all_reduce(totals, group=self.mesh.replicas)
-        num_tokens = int(totals[1])
-        return float(totals[0]) / max(1, num_tokens), num_tokens
+        return float(totals[0]) / (float(totals[1]) or 1), int(totals[2])
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Logits of `input_ids` [samples, tokens] in evaluation mode: float32, on the CPU. Every
@@ -382,10 +390,12 @@ class TrainEngine:
         cross-entropy each counts its own tokens."""
         return self.sequence is None or self.computes_entropy or self.sequence.counts
 
-    def _count(self, batch: MicroBatch) -> int:
-        """Return the units of a micro-batch that this rank counts."""
+    def _count(self, batch: MicroBatch) -> float:
+        """Return the units of a micro-batch that this rank counts, or the sum of their weights."""
         if not self.counts_samples:
             return 0
+        if batch.weights is not None:
+            return float(self._part(batch.weights).double().sum())
         return self._objective.count(self._labels(batch) if self.computes_entropy else batch.labels)
 
     def cross_entropy(
@@ -401,6 +411,8 @@ class TrainEngine:
             if self._multi_token is not None and torch.is_grad_enabled():
                 inputs = self._inputs(batch, moved)
                 known["further"] = self._multi_token.of_batch(batch, inputs)
+            if moved.weights is not None:
+                known["weights"] = self._part(moved.weights)
             outputs = self._forward(batch, moved, targets=targets, factor=factor, **known)
             return outputs.loss, outputs
         outputs = self._forward(batch, moved)
@@ -409,7 +421,8 @@ class TrainEngine:
         if teacher is not None:
             teacher = teacher[0].flatten(0, 1), teacher[1].flatten(0, 1)
         labels = self._labels(moved).flatten()
-        return summed_token_loss(logits, labels, self._terms, teacher), outputs
+        weights = None if moved.weights is None else self._part(moved.weights).flatten()
+        return summed_token_loss(logits, labels, self._terms, teacher, weights), outputs
 
     def log_probabilities(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]:
         """Return the log-probability of each target, float32 [R, T], and all else that the model
@@ -504,8 +517,9 @@ class TrainEngine:
 
     def _count_targets(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         own = sum(self._count(batch) for batch in micro_batches)
+        dtype = torch.int64 if micro_batches[0].weights is None else torch.float64
         # Filled on the device: a copy would wait for all its queued work.
-        count = torch.full((), own, device=self.device, dtype=torch.int64)
+        count = torch.full((), own, device=self.device, dtype=dtype)
         dist.all_reduce(count, group=self.mesh.replicas)
         return count
 

@@ -16,6 +16,7 @@ class Numbered:
     vocab_size = 1 << 31
     token_dtype: np.dtype[Any] = np.dtype("<i4")
     masks_loss = False
+    weighs_loss = False
 
     def __init__(
         self, num_samples: int, sequence_length: int, first: int = 0, failing: int | None = None

@@ -37,7 +37,7 @@ from bigtrain.data.chat.control_tokens import ControlTokens
 from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, COUNTED_ONLY, Lost, refuse, unrendered
 from bigtrain.data.documents.conversations import ConversationError
 from bigtrain.data.documents.token_rows import PADDING, TokenRow
-from bigtrain.data.shards.format import Mask
+from bigtrain.data.shards.format import Mask, Weights
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.encoders import Encoder
 from bigtrain.data.tokenizers.equivalence import Checks
@@ -54,7 +54,8 @@ class EncodedChats:
     and `text_bytes` (UTF-8 of the rendered text), int64 [conversations]. `problems`: number and
     reason of each unusable conversation, whose length is 0. `unrendered`: number of parts of each
     kind that the template drops from the others; `ends`, `inside`: texts of the control tokens that
-    end answers, and of others in them.
+    end answers, and of others in them. `weights`: float32 of the length of `mask`, of the losses;
+    None if all are 1.
     """
 
     tokens: npt.NDArray[np.integer[Any]]
@@ -65,6 +66,7 @@ class EncodedChats:
     unrendered: Mapping[str, int] = field(default_factory=dict)
     ends: frozenset[str] = frozenset()
     inside: frozenset[str] = frozenset()
+    weights: Weights | None = None
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,7 @@ class ChatEncoder:
             _count_lost(good),
             frozenset[str]().union(*(chat.ends for chat in good)),
             frozenset[str]().union(*(chat.inside for chat in good)),
+            _weights_of(rendered, [len(tokens) for tokens, _ in parts]),
         )
 
     def _prompts(self, rendered: Sequence[_Rendered]) -> dict[int, list[int]]:
@@ -359,6 +362,19 @@ class ChatEncoder:
     @cached_property
     def _token_bytes(self) -> TokenBytes | None:
         return token_bytes(json.loads(self.encoder.tokenizer_json))
+
+
+def _weights_of(rendered: Sequence[_Rendered], lengths: Sequence[int]) -> Weights | None:
+    """Return the weights of the losses of all tokens, `lengths` of each document; None if all
+    are 1."""
+    rows = [None if chat.row is None else chat.row.weights for chat in rendered]
+    if all(weights is None for weights in rows):
+        return None
+    parts = [
+        np.ones(length, np.float32) if weights is None else weights[:length]
+        for weights, length in zip(rows, lengths, strict=True)
+    ]
+    return np.concatenate(parts)
 
 
 def _count_lost(chats: Sequence[_Rendered]) -> Counter[str]:

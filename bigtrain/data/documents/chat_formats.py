@@ -45,7 +45,7 @@ TOOLS_KEY = "tools"
 """Key of a conversation's tools, next to its messages."""
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 """Keys of a row that mark a conversation as not text-only."""
-WEIGHT_KEYS = ("weight", "token_weights")
+WEIGHT_KEYS = ("weight", "token_weights", "loss_weights")
 """Keys of a row for weights of its loss."""
 
 
@@ -358,14 +358,14 @@ class Conversations:
 
 def _why_weighted(key: str, value: object) -> str:
     """Return why a row with this weight is refused; empty if it is learned as any other."""
-    if key == "token_weights" and value is not None:
-        return "it has token_weights, which only rows with input_ids may have: --format tokens"
+    if key != "weight" and value is not None:
+        return f"it has {key}, which only rows with input_ids may have: --format tokens"
     if isinstance(value, bool) or not isinstance(value, int | float) or value == 1:
         return ""
     if value == 0:
         return "its weight is 0, so nothing of it would be learned -> remove the row"
     return (
-        f"its weight is {value}: a token is learned or not, by one bit -> 1; to read it more "
+        f"its weight is {value}, which only rows with input_ids may have -> 1; to read it more "
         "often, write its rows into a dataset of their own, with a larger weight in data.sources"
     )
 

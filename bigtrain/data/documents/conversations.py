@@ -89,8 +89,8 @@ def _check_learning(number: int, message: Mapping[str, Any]) -> None:
         )
     if weight not in (None, 0, 1):
         raise ConversationError(
-            f"message {number} has weight {weight!r}: a message has loss or not, by one bit for "
-            "each token -> 0, 1, or no weight"
+            f"message {number} has weight {weight!r}: a message has loss or not -> 0, 1, or no "
+            "weight; rows with input_ids may have other ones: loss_weights"
         )
     given = {} if weight is None else {"weight": weight}
     for key in FLAGS:

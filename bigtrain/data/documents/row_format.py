@@ -45,7 +45,15 @@ class Completion:
         return completion_bytes(self.prompt, self.completion)
 
 
-TOKEN_KEYS = ("input_ids", "labels", "attention_mask", "loss_mask", "token_weights", "weight")
+TOKEN_KEYS = (
+    "input_ids",
+    "labels",
+    "attention_mask",
+    "loss_mask",
+    "token_weights",
+    "loss_weights",
+    "weight",
+)
 """Keys of rows that are already tokenized (`bigtrain.data.documents.token_rows`)."""
 FUNCTION_CALL = "function_call"
 """LLaMA-Factory's ShareGPT role of a turn whose value is the JSON of one or more calls."""

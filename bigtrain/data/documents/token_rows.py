@@ -2,12 +2,14 @@
 
 A row becomes a document as it is: no token is added, so it must hold its own end. Keys as in
 Hugging Face datasets: `input_ids`; `labels`, -100 where a token is not learned and otherwise equal
-to `input_ids` (not shifted); `attention_mask`, 0 for padding, which is removed; `loss_mask` and
-`token_weights`, one number for each token; `weight`, one for the row.
+to `input_ids` (not shifted); `attention_mask`, 0 for padding, which is removed; `loss_mask`, 0 or
+1 for each token; `token_weights` or `loss_weights`, a factor of the loss of each token, and
+`weight`, one for the row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,19 +24,23 @@ NOT_LEARNED = -100
 """Label of a token without loss, as in torch and transformers."""
 PADDING = "padding"
 """Kind of what is removed and counted: tokens with attention_mask 0."""
-ONE_BIT = "a token is learned or not, by one bit -> 0 or 1"
+ONE_BIT = "a token is learned or not, by one bit -> 0 or 1, or a factor in loss_weights"
+FACTOR = "a weight is a factor of the loss -> a finite number, 0 or more"
 
 Numbers = npt.NDArray[np.int64]
+Weights = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class TokenRow:
     """Tokens of a row, int64 [tokens]; `learned` bool of the same length; `padding`: number of
-    padding tokens that were removed from it."""
+    padding tokens that were removed from it; `weights` float32 [tokens], factors of the loss of the
+    learned ones, None if all are 1."""
 
     tokens: Numbers
     learned: npt.NDArray[np.bool_]
     padding: int = 0
+    weights: Weights | None = None
 
     def document(self, *, last_only: bool) -> bytes:
         """Return the row as the document that is tokenized: deterministic JSON."""
@@ -43,6 +49,8 @@ class TokenRow:
             tree["learned"] = self.learned.astype(np.int8)
         if self.padding:
             tree[PADDING] = self.padding
+        if self.weights is not None:
+            tree["weights"] = self.weights
         return orjson.dumps(tree, option=orjson.OPT_SERIALIZE_NUMPY)
 
     @classmethod
@@ -50,7 +58,8 @@ class TokenRow:
         """Return the row of a `document`, parsed."""
         tokens = np.array(tree["input_ids"], np.int64)
         learned = np.array(tree.get("learned", np.ones(len(tokens))), np.bool_)
-        return cls(tokens, learned, tree.get(PADDING, 0))
+        weights = np.array(tree["weights"], np.float32) if "weights" in tree else None
+        return cls(tokens, learned, tree.get(PADDING, 0), weights)
 
     def require_in_vocabulary(self, vocab_size: int) -> None:
         """Raise ConversationError for a token that the tokenizer does not have."""
@@ -78,14 +87,14 @@ def token_row(values: Values) -> TokenRow:
     attention = None
     if values[2] is not None:
         attention = _bits(values[2], "attention_mask", length)
-    for name, value in zip(TOKEN_KEYS[3:5], values[3:5], strict=True):
-        if value is not None:
-            masks[name] = _bits(value, name, length)
-    if values[5] is not None:
-        masks["weight"] = np.full(length, _bits([values[5]], "weight", 1)[0])
-    learned = _agreed(masks, length)
+    if values[3] is not None:
+        masks["loss_mask"] = _bits(values[3], "loss_mask", length)
+    weights = _weights_of(values, length)
+    learned = _agreed(masks, length) & (weights != 0)
+    weights = np.where(learned, weights, 1).astype(np.float32)
+    factors = None if (weights == 1).all() else weights
     if attention is None or attention.all():
-        return TokenRow(tokens, learned)
+        return TokenRow(tokens, learned, weights=factors)
     kept = np.flatnonzero(attention)
     if not len(kept):
         raise ConversationError("its attention_mask is 0 for every token")
@@ -101,7 +110,25 @@ def token_row(values: Values) -> TokenRow:
         raise ConversationError(
             f"token {place} is to be learned ({' and '.join(masks)}), and its attention_mask is 0"
         )
-    return TokenRow(tokens[low:high], learned[low:high], length - (high - low))
+    factors = None if factors is None else factors[low:high]
+    return TokenRow(tokens[low:high], learned[low:high], length - (high - low), factors)
+
+
+def _weights_of(values: Values, length: int) -> Weights:
+    """Return the weights of the tokens of a row, times that of the row: float32 [length]."""
+    if values[4] is not None and values[5] is not None:
+        raise ConversationError(f"it has {' and '.join(TOKEN_KEYS[4:6])} -> keep one of them")
+    weights = np.ones(length, np.float32)
+    for name, value in zip(TOKEN_KEYS[4:6], values[4:6], strict=True):
+        if value is not None:
+            weights = _factors(value, name, length)
+    if values[6] is None:
+        return weights
+    with np.errstate(over="ignore"):
+        weights = weights * _factors([values[6]], "weight", 1)
+    if not np.isfinite(weights).all():
+        raise ConversationError(f"its weight times those of its tokens is too large: {FACTOR}")
+    return weights
 
 
 def _learned_by(labels: Numbers, tokens: Numbers) -> npt.NDArray[np.bool_]:
@@ -121,18 +148,17 @@ def _learned_by(labels: Numbers, tokens: Numbers) -> npt.NDArray[np.bool_]:
 
 
 def _agreed(masks: dict[str, npt.NDArray[np.bool_]], length: int) -> npt.NDArray[np.bool_]:
-    """Return the mask on which all agree; a row's weight of 0 or 1 combines with any."""
-    by_token = {name: mask for name, mask in masks.items() if name != "weight"}
-    learned = next(iter(by_token.values()), np.ones(length, np.bool_))
-    for name, mask in by_token.items():
+    """Return the mask on which all agree; weights are factors, and need not agree."""
+    learned = next(iter(masks.values()), np.ones(length, np.bool_))
+    for name, mask in masks.items():
         different = np.flatnonzero(mask != learned)
         if len(different):
-            first = next(iter(by_token))
+            first = next(iter(masks))
             raise ConversationError(
                 f"{first} and {name} contradict each other at token {int(different[0])} -> keep "
                 "one of them"
             )
-    return learned & masks["weight"] if "weight" in masks else learned
+    return learned
 
 
 def _integers(value: object, name: str) -> Numbers:
@@ -163,7 +189,23 @@ def _bits(value: object, name: str, length: int) -> npt.NDArray[np.bool_]:
     return bits
 
 
-def _require_length(given: npt.NDArray[Any], name: str, length: int) -> None:
+def _factors(value: object, name: str, length: int) -> Weights:
+    """Return factors of losses: finite, 0 or more, in float32."""
+    value = from_text(value)
+    if not isinstance(value, list | tuple | np.ndarray):
+        raise ConversationError(f"its {name} is not a list of numbers but {type(value).__name__}")
+    wrong = next((v for v in value if not isinstance(v, int | float | np.number)), None)
+    if wrong is not None or any(v is None for v in value):
+        raise ConversationError(f"its {name} has {wrong!r}: {FACTOR}")
+    _require_length(value, name, length)
+    largest = float(np.finfo(np.float32).max)
+    unusable = next((v for v in value if not 0 <= v <= largest), None)  # also NaN
+    if unusable is not None:
+        raise ConversationError(f"its {name} has {unusable!r}: {FACTOR}")
+    return np.array(value, np.float32)
+
+
+def _require_length(given: Sequence[Any] | npt.NDArray[Any], name: str, length: int) -> None:
     if len(given) != length:
         raise ConversationError(
             f"its {name} has {len(given)} values, and input_ids has {length} tokens"

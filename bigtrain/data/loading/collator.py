@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.samples.token_stream import Indices, Samples, TokenRows
-from bigtrain.data.shards.format import IGNORED_LABEL
+from bigtrain.data.shards.format import IGNORED_LABEL, Weights
 from bigtrain.data.shards.manifest import REBUILD
 from bigtrain.errors import DataError
 
@@ -49,17 +49,20 @@ class BatchOptions:
 class StoredRows:
     """Rows that were read and checked, before conversion to tensors. tokens: [R, T + 1], of the
     samples' `token_dtype`. targets: bool [R, T + 1], whether a token is a target; None if all are.
-    positions: [R, T], of the narrowest unsigned type; None unless documents are isolated."""
+    positions: [R, T], of the narrowest unsigned type; None unless documents are isolated. weights:
+    float32 [R, T + 1], of the losses of the targets; None if all are 1."""
 
     tokens: npt.NDArray[np.unsignedinteger[Any] | np.signedinteger[Any]]
     targets: npt.NDArray[np.bool_] | None
     positions: npt.NDArray[np.unsignedinteger[Any]] | None
+    weights: Weights | None = None
 
     def part(self, low: int, high: int) -> StoredRows:
         return StoredRows(
             self.tokens[low:high],
             None if self.targets is None else self.targets[low:high],
             None if self.positions is None else self.positions[low:high],
+            None if self.weights is None else self.weights[low:high],
         )
 
 
@@ -75,6 +78,7 @@ def new_rows(
         np.empty((rows, length + 1), dataset.token_dtype),
         np.empty((rows, length + 1), np.bool_) if has_targets else None,
         np.empty((rows, length), np.min_scalar_type(length)) if options.isolate else None,
+        np.empty((rows, length + 1), np.float32) if dataset.weighs_loss else None,
     )
 
 
@@ -115,8 +119,11 @@ class BatchReader:
         if out.targets is not None:
             out.targets[:count] = True
             out.targets[count:] = False
+        if out.weights is not None:
+            out.weights[:] = 1
         loss_mask = out.targets if self.dataset.masks_loss else None
-        rows = TokenRows(out.tokens, [] if self.options.isolate else None, loss_mask)
+        isolate = self.options.isolate
+        rows = TokenRows(out.tokens, [] if isolate else None, loss_mask, out.weights)
         self.dataset.fill(samples, np.arange(count), rows)
         out.tokens[count:] = 0
         self._check_vocabulary(samples, out.tokens)
@@ -179,7 +186,13 @@ class Collator:
         step = max(1, COLLATED_TOKENS // (width - 1))
         for low in range(0, count, step):
             _fill(rows.part(low, low + step), *(array[low : low + step] for array in arrays))
-        return MicroBatch(*parts)
+        batch = MicroBatch(*parts)
+        if rows.weights is None:
+            return batch
+        # 0 without a target, so that their sum is that of the targets.
+        weights = np.where(arrays[1] == IGNORED_LABEL, np.float32(0), rows.weights[:, 1:])
+        of_tokens = torch.from_numpy(weights)
+        return replace(batch, weights=of_tokens.pin_memory() if self.pin else of_tokens)
 
     def _new(
         self, shape: tuple[int, int], count: int

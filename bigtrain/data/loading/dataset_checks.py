@@ -71,6 +71,7 @@ def check_datasets(
     problems += check_same_directory(config)
     problems += check_tokenizer_files(config)
     problems += check_rows(config, tables) or check_answers(config, datasets)
+    problems += check_weights(config, tables)
     problems += check_masks(config, tables) + check_same_tokenizer(config, tables)
     problems += check_same_beginnings(config, tables) + check_same_templates(config, tables)
     if model_vocab_size is None:
@@ -281,6 +282,32 @@ def check_rows(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]
     return problems
 
 
+def check_weights(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
+    """Check that weights of tokens are not ignored."""
+    refused = _ignored_weights(config)
+    return [
+        Problem(refused.key, refused.value, f"{refused.rule} ({source.path})", refused.remedy)
+        for source, table in zip(config.data.mixture, tables, strict=True)
+        if refused is not None and table.is_weighted
+    ]
+
+
+def _ignored_weights(config: RunConfig) -> Problem | None:
+    """Return what the run cannot combine with weights of tokens."""
+    if config.objective.type != "next_token":
+        rule = "does not read the weights of losses of tokens that a dataset has"
+        fix = "objective.type=next_token, or tokenize without loss_weights"
+        return Problem("objective.type", config.objective.type, rule, fix)
+    if config.model.loss == "liger":
+        rule = "has no weights of losses of tokens, which a dataset has"
+        return Problem("model.loss", "liger", rule, "model.loss=chunked")
+    if config.objective.mtp_weight:
+        rule = "trains layers whose losses have no weights of tokens, which a dataset has"
+        fix = "objective.mtp_weight=0, or tokenize without loss_weights"
+        return Problem("objective.mtp_weight", config.objective.mtp_weight, rule, fix)
+    return None
+
+
 def check_answers(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Problem]:
     """Check that every answer fits a row. Reads the index of every shard."""
     problems = []
@@ -441,6 +468,10 @@ def _unfit(
             "tokenize it with the tokenizer of the training data",
         )
     split = measured_split(dataset)
+    ignored = _ignored_weights(config) if dataset.table.is_weighted else None
+    if ignored is not None:
+        rule = f"has weights of losses, which {ignored.key}={ignored.value} ignores"
+        return rule, ignored.remedy
     if wanted := rows_of_answers(config.objective):
         if dataset.table.rows != wanted:
             return MISSING_ROWS[wanted][0].format(config.objective.type), ""

@@ -22,7 +22,8 @@ class MicroBatch:
     `desirable` bool [B], of rated answers: whether the answer of a row's sample is desirable.
     `classes` int64 [B], of samples with a label: its number. `teacher_values` float32 [B, T, k],
     `teacher_ids` int64 [B, T, k]: log-probabilities of a teacher's k most probable tokens at each
-    label, and their ids.
+    label, and their ids. `weights` float32 [B, T]: factors of the losses of the targets, 0 where
+    there is none; None if all are 1.
     """
 
     input_ids: torch.Tensor
@@ -34,6 +35,7 @@ class MicroBatch:
     classes: torch.Tensor | None = None
     teacher_values: torch.Tensor | None = None
     teacher_ids: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
 
     @classmethod
     def of_tokens(cls, tokens: torch.Tensor) -> MicroBatch:
@@ -74,7 +76,8 @@ class MicroBatch:
     def _optional(self) -> tuple[torch.Tensor | None, ...]:
         """The fields after `labels`, of rows whose tokens are not all targets."""
         rows = self.reference, self.desirable, self.classes
-        return self.position_ids, None, *rows, self.teacher_values, self.teacher_ids
+        teacher = self.teacher_values, self.teacher_ids
+        return self.position_ids, None, *rows, *teacher, self.weights
 
     @property
     def teacher(self) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -119,6 +119,10 @@ class _Writer:
                 if table.is_masked:
                     mask = np.empty(len(tokens), np.bool_)
                     self.stream.read_mask(begins[chosen], sizes, mask, places)
+                weights = None
+                if self.shard.weights_path is not None:
+                    weights = np.ones(len(tokens), np.float32)
+                    self.stream.read_weights(begins[chosen], sizes, weights, places)
                 labels = self.shard.labels[chosen] if labeled else None
-                writer.add(tokens, sizes, 0, mask, labels)
+                writer.add(tokens, sizes, 0, mask, labels, weights)
             return writer.close()

@@ -44,6 +44,7 @@ class MixedSamples:
         self.vocab_size = self.sources[0].vocab_size
         self.token_dtype = np.result_type(*(source.token_dtype for source in self.sources))
         self.masks_loss = any(source.masks_loss for source in self.sources)
+        self.weighs_loss = any(source.weighs_loss for source in self.sources)
         self._ends = np.cumsum([source.num_samples for source in self.sources])
         self.num_samples = int(self._ends[-1])
 

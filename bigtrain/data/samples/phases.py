@@ -372,6 +372,8 @@ def _add_tokens(digest: xxhash.xxh3_64, table: ShardTable) -> None:
     tokens, sums = shards.rows["tokens"].tolist(), shards.hexadecimal("xxh3")
     for row in zip(tokens, sums, masks, strict=True):
         digest.update("{}:{}{}".format(*row).encode())
+    if shards.have_weights.any():
+        digest.update(":".join(["weights", *shards.hexadecimal("weights_xxh3")]).encode())
     if table.rows is not None:
         sums = shards.hexadecimal("labels_xxh3") if table.rows in LABELED else []
         digest.update(":".join([table.rows, *sums, *table.labels]).encode())

@@ -34,6 +34,7 @@ class SourceSamples:
     source is."""
 
     masks_loss = True
+    weighs_loss = False
 
     def __init__(self, source: Any, name: str, sequence_length: int, dataset: TokenDataset) -> None:
         """`name`: in errors. `dataset`: has the tokenizer."""

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from bigtrain.data.shards.block_checksums import BlockVerifier
 from bigtrain.data.shards.dataset import FileReader, ShardList, TokenDataset
-from bigtrain.data.shards.format import Mask
+from bigtrain.data.shards.format import Mask, Weights
 from bigtrain.data.shards.manifest import REBUILD, Split
 from bigtrain.errors import DataError
 
@@ -39,24 +39,29 @@ class TokenRows:
     tokens: [R, T + 1], contiguous, of the samples' `token_dtype`. begins: starts of documents, as
     positions ``row * (T + 1) + t``, in any order; None if not needed. The first token of a row
     may be omitted. loss_mask: bool [R, T + 1], true if the token is a target, and
-    everywhere before filling; None if `Samples.masks_loss` is not set.
+    everywhere before filling; None if `Samples.masks_loss` is not set. weights: float32
+    [R, T + 1], of the losses of targets, and 1 everywhere before filling; None if
+    `Samples.weighs_loss` is not set.
     """
 
     tokens: npt.NDArray[np.unsignedinteger[Any] | np.signedinteger[Any]]
     begins: list[Indices] | None = None
     loss_mask: npt.NDArray[np.bool_] | None = None
+    weights: Weights | None = None
 
 
 class Samples(Protocol):
     """Samples of one length that the loader reads by number, from 0. token_dtype: uint16 or int32,
     the smallest that stores all tokens. vocab_size: tokens are below it, which the loader checks.
-    masks_loss: whether `fill` writes `TokenRows.loss_mask`."""
+    masks_loss: whether `fill` writes `TokenRows.loss_mask`; weighs_loss: whether it writes
+    `TokenRows.weights`, and then it masks losses, too."""
 
     num_samples: int
     sequence_length: int
     token_dtype: np.dtype[Any]
     vocab_size: int
     masks_loss: bool
+    weighs_loss: bool
 
     def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
         """Write sample ``samples[i]`` into row ``rows[i]`` of `out`: all of its tokens, and the
@@ -100,6 +105,10 @@ class Ranges:
         ):
             out[place : place + length] = stored[begin : begin + length]
 
+    def chosen(self, which: npt.NDArray[np.bool_]) -> Ranges:
+        """Return some of the ranges."""
+        return Ranges(*(getattr(self, field.name)[which] for field in fields(Ranges)))
+
     @staticmethod
     def join(several: Sequence[Ranges]) -> Ranges:
         names = [field.name for field in fields(Ranges)]
@@ -117,13 +126,20 @@ class TokenStream:
         sizes = shards.num_tokens
         paths, masks = (partial(shards.path, suffix=suffix) for suffix in ("bin", "mask"))
         self._reader, self._mask_reader = FileReader(paths), FileReader(masks)
-        self._verifier = self._mask_verifier = None
+        self._verifier = self._mask_verifier = self._weights_verifier = None
         if shards.has_blocks:
             num_bytes = sizes * self.token_dtype.itemsize
             self._verifier = BlockVerifier(paths, num_bytes, partial(self._block_sums, "of_bin"))
         if self.is_masked and shards.has_blocks:
             sums = partial(self._block_sums, "of_mask")
             self._mask_verifier = BlockVerifier(masks, -(-sizes // 8), sums)
+        self.is_weighted = bool(shards.have_weights.any())
+        paths = partial(shards.path, suffix="weights")
+        self._weights_reader = FileReader(paths)
+        if self.is_weighted and shards.has_blocks:
+            sums = partial(self._block_sums, "of_weights")
+            num_bytes = 4 * sizes * shards.have_weights
+            self._weights_verifier = BlockVerifier(paths, num_bytes, sums)
         self._ends = np.cumsum(sizes, dtype=np.int64)
         self._begins = self._ends - sizes
         self.num_tokens = int(sizes.sum())
@@ -222,6 +238,24 @@ class TokenStream:
         bits = np.unpackbits(packed, bitorder="little").view(np.bool_)
         parts.put(bits, 8 * begins + parts.starts % 8, out)
 
+    def read_weights(
+        self, starts: Indices, lengths: Indices, out: Weights, places: Indices
+    ) -> None:
+        """Copy the weights of the losses in ranges of the stream, like `read` for tokens. `out`:
+        float32, one-dimensional and contiguous, 1 where a shard without weights is read."""
+        parts = self._cut(starts, lengths, places)
+        parts = parts.chosen(self.shards.have_weights[parts.numbers] & (parts.lengths > 0))
+        low, high = 4 * parts.starts, 4 * (parts.starts + parts.lengths)
+        if self._weights_verifier is not None:
+            self._weights_verifier.verify(parts.numbers, low, high, self._weights_reader.read_range)
+        self._weights_reader.read(
+            parts.numbers.tolist(),
+            low.tolist(),
+            out.view(np.uint8).data,
+            (4 * parts.places).tolist(),
+            (4 * (parts.places + parts.lengths)).tolist(),
+        )
+
     def begins(self, starts: Indices, lengths: Indices, places: Indices) -> Indices:
         """Return the document starts in ranges of the stream, int64: token ``starts[i] + j`` as
         ``places[i] + j``, in any order. Raises DataError if an index is inconsistent there."""
@@ -305,6 +339,7 @@ class StreamSamples(ABC):
         self.sequence_length = sequence_length
         self.num_samples = num_samples
         self.masks_loss = masks_loss
+        self.weighs_loss = stream.is_weighted
         self.token_dtype = stream.token_dtype
         self.vocab_size = stream.vocab_size
 
@@ -329,6 +364,8 @@ class StreamSamples(ABC):
         loss_mask = out.loss_mask.reshape(-1)
         if self.stream.is_masked:
             self.stream.read_mask(pieces.starts, pieces.lengths, loss_mask, places)
+        if out.weights is not None:
+            self.stream.read_weights(pieces.starts, pieces.lengths, out.weights.reshape(-1), places)
         return places, loss_mask
 
 
@@ -362,6 +399,8 @@ class PackedWindows(StreamSamples):
         if self.masks_loss:
             assert out.loss_mask is not None
             self.stream.read_mask(starts, lengths, out.loss_mask.reshape(-1), rows * width)
+        if out.weights is not None:
+            self.stream.read_weights(starts, lengths, out.weights.reshape(-1), rows * width)
         if out.begins is not None:
             out.begins.append(self.stream.begins(starts, lengths, rows * width))
 

@@ -1,8 +1,8 @@
 """Block checksums of a shard, which verify data as it is read. numpy only.
 
 The manifest's checksums cover full files, and comparing one reads the full file. A `.blocks` file
-next to a shard has a checksum for every 16 KiB of its `.bin` and of its `.mask`, and the manifest
-has the checksum of the `.blocks` file: so a file of the same size from another dataset is detected
+next to a shard has a checksum for every 16 KiB of its `.bin`, `.mask` and `.weights`, and the
+manifest has that of the `.blocks` file: so a file of the same size from another dataset is detected
 too. The `.idx` needs no blocks: it is verified completely when it is first used.
 
 A `.blocks` file is, little-endian::
@@ -13,6 +13,7 @@ A `.blocks` file is, little-endian::
     uint64   blocks of the .mask, M
     uint64   [B]  XXH3-64 of each block of the .bin
     uint64   [M]  XXH3-64 of each block of the .mask
+    uint64   [W]  XXH3-64 of each block of the .weights, if there is one
 
 A rank verifies each block once, and must read the full block for that: with larger blocks a
 data-parallel rank, which reads a few samples of each, would read several times its own data, and
@@ -82,9 +83,13 @@ class BlockHasher:
         self._filled = 0
 
 
-def blocks_content(of_bin: npt.NDArray[np.uint64], of_mask: npt.NDArray[np.uint64] | None) -> bytes:
+def blocks_content(
+    of_bin: npt.NDArray[np.uint64],
+    of_mask: npt.NDArray[np.uint64] | None,
+    of_weights: npt.NDArray[np.uint64] | None = None,
+) -> bytes:
     """Return the content of a `.blocks` file."""
-    sums = [of_bin] if of_mask is None else [of_bin, of_mask]
+    sums = [part for part in (of_bin, of_mask, of_weights) if part is not None]
     header = HEADER.pack(MAGIC, BLOCK_BYTES, len(of_bin), 0 if of_mask is None else len(of_mask))
     return b"".join([header, *(part.astype("<u8").tobytes() for part in sums)])
 
@@ -101,9 +106,12 @@ class BlockSums:
     path: Path
     of_bin: npt.NDArray[np.uint64]
     of_mask: npt.NDArray[np.uint64]
+    of_weights: npt.NDArray[np.uint64]
 
 
-def read_blocks(path: Path, xxh3: str, bin_bytes: int, mask_bytes: int) -> BlockSums:
+def read_blocks(
+    path: Path, xxh3: str, bin_bytes: int, mask_bytes: int, weights_bytes: int = 0
+) -> BlockSums:
     """Read the `.blocks` file at `path`, whose own checksum must be `xxh3`. Raises DataError if it
     is another file, or belongs to a shard of other sizes."""
     with reading(path):
@@ -116,11 +124,17 @@ def read_blocks(path: Path, xxh3: str, bin_bytes: int, mask_bytes: int) -> Block
     magic, block_bytes, of_bin, of_mask = HEADER.unpack(content[: HEADER.size])
     if (magic, block_bytes) != (MAGIC, BLOCK_BYTES):
         raise DataError(f"{path} has another version -> use the bigtrain that wrote it")
-    if (of_bin, of_mask) != (num_blocks(bin_bytes), num_blocks(mask_bytes)):
+    of_weights = num_blocks(weights_bytes)
+    num_bytes = HEADER.size + 8 * (of_bin + of_mask + of_weights)
+    if (of_bin, of_mask, len(content)) != (
+        num_blocks(bin_bytes),
+        num_blocks(mask_bytes),
+        num_bytes,
+    ):
         raise DataError(f"{path} belongs to another shard -> {RESTORE}")
     # Memory-mapped, so that all ranks of a host share one copy.
     sums = np.memmap(path, "<u8", "r", HEADER.size) if of_bin + of_mask else np.empty(0, "<u8")
-    return BlockSums(path, np.asarray(sums[:of_bin]), np.asarray(sums[of_bin:]))
+    return BlockSums(path, *map(np.asarray, np.split(sums, [of_bin, of_bin + of_mask])))
 
 
 class BlockVerifier:

@@ -46,6 +46,10 @@ MANY_SHARDS = 1000
 """From this number on, only one rank of each host checks all of them."""
 
 
+Document = dict[str, npt.NDArray[Any]]
+"""Tokens of a document, and what is known of each of them."""
+
+
 class ShardList(Sequence[Shard]):
     """Shards in stream order, of one token type, each opened on first access. num_tokens: int64
     [shards]. Thread-safe. Accessing one raises DataError if it is missing, corrupt, or differs from
@@ -55,6 +59,7 @@ class ShardList(Sequence[Shard]):
         self.dtype = np.dtype(token_dtype).newbyteorder("<")
         self.num_tokens: npt.NDArray[np.int64] = columns.rows["tokens"].astype(np.int64)
         self.is_masked, self.has_blocks = columns.is_masked, columns.has_blocks
+        self.have_weights = columns.have_weights
         self._directory = directory
         self._paths: list[Path] | None = None
         self._columns = columns
@@ -124,10 +129,11 @@ class ShardList(Sequence[Shard]):
         return shard
 
 
-class Documents(Sequence[dict[str, npt.NDArray[np.int64]]]):
+class Documents(Sequence[Document]):
     """Documents of shards in stream order, by number: ``input_ids`` int64 [n], with the
-    end-of-document token, and ``labels``, the same with -100 where a token is not learned. Reading
-    one raises DataError as `Shard.document`."""
+    end-of-document token, and ``labels``, the same with -100 where a token is not learned; of a
+    shard with weights other than 0 and 1 also ``loss_weights``, float32 [n]. Reading one raises
+    DataError as `Shard.document`."""
 
     def __init__(self, shards: Sequence[Shard], counts: npt.NDArray[np.int64]) -> None:
         self._shards, self._ends = shards, np.cumsum(counts)
@@ -136,9 +142,9 @@ class Documents(Sequence[dict[str, npt.NDArray[np.int64]]]):
         return int(self._ends[-1]) if len(self._ends) else 0
 
     @overload
-    def __getitem__(self, number: int) -> dict[str, npt.NDArray[np.int64]]: ...
+    def __getitem__(self, number: int) -> Document: ...
     @overload
-    def __getitem__(self, number: slice) -> Sequence[dict[str, npt.NDArray[np.int64]]]: ...
+    def __getitem__(self, number: slice) -> Sequence[Document]: ...
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
             return [self[index] for index in range(*number.indices(len(self)))]
@@ -151,7 +157,10 @@ class Documents(Sequence[dict[str, npt.NDArray[np.int64]]]):
         shard = self._shards[shard_number]
         tokens = shard.document(number - before).astype(np.int64)
         learned = shard.document_mask(number - before)
-        return {"input_ids": tokens, "labels": np.where(learned, tokens, IGNORED_LABEL)}
+        document = {"input_ids": tokens, "labels": np.where(learned, tokens, IGNORED_LABEL)}
+        if shard.weights_path is not None:
+            document["loss_weights"] = shard.document_weights(number - before)
+        return document
 
 
 @dataclass(frozen=True)
@@ -180,10 +189,10 @@ class TokenDataset:
     def __len__(self) -> int:
         return len(self._training_documents)
 
-    def __getitem__(self, number: int) -> dict[str, npt.NDArray[np.int64]]:
+    def __getitem__(self, number: int) -> Document:
         return self._training_documents[number]
 
-    def __iter__(self) -> Iterator[dict[str, npt.NDArray[np.int64]]]:
+    def __iter__(self) -> Iterator[Document]:
         return iter(self._training_documents)
 
     @cached_property

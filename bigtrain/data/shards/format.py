@@ -21,6 +21,8 @@ end-of-document token; a document without any text is one without sequences.
 If not every token is a target (chat), there is also a `.mask`: one bit per token, 1
 if it has a loss as a target. Token ``i`` is bit ``i % 8``, counted from the lowest, of byte
 ``i // 8`` (``np.packbits`` with ``bitorder="little"``); the bits after the last token are 0.
+If some losses have weights other than 0 and 1, there is also a `.weights`: a float32 per token,
+little-endian, the factor of its loss as a target; 1 for tokens that the `.mask` excludes.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ CHUNK_ITEMS = 1 << 20
 
 Tokens = npt.NDArray[np.integer[Any]]
 Mask = npt.NDArray[np.bool_]
+Weights = npt.NDArray[np.float32]
 
 
 def token_dtype(vocab_size: int) -> Literal["uint16", "int32"]:
@@ -123,6 +126,13 @@ class Shard:
             if size != mask_bytes:
                 what = f"{size} bytes, {self.num_tokens} tokens have {mask_bytes}"
                 raise corrupt(self.mask_path, what)
+        self.weights_path: Path | None = None
+        if "weights" in self._checksums:
+            self.weights_path = prefix.with_name(f"{prefix.name}.weights")
+            size = _file_size(self.weights_path)
+            if size != self.weights_bytes:
+                what = f"{size} bytes, {self.num_tokens} tokens have {self.weights_bytes}"
+                raise corrupt(self.weights_path, what)
         self.labels_path: Path | None = None
         if "labels" in self._checksums:
             self.labels_path = prefix.with_name(f"{prefix.name}.labels")
@@ -174,13 +184,14 @@ class Shard:
 
     @cached_property
     def block_sums(self) -> BlockSums | None:
-        """Checksums of the blocks of the `.bin` and the `.mask`; None if there are none. Raises
+        """Checksums of the blocks of the files of tokens; None if there are none. Raises
         DataError if their file differs from the manifest."""
         if not self.has_blocks:
             return None
         mask_bytes = 0 if self.mask_path is None else -(-self.num_tokens // 8)
         listed = self._checksums[SUFFIX]
-        return read_blocks(self._blocks_path, listed, self.num_bytes, mask_bytes)
+        sizes = self.num_bytes, mask_bytes, self.weights_bytes
+        return read_blocks(self._blocks_path, listed, *sizes)
 
     @property
     def has_blocks(self) -> bool:
@@ -209,6 +220,18 @@ class Shard:
         self._compare(self.labels_path, self.num_documents)
         return _map(self.labels_path, "u1", 0, self.num_documents)
 
+    @cached_property
+    def weights(self) -> npt.NDArray[np.float32]:
+        """Weights of the losses of all tokens, float32 [num_tokens]; only if they have some."""
+        assert self.weights_path is not None
+        self._compare(self.weights_path, self.weights_bytes)
+        return _map(self.weights_path, "<f4", 0, self.num_tokens)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Size of the `.weights`; 0 without one."""
+        return 4 * self.num_tokens if "weights" in self._checksums else 0
+
     @property
     def num_tokens(self) -> int:
         return self.num_bytes // self.dtype.itemsize
@@ -226,6 +249,13 @@ class Shard:
             return np.ones(high - low, np.bool_)
         bits = np.unpackbits(self.mask_bytes[low // 8 : -(-high // 8)], bitorder="little")
         return bits[low % 8 : low % 8 + high - low].astype(np.bool_)
+
+    def document_weights(self, index: int) -> npt.NDArray[np.float32]:
+        """Return the weights of the losses of document `index`; 1 without a `.weights`."""
+        low, high = self._document_range(index)
+        if self.weights_path is None:
+            return np.ones(high - low, np.float32)
+        return self.weights[low:high]
 
     def _document_range(self, index: int) -> tuple[int, int]:
         """Return the token range of document `index`."""

@@ -226,6 +226,7 @@ def summary(output: Path, manifest: Manifest) -> str:
             f"{_text(text_bytes, tokens)}, "
             f"{len(shards)} shard{'s' if len(shards) != 1 else ''}"
             + (f", {targets / max(1, tokens):.1%} of the tokens to learn" if masked else "")
+            + (", by weights" if any(shard.weights_xxh3 for shard in shards) else "")
         )
     if manifest.rows is not None:
         lines.append(f"  rows:     {_rows(manifest)}")

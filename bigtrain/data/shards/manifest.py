@@ -6,6 +6,7 @@
       manifest.json                     the dataset exists once this does
       train-00000.bin  train-00000.idx  Megatron shards, `bigtrain.data.shards.format`
       train-00000.mask                  which tokens are targets, for chat data only
+      train-00000.weights               weights of the tokens' losses, if some are not 0 or 1
       train-00000.labels                label of each document, a byte, for KTO and classification
       train-00000.blocks                checksums of blocks, `bigtrain.data.shards.block_checksums`
       held_out-00000.bin  ...
@@ -67,6 +68,7 @@ CHECKSUM_FIELDS = {
     "mask": "mask_xxh3",
     "blocks": "blocks_xxh3",
     "labels": "labels_xxh3",
+    "weights": "weights_xxh3",
 }
 """Files of a shard by suffix, and the field of `ShardRecord` with the XXH3-64 of each."""
 REBUILD = "remove the dataset and tokenize again"
@@ -275,6 +277,8 @@ class ShardRecord(Record):
     """XXH3-64 of the .labels"""
     desirable: Count | None = None
     """documents with label 1, if there is a .labels"""
+    weights_xxh3: Checksum | None = None
+    """XXH3-64 of the .weights, absent where all weights are 0 or 1"""
 
     @property
     def checksums(self) -> dict[str, str]:
@@ -290,6 +294,8 @@ class ShardRecord(Record):
             raise ValueError(f"{self.target_tokens} of {self.tokens} tokens are targets")
         if (self.labels_xxh3 is None) != (self.desirable is None):
             raise ValueError("labels_xxh3 and desirable must be given together")
+        if self.weights_xxh3 is not None and self.mask_xxh3 is None:
+            raise ValueError("weights_xxh3 must be given with mask_xxh3")
         return self
 
 
@@ -345,6 +351,11 @@ class Manifest(Record):
     def is_masked(self) -> bool:
         """True if a mask marks the targets; without one all tokens are targets."""
         return any(s.mask_xxh3 is not None for shards in self.splits.values() for s in shards)
+
+    @property
+    def is_weighted(self) -> bool:
+        """True if the losses of some tokens have weights other than 0 and 1."""
+        return any(s.weights_xxh3 is not None for shards in self.splits.values() for s in shards)
 
     @property
     def has_blocks(self) -> bool:

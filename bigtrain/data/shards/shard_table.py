@@ -5,7 +5,7 @@ manifest, no parsing: all ranks of a host memory-map one file. It is a cache of 
 by its checksum, and made once (`bigtrain.system.user_cache`) in ``DATASET/tables/`` or, if that
 cannot be written, in ``tables/`` of the user's cache. A file is::
 
-    8 bytes  b"BTSHARD3"
+    8 bytes  b"BTSHARD4"
     uint64   bytes of the head, little-endian
     uint64   XXH3-64 of all that follows
     head     JSON: tokenizer, token_dtype, rows, is_masked, has_blocks, by split the number of
@@ -42,7 +42,8 @@ from bigtrain.data.shards.manifest import (
 from bigtrain.system.files import file_checksum
 from bigtrain.system.user_cache import cache_locations, made_once
 
-MAGIC = b"BTSHARD3"
+MAGIC = b"BTSHARD4"
+WEIGHTS = "weights"
 DIRECTORY = "tables"
 MIN_MANIFEST_BYTES = 1 << 20
 """Below this size a manifest is read in some milliseconds, and no table is written."""
@@ -82,8 +83,14 @@ class ShardColumns:
         return {
             suffix: f"{int(row[column]):016x}"
             for suffix, column in CHECKSUM_FIELDS.items()
-            if not absent.get(suffix)
+            if not absent.get(suffix) and (suffix != WEIGHTS or row[column])
         }
+
+    @property
+    def have_weights(self) -> npt.NDArray[np.bool_]:
+        """Which shards have a `.weights`, bool [shards]; the weights of the others are 1."""
+        present: npt.NDArray[np.bool_] = self.rows[CHECKSUM_FIELDS[WEIGHTS]] != 0
+        return present
 
     @cached_property
     def num_tokens(self) -> int:
@@ -101,7 +108,8 @@ class ShardColumns:
 @dataclass(frozen=True)
 class ShardTable:
     """Shards of a dataset by split, and its manifest's common data. text_bytes: UTF-8 bytes of the
-    documents, by split. labels: names of the labels of classification rows."""
+    documents, by split. labels: names of the labels of classification rows. is_weighted: whether
+    losses of tokens have weights other than 0 and 1."""
 
     tokenizer: TokenizerRecord
     token_dtype: str
@@ -111,6 +119,7 @@ class ShardTable:
     splits: Mapping[Split, ShardColumns]
     text_bytes: Mapping[Split, int]
     labels: tuple[str, ...] = ()
+    is_weighted: bool = False
 
     def num_tokens(self, split: Split) -> int:
         return self.splits[split].num_tokens if split in self.splits else 0
@@ -163,6 +172,7 @@ def _pack(manifest: Manifest) -> bytes:
             "is_masked": manifest.is_masked,
             "has_blocks": manifest.has_blocks,
             # Absent where it is empty, as in the tables of earlier versions.
+            **({"is_weighted": True} if manifest.is_weighted else {}),
             **({"labels": manifest.options.labels} if manifest.options.labels else {}),
             "splits": {split: len(shards) for split, shards in manifest.splits.items()},
             "text_bytes": {

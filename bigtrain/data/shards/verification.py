@@ -55,7 +55,8 @@ class ListedShards:
         self.num_bytes: npt.NDArray[np.int64] = np.concatenate(sizes)
         self._ends = np.cumsum([len(columns) for _, columns in self._parts])
         self.num_files = sum(
-            len(c) * (2 + c.is_masked + c.has_blocks + c.has_labels) for _, c in self._parts
+            len(c) * (2 + c.is_masked + c.has_blocks + c.has_labels) + int(c.have_weights.sum())
+            for _, c in self._parts
         )
 
     def __getitem__(self, number: int) -> ListedShard:

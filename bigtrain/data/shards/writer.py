@@ -14,7 +14,15 @@ import numpy.typing as npt
 import xxhash
 
 from bigtrain.data.shards.block_checksums import SUFFIX, BlockHasher, blocks_content
-from bigtrain.data.shards.format import DTYPE_CODES, HEADER, INDEX_VERSION, MAGIC, Mask, Tokens
+from bigtrain.data.shards.format import (
+    DTYPE_CODES,
+    HEADER,
+    INDEX_VERSION,
+    MAGIC,
+    Mask,
+    Tokens,
+    Weights,
+)
 from bigtrain.data.shards.manifest import CHECKSUM_FIELDS, ShardRecord
 from bigtrain.errors import DataError
 
@@ -84,7 +92,8 @@ class _MaskFile:
 
 class ShardWriter:
     """Writer of one shard, in memory bounded by the number of its documents (12 bytes each).
-    `masked`: with a `.mask`, `labeled`: with a `.labels`. The files have temporary names
+    `masked`: with a `.mask`, `labeled`: with a `.labels`; a `.weights` is made if there are some
+    other than 0 and 1. The files have temporary names
     until `close`; leaving the ``with`` block by an exception removes them."""
 
     def __init__(
@@ -107,6 +116,7 @@ class ShardWriter:
         self._bin = _HashingFile(self._partial("bin"))
         self._mask = _MaskFile(self._partial("mask")) if masked else None
         self._labels = _HashingFile(self._partial("labels")) if labeled else None
+        self._weights: _HashingFile | None = None
         self._desirable = 0
 
     def add(
@@ -116,11 +126,13 @@ class ShardWriter:
         text_bytes: int,
         mask: Mask | None = None,
         labels: npt.NDArray[np.uint8] | None = None,
+        weights: Weights | None = None,
     ) -> None:
         """Append documents: `tokens` of all of them, their `lengths`, and their UTF-8 bytes. A
         length of zero is a document without a sequence. `tokens` must fit the shard's type. `mask`,
         bool [tokens]: which of them have a loss; given if and only if the shard is masked.
-        `labels`: uint8 [documents], if and only if it is labeled."""
+        `labels`: uint8 [documents], if and only if it is labeled. `weights`: float32 [tokens], of
+        their losses, if some are not 1; only of a masked shard."""
         assert int(lengths.sum()) == len(tokens)
         assert (mask is None) == (self._mask is None)
         assert (labels is None) == (self._labels is None)
@@ -137,6 +149,7 @@ class ShardWriter:
             assert len(labels) == len(lengths)
             self._labels.write(np.ascontiguousarray(labels).data)
             self._desirable += int((labels == 1).sum())
+        self._add_weights(weights, mask)
         full = lengths > 0
         starts = len(self._lengths) + np.cumsum(full)
         self._lengths.frombytes(lengths[full].astype(np.int32).tobytes())
@@ -144,6 +157,21 @@ class ShardWriter:
         self.num_tokens += len(tokens)
         self.num_documents += len(lengths)
         self.text_bytes += text_bytes
+
+    def _add_weights(self, weights: Weights | None, mask: Mask | None) -> None:
+        """Append the weights of tokens that are not counted in `num_tokens` yet."""
+        if mask is None or (weights is None and self._weights is None):
+            assert weights is None
+            return
+        weights = np.where(mask, 1 if weights is None else weights, 1).astype("<f4")
+        if self._weights is None:
+            if (weights == 1).all():
+                return
+            self._weights = _HashingFile(self._partial("weights"))
+            for begin in range(0, self.num_tokens, SYNC_BYTES):
+                count = min(SYNC_BYTES, self.num_tokens - begin)
+                self._weights.write(np.ones(count, "<f4").data.cast("B"))
+        self._weights.write(weights.data.cast("B"))
 
     def close(self) -> ShardRecord:
         """Write the index, give all files their names, and return its manifest entry."""
@@ -165,8 +193,11 @@ class ShardWriter:
             parts.append((self._mask.part, "mask"))
             of_mask = self._mask.part.blocks.finish()
         blocks = _HashingFile(self._partial(SUFFIX))
-        blocks.write(blocks_content(self._bin.blocks.finish(), of_mask))
+        of_weights = None if self._weights is None else self._weights.blocks.finish()
+        blocks.write(blocks_content(self._bin.blocks.finish(), of_mask, of_weights))
         parts.append((blocks, SUFFIX))
+        if self._weights is not None:
+            parts.append((self._weights, "weights"))
         if self._labels is not None:
             parts.append((self._labels, "labels"))
         for part, suffix in parts:
@@ -185,6 +216,7 @@ class ShardWriter:
             blocks_xxh3=blocks.hash.hexdigest(),
             labels_xxh3=self._labels.hash.hexdigest() if self._labels else None,
             desirable=self._desirable if self._labels else None,
+            weights_xxh3=self._weights.hash.hexdigest() if self._weights else None,
         )
 
     def __enter__(self) -> Self:
@@ -197,9 +229,10 @@ class ShardWriter:
         if self._mask is not None:
             with suppress(OSError):
                 self._mask.part.close()
-        if self._labels is not None:
-            with suppress(OSError):
-                self._labels.close()
+        for file in (self._labels, self._weights):
+            if file is not None:
+                with suppress(OSError):
+                    file.close()
         for suffix in CHECKSUM_FIELDS:
             self._partial(suffix).unlink(missing_ok=True)
 

@@ -35,7 +35,7 @@ from bigtrain.data.chat.encoder import ChatEncoder, EncodedChats
 from bigtrain.data.chat.preferences import DOCUMENTS_PER_ROW, encode_rows
 from bigtrain.data.documents.formats import batched, part_reader
 from bigtrain.data.documents.reader import BadDocument, ReadOptions, RejectedDocuments
-from bigtrain.data.shards.format import Mask, Tokens
+from bigtrain.data.shards.format import Mask, Tokens, Weights
 from bigtrain.data.shards.manifest import LABELED, SPLITS, Rows, ShardRecord, Split
 from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.data.tokenize_job.existing_output import confirm_unit
@@ -116,6 +116,7 @@ class Job:
             encoded.problems,
             encoded,
             None if read.labels is None else read.labels[good],
+            weights=encoded.weights,
         )
 
     def _held_out(self, contents: Sequence[bytes]) -> npt.NDArray[np.bool_]:
@@ -129,8 +130,8 @@ class Batch:
     """Encoded documents: tokens, lengths, which are held out, UTF-8 bytes of each. For
     conversations also: which tokens are targets, the number of conversations, and number and reason
     of those that are not among the documents, `chats`, which counts what the chat template drops,
-    the `labels` of the documents if they have some, and `modes`: documents rearranged by
-    fill-in-the-middle."""
+    the `labels` of the documents and the `weights` of the losses if they have some, and `modes`:
+    documents rearranged by fill-in-the-middle."""
 
     tokens: Tokens
     lengths: npt.NDArray[np.int64]
@@ -142,6 +143,7 @@ class Batch:
     chats: EncodedChats | None = None
     labels: npt.NDArray[np.uint8] | None = None
     modes: Counter[str] = field(default_factory=Counter)
+    weights: Weights | None = None
 
 
 @dataclass
@@ -340,7 +342,8 @@ def _encoded(batches: Iterator[tuple[list[bytes], Checks]], job: Job) -> Iterato
 def _write(batch: Batch, writers: dict[Split, ShardWriter]) -> None:
     if not batch.held_out.any():
         text_bytes = int(batch.text_bytes.sum())
-        writers["train"].add(batch.tokens, batch.lengths, text_bytes, batch.mask, batch.labels)
+        of_documents = batch.mask, batch.labels, batch.weights
+        writers["train"].add(batch.tokens, batch.lengths, text_bytes, *of_documents)
         return
     of_document = np.repeat(batch.held_out, batch.lengths)
     for split, writer in writers.items():
@@ -352,6 +355,7 @@ def _write(batch: Batch, writers: dict[Split, ShardWriter]) -> None:
             int(batch.text_bytes[documents].sum()),
             None if batch.mask is None else batch.mask[of_document == wanted],
             None if batch.labels is None else batch.labels[documents],
+            None if batch.weights is None else batch.weights[of_document == wanted],
         )
 
 

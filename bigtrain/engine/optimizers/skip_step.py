@@ -34,7 +34,13 @@ def mean_loss(loss_share: torch.Tensor, num_targets: torch.Tensor) -> torch.Tens
     """Return this rank's term of the mean loss of the global batch: summed over all ranks it is
     that mean, in nats per token. Float64, on the device. `loss_share`: this rank's part of the
     summed loss; `num_targets`, of the full batch."""
-    return loss_share.detach().double() / num_targets.clamp(min=1)
+    return loss_share.detach().double() / divisor(num_targets)
+
+
+def divisor(num_targets: torch.Tensor) -> torch.Tensor:
+    """Return what the loss of a batch is divided by: its targets or the sum of their weights, and 1
+    without any."""
+    return num_targets + (num_targets == 0)
 
 
 SkipPolicy = Callable[[StepStats], bool]

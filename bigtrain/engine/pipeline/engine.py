@@ -5,6 +5,7 @@ gradients of parameters of several stages, empty parameter groups, parameters wi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from bigtrain.engine.deepspeed_patches.pipeline import (
 from bigtrain.engine.objectives import Objective
 from bigtrain.engine.optimizers.build import set_learning_rate
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
-from bigtrain.engine.optimizers.skip_step import SkipPolicy
+from bigtrain.engine.optimizers.skip_step import SkipPolicy, divisor
 from bigtrain.engine.pipeline.stage_module import P2PLayout, StageModule
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.engine.train_engine import (
@@ -115,7 +116,7 @@ class PipelineTrainEngine(TrainEngine):
         self.on_phase(BOTH_PASSES)
         # DeepSpeed divides by the data-parallel size, and by the accumulation.
         factor = self.plan.data_size * self.plan.accumulation
-        self._scale = factor / num_targets.clamp(min=1)
+        self._scale = (factor / divisor(num_targets)).float()
         self._loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
         # DeepSpeed takes the mean of it over micro-batches.
         factor_of_loss = self._scale / self.plan.accumulation
@@ -129,8 +130,9 @@ class PipelineTrainEngine(TrainEngine):
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """Evaluate like `TrainEngine.evaluate`; all stages of a pipeline pass the same batches."""
         held = list(batches)
-        totals = torch.zeros(2, device=self.device, dtype=torch.float64)
+        totals = torch.zeros(3, device=self.device, dtype=torch.float64)
         totals[1] = sum(map(self._count, held))
+        totals[2] = sum(self._count(replace(batch, weights=None)) for batch in held)
         self._scale, self._loss_sum = 1.0, totals[0]
         self._stage.feed(held)
         # Its shapes are sent once; these may differ from those of training.
@@ -146,8 +148,7 @@ class PipelineTrainEngine(TrainEngine):
         if not self._reports_loss:
             totals.zero_()
         dist.all_reduce(totals)
-        num_tokens = int(totals[1])
-        return float(totals[0]) / max(1, num_tokens), num_tokens
+        return float(totals[0]) / (float(totals[1]) or 1), int(totals[2])
 
     @torch.no_grad()
     def read_logits(
@@ -226,8 +227,9 @@ class PipelineTrainEngine(TrainEngine):
             teacher = self._stage.teacher(batch)
             if teacher is not None:
                 teacher = teacher[0].flatten(0, 1), teacher[1].flatten(0, 1)
-            logits = answer.flatten(0, 1).float()
-            summed = summed_token_loss(logits, labels.flatten(), self._terms, teacher)
+            logits, weights = answer.flatten(0, 1).float(), self._stage.weights(batch)
+            weights = None if weights is None else weights.flatten()
+            summed = summed_token_loss(logits, labels.flatten(), self._terms, teacher, weights)
         self._loss_sum += summed.detach()
         loss = summed * self._scale
         # DeepSpeed makes it the mean over micro-batches.

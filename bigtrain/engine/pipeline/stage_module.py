@@ -89,12 +89,18 @@ class StageModule(nn.Module):
             loss["factor"] = self._factor
         if batch.teacher is not None:
             loss["teacher"] = self.teacher(batch)
+        if batch.weights is not None and not self.per_token:
+            loss["weights"] = self.weights(batch)
         return loss
 
     def teacher(self, batch: MicroBatch) -> Teacher | None:
         """Return the teacher's log-probabilities and token ids of a micro-batch, on the device."""
         teacher = batch.teacher
         return teacher and (teacher[0].to(self._device), teacher[1].to(self._device))
+
+    def weights(self, batch: MicroBatch) -> torch.Tensor | None:
+        """Return the weights of the losses of a micro-batch, on the device."""
+        return None if batch.weights is None else batch.weights.to(self._device, non_blocking=True)
 
     def run(
         self,

@@ -99,6 +99,7 @@ class ChunkedLoss:
         self._factor: torch.Tensor | None = None
         self._per_token, self._top_k = False, 0
         self._teacher: Teacher | None = None
+        self._weights: torch.Tensor | None = None
         self._base_outputs: Any = None
         self._loss: torch.Tensor | None = None
         shadow(model, "forward", self.forward)
@@ -118,6 +119,7 @@ class ChunkedLoss:
         top_k: int = 0,
         teacher: Teacher | None = None,
         further: FurtherLosses | None = None,
+        weights: torch.Tensor | None = None,
         **inputs: Any,
     ) -> Any:
         """Run the model's own forward method; with `targets` int64 [B, T] a `SummedLoss`, whose
@@ -128,14 +130,15 @@ class ChunkedLoss:
         be on the host: then tokens without a label take no time. `factor` float32 [], above zero:
         what the loss will be multiplied by. With it, 16-bit gradients are rounded as the plain
         loss's: its mantissa is multiplied in before rounding, and only a power of two (which might
-        leave float16's range) after. `teacher` [B, T, k], on the device: of the targets.
+        leave float16's range) after. `teacher` [B, T, k], on the device: of the targets. `weights`
+        float32 [B, T], on the device: factors of their losses; not with `fused`, nor with
         `further`: computed after the model's own loss, with the same terms.
         """
         if targets is None:
             return self._plain_forward(*args, **inputs)
         self._inputs, self._labels, self._factor = inputs, targets, factor
         self._per_token, self._top_k = per_token, top_k
-        self._teacher = teacher
+        self._teacher, self._weights = teacher, weights
         try:
             with self._standing_in(self._run_base, self._run_head):
                 outputs = self._plain_forward(*args, **inputs)
@@ -148,7 +151,8 @@ class ChunkedLoss:
                 router_logits=getattr(outputs, "router_logits", None),
             )
         finally:
-            self._inputs, self._labels, self._factor, self._teacher = {}, None, None, None
+            self._inputs, self._labels, self._factor = {}, None, None
+            self._teacher = self._weights = None
             self._base_outputs = self._loss = None
 
     def _further(self, further: FurtherLosses) -> Iterator[torch.Tensor]:
@@ -202,8 +206,10 @@ class ChunkedLoss:
         rows = hidden.detach().flatten(0, -2)
         labels, index = _targets(self._labels, rows.device)
         teacher = self._teacher and _of_rows(self._teacher, index)
+        weights_of = None if self._weights is None else self._weights.flatten()
         if index is not None:
             rows = rows[index]
+            weights_of = None if weights_of is None else weights_of[index]
         loss = torch.zeros((), device=rows.device, dtype=torch.float32)
         of_rows = torch.empty_like(rows) if gradients is not None else None
         sums = [GradientSum(w) if w.requires_grad else None for w in weights]
@@ -217,7 +223,8 @@ class ChunkedLoss:
                 substituted(self._head, weights, leaves),
             ):
                 known = teacher and (teacher[0][part], teacher[1][part])
-                of_chunk = self._loss_of(chunk, labels[part], known)
+                factors = None if weights_of is None else weights_of[part]
+                of_chunk = self._loss_of(chunk, labels[part], known, factors)
             loss += of_chunk.detach()
             if of_rows is not None:
                 wanted = [chunk, *(leaf for leaf in leaves if leaf.requires_grad)]
@@ -326,12 +333,17 @@ class ChunkedLoss:
             yield slice(start, start + self._chunk_tokens)
 
     def _loss_of(
-        self, rows: torch.Tensor, labels: torch.Tensor, teacher: Teacher | None
+        self,
+        rows: torch.Tensor,
+        labels: torch.Tensor,
+        teacher: Teacher | None,
+        weights: torch.Tensor | None,
     ) -> torch.Tensor:
         """Summed loss of hidden states `rows` [N, H]."""
         if self._fused is not None:
+            assert weights is None
             return self._fused(rows, self._head.weight, getattr(self._head, "bias", None), labels)
-        return summed_token_loss(self._logits(rows), labels, self._terms, teacher)
+        return summed_token_loss(self._logits(rows), labels, self._terms, teacher, weights)
 
     def _entropies(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the cross-entropy of each of the hidden states `rows` [N, H]: float32 [N]."""

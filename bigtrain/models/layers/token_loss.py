@@ -34,9 +34,13 @@ def summed_token_loss(
     labels: torch.Tensor,
     terms: LossTerms = NO_TERMS,
     teacher: Teacher | None = None,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the loss in nats summed over targets: logits float32 [N, V], labels int64 [N], -100
-    for none. Without a graph (in an evaluation) it is the cross-entropy only."""
+    for none, `weights` float32 [N], a factor of each. Without a graph (in an evaluation) it is the
+    cross-entropy only."""
+    if weights is not None:
+        return (_token_losses(logits, labels, terms) * weights).sum()
     if terms == NO_TERMS or not torch.is_grad_enabled():
         return F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
     loss = F.cross_entropy(
@@ -53,6 +57,18 @@ def summed_token_loss(
         divergences = divergence(logits, *teacher) * (labels != IGNORED_LABEL)
         loss = (1 - terms.distillation) * loss + terms.distillation * divergences.sum()
     return loss
+
+
+def _token_losses(logits: torch.Tensor, labels: torch.Tensor, terms: LossTerms) -> torch.Tensor:
+    """Return the loss of each token, float32 [N], 0 without a target; as `summed_token_loss`,
+    without a teacher."""
+    smoothing = terms.label_smoothing if torch.is_grad_enabled() else 0.0
+    losses = F.cross_entropy(
+        logits, labels, ignore_index=IGNORED_LABEL, reduction="none", label_smoothing=smoothing
+    )
+    if terms.z_loss and torch.is_grad_enabled():
+        losses = losses + terms.z_loss * logits.logsumexp(-1).square() * (labels != IGNORED_LABEL)
+    return losses
 
 
 def divergence(logits: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -209,7 +209,7 @@ def test_roles_and_keys_of_the_other_format() -> None:
         ({"role": "user", "train": True}, "only messages of the assistant have loss -> false"),
         ({"loss": 0.5}, "message 1 has loss 0.5 -> true, false, or no loss"),
         ({"loss": True, "train": False}, "train False and loss True, which contradict each other"),
-        ({"weight": 0.5}, "message 1 has weight 0.5: a message has loss or not, by one bit"),
+        ({"weight": 0.5}, "message 1 has weight 0.5: a message has loss or not -> 0, 1"),
         ({"weight": "1"}, "message 1 has weight '1'"),
         (
             {"train_detail": [{"begin_offset": 0}]},
@@ -306,7 +306,7 @@ def test_lists_as_text_of_csv() -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"weight": 0.5}, "its weight is 0.5: a token is learned or not"),
+        ({"weight": 0.5}, "its weight is 0.5, which only rows with input_ids may have"),
         ({"weight": 0}, "its weight is 0, so nothing of it would be learned"),
         ({"token_weights": [1, 1]}, "only rows with input_ids may have"),
         ({"weight": 1}, None),

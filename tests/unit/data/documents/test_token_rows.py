@@ -75,8 +75,21 @@ def test_a_row_is_learned_as_it_says(
         ({"input_ids": [5, 6], "labels": [-100, 7]}, "labels has 7 at token 1, whose input_ids"),
         ({"input_ids": [5, 6, 7], "labels": [6, 7, -100]}, "not of the next one"),
         ({"input_ids": [5, 6], "loss_mask": [0, 0.5]}, "has 0.5: a token is learned or not"),
-        ({"input_ids": [5, 6], "token_weights": [0, 0.3]}, "its token_weights has 0.3"),
-        ({"input_ids": [5, 6], "weight": 2}, "its weight has 2"),
+        ({"input_ids": [5, 6], "loss_weights": [0.5, -1]}, "its loss_weights has -1: a weight is"),
+        ({"input_ids": [5, 6], "loss_weights": [0.5, float("nan")]}, "its loss_weights has nan"),
+        ({"input_ids": [5, 6], "token_weights": [1e39, 1]}, "its token_weights has 1e+39"),
+        ({"input_ids": [5, 6], "weight": float("inf")}, "its weight has inf"),
+        ({"input_ids": [5, 6], "loss_weights": ["a", 1]}, "its loss_weights has 'a'"),
+        ({"input_ids": [5, 6], "loss_weights": [1, None]}, "its loss_weights has None"),
+        (
+            {"input_ids": [5, 6], "loss_weights": [1, 3e38], "weight": 2},
+            "its weight times those of its tokens is too large",
+        ),
+        ({"input_ids": [5, 6], "loss_weights": [1]}, "loss_weights has 1 values, and input_ids"),
+        (
+            {"input_ids": [5, 6], "loss_weights": [1, 1], "token_weights": [1, 1]},
+            "it has token_weights and loss_weights -> keep one of them",
+        ),
         ({"input_ids": [5, 6], "loss_mask": [0, None]}, "its loss_mask has None"),
         ({"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, "0 between tokens with 1"),
         ({"input_ids": [5, 6], "attention_mask": [0, 0]}, "is 0 for every token"),
@@ -95,6 +108,25 @@ def test_a_row_that_contradicts_itself_is_refused(row: dict[str, Any], why: str)
     assert found is None
     assert reason.startswith("'input_ids' is not a row of tokens: ")
     assert why in reason
+
+
+@pytest.mark.parametrize(
+    ("row", "learned", "weights"),
+    [
+        ({"loss_weights": [0.5, 1, 0]}, [1, 1, 0], [0.5, 1, 1]),
+        ({"token_weights": "[3, 1, 1]"}, [1, 1, 1], [3, 1, 1]),
+        ({"weight": 0.25, "labels": [-100, 6, 7]}, [0, 1, 1], [1, 0.25, 0.25]),
+        ({"weight": 2, "loss_weights": [0.5, 0.5, 0]}, [1, 1, 0], None),
+        ({"loss_weights": [0.1, 2, 3], "attention_mask": [0, 1, 1]}, [1, 1], [2, 3]),
+    ],
+)
+def test_losses_have_weights(
+    row: dict[str, Any], learned: list[int], weights: list[float] | None
+) -> None:
+    found, why = read({"input_ids": [5, 6, 7], **row})
+    assert found is not None, why
+    assert found.learned.astype(int).tolist() == learned
+    assert (None if found.weights is None else found.weights.tolist()) == weights
 
 
 def test_tokens_beside_their_text_are_not_guessed() -> None:

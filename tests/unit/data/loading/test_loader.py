@@ -145,6 +145,7 @@ class Masked(Numbered):
     """Only every third token is to be predicted, and documents begin at every fourth."""
 
     masks_loss = True
+    weighs_loss = False
 
     def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
         super().fill(samples, rows, out)

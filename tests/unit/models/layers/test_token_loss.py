@@ -84,3 +84,11 @@ def test_further_losses_have_the_same_head_and_terms() -> None:
     torch.testing.assert_close(torch.stack([found.loss, *found.further]), torch.stack(expected))
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, factor * gradients[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("terms", [LossTerms(), LossTerms(label_smoothing=0.1, z_loss=1e-2)])
+def test_weights_are_factors_of_the_losses_of_tokens(terms: LossTerms) -> None:
+    logits, weights = LOGITS.requires_grad_(), torch.rand(12) * (LABELS != -100)
+    single = [summed_token_loss(logits[[n]], LABELS[[n]], terms) for n in range(12)]
+    expected = sum(loss * weight for loss, weight in zip(single, weights, strict=True))
+    torch.testing.assert_close(summed_token_loss(logits, LABELS, terms, None, weights), expected)
