@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import LayerCosts, ModelCosts
 from bigtrain.planner.seconds.sequence_bytes import sequence_bytes
-from bigtrain.planner.stages import Stage, StageSizes, stage_sizes, stages_of
+from bigtrain.planner.stages import Stage, StageSizes, block_bytes, stage_sizes, stages_of
 from bigtrain.planner.tables.engines import Engine
 
 
@@ -117,13 +117,6 @@ def _checkpoint_part(sizes: StageSizes, layout: Layout) -> float:
     moments = layout.optimizer.bytes_per_parameter(sizes.matrix_share)
     part = (4 + moments) * _divided(sizes.trained, sizes.trained_expert, layout)
     return part + block_bytes(sizes, layout) / layout.partition_size
-
-
-def block_bytes(sizes: StageSizes, layout: Layout) -> float:
-    """Return the bytes of the scales of 8-bit moments, which each rank of a stage has in full."""
-    expert = sizes.trained_expert
-    full = (sizes.trained - expert) * layout.tensor_size + expert * layout.expert_parts
-    return layout.optimizer.block_bytes * full
 
 
 def _divided(total: float, of_experts: float, layout: Layout) -> float:

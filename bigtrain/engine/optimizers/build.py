@@ -62,9 +62,10 @@ def parameter_groups(
     expert_size: int,
     untrained: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """Return groups with and without weight decay, in this order, and of hidden matrices or small
-    parameters if the optimizer updates only those, or none of these; then the same groups of experts if `expert_size` ranks divide
-    them. Any may be empty. `untrained`: as in `split_by_decay`."""
+    """Return groups with and without weight decay, in this order, and of hidden matrices if the
+    optimizer updates only those, or of small parameters if it updates none of those; then the same
+    groups of experts if `expert_size` ranks divide them. Any may be empty. `untrained`: as in
+    `split_by_decay`."""
     split = split_by_decay(model, decay_embeddings=section.decay_embeddings, untrained=untrained)
     groups: list[dict[str, Any]] = [
         {"params": split.decay, "weight_decay": section.weight_decay, "name": "decay"},

@@ -7,12 +7,14 @@ names and bytes of its states.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from bigtrain.errors import Problem
 from bigtrain.settings.sections.base import PositiveInt, Section
 
 
@@ -25,7 +27,8 @@ class OptimizerFacts:
     element. block_bytes: per parameter, of states that every rank of a stage has in full. beside:
     the optimizer of all parameters that are not matrices of hidden layers, if this one updates only
     those. small: the optimizer of parameters with fewer than `min_elements` elements, if this one
-    updates only others. settings: the field of the section that only this one reads. defaults: of
+    updates only others. package: with its kernels, and the extra of bigtrain that installs it.
+    settings: the field of the section that only this one reads. defaults: of
     the section's other fields, where it has other ones. unread: fields that it does not read, with
     the reason.
     """
@@ -37,6 +40,7 @@ class OptimizerFacts:
     beside: str | None = None
     small: str | None = None
     min_elements: int = 0
+    package: tuple[str, str] | None = None
     settings: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
@@ -76,6 +80,7 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
         block_bytes=2 * 4 / BLOCK_ELEMENTS,
         small="adamw",
         min_elements=4096,
+        package=("bitsandbytes", "adamw8bit"),
         unread={"state_dtype": "its moments are codes of 8 bits"},
     ),
     "muon": OptimizerFacts(f"{_RULES}.muon", ("momentum_buffer",), beside="adamw", settings="muon"),
@@ -102,6 +107,15 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
 def facts_of_optimizer(name: str) -> OptimizerFacts:
     """Return the row of ``optimizer.type`` = `name`, which the settings have accepted."""
     return OPTIMIZERS[name]
+
+
+def check_optimizer_package(section: OptimizerSection) -> list[Problem]:
+    """Return a problem where the optimizer's package is not installed. Imports nothing."""
+    package = section.facts.package
+    if package is None or importlib.util.find_spec(package[0]):
+        return []
+    remedy = f"pip install 'bigtrain[{package[1]}]', or optimizer.type=adamw"
+    return [Problem("optimizer.type", section.type, f"{package[0]} is not installed", remedy)]
 
 
 def known_optimizer(name: str) -> str:

@@ -57,7 +57,8 @@ class Rank:
     def cut(self, full: dict[str, torch.Tensor]) -> torch.Tensor:
         own = torch.zeros_like(self.master)
         for part in self.parts:
-            part.of(own).copy_(part.shard.take(full[part.name]).view(-1)[part.start :][: part.count])
+            local = part.shard.take(full[part.name]).reshape(-1)
+            part.of(own).copy_(local[part.start : part.start + part.count])
         return own
 
     def put(self, tensor: torch.Tensor, kind: str, full: dict[str, torch.Tensor]) -> None:
