@@ -37,6 +37,7 @@ WORKER = Path(__file__).parent / "support" / "optimizer_worker.py"
 SECTIONS: dict[str, dict[str, Any]] = {
     "adamw": {"type": "adamw"},
     "adamw, bfloat16 states": {"type": "adamw", "state_dtype": "bfloat16"},
+    "adamw, 8-bit": {"type": "adamw_8bit"},
     "muon": {"type": "muon"},
     "lion": {"type": "lion"},
     "adafactor": {"type": "adafactor"},

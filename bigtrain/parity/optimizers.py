@@ -12,6 +12,7 @@ from torch import nn
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.layers.parameter_roles import parameter_roles
 from bigtrain.models.parallel.hidden_matrices import Matrix, hidden_matrices, matrices_of
+from bigtrain.models.weights.quantized import import_bitsandbytes
 from bigtrain.settings.run_config import OptimizerSection
 
 
@@ -206,8 +207,16 @@ class _Lion:
                 moment.mul_(self._betas[1]).add_(gradient, alpha=1 - self._betas[1])
 
 
+def _adamw_8bit(groups: Groups, section: OptimizerSection) -> PlainOptimizer:
+    optimizer: PlainOptimizer = import_bitsandbytes().optim.AdamW8bit(
+        groups, betas=section.betas, eps=section.eps
+    )
+    return optimizer
+
+
 PLAIN: dict[str, Callable[[Groups, OptimizerSection], PlainOptimizer]] = {
     "adamw": _adamw,
+    "adamw_8bit": _adamw_8bit,
     "lion": _Lion,
     "adafactor": _adafactor,
 }

@@ -28,10 +28,17 @@ class OptimizerCosts:
     average_bytes: int = 0
 
     def bytes_per_parameter(self, matrix_share: float) -> float:
-        """Return the bytes of moments and average per parameter; `matrix_share`: the share of
-        parameters in matrices of hidden layers. Adafactor's factored moments count as 0."""
-        num_states = facts_of_optimizer(self.type).states_per_element(matrix_share)
-        return self.state_bytes * num_states + self.average_bytes
+        """Return the bytes of moments and average per parameter, which ZeRO divides;
+        `matrix_share`: the share of parameters in matrices of hidden layers. Adafactor's factored
+        moments count as 0."""
+        facts = facts_of_optimizer(self.type)
+        return facts.divided_bytes(matrix_share, self.state_bytes) + self.average_bytes
+
+    @property
+    def block_bytes(self) -> float:
+        """Bytes per parameter of states that every rank of a stage has in full (the scales of 8-bit
+        moments)."""
+        return facts_of_optimizer(self.type).block_bytes
 
     @property
     def needs_whole_matrices(self) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import LayerCosts, ModelCosts
 from bigtrain.planner.seconds.sequence_bytes import sequence_bytes
-from bigtrain.planner.stages import Stage, StageSizes, stage_sizes, stages_of
+from bigtrain.planner.stages import Stage, StageSizes, block_bytes, stage_sizes, stages_of
 from bigtrain.planner.tables.engines import Engine
 
 
@@ -115,7 +115,8 @@ def _checkpoint_part(sizes: StageSizes, layout: Layout) -> float:
     """Return the bytes of masters and moments of a rank's part of a checkpoint
     (docs/checkpoints.md)."""
     moments = layout.optimizer.bytes_per_parameter(sizes.matrix_share)
-    return (4 + moments) * _divided(sizes.trained, sizes.trained_expert, layout)
+    part = (4 + moments) * _divided(sizes.trained, sizes.trained_expert, layout)
+    return part + block_bytes(sizes, layout) / layout.partition_size
 
 
 def _divided(total: float, of_experts: float, layout: Layout) -> float:
@@ -163,7 +164,7 @@ def _stage(stage: Stage, model: ModelCosts, layout: Layout, engine: Engine) -> M
         # DeepSpeed's `reduce_gradients` takes a second bucket after the last backward pass.
         buckets = max(buckets, 2 * buckets - activations - loss)
     buckets += buffer
-    states = parameters + optimizer
+    states = parameters + optimizer + block_bytes(sizes, layout)
     live = states + gradients + gathered + buckets + activations + loss
     context = engine.context_bytes + (engine.reserved - 1.0) * live
     checkpoint = _checkpoint_part(sizes, layout)

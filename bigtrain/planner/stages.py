@@ -237,6 +237,13 @@ def _sizes(stage: Stage, model: ModelCosts, tensor_size: int, expert_parts: int)
     return StageSizes(held, expert, trained, 0.0, largest, share, packed, num_bytes)
 
 
+def block_bytes(sizes: StageSizes, layout: Layout) -> float:
+    """Return the bytes of the scales of 8-bit moments, which each rank of a stage has in full."""
+    expert = sizes.trained_expert
+    full = (sizes.trained - expert) * layout.tensor_size + expert * layout.expert_parts
+    return layout.optimizer.block_bytes * full
+
+
 def matrix_exchange(stage: Stage, model: ModelCosts, layout: Layout) -> tuple[float, float]:
     """Return the mean bytes that a rank of `stage` sends per step to gather the matrices of hidden
     layers at their owners and to return the results (`engine/optimizers/matrix_exchange.py`);

@@ -22,6 +22,7 @@ from bigtrain.planner.seconds.layer import (
     layer_work,
     optimizer_seconds,
     orthogonalizing_seconds,
+    scale_seconds,
 )
 from bigtrain.planner.stages import Stage, stage_sizes, stages_of
 from bigtrain.planner.tables.engines import Engine
@@ -120,6 +121,7 @@ def _pipeline(
             stage_sizes(slowest, model, layout).trained * layout.parameter_bytes,
         )
     optimizer += orthogonalizing_seconds(slowest, model, layout, device, groups)
+    optimizer += scale_seconds(slowest, model, layout, device, groups)
     communication = {
         "tensor": m * pace.tensor,
         "sequence": m * pace.sequence,

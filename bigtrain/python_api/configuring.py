@@ -22,6 +22,7 @@ from bigtrain.settings.loading import load_run_config, parse_run_config
 from bigtrain.settings.resolve import ResolvedRun, resolve_run, resolve_run_files
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.extensions import GIVEN
+from bigtrain.settings.sections.optimizer import check_optimizer_package
 from bigtrain.system.stop_signals import StopSignals
 from bigtrain.system.world import World, read_world
 
@@ -106,11 +107,12 @@ def _try_inputs(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
 
 def _try_settings(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
     """Return the run, its epochs counted as steps if the data is here, and a line on the checkpoint
-    that it would resume from. Raise ConfigError for a directory that cannot be a run's, or for
-    checkpoints in memory that is none here, CheckpointError for a checkpoint of other settings; the
-    data is not compared."""
+    that it would resume from. Raise ConfigError for a directory that cannot be a run's, for
+    checkpoints in memory that is none here, or a package that is not installed, CheckpointError
+    for a checkpoint of other settings; the data is not compared."""
     directory = Path(resolved.config.output.directory)
     problems = [*check_output(directory, is_here=False), *check_memory_directory(resolved.config)]
+    problems += check_optimizer_package(resolved.config.optimizer)
     if problems:
         raise ConfigError(problems, "the run's settings")
     counted: tuple[str, ...] = ()

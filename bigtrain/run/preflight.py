@@ -52,6 +52,7 @@ from bigtrain.settings.compatibility.check import Facts, check_model
 from bigtrain.settings.hf_config_keys import check_layer_drop
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.sections.optimizer import check_optimizer_package
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     problems += check_kernels(hf_config, config.model.kernels)
     problems += check_float8(config.precision.float8)
     problems += check_quantization(config.adapters)
+    problems += check_optimizer_package(config.optimizer)
     num_replicas = run.topology.data_size * run.topology.sequence_size
     problems += check_expert_gathering(hf_config, run.engine.zero_stage, num_replicas)
     model_plan = None

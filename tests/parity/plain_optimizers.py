@@ -211,3 +211,42 @@ def adafactor(
         decay_groups(masters.values(), section, exempt),
         eps=(section.get("adafactor", {}).get("eps1"), 1e-3),
     )
+
+
+def adamw_8bit(masters: dict[str, torch.Tensor], section: dict[str, Any]) -> Any:
+    """bitsandbytes' AdamW8bit; matrices decay, vectors do not."""
+    return _of_bitsandbytes(decay_groups(masters.values(), section), section)
+
+
+def _of_bitsandbytes(groups: Any, section: dict[str, Any]) -> Any:
+    library = pytest.importorskip("bitsandbytes")
+    eps = section.get("eps", 1e-8)
+    return library.optim.AdamW8bit(groups, betas=(0.9, 0.95), eps=eps)
+
+
+class PartsOfMasters:
+    """bitsandbytes' AdamW8bit of flat parts of masters, each with blocks of its own."""
+
+    def __init__(self, groups: list[Any], section: dict[str, Any], num_parts: int) -> None:
+        self._masters = [master for group in groups for master in group["params"]]
+        self._parts = {id(m): list(m.view(-1).chunk(num_parts)) for m in self._masters}
+        own = [
+            {**group, "params": [part for m in group["params"] for part in self._parts[id(m)]]}
+            for group in groups
+        ]
+        self._optimizer = _of_bitsandbytes(own, section)
+        self.param_groups = self._optimizer.param_groups
+
+    def step(self) -> None:
+        for master in self._masters:
+            parts = self._parts[id(master)]
+            for part, gradient in zip(parts, master.grad.view(-1).chunk(len(parts)), strict=True):
+                part.grad = gradient
+        self._optimizer.step()
+
+
+def adamw_8bit_of_parts(
+    masters: dict[str, torch.Tensor], section: dict[str, Any], num_parts: int
+) -> PartsOfMasters:
+    """As `adamw_8bit`, of each part of a master by itself."""
+    return PartsOfMasters(decay_groups(masters.values(), section), section, num_parts)

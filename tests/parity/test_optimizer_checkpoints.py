@@ -1,4 +1,4 @@
-"""States of Muon, Lion and Adafactor go from any topology to any other, bit for bit."""
+"""States of other optimizers than AdamW go from any topology to any other, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bigtrain.engine.checkpoint.io import read_full
+from bigtrain.engine.optimizers.adamw_8bit import CODES, SCALES
 from tests.parity.conftest import llama, run_config, train_cases
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
@@ -20,12 +21,16 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon in bfloat16": {"type": "muon", "state_dtype": "bfloat16"},
     "lion": {"type": "lion"},
     "adafactor": {"type": "adafactor"},
+    "adamw_8bit": {"type": "adamw_8bit"},
 }
+# Of 8-bit AdamW: matrices of 20.25 and 29.25 blocks, and smaller ones in float32.
+MODELS = {"adamw_8bit": llama(hidden_size=72, intermediate_size=104)}
 STATES = {
     "muon": {"momentum_buffer", "exp_avg", "exp_avg_sq"},
     "muon in bfloat16": {"momentum_buffer", "exp_avg", "exp_avg_sq"},
     "lion": {"exp_avg"},
     "adafactor": {"row_var", "col_var", "variance"},
+    "adamw_8bit": {"exp_avg", "exp_avg_sq", *CODES, *SCALES},
 }
 
 
@@ -70,6 +75,8 @@ FEW = [
     ),
     Trip("muon in bfloat16", POINTS[1], POINTS[1]),
     Trip("adafactor", POINTS[1], POINTS[2]),
+    Trip("adamw_8bit", POINTS[1], POINTS[1]),
+    Trip("adamw_8bit", POINTS[1], POINTS[2]),
 ]
 
 
@@ -79,7 +86,7 @@ def case(data: Path, optimizer: str, point: Point, **steps: Any) -> dict[str, An
         inner *= size
     config = run_config(
         data,
-        {"config": llama()},
+        {"config": MODELS.get(optimizer, llama())},
         micro_batch_size=4 * inner // point.world_size,
         parallel=dict(point.degrees),
         optimizer={"lr": 3e-3, "clip_norm": 0.5}

@@ -20,7 +20,7 @@ from torch import nn
 from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer, masters_of_group
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.optimizers.masters import MasterPart, cut_parts, master_parts
-from bigtrain.engine.optimizers.update_rule import RuleOptimizer
+from bigtrain.engine.optimizers.update_rule import ALLOCATES, RuleOptimizer
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.sharding import Shard, shard_of
@@ -101,12 +101,14 @@ def ensure_optimizer_states(engine: Any) -> None:
     gradients = [[master.grad for master in group] for group in masters]
     for group, group_masters in zip(optimizer.param_groups, masters, strict=True):
         group["lr"] = 0.0
+        group[ALLOCATES] = True
         group["params"] = group_masters
         for master in group_masters:
             master.grad = torch.zeros_like(master)
     optimizer.step()
     for index, group in enumerate(optimizer.param_groups):
         group["lr"] = learning_rates[index]
+        del group[ALLOCATES]
         group["params"] = parameters[index]
         for master, gradient in zip(masters[index], gradients[index], strict=True):
             master.grad = gradient

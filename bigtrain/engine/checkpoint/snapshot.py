@@ -134,7 +134,7 @@ def checkpoint_bytes(engine: TrainEngine) -> int:
         for name, parameter in engine.module.named_parameters()
         if parameter.requires_grad or not skips_frozen
     )
-    return parameters + sum(b.numel() * b.itemsize for b in _buffers(engine).values())
+    return int(parameters) + sum(b.numel() * b.itemsize for b in _buffers(engine).values())
 
 
 def save_engine(engine: TrainEngine, directory: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from importlib import import_module
 from typing import Any
@@ -17,9 +18,9 @@ from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.models.layers.parameter_roles import adapted_weight, split_by_decay
 from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.hidden_matrices import hidden_matrices
-from bigtrain.models.parallel.sharding import is_expert
+from bigtrain.models.parallel.sharding import full_shape, is_expert
 from bigtrain.settings.run_config import OptimizerSection
-from bigtrain.settings.sections.optimizer import facts_of_optimizer
+from bigtrain.settings.sections.optimizer import OptimizerFacts, facts_of_optimizer
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """From parameter groups; what `deepspeed.initialize` takes as `optimizer`."""
@@ -35,7 +36,7 @@ def optimizer_maker(
         return None
     dtype = StateDtype(section.state_dtype)
     inputs = RuleInputs(section, dtype, model, mesh, device)
-    names = [section.type] if section.facts.beside is None else [section.type, section.facts.beside]
+    names = [section.type, *section.facts.names]
     rules = {name: rule_class(name).of(inputs) for name in names}
     decay = None if section.ema is None else section.ema.decay
     return lambda groups: RuleOptimizer(groups, rules, section.lr, dtype, decay)
@@ -62,8 +63,9 @@ def parameter_groups(
     untrained: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Return groups with and without weight decay, in this order, and of hidden matrices if the
-    optimizer updates only those; then the same groups of experts if `expert_size` ranks divide
-    them. Any may be empty. `untrained`: as in `split_by_decay`."""
+    optimizer updates only those, or of small parameters if it updates none of those; then the same
+    groups of experts if `expert_size` ranks divide them. Any may be empty. `untrained`: as in
+    `split_by_decay`."""
     split = split_by_decay(model, decay_embeddings=section.decay_embeddings, untrained=untrained)
     groups: list[dict[str, Any]] = [
         {"params": split.decay, "weight_decay": section.weight_decay, "name": "decay"},
@@ -73,6 +75,8 @@ def parameter_groups(
         group["rule"] = section.facts.beside or section.type
     if section.facts.beside is not None:
         groups.append(_take_matrices(model, section, groups, untrained))
+    if section.facts.small is not None:
+        groups += [_take_small(section.facts, group) for group in groups]
     for group in groups[:] if expert_size > 1 else ():
         experts = [parameter for parameter in group["params"] if is_expert(parameter)]
         group["params"] = [p for p in group["params"] if not is_expert(p)]
@@ -106,6 +110,15 @@ def _take_matrices(
         "rule": section.type,
         "lr_ratio": 1.0 if lr is None else lr / section.lr,
     }
+
+
+def _take_small(facts: OptimizerFacts, group: dict[str, Any]) -> dict[str, Any]:
+    """Return the group of parameters of `group` with few elements, which have another optimizer;
+    they are removed from it."""
+    small = [p for p in group["params"] if math.prod(full_shape(p)) < facts.min_elements]
+    chosen = {id(parameter) for parameter in small}
+    group["params"] = [p for p in group["params"] if id(p) not in chosen]
+    return {**group, "params": small, "name": f"small_{group['name']}", "rule": facts.small}
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:

@@ -28,6 +28,10 @@ from bigtrain.settings.sections.optimizer import facts_of_optimizer
 AVERAGE = "ema"
 """Name of the state that holds the moving average of a master (``optimizer.ema``)."""
 
+ALLOCATES = "allocates"
+"""Key of a torch parameter group: true in the update of `ensure_optimizer_states`, which only
+allocates states and which not all ranks may make at the same time."""
+
 _AVERAGE_BYTES = 4
 _CHUNK = 1 << 24
 """Elements converted to float32 at a time."""
@@ -92,6 +96,15 @@ class Master:
             )
         moment: torch.Tensor = self.state[name]
         return moment
+
+    def codes(self, name: str) -> torch.Tensor:
+        """Return the state `name` of one byte per value; zeros at first."""
+        if name not in self.state:
+            self.state[name] = torch.zeros_like(
+                self.values, dtype=torch.uint8, memory_format=torch.preserve_format
+            )
+        codes: torch.Tensor = self.state[name]
+        return codes
 
     def step_count(self) -> torch.Tensor:
         """Updates before this one, a float32 scalar on the device of the values."""
@@ -228,7 +241,7 @@ def average_decay(optimizer: torch.optim.Optimizer) -> float | None:
     return optimizer.average_decay if isinstance(optimizer, RuleOptimizer) else None
 
 
-def state_bytes_by_name(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def state_bytes_by_name(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """Return the bytes of optimizer states per element, by name of parameters that a
     `RuleOptimizer` updates."""
     if not isinstance(optimizer, RuleOptimizer):
@@ -236,7 +249,7 @@ def state_bytes_by_name(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     size = optimizer.state_dtype.torch_dtype.itemsize
     average = 0 if optimizer.average_decay is None else _AVERAGE_BYTES
     return {
-        name: len(facts_of_optimizer(group["rule"]).states) * size + average
+        name: facts_of_optimizer(group["rule"]).bytes_per_element(size) + average
         for group in optimizer.param_groups
         for name in group["names"]
     }

@@ -44,7 +44,7 @@ def quantize_layers(model: PreTrainedModel, section: AdaptersSection, dtype: tor
     """Replace linear layers of `model` by bitsandbytes', in place, with empty weights. `dtype`: the
     run's, which weights are rounded to before they are quantized. Biases stay. Call
     `check_quantization` first, and `finish_layers` once adapters are added."""
-    library = _library()
+    library = import_bitsandbytes()
     for name in quantized_layers(model):
         layer: Any = model.get_submodule(name)
         is_transposed = isinstance(layer, Conv1D)
@@ -90,7 +90,7 @@ def compute_plainly(model: nn.Module) -> None:
 
 def bits_and_bytes(section: AdaptersSection, dtype: torch.dtype) -> BitsAndBytesConfig:
     """Return the option with which `from_pretrained` quantizes like a run in `dtype`."""
-    _library()  # which transformers imports
+    import_bitsandbytes()  # which transformers imports
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=section.quantization,
@@ -131,7 +131,7 @@ def read_quantized(model: nn.Module, weights: Weights, device: torch.device) -> 
         full = allocate(tuple(weights.tensors[source].shape), layer.quantized_from)
         weights.fill(source, (0, 0), full)
         full = (full.T if layer.is_transposed else full).contiguous().to(device)
-        packed, state = _library().functional.quantize_4bit(
+        packed, state = import_bitsandbytes().functional.quantize_4bit(
             full,
             blocksize=BLOCK_SIZE,
             compress_statistics=layer.weight.compress_statistics,
@@ -147,7 +147,7 @@ def _put(layer: Any, packed: torch.Tensor, state: Any) -> None:
 
 
 def _zeros(layer: Any) -> None:
-    library, kind = _library(), layer.weight.quant_type
+    library, kind = import_bitsandbytes(), layer.weight.quant_type
     size = layer.out_features * layer.in_features
     state = library.functional.QuantState(
         absmax=torch.zeros(-(-size // BLOCK_SIZE)),
@@ -163,13 +163,14 @@ def _zeros(layer: Any) -> None:
 @torch.no_grad()
 def dequantized(layer: Any) -> torch.Tensor:
     """Return the weight of a quantized layer as its products see it [out, in]."""
-    full: torch.Tensor = _library().functional.dequantize_4bit(
+    full: torch.Tensor = import_bitsandbytes().functional.dequantize_4bit(
         layer.weight.data, layer.weight.quant_state
     )
     return full
 
 
-def _library() -> Any:
+def import_bitsandbytes() -> Any:
+    """Import bitsandbytes, which is an optional dependency: on use only."""
     with quiet_bitsandbytes():
         import bitsandbytes
     return bitsandbytes

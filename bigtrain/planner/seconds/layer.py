@@ -21,7 +21,7 @@ from bigtrain.planner.seconds.kernels import (
     weight_seconds,
 )
 from bigtrain.planner.seconds.sequence_bytes import sequence_bytes
-from bigtrain.planner.stages import Stage, matrix_exchange, stage_sizes
+from bigtrain.planner.stages import Stage, block_bytes, matrix_exchange, stage_sizes
 from bigtrain.planner.tables.engines import Engine
 from bigtrain.planner.tables.hardware import Device
 
@@ -352,6 +352,15 @@ def orthogonalizing_seconds(
     sent = [num_bytes for num_bytes in matrix_exchange(stage, model, layout) if num_bytes]
     moving = sum(sent) / group.bandwidth(device) + len(sent) * group.latency(device)
     return work / (layout.partition_size * layout.tensor_size) + moving
+
+
+def scale_seconds(
+    stage: Stage, model: ModelCosts, layout: Layout, device: Device, groups: Groups
+) -> float:
+    """Return the seconds of the all-reduce of the scales of 8-bit moments."""
+    group = groups.tensor if layout.partition_size == 1 else groups.partition
+    scales = block_bytes(stage_sizes(stage, model, layout), layout)
+    return group.all_reduce(device, scales) if scales else 0.0
 
 
 def gradient_seconds(

@@ -20,6 +20,7 @@ from bigtrain.models.weights.checksums import FileSum, Sums, files_read_with, su
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.run_config import BatchSection, RunConfig
+from bigtrain.settings.sections.optimizer import OPTIMIZERS
 
 _TABLE = yaml.safe_load(Path(__file__).with_name("changed_settings.yaml").read_text("utf-8"))
 
@@ -142,6 +143,18 @@ def changed_averages(document: dict[str, Any], config: RunConfig) -> str | None:
     return f"optimizer.ema.decay: {before:g} in the checkpoint, {now:g} from now on"
 
 
+def _refuse_other_states(document: dict[str, Any], config: RunConfig, directory: Path) -> None:
+    """Raise CheckpointError for an optimizer that needs states which the checkpoint's has not."""
+    before = OPTIMIZERS.get(document["config"]["optimizer"].get("type", "adamw"))
+    if before is None or set(config.optimizer.facts.states) <= set(before.states):
+        return
+    there, now = document["config"]["optimizer"].get("type", "adamw"), config.optimizer.type
+    raise CheckpointError(
+        f"{directory}: has states of optimizer.type = {there}, which {now} cannot continue -> "
+        f"optimizer.type={there}, or export the weights and begin a new run with them"
+    )
+
+
 def _refuse_other_packing(changes: Sequence[tuple[str, str]], directory: Path) -> None:
     packing = [f"  {key}: {text}" for key, text in changes if key in _TABLE["packing"]]
     if packing:
@@ -233,6 +246,7 @@ def _refuse_changes(
 ) -> None:
     is_over = config.train.total_steps <= document["step"]
     _refuse(changes, config.checkpoint.allow_changes, directory, is_over=is_over)
+    _refuse_other_states(document, config, directory)
 
 
 def _refuse(

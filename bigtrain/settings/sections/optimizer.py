@@ -7,12 +7,14 @@ names and bytes of its states.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from bigtrain.errors import Problem
 from bigtrain.settings.sections.base import PositiveInt, Section
 
 
@@ -21,32 +23,66 @@ class OptimizerFacts:
     """Facts about an optimizer, without torch.
 
     module: has its `RULE`, an `UpdateRule`. states: those shaped like the parameter, by the names
-    that checkpoints give them; each is in ``optimizer.state_dtype``. beside: the optimizer of all
-    parameters that are not matrices of hidden layers, if this one updates only those. settings:
-    the field of the section that only this one reads. defaults: of the section's other fields,
-    where it has other ones. unread: fields that it does not read, with the reason.
+    that checkpoints give them; each is in ``optimizer.state_dtype``, or has `state_bytes` bytes per
+    element. block_bytes: per parameter, of states that every rank of a stage has in full. beside:
+    the optimizer of all parameters that are not matrices of hidden layers, if this one updates only
+    those. small: the optimizer of parameters with fewer than `min_elements` elements, if this one
+    updates only others. package: with its kernels, and the extra of bigtrain that installs it.
+    settings: the field of the section that only this one reads. defaults: of
+    the section's other fields, where it has other ones. unread: fields that it does not read, with
+    the reason.
     """
 
     module: str
     states: tuple[str, ...]
+    state_bytes: int | None = None
+    block_bytes: float = 0.0
     beside: str | None = None
+    small: str | None = None
+    min_elements: int = 0
+    package: tuple[str, str] | None = None
     settings: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
 
-    def states_per_element(self, matrix_share: float) -> float:
-        """Return the elements of states per parameter; `matrix_share`: the share of parameters that
-        are in matrices of hidden layers."""
+    @property
+    def names(self) -> list[str]:
+        """Rows of the table that a run with this one uses besides it."""
+        return [name for name in (self.beside, self.small) if name is not None]
+
+    def bytes_per_element(self, state_bytes: int) -> float:
+        """Return the bytes of states per element of a parameter that this one updates;
+        `state_bytes`: of an element in ``optimizer.state_dtype``."""
+        size = state_bytes if self.state_bytes is None else self.state_bytes
+        return len(self.states) * size + self.block_bytes
+
+    def divided_bytes(self, matrix_share: float, state_bytes: int) -> float:
+        """Return the bytes per parameter of states that ZeRO divides; `matrix_share`: the share of
+        parameters that are in matrices of hidden layers. Parameters that are `small` are few."""
+        own = self.bytes_per_element(state_bytes) - self.block_bytes
         if self.beside is None:
-            return len(self.states)
-        rest = facts_of_optimizer(self.beside).states_per_element(0.0)
-        return matrix_share * len(self.states) + (1 - matrix_share) * rest
+            return own
+        rest = facts_of_optimizer(self.beside).divided_bytes(0.0, state_bytes)
+        return matrix_share * own + (1 - matrix_share) * rest
 
 
 _RULES = "bigtrain.engine.optimizers"
 
+BLOCK_ELEMENTS = 256
+"""Elements of a parameter that share a scale in 8-bit AdamW."""
+
 OPTIMIZERS: dict[str, OptimizerFacts] = {
     "adamw": OptimizerFacts(f"{_RULES}.adamw", ("exp_avg", "exp_avg_sq")),
+    "adamw_8bit": OptimizerFacts(
+        f"{_RULES}.adamw_8bit",
+        ("exp_avg_code", "exp_avg_sq_code"),
+        state_bytes=1,
+        block_bytes=2 * 4 / BLOCK_ELEMENTS,
+        small="adamw",
+        min_elements=4096,
+        package=("bitsandbytes", "adamw8bit"),
+        unread={"state_dtype": "its moments are codes of 8 bits"},
+    ),
     "muon": OptimizerFacts(f"{_RULES}.muon", ("momentum_buffer",), beside="adamw", settings="muon"),
     "lion": OptimizerFacts(
         f"{_RULES}.lion",
@@ -71,6 +107,15 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
 def facts_of_optimizer(name: str) -> OptimizerFacts:
     """Return the row of ``optimizer.type`` = `name`, which the settings have accepted."""
     return OPTIMIZERS[name]
+
+
+def check_optimizer_package(section: OptimizerSection) -> list[Problem]:
+    """Return a problem where the optimizer's package is not installed. Imports nothing."""
+    package = section.facts.package
+    if package is None or importlib.util.find_spec(package[0]):
+        return []
+    remedy = f"pip install 'bigtrain[{package[1]}]', or optimizer.type=adamw"
+    return [Problem("optimizer.type", section.type, f"{package[0]} is not installed", remedy)]
 
 
 def known_optimizer(name: str) -> str:
@@ -156,7 +201,8 @@ class OptimizerSection(Section):
         default="adamw", json_schema_extra={"enum": list(OPTIMIZERS)}
     )
     """muon is for matrices of hidden layers; embeddings, head, norms, biases, routers and all other
-    parameters use adamw"""
+    parameters use adamw. adamw_8bit is bitsandbytes' (Dettmers et al. 2022, arXiv 2110.02861) for
+    parameters with 4096 elements or more; smaller ones use adamw"""
     lr: Rate
     """peak learning rate"""
     betas: tuple[Beta, Beta] = (0.9, 0.95)

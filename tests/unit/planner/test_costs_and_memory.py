@@ -232,6 +232,7 @@ def test_terms_add_up() -> None:
     [
         (OptimizerCosts("adamw"), (8, 8)),
         (OptimizerCosts("adamw", state_bytes=2), (4, 4)),
+        (OptimizerCosts("adamw_8bit"), (2 + 8 / 256, 2 + 8 / 256)),
         (OptimizerCosts("muon"), (4, 8)),
         (OptimizerCosts("muon", state_bytes=2), (2, 4)),
         (OptimizerCosts("lion"), (4, 4)),
@@ -239,7 +240,7 @@ def test_terms_add_up() -> None:
         (OptimizerCosts("muon", state_bytes=2, average_bytes=4), (6, 8)),
     ],
 )
-def test_moments_of_each_optimizer(costs: OptimizerCosts, expected: tuple[int, int]) -> None:
+def test_moments_of_each_optimizer(costs: OptimizerCosts, expected: tuple[float, float]) -> None:
     model = closed_form(LLAMA)
     hidden, kv, inner = 4096, 1024, 14336
     matrices = 32 * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner)
@@ -250,6 +251,26 @@ def test_moments_of_each_optimizer(costs: OptimizerCosts, expected: tuple[int, i
     assert use.host_checkpoint == pytest.approx(
         4 * model.num_parameters / 8 + moments / 8, rel=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [({}, 1), ({"zero_stage": 3}, 8), ({"zero_stage": 1, "tensor_size": 2}, 16)],
+)
+def test_scales_of_8_bit_moments_are_on_every_rank(changes: dict[str, Any], parts: int) -> None:
+    """A float32 per moment and 256 elements, of which neither ZeRO nor tensor parallelism divides
+    any; each is written once."""
+    model = closed_form(LLAMA)
+    changes = {"zero_stage": 0, **changes}
+    wide, small = (
+        use_of(model, **changes, optimizer=OptimizerCosts(name)) for name in ("adamw", "adamw_8bit")
+    )
+    scales = 8 / 256 * model.num_parameters
+    saved = 6 * model.num_parameters / parts - scales
+    assert wide.states - small.states == pytest.approx(saved, rel=1e-3)
+    written = (wide.host_checkpoint - small.host_checkpoint) * 8
+    per_tensor_rank = 6 * model.num_parameters / changes.get("tensor_size", 1)
+    assert written == pytest.approx(per_tensor_rank - scales, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,18 @@ def test_groups_that_an_upgrade_has_changed_are_another_run() -> None:
         resumed_phases(document, now, inputs().sources, "h", Path("checkpoint"), fewer)
 
 
+def test_states_of_another_optimizer_are_not_continued() -> None:
+    """Not even if the change is allowed: the checkpoint has no moments in 8 bits, or only those."""
+    allowed = {**tree(), "checkpoint": {"allow_changes": ["optimizer"]}}
+    for there, now in (("adamw", "adamw_8bit"), ("adamw_8bit", "adamw")):
+        before = {**tree(), "optimizer": {"lr": 1e-3, "type": there}}
+        changed = {**allowed, "optimizer": {"lr": 1e-3, "type": now}}
+        with pytest.raises(CheckpointError, match=f"has states of optimizer.type = {there}, which"):
+            resume(with_phases(before), changed)
+    lion = {**allowed, "optimizer": {"lr": 1e-3, "type": "lion"}}
+    assert resume(with_phases(tree()), lion)  # it has a first moment
+
+
 def test_a_learning_rate_that_jumps_is_named() -> None:
     """A longer run decays later: the rate of the next step is another one."""
     there = RunConfig.model_validate({**tree(), "train": {"steps": 100}})

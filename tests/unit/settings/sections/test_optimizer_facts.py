@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from bigtrain.engine.optimizers.build import rule_class
@@ -10,7 +12,11 @@ from bigtrain.errors import ConfigError
 from bigtrain.parity.optimizers import PLAIN, PLAIN_OF_MATRICES, check_comparable
 from bigtrain.planner.run_prediction import optimizer_costs
 from bigtrain.settings.run_config import OptimizerSection
-from bigtrain.settings.sections.optimizer import OPTIMIZERS, AverageSection
+from bigtrain.settings.sections.optimizer import (
+    OPTIMIZERS,
+    AverageSection,
+    check_optimizer_package,
+)
 from tests.parity import one_file_optimizer as one_file
 
 
@@ -27,9 +33,20 @@ def test_every_row_has_a_rule_and_something_to_compare_it_with(name: str) -> Non
 
 
 def test_an_optimizer_that_is_none() -> None:
-    expected = r"Input should be 'adamw', 'muon', 'lion' or 'adafactor'"
+    expected = r"Input should be 'adamw', 'adamw_8bit', 'muon', 'lion' or 'adafactor'"
     with pytest.raises(ValueError, match=expected):
         OptimizerSection(type="signum", lr=1e-3)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = OptimizerSection(type="adamw_8bit", lr=1e-3)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert check_optimizer_package(OptimizerSection(lr=1e-3)) == []
+    (problem,) = check_optimizer_package(section)
+    assert str(problem) == (
+        "optimizer.type = 'adamw_8bit': bitsandbytes is not installed -> "
+        "pip install 'bigtrain[adamw8bit]', or optimizer.type=adamw"
+    )
 
 
 def test_one_in_one_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,260 @@
+"""AdamW with moments of 8 bits (Dettmers et al. 2022, arXiv 2110.02861), as
+`bitsandbytes.optim.AdamW8bit` (0.50.2, backends/cpu/ops.py, `_optimizer_update_8bit_blockwise_cpu`)
+on full parameters in one process.
+
+An element of a moment is a code into a table of 256 values; each block of 256 elements of the
+flattened full parameter has a float32 scale, its largest magnitude. A block may be on several
+ranks. These agree on its scale by an all-reduce, and a maximum has no rounding: so codes, scales
+and weights do not depend on how ZeRO and the parallel degrees divide a parameter.
+
+The new moments are computed twice, for the scales and for the codes, so that they are in float32
+only for a part of the elements at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from bigtrain.engine.optimizers.masters import MasterPart, cut_parts
+from bigtrain.engine.optimizers.update_rule import (
+    ALLOCATES,
+    Master,
+    RuleInputs,
+    UpdateRule,
+    names_in_update,
+)
+from bigtrain.engine.startup.mesh import open_holders
+from bigtrain.models.parallel.sharding import full_shape
+from bigtrain.models.weights.quantized import import_bitsandbytes
+from bigtrain.settings.sections.optimizer import BLOCK_ELEMENTS, OPTIMIZERS
+from bigtrain.system.boxes import Box
+
+CODES = OPTIMIZERS["adamw_8bit"].states
+SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+_CHUNK = 1 << 22
+"""Elements whose moments are in float32 at a time."""
+
+
+class Blocks:
+    """Position of the elements of a rectangle in the blocks of a full tensor. index: of its blocks
+    among all of the tensor."""
+
+    def __init__(self, shape: Sequence[int], box: Box, device: torch.device) -> None:
+        self.index: slice | torch.Tensor
+        self._places: slice | torch.Tensor
+        first, last = box.flat_ends(shape)
+        if box.is_flat_range(shape):
+            begin, end = first // BLOCK_ELEMENTS, last // BLOCK_ELEMENTS + 1
+            self.index, self.count = slice(begin, end), end - begin
+            start = first - begin * BLOCK_ELEMENTS
+            self._places = slice(start, start + box.num_elements)
+        else:
+            flat = _flat_positions(shape, box).to(device)
+            blocks, row = torch.unique_consecutive(flat // BLOCK_ELEMENTS, return_inverse=True)
+            self.index, self.count = blocks, len(blocks)
+            self._places = row * BLOCK_ELEMENTS + flat % BLOCK_ELEMENTS
+
+    def spread(self, elements: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        """Return the full blocks [count, `BLOCK_ELEMENTS`] with the flat `elements` at their
+        places; `others` [count] has the value of each block's elements that are not here."""
+        rows = others.to(elements.dtype)[:, None].repeat(1, BLOCK_ELEMENTS)
+        rows.view(-1)[self._places] = elements
+        return rows
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the elements of full blocks, flat; the inverse of `spread`."""
+        return rows.reshape(-1)[self._places]
+
+
+def _flat_positions(shape: Sequence[int], box: Box) -> torch.Tensor:
+    """Return the row-major positions of the elements of `box` in a tensor of this shape."""
+    flat = torch.zeros((), dtype=torch.int64)
+    for length, offset, size in zip(shape, box.offsets, box.sizes, strict=True):
+        flat = flat.unsqueeze(-1) * length + torch.arange(offset, offset + size)
+    return flat.view(-1)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of a parameter that are updated together: views into a master, its gradient and its
+    codes."""
+
+    parameter: str
+    blocks: Blocks
+    values: torch.Tensor
+    gradient: torch.Tensor
+    codes: tuple[torch.Tensor, torch.Tensor]
+
+
+class AdamW8bit(UpdateRule):
+    """States: `CODES`, one byte per element, and on all ranks `SCALES` [blocks] by parameter.
+    Collective over the ranks that hold the same stage."""
+
+    def __init__(
+        self,
+        betas: tuple[float, float],
+        eps: float,
+        shapes: Mapping[str, tuple[int, ...]],
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """shapes: of full parameters. device: of the scales, which the backend of `group` takes;
+        without a group this rank has all elements of every block."""
+        self._betas, self._eps, self._shapes = betas, eps, dict(shapes)
+        self._device, self._group = device, group
+        library = import_bitsandbytes().functional
+        self._quantize = library.quantize_blockwise
+        self._tables = tuple(library.create_dynamic_map(signed=signed) for signed in (True, False))
+        self._parts: list[MasterPart] | None = None
+        self._scales: dict[str, torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, inputs: RuleInputs) -> Self:
+        section = inputs.section
+        shapes = {
+            name: full_shape(parameter) or (1,)
+            for name, parameter in inputs.model.named_parameters()
+            if parameter.requires_grad
+        }
+        group = open_holders(inputs.mesh)[False]
+        return cls(section.betas, section.eps, shapes, inputs.device, group)
+
+    def attach(self, parts: Sequence[MasterPart]) -> None:
+        self._parts = [part for part in parts if part.name in self._shapes]
+
+    def small_states(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        for name, scales in self._scales.items():
+            yield name, dict(zip(SCALES, scales, strict=True))
+
+    def update(self, masters: Sequence[Master], group: Mapping[str, Any]) -> None:
+        for master in masters:
+            master.step_count().add_(1)
+            for kind in CODES:
+                master.codes(kind)
+        if self._parts is None or not masters:
+            return
+        names = names_in_update(self._parts, masters, group)
+        for name in names:
+            if name not in self._scales:
+                self._scales[name] = torch.zeros(self._scales_shape(name), device=self._device)
+        if group.get(ALLOCATES):
+            return
+        fresh = self.new_scales(names, masters)
+        if self._group is not None:
+            dist.all_reduce(fresh, op=dist.ReduceOp.MAX, group=self._group)
+        self.finish(names, masters, group, fresh)
+
+    def new_scales(self, names: Sequence[str], masters: Sequence[Master]) -> torch.Tensor:
+        """Return the scales of the next moments of `names`, flat, as far as this rank's elements
+        decide them."""
+        fresh = torch.zeros(
+            sum(math.prod(self._scales_shape(name)) for name in names), device=self._device
+        )
+        by_name = self._by_name(names, fresh)
+        for piece in self._pieces(masters):
+            moments, blocks = self._next_moments(piece), piece.blocks
+            nothing = moments[0].new_zeros(blocks.count)
+            for scale, moment in zip(by_name[piece.parameter], moments, strict=True):
+                largest = blocks.spread(moment.abs_(), nothing).amax(1).to(self._device)
+                scale[blocks.index] = torch.maximum(scale[blocks.index], largest)
+        return fresh
+
+    def finish(
+        self,
+        names: Sequence[str],
+        masters: Sequence[Master],
+        group: Mapping[str, Any],
+        fresh: torch.Tensor,
+    ) -> None:
+        """Update masters and codes, with the scales `fresh` of all ranks."""
+        by_name, step = self._by_name(names, fresh), int(masters[0].step_count())
+        first_share = 1.0 - self._betas[0] ** step
+        second_root = math.sqrt(1.0 - self._betas[1] ** step)
+        lr, decay = group["lr"], group["weight_decay"]
+        for piece in self._pieces(masters):
+            moments = self._next_moments(piece)
+            values = piece.values.reshape(-1)
+            if decay > 0.0:
+                values.mul_(1.0 - lr * decay)
+            divisor = (moments[1].sqrt() / second_root).add_(self._eps)
+            values.addcdiv_(moments[0], divisor, value=-lr / first_share)
+            if not piece.values.is_contiguous():
+                piece.values.copy_(values.view(piece.values.shape))
+            scales = by_name[piece.parameter]
+            for codes, moment, scale, table in zip(
+                piece.codes, moments, scales, self._tables, strict=True
+            ):
+                self._encode(codes, piece.blocks, moment, scale, table)
+        for name in names:
+            self._scales[name].copy_(by_name[name])
+
+    def _next_moments(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both moments with the gradient, in float32."""
+        gradient = piece.gradient.reshape(-1)
+        first, second = (
+            self._decode(codes, piece.blocks, scale, table)
+            for codes, scale, table in zip(
+                piece.codes, self._scales[piece.parameter], self._tables, strict=True
+            )
+        )
+        first.mul_(self._betas[0]).add_(gradient, alpha=1.0 - self._betas[0])
+        second.mul_(self._betas[1]).addcmul_(gradient, gradient, value=1.0 - self._betas[1])
+        return first, second
+
+    def _decode(
+        self, codes: torch.Tensor, blocks: Blocks, scale: torch.Tensor, table: torch.Tensor
+    ) -> torch.Tensor:
+        own = scale[blocks.index].to(codes.device)[:, None].expand(-1, BLOCK_ELEMENTS)
+        return table.to(codes.device)[codes.reshape(-1).int()] * blocks.take(own)
+
+    def _encode(
+        self,
+        codes: torch.Tensor,
+        blocks: Blocks,
+        moment: torch.Tensor,
+        scale: torch.Tensor,
+        table: torch.Tensor,
+    ) -> None:
+        # Where elements of a block are on other ranks, the scale stands for them: the kernel finds
+        # it again as the largest magnitude.
+        rows = blocks.spread(moment, scale[blocks.index].to(moment.device))
+        found, _ = self._quantize(rows, code=table, blocksize=BLOCK_ELEMENTS)
+        codes.copy_(blocks.take(found).view(codes.shape))
+
+    def _pieces(self, masters: Sequence[Master]) -> Iterator[Piece]:
+        assert self._parts is not None
+        places = {id(master.values): master for master in masters}
+        for part in self._parts:
+            master = places.get(id(part.master))
+            if master is None:
+                continue
+            shape = self._shapes[part.name]
+            tensors = [master.values, master.gradient, *(master.codes(kind) for kind in CODES)]
+            cuts = [cut_parts(part.shard, part.start, part.of(tensor)) for tensor in tensors]
+            for found in zip(*cuts, strict=True):
+                box = found[0][0]
+                for inner in box.split(_CHUNK):
+                    where = inner.relative_to(box).slices
+                    values, gradient, first, second = (view[where] for _, view in found)
+                    blocks = Blocks(shape, inner, values.device)
+                    yield Piece(part.name, blocks, values, gradient, (first, second))
+
+    def _by_name(self, names: Sequence[str], flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return views of the scales of each parameter in `flat`."""
+        shapes = [self._scales_shape(name) for name in names]
+        parts = flat.split([math.prod(shape) for shape in shapes])
+        return {
+            name: part.view(shape) for name, shape, part in zip(names, shapes, parts, strict=True)
+        }
+
+    def _scales_shape(self, name: str) -> tuple[int, int]:
+        return len(SCALES), -(-math.prod(self._shapes[name]) // BLOCK_ELEMENTS)
+
+
+RULE = AdamW8bit
