@@ -28,7 +28,16 @@ DISTRIBUTIONS = {"yaml": "pyyaml"}
 # Imported only where an extra of pyproject.toml brought them.
 OPTIONAL = {
     Requirement(text).name.replace("-", "_")
-    for extra in ("gpu", "eval", "float8", "opentelemetry", "prometheus", "qlora", "sites")
+    for extra in (
+        "adamw8bit",
+        "gpu",
+        "eval",
+        "float8",
+        "opentelemetry",
+        "prometheus",
+        "qlora",
+        "sites",
+    )
     for text in PROJECT["project"]["optional-dependencies"][extra]
 }
 # Imported only together with the distribution that brings them.

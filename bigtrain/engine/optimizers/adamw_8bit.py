@@ -55,7 +55,7 @@ class Blocks:
             start = first - begin * BLOCK_ELEMENTS
             self._places = slice(start, start + box.num_elements)
         else:
-            flat = _flat_positions(shape, box).to(device)
+            flat = _flat_positions(shape, box, device)
             blocks, row = torch.unique_consecutive(flat // BLOCK_ELEMENTS, return_inverse=True)
             self.index, self.count = blocks, len(blocks)
             self._places = row * BLOCK_ELEMENTS + flat % BLOCK_ELEMENTS
@@ -72,11 +72,12 @@ class Blocks:
         return rows.reshape(-1)[self._places]
 
 
-def _flat_positions(shape: Sequence[int], box: Box) -> torch.Tensor:
+def _flat_positions(shape: Sequence[int], box: Box, device: torch.device) -> torch.Tensor:
     """Return the row-major positions of the elements of `box` in a tensor of this shape."""
-    flat = torch.zeros((), dtype=torch.int64)
+    flat = torch.zeros((), dtype=torch.int64, device=device)
     for length, offset, size in zip(shape, box.offsets, box.sizes, strict=True):
-        flat = flat.unsqueeze(-1) * length + torch.arange(offset, offset + size)
+        along = torch.arange(offset, offset + size, device=device)
+        flat = flat.unsqueeze(-1) * length + along
     return flat.view(-1)
 
 
@@ -127,6 +128,8 @@ class AdamW8bit(UpdateRule):
 
     def attach(self, parts: Sequence[MasterPart]) -> None:
         self._parts = [part for part in parts if part.name in self._shapes]
+        for part in self._parts[:1]:
+            self._tables = tuple(table.to(part.master.device) for table in self._tables)
 
     def small_states(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         for name, scales in self._scales.items():
@@ -211,7 +214,7 @@ class AdamW8bit(UpdateRule):
         self, codes: torch.Tensor, blocks: Blocks, scale: torch.Tensor, table: torch.Tensor
     ) -> torch.Tensor:
         own = scale[blocks.index].to(codes.device)[:, None].expand(-1, BLOCK_ELEMENTS)
-        return table.to(codes.device)[codes.reshape(-1).int()] * blocks.take(own)
+        return table[codes.reshape(-1).int()] * blocks.take(own)
 
     def _encode(
         self,
