@@ -174,5 +174,5 @@ def test_blocks_of_a_part_would_show(
         optimizer_of=partial(plain_optimizers.adamw_8bit_of_parts, num_parts=2),
     )
     losses = [abs(a - b) for a, b in zip(parts.losses, spread.losses, strict=True)]
-    assert max(losses) > 5 * max(LOSS, SPREADS * spread.loss)
+    assert max(losses) > 2 * max(LOSS, SPREADS * spread.loss)
     assert root_mean_square(parts.weights, spread.weights) > 5 * SPREADS * spread.weight
