@@ -9,6 +9,7 @@ from signal import Signals
 from typing import Protocol
 
 from bigtrain.data.loading.micro_batch import MicroBatch
+from bigtrain.data.samples.sample_stream import StreamPosition
 from bigtrain.engine.experts import ExpertLoadStats
 from bigtrain.engine.optimizers.skip_step import SkipPolicy
 from bigtrain.engine.startup.cpu_collectives import cpu_group
@@ -34,6 +35,7 @@ class Batches(Protocol):
     """Source of this rank's micro-batches for the optimizer step that begins at a global sample."""
 
     def step(self, first_sample: int) -> list[MicroBatch]: ...
+    def restart(self, position: StreamPosition | None) -> None: ...
 
 
 class Evaluator(Protocol):
@@ -92,13 +94,14 @@ def train(
     memory_saver: MemorySaver | None = None,
     replicas: Replicas | None = None,
     until: int | None = None,
+    with_position: Callable[[TrainState], TrainState] = lambda state: state,
 ) -> tuple[TrainState, Signals | None]:
     """Train until step `until` (default: ``train.steps``), early stopping, a callback's request or
     a signal; return the final state, which has been saved, and the signal. Collective.
     roll_back: restores the engine from before the bad steps that end at a state. utilization:
     model FLOPs utilization at tokens per second. start_times: of this launch, logged after its
     first step. memory_saver: of checkpoints in memory, if any. replicas: compares what ranks hold
-    alike, if asked."""
+    alike, if asked. with_position: adds to a state that is saved the position of its data."""
     config, plan, beat = context.config, context.plan, context.heartbeat
     until = until or config.train.total_steps
     clock = StepClock(context.device.type, engine.host_time, memory)
@@ -137,6 +140,7 @@ def train(
             clock.count_step()
             if replicas is not None and (restored := replicas.compare(state)) is not None:
                 state = restored
+                batches.restart(state.stream)
                 losses.empty()
                 engine.forget_mtp_loss()
                 callbacks.forget()
@@ -188,14 +192,14 @@ def train(
             if memory_saver is not None and memory_saver.is_due(state) and not (last or received):
                 beat.set_phase("saving in memory")
                 with clock.paused("save"):
-                    memory_saver.save(state, metrics)
+                    memory_saver.save(with_position(state), metrics)
             is_due = agreed.saves or state.is_multiple_of(config.checkpoint.every_steps)
             if last or received or is_due or state.step == until:
                 beat.set_phase("settling the exchange with the other sites", slow=True)
                 with clock.paused("outer_step"):
                     state = outer.settle(state)
                 with clock.paused("save"):
-                    _save(context, saver, state, metrics)
+                    _save(context, saver, with_position(state), metrics)
             saver.report()
     beat.set_phase("finishing", slow=True)
     return state, received

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bigtrain.data.samples.phases import Phase
+from bigtrain.data.samples.sample_stream import StreamPosition
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 
@@ -60,6 +61,7 @@ class TrainState:
     other sites. `outer_sent`: the fragment of the last one that is not yet applied to the masters,
     and the step after which it was sent. `outer_tokens`: that the global weights have been trained
     on. `stopped_steps`: ``train.steps`` of the run that a callback ended here; 0: none did.
+    `stream`: position of a stream of samples, set when the state is saved.
     """
 
     step: int = 0
@@ -72,6 +74,7 @@ class TrainState:
     outer_sent: tuple[int, int] | None = None
     outer_tokens: int = 0
     stopped_steps: int = 0
+    stream: StreamPosition | None = None
 
     def is_multiple_of(self, every: int | None) -> bool:
         """Return whether something happens after this step that happens `every` steps."""

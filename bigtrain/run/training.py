@@ -62,6 +62,7 @@ from bigtrain.run.run_log import RunLog
 from bigtrain.run.segments import Segment, segment_at
 from bigtrain.run.session import begin_writing, open_session
 from bigtrain.run.state import TrainState, is_over
+from bigtrain.run.stream_position import refuse_other_streams, with_position
 from bigtrain.system.stop_signals import StopSignals
 from bigtrain.system.user_cache import cache_get, cache_put
 from bigtrain.system.world import World
@@ -93,6 +94,7 @@ def train_inputs(
         if run.config.data.verify == "contents":
             verify_data(context, log)
         refuse_other_run(context, first.inputs.data_hash)
+        refuse_other_streams(context, first.inputs)
         callbacks = stack.enter_context(Callbacks(context, log, given))
         largest = max(segments, key=lambda one: one.run.plan.micro_batch_tokens)
         prediction = log_prediction(replace(context, run=largest.run), log, largest.inputs)
@@ -242,6 +244,7 @@ class _Launch:
                 memory_saver=memory_saver,
                 replicas=replicas,
                 until=segment.end,
+                with_position=partial(with_position, context, batches),
             )
             saver.wait(must_succeed=True)
             if memory_saver is not None:
@@ -340,7 +343,7 @@ def _begin(
         if state.step == 0 and config.adapters is None:
             base = source.fill(context, log, engine, inputs, weights)
         data = config, plan, mesh.coordinates.data_rank, state.phases[-1]
-        batches = open_training_data(*data, datasets=inputs.datasets, device_pin=pin)
+        batches = open_training_data(*data, state.stream, datasets=inputs.datasets, device_pin=pin)
         held_out = open_held_out(*data, datasets=inputs.datasets, device_pin=pin)
         # They count in the mean over all sets only if the data has no held-out documents.
         weight = 0 if held_out else 1

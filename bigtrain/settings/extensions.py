@@ -266,18 +266,34 @@ def _can_import(module: str) -> bool:
 
 
 def check_samples_class(key: str, name: str, settings: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems of a class of samples: import, constructor, length and items."""
+    """Return the problems of a class of samples: import, constructor, methods."""
     return _check_class(key, name, settings, check_samples)
 
 
+_MAP_METHODS = ("__len__", "__getitem__")
+_STREAM_METHODS = ("__iter__", "state_dict", "load_state_dict")
+
+
+def is_stream(kind: Any) -> bool:
+    """Return whether a class (or object) of samples is a stream with a state. Torch's
+    IterableDataset has ``__getitem__``, too."""
+    return all(callable(getattr(kind, method, None)) for method in _STREAM_METHODS)
+
+
 def check_samples(key: str, name: str, kind: Any) -> list[Problem]:
-    """Return the problem of a class (or object) without length and items."""
-    for method in ("__len__", "__getitem__"):
+    """Return the problem of a class (or object) that is neither a source with length and items nor
+    a stream with a state."""
+    if is_stream(kind):
+        return []
+    iterates = any(callable(getattr(kind, one, None)) for one in ("__iter__", "__next__"))
+    has_items = all(callable(getattr(kind, method, None)) for method in _MAP_METHODS)
+    for method in _STREAM_METHODS if iterates and not has_items else _MAP_METHODS:
         if not callable(getattr(kind, method, None)):
             defined_at = location(kind if isinstance(kind, type) else type(kind))
-            return [
-                Problem(key, name, f"has no {method} ({defined_at})", f"def {method}(self, ...)")
-            ]
+            remedy = f"def {method}(self, ...)"
+            if method in _STREAM_METHODS:
+                remedy += f"; a stream has {', '.join(_STREAM_METHODS)}"
+            return [Problem(key, name, f"has no {method} ({defined_at})", remedy)]
     return []
 
 

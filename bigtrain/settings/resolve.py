@@ -28,6 +28,7 @@ from bigtrain.settings.extensions import (
     check_model_class,
     check_samples_class,
     check_schedule,
+    import_named,
 )
 from bigtrain.settings.hf_config_keys import inspect_configuration, key_table
 from bigtrain.settings.loading import apply_overrides, find_config, load_run_config, parse_yaml
@@ -40,6 +41,7 @@ from bigtrain.settings.objective import (
     rows_per_sample,
 )
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.sample_stream import check_stream
 from bigtrain.settings.sections.extensions import GIVEN, is_imported
 from bigtrain.settings.topology import Topology, derive_topology
 
@@ -330,7 +332,8 @@ def _check_extensions(config: RunConfig) -> list[Problem]:
         problems += check_schedule("schedule.type", schedule.type, settings, steps)
     samples = config.data.samples
     if samples is not None and samples.type != GIVEN:
-        problems += check_samples_class("data.samples.type", samples.type, samples.settings)
+        own = check_samples_class("data.samples.type", samples.type, samples.settings)
+        problems += own or check_stream(config, import_named("data.samples.type", samples.type))
     if config.model.type is not None:
         known = key_table()["model_types"]
         problems += check_model_class("model.type", config.model.type, known)

@@ -17,7 +17,7 @@ from bigtrain.data.samples.classified import ClassifiedSamples
 from bigtrain.data.samples.packing_plan import plan_of
 from bigtrain.data.samples.pairs import PairSamples, count_answers
 from bigtrain.data.samples.rated import RatedSamples
-from bigtrain.data.samples.source import with_source
+from bigtrain.data.samples.source import StreamDataset, with_source
 from bigtrain.data.samples.token_stream import count_windows, split_stream
 from bigtrain.data.shards.dataset import Level, TokenDataset, open_dataset
 from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, Split, TokenizerRecord
@@ -26,6 +26,8 @@ from bigtrain.data.tokenizers.cache import foreign_file
 from bigtrain.errors import DataError, Problem
 from bigtrain.settings.objective import rows_of_answers
 from bigtrain.settings.run_config import ModelSection, RunConfig
+from bigtrain.settings.sample_stream import check_stream
+from bigtrain.settings.sections.extensions import GIVEN
 from bigtrain.system.storage.copies import local_path
 
 MAX_PADDING_ROWS = 1024
@@ -68,6 +70,7 @@ def check_datasets(
         problems = check_length(config, datasets)
     except DataError as error:  # from an index that packing reads
         return [Problem("data.packing", config.data.packing, str(error))]
+    problems += check_given_stream(config, datasets)
     problems += check_same_directory(config)
     problems += check_tokenizer_files(config)
     problems += check_rows(config, tables) or check_answers(config, datasets)
@@ -85,6 +88,15 @@ def check_datasets(
     if config.data.tokenizer is not None:
         problems += _check_tokenizer(tables[0].tokenizer, config.data.tokenizer)
     return problems
+
+
+def check_given_stream(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Problem]:
+    """Check the settings of a stream of samples that the calling program gives; those of a class
+    are checked with its name."""
+    first, samples = datasets[0], config.data.samples
+    if samples is None or samples.type != GIVEN or not isinstance(first, StreamDataset):
+        return []
+    return check_stream(config, first.train.items.kind)
 
 
 def check_same_tokenizer(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:

@@ -22,8 +22,9 @@ from bigtrain.data.samples.mixture import MixedSamples, MixtureOrder
 from bigtrain.data.samples.packing_plan import PackedDocuments, balanced, packed_documents
 from bigtrain.data.samples.phases import JoinedWindows, Phase, first_phase, identify_sources
 from bigtrain.data.samples.rated import labels_of
+from bigtrain.data.samples.sample_stream import StreamOrder, StreamPosition, StreamSamples
 from bigtrain.data.samples.shuffle import SampleOrder
-from bigtrain.data.samples.source import SourceDataset, with_source
+from bigtrain.data.samples.source import SourceDataset, StreamDataset, with_source
 from bigtrain.data.samples.token_stream import Indices, PackedWindows, Samples, split_stream
 from bigtrain.data.shards.dataset import TokenDataset, open_sources
 from bigtrain.data.shards.manifest import Split
@@ -51,7 +52,7 @@ class TrainingBatches:
         dataset: Samples,
         plan: BatchPlan,
         data_rank: int,
-        order: SampleOrder | MixtureOrder,
+        order: SampleOrder | MixtureOrder | StreamOrder,
         options: BatchOptions,
         *,
         workers: int = 1,
@@ -72,8 +73,10 @@ class TrainingBatches:
         self._order_lock = Lock()
         self._closed = Event()
         self._step_rows = plan.accumulation * plan.micro_batch_size
+        self._stream = dataset if isinstance(dataset, StreamSamples) else None
         tokens = self._step_rows * _row_length(plan)
-        self._steps_at_once = min(STEPS_AT_ONCE, max(1, TOKENS_AT_ONCE // tokens))
+        most = STEPS_AT_ONCE if self._stream is None else 1  # a slow stream delays one step only
+        self._steps_at_once = min(most, max(1, TOKENS_AT_ONCE // tokens))
         self._collator = Collator(options.pin)
         self._workers = [_Worker(self._make_read()) for _ in range(workers)]
         self._next_worker = cycle(self._workers)
@@ -130,16 +133,39 @@ class TrainingBatches:
         """Return all samples of the data in the order of their numbers."""
         return EverySample(self.dataset, self.plan, self.data_rank, self.options)
 
+    @property
+    def reads_stream(self) -> bool:
+        """Whether the samples are a stream with a state."""
+        return self._stream is not None
+
+    def position_at(self, sample: int) -> StreamPosition:
+        """Return the position of a stream at `sample`, where the last step ended. Raises as
+        `step`."""
+        assert self._stream is not None
+        return self._stream.position_at(sample)
+
+    def restart(self, position: StreamPosition | None) -> None:
+        """Continue a stream at `position`, for a `step` that begins with an earlier sample than the
+        one after the last."""
+        if self._stream is not None:
+            self._drop_ahead()
+            self._ready = None
+            self._stream.restart(position)
+
+    def _drop_ahead(self) -> None:
+        """Wait for what is being read, and discard it."""
+        for request, worker in self._ahead:
+            worker.results.get()
+            self._spare.append(request.rows)
+        self._ahead.clear()
+
     def _wait(self, first_sample: int) -> StoredRows:
         """Return the rows of the request that begins with `first_sample`; prefetch further ones."""
         if self._given is not None:  # free again: tensors do not share its memory
             self._spare.append(self._given)
             self._given = None
         if not self._ahead or self._ahead[0][0].first_sample != first_sample:
-            for request, worker in self._ahead:
-                worker.results.get()
-                self._spare.append(request.rows)
-            self._ahead.clear()
+            self._drop_ahead()
             self._read_ahead(first_sample, num_steps=1)  # one step, since the caller waits
         request, worker = self._ahead.popleft()
         last = self._ahead[-1][0] if self._ahead else request
@@ -336,16 +362,21 @@ def open_training_data(
     plan: BatchPlan,
     data_rank: int,
     phase: Phase | None = None,
+    position: StreamPosition | None = None,
     *,
     datasets: Sequence[TokenDataset] | None = None,
     device_pin: bool = False,
 ) -> TrainingBatches:
     """Open the training batches of rank `data_rank`, from the dataset or mixture of `config.data`.
-    `phase`: position of the run; by default its start. `datasets`: those of the mixture in its
-    order, if they are open already. No collective. Raises DataError if a dataset is missing,
-    corrupt or too short."""
+    `phase`, `position`: of the run, and of its stream; by default the start. `datasets`: those of
+    the mixture in its order, if they are open already. No collective. Raises DataError if a dataset
+    is missing, corrupt or too short."""
     datasets, phase = _opened(config, datasets, phase)
     assert phase.sequence_length == plan.sequence_length
+    options = _options(config, datasets, device_pin)
+    if isinstance(datasets[0], StreamDataset):
+        stream = StreamSamples(datasets[0].train, plan.global_batch_size, position)
+        return TrainingBatches(stream, plan, data_rank, StreamOrder(), options)
     sources: list[Samples] = []
     for source, dataset in zip(phase.read, datasets, strict=True):
         samples = _samples(config, dataset, "train", plan.sequence_length, phase.chunk_length)
@@ -360,7 +391,7 @@ def open_training_data(
         plan,
         data_rank,
         phase.order(config.seed),
-        _options(config, datasets, device_pin),
+        options,
         workers=config.data.workers,
         balances=config.data.balance_attention
         and all(isinstance(samples, PackedDocuments) for samples in sources),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.data.samples.phases import Phase, differences, first_phase
+from bigtrain.data.samples.sample_stream import StreamPosition
 from bigtrain.engine.checkpoint.snapshot import restore_engine
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import (
@@ -97,6 +98,7 @@ def _state_of(document: Mapping[str, Any], phases: tuple[Phase, ...]) -> TrainSt
         (sent[0], sent[1]) if (sent := document.get("outer_sent")) else None,
         document.get("outer_tokens", 0),
         document.get("stopped_steps", 0),
+        StreamPosition.from_json(document.get("stream")),
     )
 
 
