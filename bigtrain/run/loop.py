@@ -156,6 +156,7 @@ def train(
                 saver.wait()
                 state = roll_back(state)
                 losses.empty()
+                engine.forget_mtp_loss()
                 callbacks.forget()
                 continue
             if outer.is_due(state):

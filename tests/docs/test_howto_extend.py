@@ -36,7 +36,7 @@ def blocks(kind: str) -> list[str]:
 def folder(inputs: Inputs, tmp_path: Path) -> Path:
     """A directory with the page's files and shards."""
     shutil.copytree(inputs.shards, tmp_path / "shards")
-    names = ("mine.py", "mymodel.py", "arithmetic.py", "program.py")
+    names = ("mine.py", "mymodel.py", "arithmetic.py", "endless.py", "program.py")
     for name, text in zip(names, blocks("python"), strict=True):
         (tmp_path / name).write_text(text)
     (tmp_path / "extended.yaml").write_text(blocks("yaml")[0])
@@ -198,3 +198,29 @@ def test_a_source_of_samples_resumes_at_another_world_size(folder: Path) -> None
     arguments[2] = arguments[2].replace("400", "401")
     with pytest.raises(LaunchError, match="not have the training tokens that this run"):
         run_script(1, WORKER, folder, *arguments, *more)
+
+
+def losses_of(folder: Path, name: str) -> list[float]:
+    text = (folder / f"runs/{name}/metrics.jsonl").read_text()
+    return [line["loss"] for line in map(json.loads, text.splitlines()) if "loss" in line]
+
+
+@pytest.mark.distributed
+def test_a_stream_resumes_with_its_next_sample(folder: Path) -> None:
+    """At the same world size to the last bit, and at another one."""
+    data = json.dumps(yaml.safe_load(blocks("yaml")[4])["data"])
+    arguments = ["--config", "extended.yaml", f"data={data}", "callbacks=[]"]
+    arguments.append("schedule={type: constant}")
+    run_script(1, WORKER, folder, *arguments, "output.directory=runs/whole")
+    more = "checkpoint.allow_changes=[train.steps]"
+    for first, name in ((1, "parts"), (2, "ranks")):
+        own = (*arguments, f"output.directory=runs/{name}", more)
+        run_script(first, WORKER, folder, *own, "train.steps=4")
+        state = folder / f"runs/{name}/checkpoints/step-00000004/state.json"
+        position = json.loads(state.read_text())["stream"]
+        assert position["sample"] == position["state"]["number"] > 0
+        run_script(1, WORKER, folder, *own)
+    whole = losses_of(folder, "whole")
+    assert len(whole) == 12
+    assert losses_of(folder, "parts") == whole
+    assert losses_of(folder, "ranks") == pytest.approx(whole, rel=1e-5)

@@ -202,6 +202,7 @@ class StreamSamples:
     `samples_per_step`: over all ranks."""
 
     masks_loss = True
+    weighs_loss = False
     num_samples = NUM_SAMPLES
 
     def __init__(

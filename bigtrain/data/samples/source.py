@@ -123,8 +123,8 @@ def with_source(config: RunConfig, dataset: TokenDataset, given: object = None) 
     length, table = config.batch.sequence_length, dataset.table
     if is_stream(kind):
         items = ItemReader(name, kind, length, table.tokenizer.vocab_size)
-        make = partial(_made, kind, section.settings, name)
-        make = make if given is None else rewound_by(given, items)
+        new = partial(_made, kind, section.settings, name)
+        make = new if given is None else rewound_by(given, items)
         stream = SampleStream(make, items, np.dtype(table.token_dtype))
         identity = stream.identity(section.settings)
         table = _with_train(table, NUM_SAMPLES * length + 1, identity)
