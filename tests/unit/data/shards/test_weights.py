@@ -12,9 +12,10 @@ import pytest
 from bigtrain.cli import main
 from bigtrain.data.loading.dataset_checks import check_weights
 from bigtrain.data.loading.loader import open_training_data
+from bigtrain.data.samples.kept_documents import write_kept
 from bigtrain.data.samples.phases import data_hash
 from bigtrain.data.shards.dataset import open_dataset
-from bigtrain.data.shards.manifest import MANIFEST_NAME, read_manifest
+from bigtrain.data.shards.manifest import MANIFEST_NAME, PerplexityFilterRecord, read_manifest
 from bigtrain.data.shards.verification import corrupt_files
 from bigtrain.errors import DataError
 from bigtrain.settings.batch_plan import plan_batch
@@ -168,3 +169,17 @@ def test_weights_are_not_ignored(tmp_path: Path, sections: dict[str, Any], key: 
     problems = check_weights(config_of(plain, path, **sections), tables)
     assert [problem.key for problem in problems] == ([key] if key else [])
     assert check_weights(config_of(plain, **sections), tables[:1]) == []
+
+
+def test_documents_that_a_filter_keeps_have_their_weights(tmp_path: Path) -> None:
+    path = write_weighted(tmp_path / "set", low=FIRST_WEIGHTED, vocab_size=VOCAB_SIZE)
+    dataset = open_dataset(path)
+    kept = np.arange(len(dataset)) % 3 == 1
+    record = PerplexityFilterRecord(lowest=1, highest=2, model="m")
+    write_kept(dataset, {"train": kept}, tmp_path / "kept", record)
+    assert corrupt_files(tmp_path / "kept") == []
+    for document, number in zip(
+        open_dataset(tmp_path / "kept"), np.flatnonzero(kept).tolist(), strict=True
+    ):
+        for key, values in dataset[number].items():
+            assert document[key].tolist() == values.tolist()
