@@ -64,6 +64,8 @@ RATES = tuple(1e-2 * (0.5 + 0.25 * step) for step in range(STEPS))
 """The learning rate of every step, all different, so that one applied a step late is detected."""
 
 SHIPPED = ("zero0", "zero1", "zero2", "zero3", "pipeline_zero1")
+_COMPARED = ("next_token", "preference", "kto", "distillation")
+_TEACHER_TOP_K = 5
 _CLIP_NORM = 0.5
 _SMALLEST_EPS = 1e-3
 _CHUNK_TOKENS, _TILES = 7, 3
@@ -208,7 +210,7 @@ def _proxy_model(
 
 def _objective(section: ObjectiveSection, notes: list[str]) -> ObjectiveSection:
     """Return the run's section, if the plain loop has its loss; else the next token's."""
-    if section.type in ("next_token", "preference", "kto") or is_imported(section.type):
+    if section.type in _COMPARED or is_imported(section.type):
         return section.model_copy(update={"reference": None, "mtp_weight": 0.0})
     notes.append(
         f"objective.type = {section.type} is not compared here: the architecture is, with "
@@ -348,7 +350,7 @@ def micro_batches(
     tokens = torch.randint(1, VOCABULARY, shape, generator=generator)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
     labels[torch.rand(labels.shape, generator=generator) < 0.2] = IGNORED_LABEL
-    positions = reference = desirable = None
+    positions = reference = desirable = values = ids = None
     if config.data.isolates:
         positions = document_positions(num_rows, plan.sequence_length)
         labels[:, :-1][positions[:, 1:] == 0] = IGNORED_LABEL
@@ -357,6 +359,17 @@ def micro_batches(
         reference = noise - math.log(VOCABULARY) * (labels != IGNORED_LABEL).sum(-1)
     if config.objective.type == "kto":
         desirable = (torch.rand(num_rows // 2, generator=generator) < 0.5).repeat_interleave(2)
-    batch = MicroBatch(inputs, labels, positions, reference=reference, desirable=desirable)
+    if config.objective.type == "distillation":
+        logits = 2 * torch.randn(*labels.shape, VOCABULARY, generator=generator)
+        values, ids = logits.log_softmax(-1).topk(_TEACHER_TOP_K)
+    batch = MicroBatch(
+        inputs,
+        labels,
+        positions,
+        reference=reference,
+        desirable=desirable,
+        teacher_values=values,
+        teacher_ids=ids,
+    )
     rows = torch.arange(num_rows).reshape(plan.accumulation, plan.data_size, -1)[:, data_rank]
     return [batch.moved(operator.itemgetter(row)) for row in rows]

@@ -231,6 +231,12 @@ class PlainPasses:
         if self._section.z_loss:
             targets = logits[labels != IGNORED_LABEL]
             loss = loss + self._section.z_loss * targets.exp().sum(-1).log().square().sum()
+        if batch.teacher is not None:
+            alpha, is_target = self._section.alpha, labels != IGNORED_LABEL
+            values, ids = (part.flatten(0, 1)[is_target] for part in batch.teacher)
+            own = _with_rest(logits[is_target].softmax(-1).gather(-1, ids))
+            divergence = F.kl_div(own.log(), _with_rest(values.exp()), reduction="sum")
+            loss = (1 - alpha) * loss + alpha * divergence
         return loss, outputs
 
     def log_probabilities(
@@ -261,6 +267,11 @@ class PlainPasses:
     def reference(self) -> AbstractContextManager[None]:
         """Return a context in which the model is without its adapters."""
         return without_adapters(self._model)
+
+
+def _with_rest(known: torch.Tensor) -> torch.Tensor:
+    """Add the probability of all other tokens to those of k tokens: [N, k + 1]."""
+    return torch.cat([known, 1 - known.sum(-1, keepdim=True)], -1)
 
 
 def _outputs(model: Any, batch: MicroBatch) -> tuple[list[Any], torch.Tensor]:

@@ -437,6 +437,8 @@ def run_of(sections: dict[str, Any], directory: Path) -> dict[str, Any]:
         Path("unread"), {"config": sections["model"]}, micro_batch_size=1, **more
     )
     run["data"]["mask_end_of_document"] = "objective" not in more
+    if more.get("objective", {}).get("type") == "distillation":
+        run["data"]["packing"] = "best_fit"
     if "adapters" in more:
         section = ModelSection(config=sections["model"])
         build_model(section, load_hf_config(section), seed=1).save_pretrained(directory / "base")
@@ -519,10 +521,16 @@ def test_what_is_wrong_between_ranks_is_told(name: str, tmp_path: Path) -> None:
             ("zero1, data 2", "zero1, data 1, tensor 2"),
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            {"model": llama(), "objective": {"type": "distillation", "teacher": "unread"}},
+            {"objective": ObjectiveSection(type="distillation", teacher="unread", alpha=0.51)},
+            ("zero3, data 2", "pipeline_zero1, data 1, pipeline 2"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=[
         "global batch", "auxiliary loss", "biases", "adapters", "pairs", "answers",
-        "answers with adapters", "terms",
+        "answers with adapters", "terms", "teacher",
     ],
 )  # fmt: skip
 def test_terms_of_the_loss_and_adapters_are_compared(
