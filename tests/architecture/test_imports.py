@@ -120,6 +120,7 @@ print(json.dumps(loaded))
     assert loaded == []
 
 
+@pytest.mark.slow
 def test_importing_does_nothing(tmp_path: Path) -> None:
     """No environment writes, files, CUDA, process group, threads, random numbers or handlers.
 

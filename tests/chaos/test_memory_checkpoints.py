@@ -294,7 +294,8 @@ def test_steps_that_a_later_launch_trained_again_are_not_resumed(
     assert resumed(text)[0][1].startswith(str(run))
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
 def test_another_topology_resumes_from_memory(
     server: Server, memory: Path, killed: tuple[Path, list[str]], size: int
 ) -> None:

@@ -60,7 +60,7 @@ def type_lines(folder: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_run_calls_the_code(folder: Path, world_size: int) -> None:
     if world_size == 1:
         type_lines(folder)

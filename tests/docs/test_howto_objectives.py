@@ -104,6 +104,7 @@ def test_a_faulty_loss_names_its_line(folder: Path, body: str, text: str) -> Non
     assert "exit codes [2, 2]" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_preference_run_of_the_page(inputs: Inputs, folder: Path, finished_run: Path) -> None:
     shutil.copytree(finished_run / "hf", folder / "base")
     write_rows(folder / "pairs.jsonl")

@@ -76,6 +76,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow
 def test_exports_what_plain_peft_loads(
     adapted: Path,
     base: Path,

@@ -643,6 +643,7 @@ def compare_checkpoints(places: list[Path], base: Path, case: Case) -> None:
     assert merged(places[0], base, case) == merged(places[1], base, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", POINTS, ids=lambda case: case.name)
 @pytest.mark.parametrize("wrote", POINTS, ids=lambda case: case.name)
 def test_goes_on_bit_for_bit(

@@ -147,6 +147,7 @@ def everything(
     return travel(dataset, ALL, tmp_path_factory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trip", FEW, ids=lambda trip: trip.name)
 def test_goes_on(trip: Trip, few: tuple[Path, dict[str, Any]]) -> None:
     assert_goes_on(trip, *few)

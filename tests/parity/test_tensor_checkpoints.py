@@ -123,6 +123,7 @@ def write_and_read(
     return root, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wrote", "read"), SMALL, ids=str)
 def test_goes_on(wrote: Point, read: Point, runs: tuple[Path, dict[str, Any]]) -> None:
     assert_goes_on(wrote, read, *runs)

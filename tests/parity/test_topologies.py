@@ -181,6 +181,7 @@ def everything(
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", SOME, ids=name_of)
 def test_goes_on(pair: Pair, some: tuple[Path, dict[str, Any]]) -> None:
     assert_goes_on(pair, *some)

@@ -185,8 +185,8 @@ def test_unknown_section_names_the_nearest(tmp_path: Path) -> None:
         (["model.gradient_checkpointing=some"], "model.gradient_checkpointing = 'some'"),
         (
             ["optimizer.type=moun"],
-            "optimizer.type = 'moun': input should be 'adamw', 'muon', 'lion' or 'adafactor' -> "
-            "did you mean muon?",
+            "optimizer.type = 'moun': input should be 'adamw', 'adamw_8bit', 'muon', 'lion' or "
+            "'adafactor' -> did you mean muon?",
         ),
         (["optimizer.betas=[0.9, 1.0]"], "optimizer.betas.1 = 1.0: input should be less than 1"),
         (
