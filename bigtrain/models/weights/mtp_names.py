@@ -92,24 +92,24 @@ class MtpNames:
     def as_layer(self, own: str) -> str:
         """Return the name that the parameter `own` would have in a layer after the model's own, by
         which transformers converts it to what files hold; the name itself of any other."""
-        found = _OWN.fullmatch(own)
-        if found is None:
+        match = _OWN.fullmatch(own)
+        if match is None:
             return own
-        return f"model.layers.{self.num_hidden_layers + int(found[1])}.{found[3]}"
+        return f"model.layers.{self.num_hidden_layers + int(match[1])}.{match[3]}"
 
     def stored(self, name: str) -> str:
         """Return the name in files of a tensor `name` of `as_layer`, after that conversion."""
-        if not (found := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)):
+        if not (match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)):
             return name
-        depth = int(found[1]) - self.num_hidden_layers
+        depth = int(match[1]) - self.num_hidden_layers
         if depth < 0:
             return name
         renamed = _NUMBERED if self.is_numbered else _SINGLE
         for begin, other in renamed.items():
-            if found[2].startswith(begin):
-                own = other + found[2].removeprefix(begin)
-                return f"model.layers.{found[1]}.{own}" if self.is_numbered else f"{NAME}.{own}"
-        return name if self.is_numbered else f"{NAME}.layers.{depth}.{found[2]}"
+            if match[2].startswith(begin):
+                own = other + match[2].removeprefix(begin)
+                return f"model.layers.{match[1]}.{own}" if self.is_numbered else f"{NAME}.{own}"
+        return name if self.is_numbered else f"{NAME}.layers.{depth}.{match[2]}"
 
 
 def load_mtp_layers(
