@@ -439,13 +439,18 @@ class TrainEngine:
         """Return the scores of each row at its last token, float32 [R, L], and all else that the
         model returned. A row has as many targets as tokens. transformers' class looks for the last
         token that is not padding, so that the tokens after the end are the configuration's."""
+        outputs = self._forward(batch, self._padded(moved))
+        return outputs.logits.float(), outputs
+
+    def _padded(self, batch: MicroBatch) -> MicroBatch:
+        """Return `batch` with the configuration's padding after as many tokens of each row as it
+        has targets."""
         padding = self.module.config.get_text_config().pad_token_id  # type: ignore[operator, union-attr]
-        labels = moved.labels
+        labels = batch.labels
         positions = torch.arange(labels.shape[-1], device=labels.device)
         lengths = (labels != IGNORED_LABEL).sum(-1, keepdim=True)
-        ids = torch.where(positions < lengths, moved.input_ids, padding)
-        outputs = self._forward(batch, replace(moved, input_ids=ids, tokens=None))
-        return outputs.logits.float(), outputs
+        ids = torch.where(positions < lengths, batch.input_ids, padding)
+        return replace(batch, input_ids=ids, tokens=None)
 
     @torch.no_grad()
     def token_scores(self, batch: MicroBatch, top_k: int = 0) -> torch.Tensor:
@@ -470,6 +475,16 @@ class TrainEngine:
                 scores = self._whole(scores)
         self.engine.train()
         return scores[:, :length].cpu()
+
+    def row_sums(
+        self, batches: Iterable[MicroBatch]
+    ) -> Iterator[tuple[MicroBatch, MicroBatch, torch.Tensor]]:
+        """Yield each of `batches`, the same on the device, and the log-probability of each of its
+        rows without dropout, float32 [R]."""
+        for batch, moved in self.feed(batches):
+            with self.evaluating():
+                sums = self.log_probabilities(batch, moved)[0].sum(-1)
+            yield batch, moved, sums
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

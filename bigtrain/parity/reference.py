@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -252,13 +252,13 @@ class PlainPasses:
         """See `bigtrain.parity.proxy`: models with a score head are not compared."""
         raise NotImplementedError
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Return a context in which nothing changes: dropout is off."""
-        return nullcontext()
-
-    def feed(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, MicroBatch]]:
-        """Yield each micro-batch, and itself as the one on the device."""
-        return ((batch, batch) for batch in batches)
+    def row_sums(
+        self, batches: Iterable[MicroBatch]
+    ) -> Iterator[tuple[MicroBatch, MicroBatch, torch.Tensor]]:
+        """Yield each micro-batch, itself as the one on the device, and the log-probability of each
+        of its rows, float32 [R]. Dropout is off anyway."""
+        for batch in batches:
+            yield batch, batch, self.log_probabilities(batch, batch)[0].sum(-1)
 
     def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
         """Return `values`: there is one process."""

@@ -271,7 +271,7 @@ TOPOLOGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "pipeline": ("zero1", {"parallel": {"pipeline": 2}}),
     "sequence": ("zero3", {"parallel": {"sequence": 2}}),
 }
-REFUSED = {("kto", "pipeline"), ("reward", "pipeline"), ("reward", "sequence")}
+REFUSED = {("reward", "sequence")}
 
 
 def cases() -> list[Any]:
