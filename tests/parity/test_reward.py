@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.nn.functional import logsigmoid
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
+from bigtrain.cli import main
 from tests.parity import score_heads
 from tests.parity.objective_runs import VOCAB_SIZE, save_llama, train
 from tests.parity.score_heads import (
@@ -25,6 +29,8 @@ from tests.support.pairs import write_pairs
 pytestmark = [pytest.mark.distributed]
 SLOW = pytest.mark.slow
 CENTERING = 0.05
+PADDED = {"overrides": {"pad_token_id": 5}}
+"""Another token than the one with which the dataset pads rows, and one of the data."""
 OBJECTIVE = {"type": "reward", "center_rewards_coefficient": CENTERING}
 
 
@@ -60,9 +66,10 @@ def plain_loss(
 
 
 @cache
-def plain_run(root: Path, adapted: bool = False) -> Plain:
+def plain_run(root: Path, adapted: bool = False, padding: int = 0) -> Plain:
     loss = partial(plain_loss, places_of(root / "pairs"))
-    return score_heads.plain_run(run_of(root, adapted=adapted), plain_model(root, 1), loss, 2)
+    tree, model = run_of(root, adapted=adapted), plain_model(root, 1, padding)
+    return score_heads.plain_run(tree, model, loss, 2)
 
 
 def test_the_plain_run_learns(root: Path) -> None:
@@ -80,7 +87,7 @@ def test_the_plain_run_learns(root: Path) -> None:
         pytest.param("zero2", {"model": {"gradient_checkpointing": "full"}}, 2, marks=SLOW),
         ("zero3", {}, 2),
         pytest.param("zero1", {"parallel": {"tensor": 2}}, 2, marks=SLOW),
-        ("zero1", {"parallel": {"pipeline": 2}}, 2),
+        ("zero1", {"parallel": {"pipeline": 2}, "model": PADDED}, 2),
         pytest.param("zero0", {"parallel": {"pipeline": 2}}, 4, marks=SLOW),
         pytest.param("zero1", {"parallel": {"tensor": 2, "pipeline": 2}}, 4, marks=SLOW),
     ],
@@ -101,7 +108,23 @@ def test_a_reward_model_is_that_of_a_plain_loop(
     tree = run_of(root, engine={"deepspeed_config": engine}, **sections)
     tree["model"] = {"path": str(root / "base"), **tree["model"]}
     name = "-".join([engine, *sections, *sections.get("parallel", {})])
-    compare(root / name, train(root, name, tree, world_size), plain_run(root))
+    padding = sections.get("model", {}).get("overrides", {}).get("pad_token_id", 0)
+    compare(root / name, train(root, name, tree, world_size), plain_run(root, padding=padding))
+
+
+@pytest.mark.slow
+def test_stages_are_exported_as_transformers_reads_them(root: Path) -> None:
+    tree = run_of(root, engine={"deepspeed_config": "zero1"}, parallel={"pipeline": 2})
+    train(root, "exported", tree, 2)
+    words = {f"t{number}": number for number in range(VOCAB_SIZE)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="t0"))
+    )
+    tokenizer.save_pretrained(root / "exported/tokenizer")
+    assert main(["export", "--run", str(root / "exported"), "--output", str(root / "hf")]) == 0
+    model = AutoModelForSequenceClassification.from_pretrained(root / "hf", dtype=torch.float32)
+    for name, tensor in plain_run(root).weights.items():
+        torch.testing.assert_close(model.state_dict()[name], tensor, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
