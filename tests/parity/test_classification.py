@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.manifest import SPLITS
 from tests.parity import score_heads
-from tests.parity.objective_runs import VOCAB_SIZE, save_llama, train
+from tests.parity.objective_runs import VOCAB_SIZE, degrees_name, save_llama, train
 from tests.parity.score_heads import (
     LENGTH,
     Plain,
@@ -91,16 +91,13 @@ def test_the_plain_run_learns(root: Path) -> None:
         pytest.param("zero1", {"parallel": {"pipeline": 2}}, 2, marks=SLOW),
         pytest.param("zero0", {"parallel": {"pipeline": 2}}, 4, marks=SLOW),
         pytest.param("zero1", {"parallel": {"tensor": 2, "pipeline": 2}}, 4, marks=SLOW),
+        ("zero1", {"parallel": {"sequence": 2}}, 2),
+        pytest.param("zero3", {"parallel": {"sequence": {"ring": 2}}}, 2, marks=SLOW),
+        pytest.param("zero3", {"parallel": {"tensor": 2, "sequence": 2}}, 4, marks=SLOW),
     ],
     ids=[
-        "zero0",
-        "zero1",
-        "recomputed",
-        "zero3",
-        "tensor",
-        "stages",
-        "data_stages",
-        "tensor_stages",
+        *("zero0", "zero1", "recomputed", "zero3", "tensor", "stages", "data_stages"),
+        *("tensor_stages", "sequence", "ring", "tensor_sequence"),
     ],
 )
 def test_a_classifier_is_that_of_a_plain_loop(
@@ -108,7 +105,7 @@ def test_a_classifier_is_that_of_a_plain_loop(
 ) -> None:
     tree = run_of(root, engine={"deepspeed_config": engine}, **sections)
     tree["model"] = {"path": str(root / "base"), **tree["model"]}
-    name = "-".join([engine, *sections, *sections.get("parallel", {})])
+    name = f"{engine}-{degrees_name(sections)}-{len(sections)}-{world_size}"
     compare(root / name, train(root, name, tree, world_size), plain_run(root))
 
 
@@ -120,8 +117,9 @@ def test_a_classifier_is_that_of_a_plain_loop(
         ("zero3", {}),
         ("zero1", {"parallel": {"tensor": 2}}),
         ("zero1", {"parallel": {"pipeline": 2}}),
+        ("zero3", {"parallel": {"sequence": 2}}),
     ],
-    ids=["zero1", "zero3", "tensor", "pipeline"],
+    ids=["zero1", "zero3", "tensor", "pipeline", "sequence"],
 )
 def test_adapters_with_a_trained_head_are_those_of_a_plain_loop(
     root: Path, engine: str, sections: dict[str, Any]

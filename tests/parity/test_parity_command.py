@@ -535,7 +535,7 @@ def test_what_is_wrong_between_ranks_is_told(name: str, tmp_path: Path) -> None:
         pytest.param(
             {"model": llama(), **REWARD},
             {"objective": ObjectiveSection(type="reward")},
-            ("zero3, data 2", "zero1, data 1, tensor 2", "pipeline_zero1, data 1, pipeline 2"),
+            ("zero3, data 2", "zero1, data 1, sequence 2", "pipeline_zero1, data 1, pipeline 2"),
             marks=pytest.mark.slow,
         ),
         pytest.param(

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from bigtrain.cli import main
 from tests.parity import score_heads
-from tests.parity.objective_runs import VOCAB_SIZE, save_llama, train
+from tests.parity.objective_runs import VOCAB_SIZE, degrees_name, save_llama, train
 from tests.parity.score_heads import (
     LENGTH,
     Plain,
@@ -90,16 +90,13 @@ def test_the_plain_run_learns(root: Path) -> None:
         ("zero1", {"parallel": {"pipeline": 2}, "model": PADDED}, 2),
         pytest.param("zero0", {"parallel": {"pipeline": 2}}, 4, marks=SLOW),
         pytest.param("zero1", {"parallel": {"tensor": 2, "pipeline": 2}}, 4, marks=SLOW),
+        pytest.param("zero1", {"parallel": {"sequence": 2}, "model": PADDED}, 2, marks=SLOW),
+        pytest.param("zero3", {"parallel": {"sequence": {"ring": 2}}}, 2, marks=SLOW),
+        pytest.param("zero3", {"parallel": {"tensor": 2, "sequence": 2}}, 4, marks=SLOW),
     ],
     ids=[
-        "zero0",
-        "zero1",
-        "recomputed",
-        "zero3",
-        "tensor",
-        "stages",
-        "data_stages",
-        "tensor_stages",
+        *("zero0", "zero1", "recomputed", "zero3", "tensor", "stages", "data_stages"),
+        *("tensor_stages", "sequence", "ring", "tensor_sequence"),
     ],
 )
 def test_a_reward_model_is_that_of_a_plain_loop(
@@ -107,7 +104,7 @@ def test_a_reward_model_is_that_of_a_plain_loop(
 ) -> None:
     tree = run_of(root, engine={"deepspeed_config": engine}, **sections)
     tree["model"] = {"path": str(root / "base"), **tree["model"]}
-    name = "-".join([engine, *sections, *sections.get("parallel", {})])
+    name = f"{engine}-{degrees_name(sections)}-{len(sections)}-{world_size}"
     padding = sections.get("model", {}).get("overrides", {}).get("pad_token_id", 0)
     compare(root / name, train(root, name, tree, world_size), plain_run(root, padding=padding))
 
@@ -135,8 +132,9 @@ def test_stages_are_exported_as_transformers_reads_them(root: Path) -> None:
         ("zero3", {}),
         ("zero1", {"parallel": {"tensor": 2}}),
         ("zero1", {"parallel": {"pipeline": 2}}),
+        ("zero3", {"parallel": {"sequence": 2}}),
     ],
-    ids=["zero1", "zero3", "tensor", "pipeline"],
+    ids=["zero1", "zero3", "tensor", "pipeline", "sequence"],
 )
 def test_adapters_with_a_trained_head_are_those_of_a_plain_loop(
     root: Path, engine: str, sections: dict[str, Any]
