@@ -86,7 +86,7 @@ def test_the_plain_run_learns(root: Path) -> None:
         pytest.param("zero0", {}, 2, marks=SLOW),
         pytest.param("zero1", {}, 2, marks=SLOW),
         pytest.param("zero2", {"model": {"gradient_checkpointing": "full"}}, 2, marks=SLOW),
-        ("zero3", {}, 2),
+        pytest.param("zero3", {}, 2, marks=SLOW),
         pytest.param("zero1", {"parallel": {"tensor": 2}}, 2, marks=SLOW),
         pytest.param("zero1", {"parallel": {"pipeline": 2}}, 2, marks=SLOW),
         pytest.param("zero0", {"parallel": {"pipeline": 2}}, 4, marks=SLOW),
