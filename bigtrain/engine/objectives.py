@@ -44,9 +44,13 @@ class Passes(Protocol):
         self, batch: MicroBatch, moved: MicroBatch
     ) -> tuple[torch.Tensor, Any]: ...
     def scores(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]: ...
-    def evaluating(self) -> AbstractContextManager[None]: ...
+    def row_sums(
+        self, batches: Iterable[MicroBatch]
+    ) -> Iterator[tuple[MicroBatch, MicroBatch, torch.Tensor]]:
+        """Yield each batch, the same on the device, and the log-probability of its rows without
+        dropout, float32 [R]; nothing on ranks of other stages than the last."""
+
     def reference(self) -> AbstractContextManager[None]: ...
-    def feed(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, MicroBatch]]: ...
     def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor: ...
 
 
@@ -59,6 +63,9 @@ class Objective(Protocol):
 
     def count(self, labels: torch.Tensor) -> int:
         """Return the units of `labels` int64 [R, T], on the host."""
+
+    def trained(self, batch: MicroBatch) -> MicroBatch:
+        """Return the rows of `batch` that `summed_loss` passes through the model."""
 
     def summed_loss(
         self,
@@ -92,6 +99,9 @@ class _Unprepared:
 
     def prepare(self, passes: Passes, batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
         return batches
+
+    def trained(self, batch: MicroBatch) -> MicroBatch:
+        return batch
 
 
 class NextToken(_Unprepared):
@@ -293,19 +303,20 @@ class RatedAnswers:
     def count(self, labels: torch.Tensor) -> int:
         return int((labels[0::2] != IGNORED_LABEL).any(-1).sum())
 
+    def trained(self, batch: MicroBatch) -> MicroBatch:
+        return batch.every_second(0)
+
     @torch.no_grad()
     def prepare(self, passes: Passes, batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
         """Estimate the divergence. TRL does it for the micro-batches that ranks train at once."""
         kept = list(batches)
         total = torch.zeros(2, dtype=torch.float64)
-        for batch, moved in passes.feed(kept):
-            mismatched = batch.every_second(1), moved.every_second(1)
-            with passes.evaluating():
-                policy = passes.log_probabilities(*mismatched)[0].sum(-1)
-            reference = _reference_sums(passes, *mismatched)
+        mismatched = (batch.every_second(1) for batch in kept)
+        for batch, moved, policy in passes.row_sums(mismatched):
+            reference = _reference_sums(passes, batch, moved)
             total = total.to(policy.device)
             total[0] += (policy - reference).sum()
-            total[1] += (mismatched[1].labels != IGNORED_LABEL).any(-1).sum()
+            total[1] += (moved.labels != IGNORED_LABEL).any(-1).sum()
         total = passes.sum_over_replicas(total)
         self._divergence = (total[0] / total[1].clamp(min=1)).clamp(min=0).float()
         record("kl", self._divergence)
@@ -319,7 +330,7 @@ class RatedAnswers:
         factor: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Any]:
         assert self._divergence is not None
-        answers = batch.every_second(0), moved.every_second(0)
+        answers = self.trained(batch), self.trained(moved)
         reference = _reference_sums(passes, *answers)
         values, outputs = passes.log_probabilities(*answers)
         sums, desirable = values.sum(-1), answers[1].desirable

@@ -438,14 +438,34 @@ class TrainEngine:
     def scores(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]:
         """Return the scores of each row at its last token, float32 [R, L], and all else that the
         model returned. A row has as many targets as tokens. transformers' class looks for the last
-        token that is not padding, so that the tokens after the end are the configuration's."""
-        padding = self.module.config.get_text_config().pad_token_id  # type: ignore[operator, union-attr]
-        labels = moved.labels
+        token that is not padding, so that the tokens after the end are the configuration's. Of
+        ranks that share samples each looks in its part; the one that finds the row's is used."""
+        padded = self._padded(moved)
+        outputs = self._forward(batch, padded)
+        scores = outputs.logits.float()
+        if self.sequence is not None:
+            ids = padded.input_ids
+            positions = torch.arange(ids.shape[-1], device=ids.device)
+            last = (positions * (ids != self._padding)).argmax(-1, keepdim=True)
+            is_last = self.sequence.part(positions == last)
+            placed = torch.where(is_last.unsqueeze(-1), scores.unsqueeze(1), 0.0)
+            scores = self.sequence.whole(placed).sum(1)
+        return scores, outputs
+
+    @property
+    def _padding(self) -> int:
+        """Token id with which the model's configuration pads."""
+        config: Any = self.module.config
+        return int(config.get_text_config().pad_token_id)
+
+    def _padded(self, batch: MicroBatch) -> MicroBatch:
+        """Return `batch` with the configuration's padding after as many tokens of each row as it
+        has targets."""
+        labels = batch.labels
         positions = torch.arange(labels.shape[-1], device=labels.device)
         lengths = (labels != IGNORED_LABEL).sum(-1, keepdim=True)
-        ids = torch.where(positions < lengths, moved.input_ids, padding)
-        outputs = self._forward(batch, replace(moved, input_ids=ids, tokens=None))
-        return outputs.logits.float(), outputs
+        ids = torch.where(positions < lengths, batch.input_ids, self._padding)
+        return replace(batch, input_ids=ids, tokens=None)
 
     @torch.no_grad()
     def token_scores(self, batch: MicroBatch, top_k: int = 0) -> torch.Tensor:
@@ -470,6 +490,16 @@ class TrainEngine:
                 scores = self._whole(scores)
         self.engine.train()
         return scores[:, :length].cpu()
+
+    def row_sums(
+        self, batches: Iterable[MicroBatch]
+    ) -> Iterator[tuple[MicroBatch, MicroBatch, torch.Tensor]]:
+        """Yield each of `batches`, the same on the device, and the log-probability of each of its
+        rows without dropout, float32 [R]."""
+        for batch, moved in self.feed(batches):
+            with self.evaluating():
+                sums = self.log_probabilities(batch, moved)[0].sum(-1)
+            yield batch, moved, sums
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -15,7 +15,12 @@ import torch
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.errors import ConfigError, ModelError, Problem
-from bigtrain.models.configuration import load_hf_config, text_config
+from bigtrain.models.configuration import (
+    load_hf_config,
+    scores_samples,
+    text_config,
+    with_objective_head,
+)
 from bigtrain.models.equivalence.loss import choose_loss
 from bigtrain.models.equivalence.proxy_model import (
     VOCABULARY,
@@ -56,15 +61,13 @@ from bigtrain.settings.run_config import (
     ScheduleSection,
     TrainSection,
 )
-from bigtrain.settings.sections.extensions import is_imported
-from bigtrain.settings.sections.objective import ObjectiveSection
 
 STEPS = 5
 RATES = tuple(1e-2 * (0.5 + 0.25 * step) for step in range(STEPS))
 """The learning rate of every step, all different, so that one applied a step late is detected."""
 
 SHIPPED = ("zero0", "zero1", "zero2", "zero3", "pipeline_zero1")
-_COMPARED = ("next_token", "preference", "kto", "distillation")
+_LABELS = ("first", "second", "third")
 _TEACHER_TOP_K = 5
 _CLIP_NORM = 0.5
 _SMALLEST_EPS = 1e-3
@@ -103,8 +106,7 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
     """
     check_comparable(config.optimizer)
     section, notes = config.model, _left_out(config)
-    hf_config = load_hf_config(section)
-    hf_config.architectures = None  # the token head also of a base that scores samples
+    hf_config = _with_head(config)
     attention = section.attention
     if attention not in ("auto", "sdpa", "eager"):
         notes.append(f"model.attention = {attention} needs CUDA: sdpa is compared")
@@ -131,7 +133,7 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
         data=config.data,
         batch=BatchSection(sequence_length=tokens, global_batch_size=2 * world_size),
         train=TrainSection(steps=STEPS),
-        objective=_objective(config.objective, notes),
+        objective=config.objective.model_copy(update={"reference": None, "mtp_weight": 0.0}),
         optimizer=_optimizer(config.optimizer, notes),
         schedule=ScheduleSection(type="constant"),
         precision=PrecisionSection(dtype="float32"),
@@ -142,6 +144,20 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
     if config.precision.dtype == "bfloat16":
         precision = config.precision.model_copy(update={"float8": "none"})
     return Proxy(small, _engines(config, directory), precision, tuple(notes))
+
+
+def _with_head(config: RunConfig) -> Any:
+    """Return the configuration of the run's model with the head of its objective. Labels are the
+    base's, or three: data are not read. Raises ConfigError as `with_objective_head`."""
+    hf_config, objective = load_hf_config(config.model), config.objective
+    if not objective.scores_samples:
+        hf_config.architectures = None  # the token head also of a base that scores samples
+        return hf_config
+    labels: tuple[str, ...] = ()
+    if objective.type == "classification":
+        own = hf_config.id2label if scores_samples(hf_config) else None
+        labels = _LABELS if own is None else tuple(own.values())
+    return with_objective_head(hf_config, config, labels)
 
 
 def _left_out(config: RunConfig) -> list[str]:
@@ -206,17 +222,6 @@ def _proxy_model(
             )
             model.config.router_aux_loss_coef = AUXILIARY
     return model
-
-
-def _objective(section: ObjectiveSection, notes: list[str]) -> ObjectiveSection:
-    """Return the run's section, if the plain loop has its loss; else the next token's."""
-    if section.type in _COMPARED or is_imported(section.type):
-        return section.model_copy(update={"reference": None, "mtp_weight": 0.0})
-    notes.append(
-        f"objective.type = {section.type} is not compared here: the architecture is, with "
-        "next_token"
-    )
-    return ObjectiveSection()
 
 
 def _moe(section: MoeSection, notes: list[str]) -> MoeSection:
@@ -343,14 +348,15 @@ def micro_batches(
     config: RunConfig, plan: BatchPlan, step: int, data_rank: int
 ) -> list[MicroBatch]:
     """Return the batches of a step for `data_rank`: random tokens, the same samples at every
-    topology. Stored scores of a reference are near those of the proxy model."""
+    topology. Stored scores of a reference are near those of the proxy model. Of samples that are
+    scored, each token up to the end has a target, and other tokens follow."""
     generator = torch.Generator().manual_seed(1000 + step)
     num_rows = plan.global_batch_size * plan.rows_per_sample
     shape = (num_rows, plan.sequence_length + 1)
     tokens = torch.randint(1, VOCABULARY, shape, generator=generator)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
     labels[torch.rand(labels.shape, generator=generator) < 0.2] = IGNORED_LABEL
-    positions = reference = desirable = values = ids = None
+    positions = reference = desirable = classes = values = ids = None
     if config.data.isolates:
         positions = document_positions(num_rows, plan.sequence_length)
         labels[:, :-1][positions[:, 1:] == 0] = IGNORED_LABEL
@@ -359,6 +365,16 @@ def micro_batches(
         reference = noise - math.log(VOCABULARY) * (labels != IGNORED_LABEL).sum(-1)
     if config.objective.type == "kto":
         desirable = (torch.rand(num_rows // 2, generator=generator) < 0.5).repeat_interleave(2)
+    if config.objective.scores_samples:
+        lengths = torch.randint(
+            plan.sequence_length // 2, shape[1], (num_rows, 1), generator=generator
+        )
+        is_target = torch.arange(plan.sequence_length) < lengths
+        labels = torch.where(is_target, tokens[:, 1:], IGNORED_LABEL)
+    if config.objective.type == "classification":
+        own = load_hf_config(ModelSection(path=config.model.path))
+        num_labels = int(own.num_labels or 0)
+        classes = torch.randint(num_labels, (num_rows,), generator=generator)
     if config.objective.type == "distillation":
         logits = 2 * torch.randn(*labels.shape, VOCABULARY, generator=generator)
         values, ids = logits.log_softmax(-1).topk(_TEACHER_TOP_K)
@@ -368,6 +384,7 @@ def micro_batches(
         positions,
         reference=reference,
         desirable=desirable,
+        classes=classes,
         teacher_values=values,
         teacher_ids=ids,
     )

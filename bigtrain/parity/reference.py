@@ -7,8 +7,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import pairwise
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.shards.format import IGNORED_LABEL
@@ -98,12 +98,13 @@ def _train(
     section, dtype = config.model, getattr(torch, config.precision.dtype)
     assert section.path is not None
     attention = None if section.attention == "auto" else section.attention
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        section.path, dtype=dtype, attn_implementation=attention
-    )
+    kind = AutoModelForCausalLM
+    if config.objective.scores_samples:
+        kind = AutoModelForSequenceClassification
+    model: Any = kind.from_pretrained(section.path, dtype=dtype, attn_implementation=attention)
     fit_experts(model)  # grouped products do not support every width
     # Masters are the tensors of the files, without rounding.
-    full = AutoModelForCausalLM.from_pretrained(section.path, dtype=torch.float32)
+    full = kind.from_pretrained(section.path, dtype=torch.float32)
     values = dict(full.named_parameters())
     for name, value in section.overrides.items():
         setattr(model.config, name, value)
@@ -126,6 +127,10 @@ def _train(
     with torch.no_grad():
         model.eval()
         (batch,) = micro_batches(config, plan, 0, 0)
+        if config.objective.scores_samples:
+            ended = batch.labels == IGNORED_LABEL
+            padding = model.config.get_text_config().pad_token_id
+            batch = replace(batch, input_ids=batch.input_ids.masked_fill(ended, padding))
         figures.layers = layer_outputs(model, lambda: _outputs(model, batch)[1])
     model.train()
     for step in range(STEPS):
@@ -249,16 +254,20 @@ class PlainPasses:
         return values * (batch.labels != IGNORED_LABEL), outputs
 
     def scores(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, list[Any]]:
-        """See `bigtrain.parity.proxy`: models with a score head are not compared."""
-        raise NotImplementedError
+        """Return the scores of each row, float32 [R, L], of a pass of it up to its end."""
+        outputs: list[Any] = []
+        for ids, labels in zip(batch.input_ids, batch.labels, strict=True):
+            own = ids[: int((labels != IGNORED_LABEL).sum())]
+            outputs.append(self._model(input_ids=own.unsqueeze(0), use_cache=False))
+        return torch.cat([one.logits for one in outputs]).float(), outputs
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Return a context in which nothing changes: dropout is off."""
-        return nullcontext()
-
-    def feed(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, MicroBatch]]:
-        """Yield each micro-batch, and itself as the one on the device."""
-        return ((batch, batch) for batch in batches)
+    def row_sums(
+        self, batches: Iterable[MicroBatch]
+    ) -> Iterator[tuple[MicroBatch, MicroBatch, torch.Tensor]]:
+        """Yield each micro-batch, itself as the one on the device, and the log-probability of each
+        of its rows, float32 [R]. Dropout is off anyway."""
+        for batch in batches:
+            yield batch, batch, self.log_probabilities(batch, batch)[0].sum(-1)
 
     def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
         """Return `values`: there is one process."""

@@ -48,11 +48,11 @@ def run_of(
     }
 
 
-def plain_model(root: Path, num_labels: int) -> Any:
+def plain_model(root: Path, num_labels: int, padding: int = 0) -> Any:
     """Return the base with a head as a run draws it: by Llama's rule, from a stream of the head's
-    name."""
+    name. padding: token that pads."""
     model: Any = AutoModelForSequenceClassification.from_pretrained(
-        root / "base", dtype=torch.float32, num_labels=num_labels, pad_token_id=0
+        root / "base", dtype=torch.float32, num_labels=num_labels, pad_token_id=padding
     )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed_of(0, "score"))

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.manifest import SPLITS
 from tests.parity import score_heads
-from tests.parity.objective_runs import VOCAB_SIZE, save_llama, train
+from tests.parity.objective_runs import VOCAB_SIZE, degrees_name, save_llama, train
 from tests.parity.score_heads import (
     LENGTH,
     Plain,
@@ -81,44 +81,65 @@ def test_the_plain_run_learns(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "sections"),
+    ("engine", "sections", "world_size"),
     [
-        pytest.param("zero0", {}, marks=SLOW),
-        pytest.param("zero1", {}, marks=SLOW),
-        pytest.param("zero2", {"model": {"gradient_checkpointing": "full"}}, marks=SLOW),
-        ("zero3", {}),
-        pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
+        pytest.param("zero0", {}, 2, marks=SLOW),
+        pytest.param("zero1", {}, 2, marks=SLOW),
+        pytest.param("zero2", {"model": {"gradient_checkpointing": "full"}}, 2, marks=SLOW),
+        pytest.param("zero3", {}, 2, marks=SLOW),
+        pytest.param("zero1", {"parallel": {"tensor": 2}}, 2, marks=SLOW),
+        pytest.param("zero1", {"parallel": {"pipeline": 2}}, 2, marks=SLOW),
+        pytest.param("zero0", {"parallel": {"pipeline": 2}}, 4, marks=SLOW),
+        pytest.param("zero1", {"parallel": {"tensor": 2, "pipeline": 2}}, 4, marks=SLOW),
+        ("zero1", {"parallel": {"sequence": 2}}, 2),
+        pytest.param("zero3", {"parallel": {"sequence": {"ring": 2}}}, 2, marks=SLOW),
+        pytest.param("zero3", {"parallel": {"tensor": 2, "sequence": 2}}, 4, marks=SLOW),
     ],
-    ids=["zero0", "zero1", "recomputed", "zero3", "tensor"],
+    ids=[
+        *("zero0", "zero1", "recomputed", "zero3", "tensor", "stages", "data_stages"),
+        *("tensor_stages", "sequence", "ring", "tensor_sequence"),
+    ],
 )
 def test_a_classifier_is_that_of_a_plain_loop(
-    root: Path, engine: str, sections: dict[str, Any]
+    root: Path, engine: str, sections: dict[str, Any], world_size: int
 ) -> None:
     tree = run_of(root, engine={"deepspeed_config": engine}, **sections)
     tree["model"] = {"path": str(root / "base"), **tree["model"]}
-    name = "-".join([engine, *sections])
-    compare(root / name, train(root, name, tree, 2), plain_run(root))
+    name = f"{engine}-{degrees_name(sections)}-{len(sections)}-{world_size}"
+    compare(root / name, train(root, name, tree, world_size), plain_run(root))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "sections"),
-    [("zero1", {}), ("zero3", {}), ("zero1", {"parallel": {"tensor": 2}})],
-    ids=["zero1", "zero3", "tensor"],
+    [
+        ("zero1", {}),
+        ("zero3", {}),
+        ("zero1", {"parallel": {"tensor": 2}}),
+        ("zero1", {"parallel": {"pipeline": 2}}),
+        ("zero3", {"parallel": {"sequence": 2}}),
+    ],
+    ids=["zero1", "zero3", "tensor", "pipeline", "sequence"],
 )
 def test_adapters_with_a_trained_head_are_those_of_a_plain_loop(
     root: Path, engine: str, sections: dict[str, Any]
 ) -> None:
     tree = run_of(root, adapted=True, engine={"deepspeed_config": engine}, **sections)
-    name = "-".join(["adapted", engine, *sections])
+    name = "-".join(["adapted", engine, *sections.get("parallel", {})])
     compare(root / name, train(root, name, tree, 2), plain_run(root, adapted=True))
 
 
 @pytest.mark.slow
-def test_a_resume_on_one_rank_continues_as_the_plain_loop(root: Path) -> None:
+@pytest.mark.parametrize("degrees", [({}, {}), ({"pipeline": 2}, {}), ({}, {"pipeline": 2})])
+def test_a_resume_on_other_ranks_continues_as_the_plain_loop(
+    root: Path, degrees: tuple[dict[str, int], dict[str, int]]
+) -> None:
+    first, second = degrees
     tree = run_of(root, engine={"deepspeed_config": "zero1"})
-    rows = train(root, "resumed", {**tree, "train": {"steps": 4}}, 2)
+    name = "resumed-" + "-".join("".join(one) for one in degrees)
+    rows = train(root, name, {**tree, "train": {"steps": 4}, "parallel": first}, 2)
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
     allowed = {"every_steps": 4, "allow_changes": ["train.steps"]}
-    continued = train(root, "resumed", {**tree, "checkpoint": allowed}, 1)
-    compare(root / "resumed", continued, plain_run(root))
+    tree = {**tree, "checkpoint": allowed, "parallel": second}
+    continued = train(root, name, tree, 2 if second else 1)
+    compare(root / name, continued, plain_run(root))

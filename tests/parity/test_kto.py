@@ -186,22 +186,30 @@ def test_the_plain_run_has_both_signs_of_the_divergence(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "sections"),
+    ("engine", "sections", "world_size"),
     [
-        pytest.param("zero0", {}, marks=SLOW),
-        pytest.param("zero1", {}, marks=SLOW),
-        ("zero3", {}),
-        pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
-        pytest.param("zero1", {"parallel": {"sequence": 2}}, marks=SLOW),
-        pytest.param("zero3", {"parallel": {"sequence": {"ring": 2}}}, marks=SLOW),
+        pytest.param("zero0", {}, 2, marks=SLOW),
+        pytest.param("zero1", {}, 2, marks=SLOW),
+        ("zero3", {}, 2),
+        pytest.param("zero1", {"parallel": {"tensor": 2}}, 2, marks=SLOW),
+        pytest.param("zero1", {"parallel": {"sequence": 2}}, 2, marks=SLOW),
+        pytest.param("zero3", {"parallel": {"sequence": {"ring": 2}}}, 2, marks=SLOW),
+        ("zero1", {"parallel": {"pipeline": 2}}, 2),
+        pytest.param("zero0", {"parallel": {"pipeline": 2}}, 4, marks=SLOW),
+        pytest.param("zero1", {"parallel": {"tensor": 2, "pipeline": 2}}, 4, marks=SLOW),
     ],
-    ids=["zero0", "zero1", "zero3", "tensor", "sequence", "ring"],
+    ids=[
+        *("zero0", "zero1", "zero3", "tensor", "sequence", "ring"),
+        *("stages", "data_stages", "tensor_stages"),
+    ],
 )
-def test_kto_is_that_of_a_plain_loop(root: Path, engine: str, sections: dict[str, Any]) -> None:
+def test_kto_is_that_of_a_plain_loop(
+    root: Path, engine: str, sections: dict[str, Any], world_size: int
+) -> None:
     tree = run_of(root, engine={"deepspeed_config": engine}, **sections)
     tree["model"] = {**tree["model"], "loss": "chunked", "loss_chunk_tokens": 7}
     name = f"{engine}-{degrees_name(sections)}"
-    compare(root, name, train(root, name, tree, 2))
+    compare(root, name, train(root, name, tree, world_size))
 
 
 @pytest.mark.slow
@@ -220,8 +228,9 @@ def test_a_resume_on_one_rank_goes_on_as_the_plain_loop(root: Path) -> None:
         ("zero3", {}),
         pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
         pytest.param("zero3", {"parallel": {"sequence": 2}}, marks=SLOW),
+        pytest.param("zero1", {"parallel": {"pipeline": 2}}, marks=SLOW),
     ],
-    ids=["zero1", "zero3", "tensor", "sequence"],
+    ids=["zero1", "zero3", "tensor", "sequence", "stages"],
 )
 def test_all_weights_are_trained_against_scores_of_the_first_ones(
     root: Path, engine: str, sections: dict[str, Any]

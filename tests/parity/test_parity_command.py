@@ -359,6 +359,8 @@ DEEPSEEK = {**EXPERT_MODELS["deepseek_v3"], "num_hidden_layers": 2}
 GLOBAL = {"auxiliary_loss": "global_batch"}
 PREFERENCE = {"objective": {"type": "preference", "loss": "ipo"}}
 KTO = {"objective": {"type": "kto"}}
+REWARD = {"objective": {"type": "reward", "center_rewards_coefficient": 0.5}}
+CLASSES = {"objective": {"type": "classification"}}
 
 # Of what only several ranks have: text replaced, the run's model and sections, where it shows.
 MUTATIONS_OF_RANKS: dict[str, tuple[dict[str, tuple[str, str]], dict[str, Any], str]] = {
@@ -411,6 +413,21 @@ MUTATIONS_OF_RANKS: dict[str, tuple[dict[str, tuple[str, str]], dict[str, Any], 
         },
         {"model": llama(), **PREFERENCE},
         "data 2",
+    ),
+    "rows of rewards are counted instead of pairs": (
+        {
+            "engine/objectives.py": (
+                "return int(_pairs_present(labels).sum())",
+                "return int((labels != IGNORED_LABEL).any(-1).sum())",
+            )
+        },
+        {"model": llama(), **REWARD},
+        "data",
+    ),
+    "a token after the end is scored": (
+        {"engine/train_engine.py": ("positions < lengths,", "positions <= lengths,")},
+        {"model": llama(), **CLASSES},
+        "data",
     ),
     "adapters are scaled twice": (
         {
@@ -516,6 +533,24 @@ def test_what_is_wrong_between_ranks_is_told(name: str, tmp_path: Path) -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param(
+            {"model": llama(), **REWARD},
+            {"objective": ObjectiveSection(type="reward")},
+            ("zero3, data 2", "zero1, data 1, sequence 2", "pipeline_zero1, data 1, pipeline 2"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"model": llama(), "adapters": {**LORA, "modules_to_save": ["score"]}, **CLASSES},
+            {"adapters": None},
+            ("zero1, data 2", "pipeline_zero1, data 1, pipeline 2"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"model": llama(), **KTO},
+            {"objective": ObjectiveSection()},
+            ("pipeline_zero1, data 1, pipeline 2",),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             {"model": llama(), "objective": {"label_smoothing": 0.1, "z_loss": 0.01}},
             {"objective": ObjectiveSection()},
             ("zero1, data 2", "zero1, data 1, tensor 2"),
@@ -530,7 +565,8 @@ def test_what_is_wrong_between_ranks_is_told(name: str, tmp_path: Path) -> None:
     ],
     ids=[
         "global batch", "auxiliary loss", "biases", "adapters", "pairs", "answers",
-        "answers with adapters", "terms", "teacher",
+        "answers with adapters", "rewards", "classes with adapters", "answers in stages", "terms",
+        "teacher",
     ],
 )  # fmt: skip
 def test_terms_of_the_loss_and_adapters_are_compared(

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.nn.functional import logsigmoid
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
+from bigtrain.cli import main
 from tests.parity import score_heads
-from tests.parity.objective_runs import VOCAB_SIZE, save_llama, train
+from tests.parity.objective_runs import VOCAB_SIZE, degrees_name, save_llama, train
 from tests.parity.score_heads import (
     LENGTH,
     Plain,
@@ -25,6 +29,8 @@ from tests.support.pairs import write_pairs
 pytestmark = [pytest.mark.distributed]
 SLOW = pytest.mark.slow
 CENTERING = 0.05
+PADDED = {"overrides": {"pad_token_id": 5}}
+"""Another token than the one with which the dataset pads rows, and one of the data."""
 OBJECTIVE = {"type": "reward", "center_rewards_coefficient": CENTERING}
 
 
@@ -60,9 +66,10 @@ def plain_loss(
 
 
 @cache
-def plain_run(root: Path, adapted: bool = False) -> Plain:
+def plain_run(root: Path, adapted: bool = False, padding: int = 0) -> Plain:
     loss = partial(plain_loss, places_of(root / "pairs"))
-    return score_heads.plain_run(run_of(root, adapted=adapted), plain_model(root, 1), loss, 2)
+    tree, model = run_of(root, adapted=adapted), plain_model(root, 1, padding)
+    return score_heads.plain_run(tree, model, loss, 2)
 
 
 def test_the_plain_run_learns(root: Path) -> None:
@@ -73,44 +80,81 @@ def test_the_plain_run_learns(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "sections"),
+    ("engine", "sections", "world_size"),
     [
-        pytest.param("zero0", {}, marks=SLOW),
-        pytest.param("zero1", {}, marks=SLOW),
-        pytest.param("zero2", {"model": {"gradient_checkpointing": "full"}}, marks=SLOW),
-        ("zero3", {}),
-        pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
+        pytest.param("zero0", {}, 2, marks=SLOW),
+        pytest.param("zero1", {}, 2, marks=SLOW),
+        pytest.param("zero2", {"model": {"gradient_checkpointing": "full"}}, 2, marks=SLOW),
+        ("zero3", {}, 2),
+        pytest.param("zero1", {"parallel": {"tensor": 2}}, 2, marks=SLOW),
+        ("zero1", {"parallel": {"pipeline": 2}, "model": PADDED}, 2),
+        pytest.param("zero0", {"parallel": {"pipeline": 2}}, 4, marks=SLOW),
+        pytest.param("zero1", {"parallel": {"tensor": 2, "pipeline": 2}}, 4, marks=SLOW),
+        pytest.param("zero1", {"parallel": {"sequence": 2}, "model": PADDED}, 2, marks=SLOW),
+        pytest.param("zero3", {"parallel": {"sequence": {"ring": 2}}}, 2, marks=SLOW),
+        pytest.param("zero3", {"parallel": {"tensor": 2, "sequence": 2}}, 4, marks=SLOW),
     ],
-    ids=["zero0", "zero1", "recomputed", "zero3", "tensor"],
+    ids=[
+        *("zero0", "zero1", "recomputed", "zero3", "tensor", "stages", "data_stages"),
+        *("tensor_stages", "sequence", "ring", "tensor_sequence"),
+    ],
 )
 def test_a_reward_model_is_that_of_a_plain_loop(
-    root: Path, engine: str, sections: dict[str, Any]
+    root: Path, engine: str, sections: dict[str, Any], world_size: int
 ) -> None:
     tree = run_of(root, engine={"deepspeed_config": engine}, **sections)
     tree["model"] = {"path": str(root / "base"), **tree["model"]}
-    name = "-".join([engine, *sections])
-    compare(root / name, train(root, name, tree, 2), plain_run(root))
+    name = f"{engine}-{degrees_name(sections)}-{len(sections)}-{world_size}"
+    padding = sections.get("model", {}).get("overrides", {}).get("pad_token_id", 0)
+    compare(root / name, train(root, name, tree, world_size), plain_run(root, padding=padding))
+
+
+@pytest.mark.slow
+def test_stages_are_exported_as_transformers_reads_them(root: Path) -> None:
+    tree = run_of(root, engine={"deepspeed_config": "zero1"}, parallel={"pipeline": 2})
+    train(root, "exported", tree, 2)
+    words = {f"t{number}": number for number in range(VOCAB_SIZE)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="t0"))
+    )
+    tokenizer.save_pretrained(root / "exported/tokenizer")
+    assert main(["export", "--run", str(root / "exported"), "--output", str(root / "hf")]) == 0
+    model = AutoModelForSequenceClassification.from_pretrained(root / "hf", dtype=torch.float32)
+    for name, tensor in plain_run(root).weights.items():
+        torch.testing.assert_close(model.state_dict()[name], tensor, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "sections"),
-    [("zero1", {}), ("zero3", {}), ("zero1", {"parallel": {"tensor": 2}})],
-    ids=["zero1", "zero3", "tensor"],
+    [
+        ("zero1", {}),
+        ("zero3", {}),
+        ("zero1", {"parallel": {"tensor": 2}}),
+        ("zero1", {"parallel": {"pipeline": 2}}),
+        ("zero3", {"parallel": {"sequence": 2}}),
+    ],
+    ids=["zero1", "zero3", "tensor", "pipeline", "sequence"],
 )
 def test_adapters_with_a_trained_head_are_those_of_a_plain_loop(
     root: Path, engine: str, sections: dict[str, Any]
 ) -> None:
     tree = run_of(root, adapted=True, engine={"deepspeed_config": engine}, **sections)
-    name = "-".join(["adapted", engine, *sections])
+    name = "-".join(["adapted", engine, *sections.get("parallel", {})])
     compare(root / name, train(root, name, tree, 2), plain_run(root, adapted=True))
 
 
 @pytest.mark.slow
-def test_a_resume_on_one_rank_continues_as_the_plain_loop(root: Path) -> None:
+@pytest.mark.parametrize("degrees", [({}, {}), ({"pipeline": 2}, {}), ({}, {"pipeline": 2})])
+def test_a_resume_on_other_ranks_continues_as_the_plain_loop(
+    root: Path, degrees: tuple[dict[str, int], dict[str, int]]
+) -> None:
+    first, second = degrees
     tree = run_of(root, engine={"deepspeed_config": "zero1"})
-    rows = train(root, "resumed", {**tree, "train": {"steps": 4}}, 2)
+    name = "resumed-" + "-".join("".join(one) for one in degrees)
+    rows = train(root, name, {**tree, "train": {"steps": 4}, "parallel": first}, 2)
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
     allowed = {"every_steps": 4, "allow_changes": ["train.steps"]}
-    continued = train(root, "resumed", {**tree, "checkpoint": allowed}, 1)
-    compare(root / "resumed", continued, plain_run(root))
+    tree = {**tree, "checkpoint": allowed, "parallel": second}
+    continued = train(root, name, tree, 2 if second else 1)
+    compare(root / name, continued, plain_run(root))

@@ -271,17 +271,15 @@ TOPOLOGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "pipeline": ("zero1", {"parallel": {"pipeline": 2}}),
     "sequence": ("zero3", {"parallel": {"sequence": 2}}),
 }
-REFUSED = {("kto", "pipeline"), ("reward", "pipeline"), ("reward", "sequence")}
 
 
 def cases() -> list[Any]:
-    """Return all combinations that runs accept; all but one are slow."""
+    """Return all combinations; all but one are slow."""
     every = [
         (name, full, topology)
         for name in OBJECTIVES
         for full in (True, False)
         for topology in TOPOLOGIES
-        if (name, topology) not in REFUSED
     ]
     return [
         pytest.param(

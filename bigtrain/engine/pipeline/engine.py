@@ -4,7 +4,7 @@ gradients of parameters of several stages, empty parameter groups, parameters wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from bigtrain.engine.train_engine import (
     TrainEngine,
 )
 from bigtrain.errors import ModelError
+from bigtrain.models.layers.parameters import has_score_head
 from bigtrain.models.layers.token_loss import (
     NO_TERMS,
     LossTerms,
@@ -85,7 +86,10 @@ class PipelineTrainEngine(TrainEngine):
         self._loss_sum = torch.zeros((), device=device)
         self._num_targets = torch.zeros((), device=device)
         self._skip_policy: SkipPolicy | None = None
-        replace_loss(engine, self._loss)
+        self._scores_samples = has_score_head(self.module)
+        self._samples: Iterator[MicroBatch] = iter(())
+        self._sums: list[torch.Tensor] | None = None
+        replace_loss(engine, self._last_stage)
         replace_instructions(
             engine,
             reduce_tied_gradients=lambda _engine: self._sum_replicated_gradients(),
@@ -114,41 +118,77 @@ class PipelineTrainEngine(TrainEngine):
         self.on_phase(COUNTING_TARGETS)
         num_targets = self._count_targets(micro_batches)
         self.on_phase(BOTH_PASSES)
+        self._objective.prepare(self, micro_batches)
         # DeepSpeed divides by the data-parallel size, and by the accumulation.
         factor = self.plan.data_size * self.plan.accumulation
         self._scale = (factor / divisor(num_targets)).float()
         self._loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
         # DeepSpeed takes the mean of it over micro-batches.
         factor_of_loss = self._scale / self.plan.accumulation
-        self._stage.feed(micro_batches, factor_of_loss, self._router_losses.of)
+        data = self._feed(micro_batches, factor_of_loss, self._router_losses.of)
         self._skip_policy, self._num_targets = self._recording(skip_policy), num_targets
         self._reset_step_counters(observe)
-        self.engine.train_batch(data_iter=((b.input_ids, b.labels) for b in micro_batches))
+        self.engine.train_batch(data_iter=iter(data))
         return StepResult(self._loss_sum, num_targets, self._end_step())
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """Evaluate like `TrainEngine.evaluate`; all stages of a pipeline pass the same batches."""
-        held = list(batches)
+        held = list(self._objective.prepare(self, batches))
         totals = torch.zeros(3, device=self.device, dtype=torch.float64)
         totals[1] = sum(map(self._count, held))
         totals[2] = sum(self._count(replace(batch, weights=None)) for batch in held)
         self._scale, self._loss_sum = 1.0, totals[0]
-        self._stage.feed(held)
-        # Its shapes are sent once; these may differ from those of training.
-        self.engine.reset_activation_shape()
-        self.engine.eval_batch(
-            iter([(b.input_ids, b.labels) for b in held]),
-            reduce_output=None,
-            bcast_loss=False,
-            num_micro_batches=len(held),
-        )
-        self.engine.reset_activation_shape()
-        self.engine.train()
+        self._run_forward(self._feed(held))
         if not self._reports_loss:
             totals.zero_()
         dist.all_reduce(totals)
         return float(totals[0]) / (float(totals[1]) or 1), int(totals[2])
+
+    def _feed(
+        self,
+        batches: Sequence[MicroBatch],
+        factor: torch.Tensor | None = None,
+        added: Callable[[Any], torch.Tensor | None] | None = None,
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Set the micro-batches of the next forward passes, and return what DeepSpeed loads of
+        them. Of each, the stages compute the rows that the objective trains."""
+        passed = [self._objective.trained(batch) for batch in batches]
+        if self._scores_samples:
+            passed = [self._padded(batch) for batch in passed]
+        self._samples = iter(batches)
+        self._stage.feed(passed, factor, added)
+        return [(batch.input_ids, batch.labels) for batch in passed]
+
+    def _run_forward(self, data: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Run the forward passes that have been fed, in evaluation mode."""
+        # Shapes are sent once; these may differ from those of training.
+        self.engine.reset_activation_shape()
+        self.engine.eval_batch(
+            iter(data), reduce_output=None, bcast_loss=False, num_micro_batches=len(data)
+        )
+        self.engine.reset_activation_shape()
+        self.engine.train()
+
+    @torch.no_grad()
+    def row_sums(
+        self, batches: Iterable[MicroBatch]
+    ) -> Iterator[tuple[MicroBatch, MicroBatch, torch.Tensor]]:
+        """Yield rows like `TrainEngine.row_sums`, on the last stage only."""
+        held = list(batches)
+        self._sums = []
+        self._stage.feed(held)
+        self._run_forward([(batch.input_ids, batch.labels) for batch in held])
+        sums, self._sums = self._sums, None
+        for batch, own in zip(held, sums, strict=False):
+            yield batch, batch.moved(self._to_device), own
+
+    def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `values` over the last stages' ranks with other samples, on every
+        rank."""
+        total = self._local_contribution(values.to(self.device))
+        dist.all_reduce(total)
+        return total
 
     @torch.no_grad()
     def read_logits(
@@ -210,15 +250,21 @@ class PipelineTrainEngine(TrainEngine):
         self._stage.incoming = layouts[index - 1] if index else None
         self._stage.outgoing = layouts[index] if index < len(layouts) else None
 
-    def _loss(
+    def _last_stage(
         self, outputs: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor
     ) -> torch.Tensor:
         answer, *added = (outputs,) if torch.is_tensor(outputs) else outputs
-        batch = self._stage.current
-        assert batch is not None
+        if not (self.computes_entropy or self._stage.computes_loss or self._scores_samples):
+            answer = token_log_probabilities(answer, labels)
+        if self._sums is not None:
+            self._sums.append(answer.sum(-1))
+            return answer.new_zeros(())
+        loss = self._loss(answer, labels, next(self._samples))
+        # DeepSpeed makes it the mean over micro-batches.
+        return loss + added[0] if added else loss
+
+    def _loss(self, answer: torch.Tensor, labels: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         if not self.computes_entropy:
-            if not self._stage.computes_loss:
-                answer = token_log_probabilities(answer, labels)
             moved = batch.moved(self._to_device)
             summed = self._objective.summed_loss(_LastStage(answer), batch, moved)[0]
         elif self._stage.computes_loss:
@@ -231,9 +277,7 @@ class PipelineTrainEngine(TrainEngine):
             weights = None if weights is None else weights.flatten()
             summed = summed_token_loss(logits, labels.flatten(), self._terms, teacher, weights)
         self._loss_sum += summed.detach()
-        loss = summed * self._scale
-        # DeepSpeed makes it the mean over micro-batches.
-        return loss + added[0] if added else loss
+        return summed * self._scale
 
     @property
     def _reports_loss(self) -> bool:
@@ -264,13 +308,17 @@ class PipelineTrainEngine(TrainEngine):
 
 class _LastStage:
     """Passes (`bigtrain.engine.objectives.Passes`) of a micro-batch that has reached the last
-    stage. Of a reference there are only stored scores."""
+    stage. values: log-probabilities of its targets, or scores of its rows. Of a reference there
+    are only stored scores."""
 
-    def __init__(self, log_probabilities: torch.Tensor) -> None:
-        self._values = log_probabilities
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
 
     def log_probabilities(self, *_: MicroBatch) -> tuple[torch.Tensor, Any]:
         return self._values, None
+
+    def scores(self, *_: MicroBatch) -> tuple[torch.Tensor, Any]:
+        return self._values.float(), None
 
     def __getattr__(self, name: str) -> Any:
         raise ModelError(f"an objective in pipeline stages has no {name}")

@@ -26,8 +26,7 @@ class StageModule(nn.Module):
     """Stage as DeepSpeed calls it: token ids or the previous stage's tensors in, tensors out. The
     rest of a micro-batch comes from `feed`: every stage reads the same few kilobytes from the
     dataset. computes_loss: whether the last stage's model returns the loss instead of logits;
-    per_token: each token's, for an objective. `current`: the micro-batch of the last forward pass,
-    on the host."""
+    per_token: each token's, for an objective."""
 
     def __init__(
         self,
@@ -42,7 +41,6 @@ class StageModule(nn.Module):
         self.stage = stage
         self.isolation = isolation
         self.computes_loss, self.per_token = computes_loss, per_token
-        self.current: MicroBatch | None = None
         self.incoming: P2PLayout | None = None
         self.outgoing: P2PLayout | None = None
         self._device = device
@@ -65,7 +63,7 @@ class StageModule(nn.Module):
     def forward(self, received: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
         """Return logits or the summed loss, and the router loss if there is one, on the last stage;
         on other stages the tensors to send."""
-        batch = self.current = next(self._batches)
+        batch = next(self._batches)
         if self.incoming is None:
             assert torch.is_tensor(received)
             payload, input_ids = None, received

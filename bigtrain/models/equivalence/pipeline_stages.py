@@ -32,7 +32,7 @@ from bigtrain.models.equivalence.trial import (
 )
 from bigtrain.models.experts import ask_for_router_logits, auxiliary_loss, router_logits_of, z_loss
 from bigtrain.models.layers.parameter_roles import parameter_roles
-from bigtrain.models.layers.parameters import parameter_of
+from bigtrain.models.layers.parameters import has_score_head, parameter_of
 from bigtrain.models.parallel.stage_layout import StageLayout, StagePlan, find_layout
 from bigtrain.models.parallel.stages import Payload, Stage
 from bigtrain.planner.stages import StageCosts, balanced_cuts
@@ -45,6 +45,8 @@ TOLERANCES = {
     GRADIENT: Tolerance(common=1e-5),
 }
 """Float32 sums in another order make 1e-7."""
+
+_PADDING = 5
 
 
 def plan_stages(
@@ -73,7 +75,7 @@ def plan_stages(
         )
         if router_losses:
             ask_for_router_logits(model)
-        ids = proxy_tokens(model)
+        ids = _tokens(model)
         layout = find_layout(model, ids)
         facts = Facts(pipeline_size=num_stages, num_layers=layout.num_layers)
         if problems := check_model(facts):
@@ -229,8 +231,16 @@ def stage_costs(hf_config: PreTrainedConfig, layout: StageLayout) -> StageCosts:
     )
 
 
+def _tokens(model: PreTrainedModel) -> torch.Tensor:
+    """Return `proxy_tokens`, with padding at the end of one row for a model with a score head."""
+    ids = proxy_tokens(model)
+    if has_score_head(model):
+        ids[0, -_PADDING:] = model.config.get_text_config().pad_token_id
+    return ids
+
+
 @torch.no_grad()
 def _runs(model: PreTrainedModel) -> None:
     """Run one forward pass in evaluation mode; raises if the reduced sizes do not fit together."""
     model.eval()
-    model(input_ids=proxy_tokens(model), use_cache=False)
+    model(input_ids=_tokens(model), use_cache=False)

@@ -4,6 +4,7 @@ it."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import BigtrainError, ModelError, Problem, one_line
-from bigtrain.models.configuration import text_config
+from bigtrain.models.configuration import scores_samples, text_config
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_proxy_model,
@@ -77,6 +78,9 @@ def check_sequence_parallel(
     if problems:
         return problems
     kind = hf_config.model_type
+    if scores_samples(hf_config):  # the same layers below a head that shows every token
+        hf_config = copy.deepcopy(hf_config)
+        hf_config.architectures = None
     try:
         model = build_proxy_model(
             hf_config,

@@ -1,4 +1,5 @@
-"""One pipeline stage of any Hugging Face causal LM: the full model with most layers replaced.
+"""One pipeline stage of any Hugging Face causal LM, or of such a model with a score head: the full
+model with most layers replaced.
 
 The layer before the stage's first returns what the previous stage sent, the one after its last ends
 the forward pass with what the next stage needs. So names, indices, masks, rotary embeddings,
@@ -20,7 +21,12 @@ from transformers import PreTrainedModel
 from bigtrain.errors import ModelError
 from bigtrain.models.experts import recorded
 from bigtrain.models.layers.adapters import weight_of
-from bigtrain.models.layers.parameters import give_properties, names_of, parameter_of
+from bigtrain.models.layers.parameters import (
+    give_properties,
+    has_score_head,
+    names_of,
+    parameter_of,
+)
 from bigtrain.models.parallel.stage_layout import Handover, StageLayout, map_tensors
 from bigtrain.models.transformers_patches import mark_initialized
 
@@ -130,7 +136,9 @@ class Stage(nn.Module):
         super().__init__()
         self.index = index
         self.is_first, self.is_last = index == 0, index == len(cuts) - 2
-        self.needs_tokens = self.is_first or layout.tokens_everywhere
+        # A score head looks for the last token of each row; embeddings of other stages are zeros.
+        finds_end = self.is_last and has_score_head(model)
+        self.needs_tokens = self.is_first or finds_end or layout.tokens_everywhere
         self.replicas = replicated_parameters(model, layout, cuts)
         _refuse_packed(model, layout)
         own = stages_of_parameters(model, layout, cuts)

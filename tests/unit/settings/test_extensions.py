@@ -258,7 +258,6 @@ def test_kto_reads_an_answer_and_a_mismatched_one(adapted: dict[str, Any]) -> No
             "data.packing = 'best_fit': each answer is a row of its own, padded at the end -> "
             'data.packing="concatenate"',
         ),
-        ({"parallel": {"pipeline": 2}}, "it needs passes of mismatched answers before the losses"),
         ({"precision": {"dtype": "float16"}}, "with a loss scale"),
         (
             {"adapters": {"type": "lora", "dora": True}},
@@ -266,7 +265,7 @@ def test_kto_reads_an_answer_and_a_mismatched_one(adapted: dict[str, Any]) -> No
             "objective.type = 'kto' gets its reference",
         ),
     ],
-    ids=["packing", "pipeline", "float16", "dora"],
+    ids=["packing", "float16", "dora"],
 )
 def test_what_kto_refuses(adapted: dict[str, Any], sections: dict[str, Any], expected: str) -> None:
     tree = {**RUN, **adapted, "objective": {"type": "kto"}, **sections}

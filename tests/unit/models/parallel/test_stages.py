@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
 
 from bigtrain.engine.pipeline.stage_module import P2PLayout, touch
 from bigtrain.errors import ModelError
@@ -258,6 +263,18 @@ def test_plan_balances_with_the_head() -> None:
     assert costs.last_time == 640 * 32
     assert plan.cuts == balanced_cuts(costs, 2)
     assert plan.cuts[1] > 4  # the last stage has the head, so fewer layers
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_a_score_head_finds_the_last_token_on_the_last_stage(model_type: str) -> None:
+    """Which gets token ids, but no embedding."""
+    config = CONFIG_MAPPING[model_type](**{**FAMILIES[model_type], "pad_token_id": 0})
+    config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].__name__]
+    plan, problems = plan_stages(config, "sdpa", 2, 32)
+    assert not problems
+    assert plan is not None
+    assert not plan.layout.tokens_everywhere
+    assert "score.weight" in plan.layout.epilogue - plan.layout.prologue
 
 
 def test_more_stages_than_layers_are_refused() -> None:
