@@ -95,11 +95,15 @@ LAYOUTS = [
 ]
 FEW = [
     (wrote, read)
-    for pairs in (PAIRS, PAIRS_OF_FOUR)
+    for wrote, readers in PAIRS.items()
+    for read in readers
+]
+MORE = [
+    (wrote, read)
+    for pairs in (PAIRS_OF_FOUR, MORE_PAIRS)
     for wrote, readers in pairs.items()
     for read in readers
 ]
-MORE = [(wrote, read) for wrote, readers in MORE_PAIRS.items() for read in readers]
 EVERY = [pair for pair in product(LAYOUTS, LAYOUTS) if pair not in MORE]
 
 
