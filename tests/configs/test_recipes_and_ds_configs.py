@@ -75,7 +75,10 @@ def test_key_table_is_that_of_the_installed_deepspeed() -> None:
 
 @pytest.mark.parametrize(
     "dtype",
-    ["bfloat16", *(pytest.param(other, marks=pytest.mark.slow) for other in ("float32", "float16"))],
+    [
+        "bfloat16",
+        *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("float32", "float16")),
+    ],
 )
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", DS_CONFIGS)

@@ -93,11 +93,7 @@ LAYOUTS = [
     Point(8, 4, "zero2", tensor=2),
     Point(8, 4, "zero0", pipeline=2),
 ]
-FEW = [
-    (wrote, read)
-    for wrote, readers in PAIRS.items()
-    for read in readers
-]
+FEW = [(wrote, read) for wrote, readers in PAIRS.items() for read in readers]
 MORE = [
     (wrote, read)
     for pairs in (PAIRS_OF_FOUR, MORE_PAIRS)
