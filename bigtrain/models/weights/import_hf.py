@@ -89,8 +89,7 @@ class Weights:
             tensor.fill(offsets, out)
         except _Unreadable as error:
             raise ModelError(f"{self.setting}: {error}") from error
-        # A sum needs no memory, and in float64 no sum of float32 numbers overflows.
-        if not is_buffer and not math.isfinite(float(out.sum(dtype=torch.float64))):
+        if not is_buffer and not _is_finite(out):
             where = ", ".join(map(str, tensor.origin.sources())) or name
             raise ModelError(
                 f"{self.setting}: {where} holds numbers that are not finite (NaN or infinity), "
@@ -313,6 +312,16 @@ def quiet_transformers() -> Iterator[None]:
     """Without progress bars, and without warnings about what is an error here."""
     with only_errors("transformers"), without_progress():
         yield
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """Return whether no number is NaN or infinite, with no copy larger than a block."""
+    # In float64, of which torch makes a copy, no sum of float32 numbers overflows.
+    sums = (
+        float(narrowed(values, offsets, sizes).sum(dtype=torch.float64))
+        for offsets, sizes in blocks(tuple(values.shape), torch.float64.itemsize)
+    )
+    return all(map(math.isfinite, sums))
 
 
 # --- files ---
