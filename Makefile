@@ -7,6 +7,7 @@ CONSTRAINTS := constraints.txt
 EXTRAS := dev,docs,eval,float8,opentelemetry,prometheus,qlora,sites
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP_INSTALL = pip install --quiet --no-compile -c $(CONSTRAINTS)
 
 # DeepSpeed compiles its CPU operators at their first use and looks for ninja on PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -37,14 +38,17 @@ install: $(STAMP)
 
 # torch and setuptools come first: DeepSpeed is a source distribution whose build looks at torch,
 # and in pip's isolated build environment that would be another torch than the one pinned.
+# pip would compile all modules on one core, which takes longer than to install them. What does not
+# compile are templates.
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@command -v "$(PYTHON)" >/dev/null || { echo "PYTHON=$(PYTHON) is not on PATH: call make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"$(PYTHON) is Python {v.major}.{v.minor}; bigtrain needs 3.11 or newer: call make PYTHON=/path/to/python3.11")'
 	@command -v "$${CXX:-c++}" >/dev/null || echo "warning: no C++ compiler on PATH; DeepSpeed compiles its own CPU optimizers, where a JSON asks for them" >&2
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) pip setuptools wheel
-	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) torch ninja numpy
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	$(BIN)/python -m $(PIP_INSTALL) pip setuptools wheel
+	$(BIN)/python -m $(PIP_INSTALL) torch ninja numpy
+	DS_BUILD_OPS=0 $(BIN)/python -m $(PIP_INSTALL) --no-build-isolation -e '.[$(EXTRAS)]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib >/dev/null || true
 	@touch $@
 
 quickstart: $(STAMP)

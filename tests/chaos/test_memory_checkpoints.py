@@ -230,6 +230,7 @@ def test_a_lost_part_is_named_and_the_disk_is_used(
     assert "no remaining host has rank-00001.safetensors" in text
 
 
+@pytest.mark.slow
 def test_memory_of_another_user_is_not_used(
     server: Server, memory: Path, killed: tuple[Path, list[str]], uninterrupted: Path
 ) -> None:

@@ -68,6 +68,7 @@ def test_a_flipped_bit_changes_nothing_in_the_end(
     assert checkpoints.list_steps(run) == [8, 16, 22, 24]
 
 
+@pytest.mark.slow
 def test_two_ranks_that_differ_are_both_named(
     server: Server, run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

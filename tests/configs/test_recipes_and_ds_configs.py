@@ -73,7 +73,13 @@ def test_key_table_is_that_of_the_installed_deepspeed() -> None:
     assert json.loads(module.TARGET.read_text(encoding="utf-8")) == module.build_table()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "bfloat16",
+        *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("float32", "float16")),
+    ],
+)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", DS_CONFIGS)
 @pytest.mark.parametrize("recipe", recipe_names())

@@ -38,7 +38,7 @@ NOT_HERE = {
     r"^make (test|check|docs|install)\b": "installs, or runs all tests, of which this is one",
     r"^make gpu-(check|wheels)": "needs a GPU, or fetches wheels for one",
     r"^make operator-proof": "fetches 1 GB; tests/unit/benchmarks/test_operator_proof.py",
-    r"^(\w+=\S+ )*(sbatch|srun) ": "needs a Slurm cluster; tests/cluster/test_slurm.py submits to a real one",
+    r"^(\w+=\S+ )*(sbatch|srun) ": "needs a Slurm cluster; tests/cluster/test_slurm.py has a real one",
     r"^bigtrain (doctor|hostfile) .*--slurm": "needs a Slurm job; tests/cluster/test_slurm.py",
     r"--hostfile hostfiles/mine": "needs several hosts; tests/cluster/test_hostfile.py has them",
     r"^kubectl ": "needs a Kubernetes cluster; tests/cluster/test_image.py starts the pods",

@@ -67,6 +67,7 @@ def own(folder: Path, world_size: int, name: str, gamma: float, *more: str) -> d
     return metrics(folder / name)
 
 
+@pytest.mark.slow
 def test_focal_loss_without_focus_is_the_cross_entropy(folder: Path) -> None:
     run_script(1, WORKER, folder, "--config", "run.yaml")
     expected = metrics(folder / "run"), metrics(folder / "run", "held_out_loss")

@@ -23,7 +23,7 @@ from bigtrain.cli import build_parser
 from bigtrain.settings.loading import recipe_names
 from bigtrain.train import build_parser as train_parser
 from tests.support.chats import CHATML, chat_tokenizer, turns, unmarked
-from tests.support.worlds import ROOT
+from tests.support.worlds import ROOT, free_port
 
 PAGE = (ROOT / "docs/howto/what_do_i_type.md").read_text(encoding="utf-8")
 SIZES: dict[str, Any] = {
@@ -89,7 +89,8 @@ def tiny(words: list[str]) -> list[str]:
     more = MORE.get(option(words, "--config") or "", [])
     if words[0] == "deepspeed":
         place = words.index("--num_gpus")
-        words = [*words[:place], "--num_accelerators", "2", *words[place + 2 :]]
+        port = ["--master_port", str(free_port())]  # other tests may have the default one
+        words = [*words[:place], "--num_accelerators", "2", *port, *words[place + 2 :]]
     elif words[:2] == ["bigtrain", "check"]:
         place = words.index("--world-size") + 1
         words = [*words[:place], "2", *words[place + 1 :]]

@@ -74,7 +74,7 @@ CASES = [
     Case(2, "zero3"),
     Case(2, "zero2_offload", slow=True),
     Case(2, "zero3_offload", slow=True),
-    Case(2, "zero0", {"tensor": 2}),
+    Case(2, "zero0", {"tensor": 2}, slow=True),
     Case(2, "pipeline_zero1", {"pipeline": 2}),
     Case(2, "zero1", {"sequence": 2}, slow=True),
     Case(4, "zero3", {"tensor": 2}, slow=True),

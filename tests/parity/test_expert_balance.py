@@ -154,9 +154,16 @@ CASES = [
         accumulation=4,
         slow=True,
     ),
-    Case("mixtral", ("global", "z"), engine="pipeline_zero1", axis="pipeline", accumulation=4),
+    Case(
+        "mixtral",
+        ("global", "z"),
+        engine="pipeline_zero1",
+        axis="pipeline",
+        accumulation=4,
+        slow=True,
+    ),
     Case("lfm2_moe", ("bias",), slow=True),
-    Case("ernie4_5_moe", ("bias",), engine="zero3"),
+    Case("ernie4_5_moe", ("bias",), engine="zero3", slow=True),
     *(
         Case(model, ("bias",), expert=expert, engine=engine, axis=axis, slow=True)
         for model in ("lfm2_moe", "ernie4_5_moe", "afmoe")

@@ -93,13 +93,13 @@ LAYOUTS = [
     Point(8, 4, "zero2", tensor=2),
     Point(8, 4, "zero0", pipeline=2),
 ]
-FEW = [
+FEW = [(wrote, read) for wrote, readers in PAIRS.items() for read in readers]
+MORE = [
     (wrote, read)
-    for pairs in (PAIRS, PAIRS_OF_FOUR)
+    for pairs in (PAIRS_OF_FOUR, MORE_PAIRS)
     for wrote, readers in pairs.items()
     for read in readers
 ]
-MORE = [(wrote, read) for wrote, readers in MORE_PAIRS.items() for read in readers]
 EVERY = [pair for pair in product(LAYOUTS, LAYOUTS) if pair not in MORE]
 
 

@@ -29,6 +29,12 @@ CASES: dict[str, tuple[dict[str, int], str]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def freed_memory_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let malloc keep no blocks that were freed, so that a process has what it holds."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
+
+
 def test_memory_is_a_shard_and_less_than_two_tensors(dataset: Path, tmp_path: Path) -> None:
     """94 million parameters: 374 MB in float32, of which the embedding has 65 MB."""
     config = llama(

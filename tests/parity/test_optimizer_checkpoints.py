@@ -68,16 +68,6 @@ class Trip(NamedTuple):
 
 
 ALL = [Trip(*trip) for trip in product(OPTIMIZERS, POINTS, POINTS)]
-FEW = [
-    *(
-        Trip("muon", wrote, read)
-        for wrote, read in zip(POINTS, POINTS[1:] + POINTS[:1], strict=True)
-    ),
-    Trip("muon in bfloat16", POINTS[1], POINTS[1]),
-    Trip("adafactor", POINTS[1], POINTS[2]),
-    Trip("adamw_8bit", POINTS[1], POINTS[1]),
-    Trip("adamw_8bit", POINTS[1], POINTS[2]),
-]
 
 
 def case(data: Path, optimizer: str, point: Point, **steps: Any) -> dict[str, Any]:
@@ -136,21 +126,10 @@ def travel(
 
 
 @pytest.fixture(scope="module")
-def few(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    return travel(dataset, FEW, tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
 def everything(
     dataset: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Any]]:
     return travel(dataset, ALL, tmp_path_factory)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trip", FEW, ids=lambda trip: trip.name)
-def test_goes_on(trip: Trip, few: tuple[Path, dict[str, Any]]) -> None:
-    assert_goes_on(trip, *few)
 
 
 @pytest.mark.slow

@@ -159,7 +159,7 @@ CASES = [
     Case(2, "zero3"),
     Case(2, "zero3_offload", "muon split", "gpt_neox", slow=True),
     Case(2, "zero0", degrees={"tensor": 2}),
-    Case(2, "pipeline_zero1", degrees={"pipeline": 2}),
+    Case(2, "pipeline_zero1", degrees={"pipeline": 2}, slow=True),
     *(
         Case(2, engine, model="deepseek_v4", slow=True)
         for engine in ("zero1", "zero3", "zero2_offload")

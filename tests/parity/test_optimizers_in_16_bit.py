@@ -64,7 +64,7 @@ PLACES: tuple[tuple[str, dict[str, int]], ...] = (
     ("zero1", {"tensor": 2}),
     ("pipeline_zero1", {"pipeline": 2}),
 )
-FAST = {"muon-model-zero3-data", "muon-states-zero2-data"}
+FAST = {"muon-model-zero3-data"}
 CASES = [
     Case(optimizer, engine, degrees, kept)
     for kept, optimizers in (

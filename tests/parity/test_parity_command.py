@@ -510,10 +510,11 @@ def test_what_is_wrong_between_ranks_is_told(name: str, tmp_path: Path) -> None:
             {"moe": MoeSection()},
             ("zero2, data 2, expert 2",),
         ),
-        (
+        pytest.param(
             {"model": llama(), "adapters": LORA},
             {"adapters": None},
             ("zero2, data 2", "pipeline_zero1, data 1, pipeline 2"),
+            marks=pytest.mark.slow,
         ),
         (
             {"model": llama(), **PREFERENCE},
@@ -641,9 +642,10 @@ def test_rounding_is_what_plain_training_shows_of_it(
     ("model", "ignored"),
     [
         (llama(model_type="mistral", sliding_window=4096), {"sliding_window": None}),
-        (
+        pytest.param(
             llama(model_type="phi3", pad_token_id=None, **longrope(4, 4096)),
             {"original_max_position_embeddings": 4096},
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["window", "longrope"],

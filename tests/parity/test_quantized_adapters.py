@@ -59,8 +59,8 @@ CASES = [
     RESTORED,
     SAVED,
     Case(2, "zero1", "gpt2", sections=fp4()),
-    Case(2, "zero0", degrees={"sequence": 2}, sections=nf4(dora=True)),
-    Case(2, "zero1", degrees={"pipeline": 2}, sections=nf4()),
+    Case(2, "zero0", degrees={"sequence": 2}, sections=nf4(dora=True), slow=True),
+    Case(2, "zero1", degrees={"pipeline": 2}, sections=nf4(), slow=True),
     Case(2, "zero2", sections=nf4() | TILES, slow=True),
     Case(1, "zero1", sections=nf4(dora=True) | TILES_ANEW, slow=True),
     *(

@@ -128,7 +128,7 @@ def plain_config(architecture: str, data: str, datasets: dict[str, Path]) -> dic
 CASES = [
     Case(1, 2, "zero1", "llama", "concatenated", slow=False),
     Case(1, 2, "zero3", "gemma3", "isolated", slow=False),
-    Case(1, 2, "zero1", "gpt_oss", "chat", slow=False),
+    Case(1, 2, "zero1", "gpt_oss", "chat"),
     Case(1, 3, "zero3", "llama", "chat"),
     Case(1, 3, "zero1", "qwen3", "isolated"),
     Case(1, 3, "zero3", "gpt_oss", "concatenated"),

@@ -70,7 +70,7 @@ CASES = [
     Case("zero1", 2, "mixtral"),
     Case("zero3", 1, "qwen3_moe", slow=True),
     Case("zero2", 2, "mixtral", "tensor"),
-    Case("zero0", 2, "mixtral", "pipeline", "full"),
+    Case("zero0", 2, "mixtral", "pipeline", "full", slow=True),
     Case("zero1", 4, "qwen3_moe", "pipeline", slow=True),
     Case("zero1", 2, "mixtral", "sequence"),
     Case("zero3", 1, "qwen3_moe", "sequence", "full", slow=True),

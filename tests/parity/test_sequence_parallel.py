@@ -81,7 +81,7 @@ CASES = [
     Case(2, 2, "zero3", architecture="qwen3_moe"),
     Case(2, 2, "zero1", architecture="mistral", slow=True),
     Case(4, 2, "zero1", 2, architecture="one_key_head", slow=True),
-    Case(4, 2, "zero3", architecture="one_key_head", tensor=2),
+    Case(4, 2, "zero3", architecture="one_key_head", tensor=2, slow=True),
     Case(4, 2, "zero3_hpz", 2),  # DeepSpeed makes its groups once in a process: one such case
     Case(4, 2, "zero0", architecture="mistral", tensor=2, slow=True),
     Case(4, 4, "zero1", architecture="one_key_head", slow=True),

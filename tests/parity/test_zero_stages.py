@@ -48,15 +48,18 @@ OFFLOADED = [
 ]
 FEW = [
     *(OFFLOADED[number] for number in (3, 4, 8, 15)),  # each stage with one and two processes
-    Case(2, "zero3", 1, 2),
-    Case(1, "zero2", 8, "none"),
-    Case(1, "zero1", 1, "none", trained_weights=True),
     Case(2, "zero3", 1, "none", trained_weights=True),
-    Case(2, "zero1", 2, "full", "gpt2"),
     Case(2, "zero3", 2, "full", "qwen3_moe"),
 ]
 OTHERS = [case for case in OFFLOADED if case not in FEW]
-OTHERS += [Case(2, "zero1", 2, "full", "qwen3_moe"), Case(2, "zero3", 2, "full", "gpt2")]
+OTHERS += [
+    Case(2, "zero3", 1, 2),
+    Case(1, "zero2", 8, "none"),
+    Case(1, "zero1", 1, "none", trained_weights=True),
+    Case(2, "zero1", 2, "full", "gpt2"),
+    Case(2, "zero1", 2, "full", "qwen3_moe"),
+    Case(2, "zero3", 2, "full", "gpt2"),
+]
 
 
 LOSS = {"float32": 1e-5, "bfloat16": 2e-3}

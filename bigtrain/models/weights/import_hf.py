@@ -89,8 +89,7 @@ class Weights:
             tensor.fill(offsets, out)
         except _Unreadable as error:
             raise ModelError(f"{self.setting}: {error}") from error
-        # A sum needs no memory, and in float64 no sum of float32 numbers overflows.
-        if not is_buffer and not math.isfinite(float(out.sum(dtype=torch.float64))):
+        if not is_buffer and not _is_finite(out):
             where = ", ".join(map(str, tensor.origin.sources())) or name
             raise ModelError(
                 f"{self.setting}: {where} holds numbers that are not finite (NaN or infinity), "
@@ -313,6 +312,13 @@ def quiet_transformers() -> Iterator[None]:
     """Without progress bars, and without warnings about what is an error here."""
     with only_errors("transformers"), without_progress():
         yield
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """Return whether no number is NaN or infinite. Needs no memory: a sum in float64 would copy."""
+    blocks_of = (narrowed(values, *block) for block in blocks(tuple(values.shape), values.itemsize))
+    edges = (edge for block in blocks_of if block.numel() for edge in torch.aminmax(block))
+    return all(math.isfinite(edge) for edge in edges)  # of NaN, both are NaN
 
 
 # --- files ---
