@@ -3,6 +3,7 @@ continues with exactly the next sample, and it ends as the run that nobody distu
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import tempfile
@@ -17,6 +18,7 @@ from bigtrain.run.checkpointing import checkpoints
 from tests.chaos.conftest import STEPS, arguments, assert_same_run, events, losses
 from tests.chaos.test_kills import survive
 from tests.support.lives import Server
+from tests.support.worlds import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
@@ -35,7 +37,9 @@ def stream_yaml(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture(scope="session")
-def undisturbed(server: Server, stream_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(
+    server: Server, stream_yaml: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The run on a stream that nobody disturbed."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     codes, text = server.live(arguments(stream_yaml, run))
@@ -154,3 +158,35 @@ def test_a_stream_at_other_degrees(
     assert "resumed at step 4 " in text
     assert position(run, 8) == position(reference, 8)
     assert losses(run) == pytest.approx(losses(reference), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"fault": "other", "ranks": [1]}, "the items before 32 are others on rank 1 (checksum "),
+        *(
+            pytest.param(settings, said, marks=pytest.mark.slow)
+            for settings, said in (
+                ({"fault": "other", "ranks": [0], "at": 3}, "its first items are others on rank 1"),
+                ({"fault": "raises", "at": 31}, "item 31 raised RuntimeError: a shard of mine is"),
+                ({"fault": "raises", "ranks": [0]}, "item 30 raised RuntimeError: a shard of mine"),
+                ({"fault": "item"}, "item 30 input_ids is of type float64 and shape [2]"),
+                ({"fault": "ends", "at": 30}, "the stream ended after 30 items, and the run needs"),
+            )
+        ),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_a_stream_that_fails_is_one_error_with_its_class_and_file(
+    server: Server, stream_yaml: Path, tmp_path: Path, settings: dict[str, Any], said: str
+) -> None:
+    """Before a checkpoint contains what ranks have read differently."""
+    run = tmp_path / "run"
+    own = [f"data.samples.settings={json.dumps(settings)}", "checkpoint.every_steps=8"]
+    codes, text = server.live(arguments(stream_yaml, run, *own))
+    assert 2 in codes, text
+    assert codes != [2, 2] or "Traceback" not in text  # others notice that a rank is gone
+    [line] = {line.partition(" (rank ")[0] for line in text.splitlines() if said in line}
+    assert f"data.samples.type = '{STREAM}'" in line
+    assert f"{ROOT}/tests/support/streams.py:" in line
+    assert checkpoints.list_steps(run) == []

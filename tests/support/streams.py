@@ -1,4 +1,4 @@
-"""Sources of samples of user code, for runs of `tests/chaos`, `tests/parity` and the command line."""
+"""Sources of samples of user code, for runs of `tests/chaos` and `tests/parity`."""
 
 from __future__ import annotations
 
@@ -60,6 +60,8 @@ class Shuffled:
                 self.number += 1
             number = self.buffer.pop(self.random.randrange(len(self.buffer)))
             self.given += 1
+            if self.fault == "ends" and self.given == self.at + 1:
+                return
             if self.fault and self.given == self.at + 1:
                 yield from self._faulty()
             else:
@@ -89,13 +91,3 @@ class Shuffled:
         self.random.setstate((version, tuple(words), gauss))
         self.number, self.given = state["number"], state["given"]
         self.buffer = list(state["buffer"])
-
-
-class Ending(Shuffled):
-    """Ends after `at` items."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for item in super().__iter__():
-            if self.given > self.at:
-                return
-            yield item
