@@ -21,10 +21,9 @@ from tests.parity.objective_runs import VOCAB_SIZE, degrees_name, save_llama, st
 from tests.support.datasets import write_dataset
 from tests.support.streams import Shuffled, item_of
 
-pytestmark = [pytest.mark.distributed]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 LENGTH, STEPS, SAMPLES = 16, 10, 8
-SLOW = pytest.mark.slow
 SETTINGS = {"length": LENGTH, "weights": "fractions"}
 
 
@@ -120,14 +119,14 @@ def plain_run(root: Path, kind: str) -> tuple[list[float], list[float], float]:
     ("kind", "engine", "loss", "sections"),
     [
         ("Shuffled", "zero2", "chunked", {}),
-        pytest.param("Items", "zero3", "plain", {}, marks=SLOW),
-        pytest.param("Items", "zero1", "chunked", {"parallel": {"tensor": 2}}, marks=SLOW),
-        pytest.param("Items", "zero1", "plain", {"parallel": {"pipeline": 2}}, marks=SLOW),
-        pytest.param("Items", "zero1", "chunked", {"parallel": {"sequence": 2}}, marks=SLOW),
-        pytest.param("Shuffled", "zero3", "plain", {}, marks=SLOW),
-        pytest.param("Shuffled", "zero1", "plain", {"parallel": {"tensor": 2}}, marks=SLOW),
-        pytest.param("Shuffled", "zero1", "chunked", {"parallel": {"pipeline": 2}}, marks=SLOW),
-        pytest.param("Shuffled", "zero3", "chunked", {"parallel": {"sequence": 2}}, marks=SLOW),
+        ("Items", "zero3", "plain", {}),
+        ("Items", "zero1", "chunked", {"parallel": {"tensor": 2}}),
+        ("Items", "zero1", "plain", {"parallel": {"pipeline": 2}}),
+        ("Items", "zero1", "chunked", {"parallel": {"sequence": 2}}),
+        ("Shuffled", "zero3", "plain", {}),
+        ("Shuffled", "zero1", "plain", {"parallel": {"tensor": 2}}),
+        ("Shuffled", "zero1", "chunked", {"parallel": {"pipeline": 2}}),
+        ("Shuffled", "zero3", "chunked", {"parallel": {"sequence": 2}}),
     ],
     ids=lambda value: degrees_name(value) if isinstance(value, dict) else value,
 )
