@@ -606,5 +606,5 @@ def test_weight_of_others_than_the_assistant() -> None:
     conversation_bytes([{**user, "weight": 0}, answer])
     with pytest.raises(ConversationError, match="message 1 has weight 1 and role user: only"):
         conversation_bytes([{**user, "weight": 1}, answer])
-    with pytest.raises(ConversationError, match="message 1 has weight 0.5 and role user: only"):
+    with pytest.raises(ConversationError, match=r"message 1 has weight 0.5 and role user: only"):
         conversation_bytes([{**user, "weight": 0.5}, answer])

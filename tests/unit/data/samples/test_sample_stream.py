@@ -229,6 +229,22 @@ def streamed(shards: Path, stream: Any) -> TrainingBatches:
     return open_training_data(run, plan, 0, datasets=[dataset])
 
 
+def test_weights_are_part_of_the_identity_and_of_positions(shards: Path) -> None:
+    def items(weight: float) -> Items:
+        return Items({"input_ids": [1, 2], "loss_weights": [1, weight]})
+
+    datasets = [with_source(config(shards), open_dataset(shards), items(w)) for w in (0.5, 0.25)]
+    assert len({one.table.splits["train"].rows["xxh3"][0] for one in datasets}) == 2
+    positions = []
+    for weight in (0.5, 0.5, 0.25):
+        batches = streamed(shards, items(weight))
+        [first] = [batch.weights[2, 0].item() for batch in batches.step(0)[:1]]
+        assert first == weight
+        positions.append(position_at(batches, GLOBAL_BATCH_SIZE).checksum)
+        batches.close()
+    assert positions[0] == positions[1] != positions[2]
+
+
 @pytest.mark.parametrize(
     ("stream", "rule"),
     [

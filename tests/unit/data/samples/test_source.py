@@ -181,8 +181,11 @@ def test_weights_of_losses_are_read(shards: Path) -> None:
         run, open_dataset(shards), [dict(item, loss_weights=None) for item in items]
     )
     assert not plain.table.is_weighted
-    sums = [one.table.splits["train"].rows["xxh3"][0] for one in (dataset, plain)]
-    assert sums[0] != sums[1]
+    other = with_source(
+        run, open_dataset(shards), [*items[:-1], {**items[-1], "loss_weights": [1] * 4}]
+    )
+    sums = {one.table.splits["train"].rows["xxh3"][0] for one in (dataset, plain, other)}
+    assert len(sums) == 3  # a resume notices other weights
 
 
 def test_weights_that_begin_later_are_refused(shards: Path) -> None:
