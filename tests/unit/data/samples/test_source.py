@@ -17,6 +17,7 @@ from bigtrain.errors import BigtrainError, DataError
 from bigtrain.settings.batch_plan import plan_batch
 from bigtrain.settings.loading import parse_run_config
 from tests.support.datasets import write_dataset
+from tests.support.weighted import FIRST_WEIGHTED, weights_of, write_weighted
 
 LENGTH = 8
 
@@ -186,6 +187,24 @@ def test_weights_of_losses_are_read(shards: Path) -> None:
     )
     sums = {one.table.splits["train"].rows["xxh3"][0] for one in (dataset, plain, other)}
     assert len(sums) == 3  # a resume notices other weights
+
+
+def test_documents_of_a_dataset_with_weights_are_samples(shards: Path, tmp_path: Path) -> None:
+    """Also of its shards without weights, whose documents have the weight 1."""
+    path = write_weighted(tmp_path / "w", low=FIRST_WEIGHTED, vocab_size=64, shards=(9, 9, 2))
+    documents = open_dataset(path).documents()
+    assert len(documents) == 18
+    for number, document in enumerate(documents):
+        targets = document["labels"] != -100
+        expected = weights_of(document["input_ids"])
+        assert (document["loss_weights"][targets] == expected[targets]).all(), number
+    run = config(shards)
+    short = [
+        {name: values[: LENGTH + 1] for name, values in document.items()} for document in documents
+    ]
+    samples = with_source(run, open_dataset(shards), short).train
+    assert samples.weighs_loss
+    assert all((samples.read(n).tokens == one["input_ids"]).all() for n, one in enumerate(short))
 
 
 def test_weights_that_begin_later_are_refused(shards: Path) -> None:
