@@ -93,8 +93,11 @@ def check_datasets(
 def check_given_stream(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Problem]:
     """Check the settings of a stream of samples that the calling program gives; those of a class
     are checked with its name."""
-    first, samples = datasets[0], config.data.samples
-    if samples is None or samples.type != GIVEN or not isinstance(first, StreamDataset):
+    samples = config.data.samples
+    if samples is None or samples.type != GIVEN:
+        return []
+    first = datasets[0]
+    if not isinstance(first, StreamDataset):
         return []
     return check_stream(config, first.train.items.kind)
 
