@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from bigtrain.run.output_directory import check_output
 from bigtrain.run.shared_memory import check_memory_directory
 from bigtrain.settings.accelerate import AccelerateSettings, read_accelerate
 from bigtrain.settings.compatibility.facts import Device
-from bigtrain.settings.extensions import check_callback, check_samples
+from bigtrain.settings.extensions import check_callback, check_samples, is_stream
 from bigtrain.settings.hf_config_keys import missing_model
 from bigtrain.settings.loading import load_run_config, parse_run_config
 from bigtrain.settings.resolve import ResolvedRun, resolve_run, resolve_run_files
@@ -170,15 +170,16 @@ def train_run(
 
     model: a PreTrainedModel class of yours, as ``model.type`` names it.
     data: training data: a directory of shards, or a dataset of them; or an object with ``__len__``
-    and ``__getitem__`` whose items are samples, with the tokenizer of the run's ``data.path``.
+    and ``__getitem__`` whose items are samples, with the tokenizer of the run's ``data.path``; or a
+    stream of them (``__iter__``, ``state_dict``, ``load_state_dict``), from its next item on.
     callbacks: objects with methods of a callback (docs/howto/extend.md), called after those of the
     run; the run directory does not record them.
 
     Ctrl-C (an interrupted notebook cell), SIGTERM and SIGUSR1 end the run after a saved
     step, and the result reports it; before the first step and during the export Ctrl-C raises
     KeyboardInterrupt. Afterwards process group, signal handlers, environment, threads and torch's
-    random generator on the CPU are as before. A hung run ends its process (exit code 76), by
-    the run YAML's ``watchdog``.
+    random generator on the CPU are as before, and so is the state of a stream. A hung run ends its
+    process (exit code 76), by the run YAML's ``watchdog``.
 
     Raises ConfigError, DataError, ModelError, CheckpointError, OutputError, TrainingError,
     ExtensionError, LaunchError: all of them are BigtrainError.
@@ -195,7 +196,11 @@ def train_run(
     _refuse_other_group()
     import torch
 
-    with torch.random.fork_rng(devices=[]), StopSignals(interrupts=True) as heard:
+    with (
+        _as_before(samples),
+        torch.random.fork_rng(devices=[]),
+        StopSignals(interrupts=True) as heard,
+    ):
         return train_resolved(run, world, heard, callbacks=callbacks, samples=samples)
 
 
@@ -268,6 +273,25 @@ def _samples_of(data: object) -> tuple[object, tuple[str, ...]]:
     if problems := check_samples("data", type(data).__name__, data):
         raise ConfigError(problems, "the arguments of train_run")
     return data, (f"data.samples.type={GIVEN}",)
+
+
+@contextmanager
+def _as_before(samples: object) -> Iterator[None]:
+    """Give a stream of the calling program its state again, so that the same program resumes."""
+    if not is_stream(samples):
+        yield
+        return
+    stream: Any = samples
+    try:
+        before = json.dumps(stream.state_dict())
+    except Exception:  # which the run reports
+        before = None
+    try:
+        yield
+    finally:
+        if before is not None:
+            with suppress(Exception):
+                stream.load_state_dict(json.loads(before))
 
 
 def _check_callbacks(callbacks: Sequence[object]) -> None:

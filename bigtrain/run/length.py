@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from bigtrain.data.loading.dataset_checks import count_samples, open_checked
+from bigtrain.data.loading.dataset_checks import check_given_stream, count_samples, open_checked
 from bigtrain.data.shards.dataset import TokenDataset
 from bigtrain.errors import ConfigError, DataError, Problem
 from bigtrain.settings.extensions import check_schedule
@@ -30,6 +30,8 @@ def with_steps(
     config = run.config
     if config.train.epochs is None:
         return run, ()
+    if problems := check_given_stream(config, datasets):
+        raise ConfigError(problems, "the run's settings")
     samples = [count_samples(config, dataset, "train") for dataset in datasets]
     if not sum(samples):
         rule = "the number of the training samples is not known, so an epoch has no length"

@@ -62,7 +62,7 @@ from bigtrain.run.run_log import RunLog
 from bigtrain.run.segments import Segment, segment_at
 from bigtrain.run.session import begin_writing, open_session
 from bigtrain.run.state import TrainState, is_over
-from bigtrain.run.stream_position import refuse_other_streams, with_position
+from bigtrain.run.stream_position import refuse_other_samples, with_position
 from bigtrain.system.stop_signals import StopSignals
 from bigtrain.system.user_cache import cache_get, cache_put
 from bigtrain.system.world import World
@@ -94,7 +94,7 @@ def train_inputs(
         if run.config.data.verify == "contents":
             verify_data(context, log)
         refuse_other_run(context, first.inputs.data_hash)
-        refuse_other_streams(context, first.inputs)
+        refuse_other_samples(context, first.inputs)
         callbacks = stack.enter_context(Callbacks(context, log, given))
         largest = max(segments, key=lambda one: one.run.plan.micro_batch_tokens)
         prediction = log_prediction(replace(context, run=largest.run), log, largest.inputs)

@@ -139,6 +139,11 @@ def check_scores(config: RunConfig) -> list[Problem]:
 def check_distillation(config: RunConfig) -> list[Problem]:
     """Return the problem of a teacher that has scored complete documents, with a student that does
     not read such."""
+    samples = config.data.samples
+    if config.objective.type == "distillation" and samples is not None:
+        rule = "the teacher's log-probabilities are of documents of shards"
+        fix = "data.samples=null, with documents written by bigtrain tokenize"
+        return [Problem("data.samples", samples.type, rule, fix)]
     if config.objective.type != "distillation" or config.data.packing == "best_fit":
         return []
     rule = "the teacher read each document separately, and so must the student"

@@ -242,6 +242,10 @@ def _resolve_alone(
     if scores and config.objective.scores_samples:
         rule = "its model predicts no tokens, whose log-probabilities would be stored"
         problems.append(Problem("objective.type", config.objective.type, rule, "next_token"))
+    if scores and config.data.samples is not None:
+        rule = "scores are stored next to documents of shards, and these are samples of your code"
+        fix = "data.samples=null scores the shards of data.path; or tokenize rows with input_ids"
+        problems.append(Problem("data.samples.type", config.data.samples.type, rule, fix))
     model, of_model = inspect_configuration(config.model)
     problems.extend(of_model)
     plan = None

@@ -12,10 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 
 import bigtrain
+from tests.support.streams import Shuffled
 
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     if sys.argv[1] != "world":
@@ -115,5 +117,34 @@ def world(run_yaml: str, directory: str) -> None:
     Path(directory, f"result-{os.environ['RANK']}.json").write_text(json.dumps(seen))
 
 
+def streams(run_yaml: str, directory: str) -> None:
+    """A stream has its state again after a run, so that the same object trains it further, as one
+    that was never interrupted; a stream with other items does not."""
+    stream = Shuffled(length=16)
+    next(iter(stream))  # a run begins with the next item
+    before = stream.state_dict()
+    losses = {}
+    for name, parts in (("whole", (6,)), ("parts", (2, 4, 6))):
+        for steps in parts:
+            overrides = (
+                f"output.directory={directory}/{name}",
+                "batch.sequence_length=16",
+                f"train.steps={steps}",
+                "checkpoint.allow_changes=[train.steps]",
+                "schedule={type: constant}",
+                "logging.every_steps=1",
+            )
+            bigtrain.train_run(run_yaml, *overrides, data=stream)
+            assert stream.state_dict() == before
+        rows = bigtrain.read_metrics(f"{directory}/{name}")
+        losses[name] = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses["whole"]) == 6
+    assert losses["whole"] == losses["parts"]
+    said = "does not have the training tokens that this run has read.* -> restore the code"
+    with pytest.raises(bigtrain.CheckpointError, match=said):
+        bigtrain.train_run(run_yaml, *overrides, "train.steps=8", data=Shuffled(length=16))
+    print("streams done")
+
+
 if __name__ == "__main__":
-    {"page": page, "trains": trains, "world": world}[sys.argv[1]](*sys.argv[2:])
+    {"page": page, "trains": trains, "world": world, "streams": streams}[sys.argv[1]](*sys.argv[2:])

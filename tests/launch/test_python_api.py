@@ -28,6 +28,12 @@ def test_a_process_is_as_before_and_trains_again(inputs: Inputs, tmp_path: Path)
     assert "trained" in run_script(1, WORKER, "trains", inputs.run_yaml, tmp_path)
 
 
+@pytest.mark.slow
+def test_a_stream_trains_further_in_the_same_process(inputs: Inputs, tmp_path: Path) -> None:
+    output = run_script(1, WORKER, "streams", inputs.run_yaml, tmp_path)
+    assert "streams done" in output
+
+
 @pytest.mark.distributed
 def test_two_ranks_compute_what_train_py_does(inputs: Inputs, tmp_path: Path) -> None:
     run_script(2, WORKER, "world", inputs.run_yaml, tmp_path)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigtrain.data.chat.control_tokens import ControlTokens
-from bigtrain.data.documents.conversations import ConversationError, is_learned
+from bigtrain.data.documents.conversations import ConversationError, is_learned, weight_of
 from bigtrain.data.tokenizers.chat_template import ChatTemplate, Messages, Tools
 
 Span = tuple[int, int]
@@ -234,8 +234,8 @@ REMEDY = (
 )
 
 WEIGHT_REMEDY = (
-    "a message has weight 0, and it is ambiguous which {{% generation %}} blocks of the chat "
-    "template belong to message {} -> write one block for each message of the assistant"
+    "messages have different weights, and it is ambiguous which {{% generation %}} blocks of the "
+    "chat template belong to message {} -> write one block for each message of the assistant"
 )
 
 
@@ -262,10 +262,11 @@ def learned_blocks(
     """Assign `blocks`, the ``{% generation %}`` blocks of a rendering, to messages; without weight
     0. A block is assigned to a message by counting the blocks in renderings of prefixes. If that is
     ambiguous, each block is a separate answer, and ConversationError is raised if a message has
-    weight 0."""
+    weight 0 or another weight than the others."""
     turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    all_learned = all(is_learned(messages[number]) for number in turns)
-    if all_learned and len(blocks) == len(turns):
+    are_alike = all(is_learned(messages[number]) for number in turns)
+    are_alike &= len({weight_of(messages[number]) for number in turns}) <= 1
+    if are_alike and len(blocks) == len(turns):
         return [Answer(n + 1, (block,)) for n, block in zip(turns, blocks, strict=True)]
     learned: list[Answer] = []
     end = 0
@@ -274,17 +275,17 @@ def learned_blocks(
         try:
             end = len(template.render(messages[: number + 1], tools)[1])
         except ConversationError:
-            if not all_learned:
+            if not are_alike:
                 raise
             end = begin
         if end <= begin:
-            if all_learned:
+            if are_alike:
                 return _singly(turns, blocks)
             raise ConversationError(WEIGHT_REMEDY.format(number + 1))
         if is_learned(messages[number]):
             learned.append(Answer(number + 1, tuple(blocks[begin:end])))
     if end != len(blocks):
-        if all_learned:
+        if are_alike:
             return _singly(turns, blocks)
         raise ConversationError(WEIGHT_REMEDY.format(turns[-1] + 1))
     return learned

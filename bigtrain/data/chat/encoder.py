@@ -6,7 +6,7 @@ with ``{% generation %}`` blocks; for others see `bigtrain.data.chat.answer_ends
 with the first token that contains part of its last character. If transformers does not find the
 last token of a block, it marks everything after it, and if it does not find the first, no further
 block: here the tokens that contain characters of the block are marked. A message of ``weight: 0``
-is not marked.
+is not marked, and the marked tokens of one with another weight have it as the factor of their loss.
 
 A plain-text prompt and completion (`completion_bytes`) are encoded unchanged, as by TRL's
 SFTTrainer: after the special tokens that the tokenizer adds at the start of every text, before one
@@ -35,7 +35,7 @@ import orjson
 from bigtrain.data.chat.answer_ends import Answer, AnswerEnds, assistant_spans, learned_blocks
 from bigtrain.data.chat.control_tokens import ControlTokens
 from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, COUNTED_ONLY, Lost, refuse, unrendered
-from bigtrain.data.documents.conversations import ConversationError
+from bigtrain.data.documents.conversations import ConversationError, weight_of
 from bigtrain.data.documents.token_rows import PADDING, TokenRow
 from bigtrain.data.shards.format import Mask, Weights
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
@@ -82,7 +82,8 @@ class ChatRules:
 class _Rendered:
     """Conversation as text, its assistant's character ranges, and the template's control tokens if
     not every control token's text is one. `prompt`: start of `text` if it is plain text. `row`: one
-    that is already tokenized, without text. `is_open`: plain text without an end."""
+    that is already tokenized, without text. `is_open`: plain text without an end. `weights`: of the
+    losses in `spans`; None if all are 1."""
 
     text: str
     spans: Spans = ()
@@ -93,6 +94,7 @@ class _Rendered:
     inside: frozenset[str] = frozenset()
     row: TokenRow | None = None
     is_open: bool = False
+    weights: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -163,17 +165,18 @@ class ChatEncoder:
         mask, slow = self._mask(encoded.tokens, encoded.lengths, rendered, texts)
         prompts = self._prompts(rendered)
         ends = np.cumsum(encoded.lengths)
-        parts = []
+        parts, weights = [], []
         for number, chat in enumerate(rendered):
             low, high = int(ends[number] - encoded.lengths[number]), int(ends[number])
             tokens, own_mask = encoded.tokens[low:high], mask[low:high]
+            own_weights = None if chat.row is None else chat.row.weights
             try:
                 if chat.row is not None:
                     tokens, own_mask = chat.row.tokens, chat.row.learned
                 elif number in prompts:
                     tokens, own_mask = self._completion(chat, tokens, prompts[number])
                 elif slow[number]:
-                    tokens, own_mask = self._encode_slowly(chat)
+                    tokens, own_mask, own_weights = self._encode_slowly(chat)
                 if is_complete:
                     own_mask = np.ones(len(tokens), np.bool_)
                 if number not in problems and is_complete and not len(tokens):
@@ -186,6 +189,7 @@ class ChatEncoder:
             if number in problems:
                 tokens, own_mask = tokens[:0], own_mask[:0]
             parts.append((tokens, own_mask))
+            weights.append(own_weights)
         bad = {number // group for number in problems}
         good = [chat for number, chat in enumerate(rendered) if number // group not in bad]
         return EncodedChats(
@@ -197,7 +201,7 @@ class ChatEncoder:
             _count_lost(good),
             frozenset[str]().union(*(chat.ends for chat in good)),
             frozenset[str]().union(*(chat.inside for chat in good)),
-            _weights_of(rendered, [len(tokens) for tokens, _ in parts]),
+            _joined(weights, [len(tokens) for tokens, _ in parts]),
         )
 
     def _prompts(self, rendered: Sequence[_Rendered]) -> dict[int, list[int]]:
@@ -268,7 +272,8 @@ class ChatEncoder:
         control = self._written_control(self.template, text, messages, tools)
         if self.answer_ends is None:
             every = [span for answer in answers for span in answer.spans]
-            return _Rendered(text, every, control, lost=lost)
+            weights = _span_weights(messages, answers)
+            return _Rendered(text, every, control, lost=lost, weights=weights)
         filled = [
             Answer(n.number, tuple(span for span in n.spans if span[0] < span[1])) for n in answers
         ]
@@ -278,8 +283,9 @@ class ChatEncoder:
             kept = [n for n in kept if n.number not in dropped or self._says_something(text, n)]
         ended = self.answer_ends.finish(messages, tools, text, kept, control, marked=marked)
         return _Rendered(
-            ended.text, ended.spans, ended.control, None, lost, ended.ends, ended.inside
-        )
+            ended.text, ended.spans, ended.control, None, lost, ended.ends, ended.inside,
+            weights=_span_weights(messages, kept),
+        )  # fmt: skip
 
     def _says_something(self, text: str, answer: Answer) -> bool:
         written = "".join(text[begin:end] for begin, end in answer.spans)
@@ -298,11 +304,12 @@ class ChatEncoder:
             return [match.span() for match in self.control.find(text)]
         return None
 
-    def _encode_slowly(self, chat: _Rendered) -> tuple[Integers, Mask]:
-        """Return tokens and mask by the reference tokenizer's own character ranges."""
+    def _encode_slowly(self, chat: _Rendered) -> tuple[Integers, Mask, Weights | None]:
+        """Return tokens, mask and weights by the reference tokenizer's own character ranges."""
         tokens, ranges = self.control.encode(chat.text, chat.control)
-        mask = np.zeros(len(tokens), np.bool_)
-        for begin, end in chat.spans:
+        mask, weights = np.zeros(len(tokens), np.bool_), np.ones(len(tokens), np.float32)
+        of_spans = chat.weights or (1.0,) * len(chat.spans)
+        for (begin, end), weight in zip(chat.spans, of_spans, strict=True):
             # transformers' rule: from the first token with the first character to the first with
             # the last one. If a tokenizer drops characters: the tokens inside the range.
             first, last = _first_at(ranges, begin), _first_at(ranges, end - 1)
@@ -313,7 +320,8 @@ class ChatEncoder:
                 first = int(inside[0]) if first is None else first
                 last = int(inside[-1]) if last is None else last
             mask[first : last + 1] = True
-        return tokens, mask
+            weights[first : last + 1] = weight
+        return tokens, mask, None if chat.weights is None else weights
 
     def _mask(
         self,
@@ -323,7 +331,11 @@ class ChatEncoder:
         texts: Sequence[bytes],
     ) -> tuple[Mask, npt.NDArray[np.bool_]]:
         """Return the mask of all tokens, and which conversations must be encoded again, slowly."""
-        slow = np.fromiter((chat.control is not None for chat in rendered), bool, len(rendered))
+        slow = np.fromiter(
+            (chat.control is not None or chat.weights is not None for chat in rendered),
+            bool,
+            len(rendered),
+        )
         table = self._token_bytes
         if table is None:
             slow[:] = True
@@ -364,10 +376,17 @@ class ChatEncoder:
         return token_bytes(json.loads(self.encoder.tokenizer_json))
 
 
-def _weights_of(rendered: Sequence[_Rendered], lengths: Sequence[int]) -> Weights | None:
+def _span_weights(
+    messages: Sequence[Mapping[str, Any]], answers: Sequence[Answer]
+) -> tuple[float, ...] | None:
+    """Return the weights of the losses in the ranges of `answers`; None if all are 1."""
+    weights = tuple(weight_of(messages[one.number - 1]) for one in answers for _ in one.spans)
+    return None if all(weight == 1 for weight in weights) else weights
+
+
+def _joined(rows: Sequence[Weights | None], lengths: Sequence[int]) -> Weights | None:
     """Return the weights of the losses of all tokens, `lengths` of each document; None if all
     are 1."""
-    rows = [None if chat.row is None else chat.row.weights for chat in rendered]
     if all(weights is None for weights in rows):
         return None
     parts = [

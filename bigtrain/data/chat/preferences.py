@@ -101,6 +101,7 @@ def _of_rows(
         tokens=encoded.tokens[of_kept],
         mask=(encoded.mask if mask is None else mask)[of_kept],
         lengths=encoded.lengths * kept,
+        weights=None if encoded.weights is None else encoded.weights[of_kept],
         problems=tuple(sorted(problems.items())),
     )
 

@@ -19,6 +19,9 @@ RESULTS = ("tool", "function", "ipython", "observation", "environment")
 """Roles of tool responses, whose content may be any JSON, or empty."""
 WORDLESS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 """Keys that a message may have instead of content."""
+SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-126, 3.4028234663852886e38
+"""Weights of losses, other than 0, as float32 has them."""
+FACTOR = "a weight is a factor of the loss -> a finite number, 0 or more"
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of text parts in OpenAI's messages; the latter two in its responses."""
 
@@ -72,6 +75,18 @@ def is_learned(message: Mapping[str, Any]) -> bool:
     return bool(message["role"] == "assistant" and wanted)
 
 
+def weight_of(message: Mapping[str, Any]) -> float:
+    """Return the factor of the losses of a message that has loss."""
+    weight = message.get("weight")
+    return 1.0 if weight is None else float(weight)
+
+
+def has_fraction(message: Mapping[str, Any]) -> bool:
+    """Return whether the weight of a message is a number other than 0 and 1."""
+    weight = message.get("weight")
+    return isinstance(weight, int | float) and weight not in (0, 1)
+
+
 def from_text(value: object) -> object:
     """Return `value`, or the list or object in its JSON text, as stored in columns of csv and some
     parquet files. Text that is not JSON is returned unchanged."""
@@ -87,11 +102,12 @@ def _check_learning(number: int, message: Mapping[str, Any]) -> None:
         raise ConversationError(
             f"message {number} has train_detail: a message has loss or not as a unit -> train"
         )
-    if weight not in (None, 0, 1):
-        raise ConversationError(
-            f"message {number} has weight {weight!r}: a message has loss or not -> 0, 1, or no "
-            "weight; rows with input_ids may have other ones: loss_weights"
-        )
+    is_number = isinstance(weight, int | float)
+    if weight is not None and not (is_number and 0 <= weight <= LARGEST_WEIGHT):
+        raise ConversationError(f"message {number} has weight {weight!r}: {FACTOR}")
+    if weight and weight < SMALLEST_WEIGHT:
+        rule = f"weights are stored in float32 -> 0, or at least {SMALLEST_WEIGHT:.3g}"
+        raise ConversationError(f"message {number} has weight {weight!r}: {rule}")
     given = {} if weight is None else {"weight": weight}
     for key in FLAGS:
         flag = message.get(key)

@@ -13,7 +13,12 @@ from typing import Any
 
 import orjson
 
-from bigtrain.data.documents.conversations import FLAGS, WORDLESS, ConversationError
+from bigtrain.data.documents.conversations import (
+    FLAGS,
+    WORDLESS,
+    ConversationError,
+    has_fraction,
+)
 from bigtrain.data.documents.row_format import (
     Chat,
     Completion,
@@ -130,7 +135,10 @@ def classified(values: Values, roles: Roles) -> Classified:
         has = "both" if text is not None else "neither"
         raise ConversationError(f"it has {has} of text and messages -> one of them")
     if messages is not None:
-        return Classified(Chat(with_roles(messages, roles), tools), label)
+        given = with_roles(messages, roles)
+        if isinstance(given, list):
+            _refuse_fractions("messages", [one for one in given if isinstance(one, dict)])
+        return Classified(Chat(given, tools), label)
     if not isinstance(text, str):
         raise ConversationError(f"its text is {type(text).__name__}")
     _require_text("text", text)
@@ -220,12 +228,24 @@ def _require_answer(name: str, messages: Messages) -> None:
     """Raise ConversationError unless each answer in `messages` has content, a call or reasoning."""
     if not messages:
         raise ConversationError(f"its {name} is empty")
+    _refuse_fractions(name, messages)
     for number, message in enumerate(messages, 1):
         is_empty = message.get("content") in (None, "", [])
         if message.get("role") == "assistant" and is_empty:
             if any(message.get(key) for key in (*WORDLESS, "function_call")):
                 continue
             raise ConversationError(f"message {number} of its {name} is empty")
+
+
+def _refuse_fractions(name: str, messages: Messages) -> None:
+    """Raise ConversationError for a message whose weight would be ignored."""
+    for number, message in enumerate(messages, 1):
+        if has_fraction(message):
+            raise ConversationError(
+                f"message {number} of its {name} has weight {message['weight']!r}: only "
+                "conversations that are learned token by token have factors of losses -> 0, 1, or "
+                "no weight"
+            )
 
 
 def _unlearned(message: dict[str, Any]) -> dict[str, Any]:

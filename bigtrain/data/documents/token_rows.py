@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from bigtrain.data.documents.conversations import ConversationError, from_text
+from bigtrain.data.documents.conversations import FACTOR, ConversationError, from_text
 from bigtrain.data.documents.row_format import TOKEN_KEYS, Values
 
 NOT_LEARNED = -100
@@ -25,7 +25,6 @@ NOT_LEARNED = -100
 PADDING = "padding"
 """Kind of what is removed and counted: tokens with attention_mask 0."""
 ONE_BIT = "a token is learned or not, by one bit -> 0 or 1, or a factor in loss_weights"
-FACTOR = "a weight is a factor of the loss -> a finite number, 0 or more"
 
 Numbers = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.float32]

@@ -93,8 +93,11 @@ def check_datasets(
 def check_given_stream(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Problem]:
     """Check the settings of a stream of samples that the calling program gives; those of a class
     are checked with its name."""
-    first, samples = datasets[0], config.data.samples
-    if samples is None or samples.type != GIVEN or not isinstance(first, StreamDataset):
+    samples = config.data.samples
+    if samples is None or samples.type != GIVEN:
+        return []
+    first = datasets[0]
+    if not isinstance(first, StreamDataset):
         return []
     return check_stream(config, first.train.items.kind)
 
@@ -296,7 +299,10 @@ def check_rows(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]
 
 def check_weights(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
     """Check that weights of tokens are not ignored."""
-    refused = _ignored_weights(config)
+    if config.data.samples is None:
+        refused = _ignored_weights(config)
+    else:
+        refused = _ignored_weights(config, "data.samples", "items without loss_weights")
     return [
         Problem(refused.key, refused.value, f"{refused.rule} ({source.path})", refused.remedy)
         for source, table in zip(config.data.mixture, tables, strict=True)
@@ -304,18 +310,21 @@ def check_weights(config: RunConfig, tables: Sequence[ShardTable]) -> list[Probl
     ]
 
 
-def _ignored_weights(config: RunConfig) -> Problem | None:
-    """Return what the run cannot combine with weights of tokens."""
+def _ignored_weights(
+    config: RunConfig, owner: str = "a dataset", without: str = "tokenize without loss_weights"
+) -> Problem | None:
+    """Return what the run cannot combine with the weights of tokens that `owner` has. without: fix
+    that gives data without them."""
     if config.objective.type != "next_token":
-        rule = "does not read the weights of losses of tokens that a dataset has"
-        fix = "objective.type=next_token, or tokenize without loss_weights"
+        rule = f"does not read the weights of losses of tokens that {owner} has"
+        fix = f"objective.type=next_token, or {without}"
         return Problem("objective.type", config.objective.type, rule, fix)
     if config.model.loss == "liger":
-        rule = "has no weights of losses of tokens, which a dataset has"
+        rule = f"has no weights of losses of tokens, which {owner} has"
         return Problem("model.loss", "liger", rule, "model.loss=chunked")
     if config.objective.mtp_weight:
-        rule = "trains layers whose losses have no weights of tokens, which a dataset has"
-        fix = "objective.mtp_weight=0, or tokenize without loss_weights"
+        rule = f"trains layers whose losses have no weights of tokens, which {owner} has"
+        fix = f"objective.mtp_weight=0, or {without}"
         return Problem("objective.mtp_weight", config.objective.mtp_weight, rule, fix)
     return None
 

@@ -134,15 +134,9 @@ class TrainingBatches:
         return EverySample(self.dataset, self.plan, self.data_rank, self.options)
 
     @property
-    def reads_stream(self) -> bool:
-        """Whether the samples are a stream with a state."""
-        return self._stream is not None
-
-    def position_at(self, sample: int) -> StreamPosition:
-        """Return the position of a stream at `sample`, where the last step ended. Raises as
-        `step`."""
-        assert self._stream is not None
-        return self._stream.position_at(sample)
+    def stream(self) -> StreamSamples | None:
+        """Samples that are a stream with a state; None if they have no state."""
+        return self._stream
 
     def restart(self, position: StreamPosition | None) -> None:
         """Continue a stream at `position`, for a `step` that begins with an earlier sample than the

@@ -36,8 +36,10 @@ from bigtrain.data.shards.dataset import TokenDataset
 from bigtrain.data.shards.manifest import LABELED
 from bigtrain.data.shards.shard_table import ShardTable
 from bigtrain.errors import CheckpointError
+from bigtrain.settings.extensions import import_named, location
 from bigtrain.settings.objective import rows_of_answers
 from bigtrain.settings.run_config import DataSection, RunConfig, SourceSection
+from bigtrain.settings.sections.extensions import GIVEN
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,7 @@ def next_phase(
     has not changed. A source continues at its position, also one that was removed temporarily.
     Raises CheckpointError if the path of a source now has other tokens."""
     length = config.batch.sequence_length
-    _refuse_other_contents(last, sources)
+    _refuse_other_contents(last, config, sources)
     stands = last.until(sample, config.seed)
     kept = last.chunk_length if last.chunk_length % length == 0 else length
     following = Phase(sample, length, config.data.chunk_length or kept, ())
@@ -280,10 +282,21 @@ def _appear(
     return (*read, *left)
 
 
-def _refuse_other_contents(last: Phase, sources: Sequence[SourceIdentity]) -> None:
+def _refuse_other_contents(
+    last: Phase, config: RunConfig, sources: Sequence[SourceIdentity]
+) -> None:
     known = {source.hash for source in last.sources}
     for source in sources:
         there = next((old for old in last.read if old.path == source.path), None)
+        if there is not None and source.hash not in known and config.data.samples is not None:
+            name = config.data.samples.type
+            at = "" if name == GIVEN else location(import_named("data.samples.type", name))
+            raise CheckpointError(
+                f"data.samples.type = {name!r} does not have the training tokens that this run has "
+                f"read: hash {there.hash} there, {source.hash} now, of its first items, length and "
+                f"settings{at and f' ({at})'} -> restore the code, its settings and its data; or "
+                "begin another run: another output.directory"
+            )
         if there is not None and source.hash not in known:
             raise CheckpointError(
                 f"{source.path} does not have the training tokens that this run has read: "

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
@@ -63,14 +63,17 @@ class SampleStream:
         return OpenStream(self._make(), self.items, position)
 
     def identity(self, settings: Mapping[str, Any]) -> int:
-        """Return a checksum of the name, settings and first items. Raises ExtensionError if the
-        stream fails, DataError if it is not the same when it is opened again, at its beginning or
-        at a state that it returned."""
+        """Return a checksum of the name, settings and first items, which also decide whether losses
+        have weights. Raises ExtensionError if the stream fails, DataError if it is not the same
+        when it is opened again, at its beginning or at a state that it returned."""
         stream = self.open(None)
-        positions, contents = [], []
+        positions, contents, weighs = [], [], False
         for _ in range(_PROBES):
             positions.append(stream.position())
-            contents.append(_bytes_of(stream.next()))
+            item = stream.next()
+            contents.append(_bytes_of(item))
+            weighs |= item.weights is not None
+        self.items = replace(self.items, weighs=weighs)
         for first in (0, _PROBES // 2):
             again = self.open(positions[first] if first else None)
             for number in range(first, _PROBES):
@@ -92,8 +95,7 @@ class SampleStream:
 
 
 def _bytes_of(item: Item) -> bytes:
-    tokens, targets = item
-    return tokens.tobytes() + targets.tobytes()
+    return item.tokens.tobytes() + item.targets.tobytes() + item.weight_bytes
 
 
 def rewound_by(stream: Any, items: ItemReader) -> Callable[[], Any]:
@@ -109,12 +111,14 @@ def rewound_by(stream: Any, items: ItemReader) -> Callable[[], Any]:
 
 
 class OpenStream:
-    """Iterator over the items of a stream from a position on. sample: number of the next item."""
+    """Iterator over the items of a stream from a position on. sample: number of the next item. One
+    that has failed raises the same error again: the number of what follows is not known."""
 
     def __init__(self, stream: Any, items: ItemReader, position: StreamPosition | None) -> None:
         self.sample = 0 if position is None else position.sample
         self._checksum = 0 if position is None else int(position.checksum, 16)
         self._stream, self._items = stream, items
+        self._failure: DataError | ExtensionError | None = None
         if position is not None:
             self.load(stream, items, json.dumps(position.state))
         try:
@@ -136,6 +140,15 @@ class OpenStream:
     def next(self) -> Item:
         """Return the next item as a sample. Raises ExtensionError if the stream fails, DataError if
         it has ended or the item is not a sample."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._next()
+        except (DataError, ExtensionError) as error:
+            self._failure = error
+            raise
+
+    def _next(self) -> Item:
         try:
             item = next(self._iterator)
         except StopIteration:
@@ -202,7 +215,6 @@ class StreamSamples:
     `samples_per_step`: over all ranks."""
 
     masks_loss = True
-    weighs_loss = False
     num_samples = NUM_SAMPLES
 
     def __init__(
@@ -211,6 +223,8 @@ class StreamSamples:
         self.sequence_length = stream.items.sequence_length
         self.vocab_size = stream.items.vocab_size
         self.token_dtype = stream.token_dtype
+        self.weighs_loss = bool(stream.items.weighs)
+        self.items = stream.items
         self._stream, self._samples_per_step = stream, samples_per_step
         self._lock = Lock()
         self.restart(position)

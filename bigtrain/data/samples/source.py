@@ -35,7 +35,6 @@ class SourceSamples:
     source is."""
 
     masks_loss = True
-    weighs_loss = False
 
     def __init__(self, source: Any, name: str, sequence_length: int, dataset: TokenDataset) -> None:
         """`name`: in errors. `dataset`: has the tokenizer."""
@@ -44,7 +43,8 @@ class SourceSamples:
         self.sequence_length = sequence_length
         self.token_dtype = np.dtype(dataset.table.token_dtype)
         self.vocab_size = dataset.table.tokenizer.vocab_size
-        self._items = ItemReader(name, type(source), sequence_length, self.vocab_size)
+        self.items = ItemReader(name, type(source), sequence_length, self.vocab_size)
+        self.weighs_loss = False
 
     def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
         for sample, row in zip(samples.tolist(), rows.tolist(), strict=True):
@@ -63,20 +63,26 @@ class SourceSamples:
                 f"{self._name}: item {sample} raised {describe(error, type(self._source))} -> "
                 "correct it"
             ) from error
-        return self._items.parse(sample, item)
+        return self.items.parse(sample, item)
 
     def identity(self, settings: Mapping[str, Any]) -> int:
-        """Return a checksum of the name, settings, length and `_PROBES` items. Raises as `read`,
-        and DataError if an item is another one when it is read again."""
+        """Return a checksum of the name, settings, length and `_PROBES` items, which also decide
+        whether losses have weights. Raises as `read`, and DataError if an item is another one when
+        it is read again."""
         text = json.dumps([self._name, settings, self.num_samples, self.sequence_length])
         digest = xxhash.xxh3_64(text.encode())
         numbers = np.linspace(0, self.num_samples - 1, _PROBES).astype(int).tolist()
+        weighs = False
         for number in sorted({*numbers}):
-            contents = [np.concatenate(self.read(number)).tobytes() for _ in range(2)]
+            items = [self.read(number) for _ in range(2)]
+            contents = [np.concatenate(item[:2]).tobytes() + item.weight_bytes for item in items]
             if contents[0] != contents[1]:
                 rule = "is another one when it is read again, so that a run could not resume"
-                raise self._items.wrong(number, rule, "let an item depend on its number only")
+                raise self.items.wrong(number, rule, "let an item depend on its number only")
             digest.update(contents[0])
+            weighs |= items[0].weights is not None
+        self.weighs_loss = weighs
+        self.items = replace(self.items, weighs=weighs)
         return digest.intdigest()
 
     def _length(self) -> int:
@@ -127,12 +133,12 @@ def with_source(config: RunConfig, dataset: TokenDataset, given: object = None) 
         make = new if given is None else rewound_by(given, items)
         stream = SampleStream(make, items, np.dtype(table.token_dtype))
         identity = stream.identity(section.settings)
-        table = _with_train(table, NUM_SAMPLES * length + 1, identity)
+        table = _with_train(table, NUM_SAMPLES * length + 1, identity, stream.items)
         return StreamDataset(dataset.path, table, dataset.splits, stream)
     source = _made(kind, section.settings, name) if given is None else given
     samples = SourceSamples(source, name, length, dataset)
     identity = samples.identity(section.settings)
-    table = _with_train(table, samples.num_samples * length + 1, identity)
+    table = _with_train(table, samples.num_samples * length + 1, identity, samples.items)
     return SourceDataset(dataset.path, table, dataset.splits, samples)
 
 
@@ -147,9 +153,10 @@ def _made(kind: Any, settings: Mapping[str, Any], name: str) -> Any:
         ) from error
 
 
-def _with_train(table: ShardTable, num_tokens: int, checksum: int) -> ShardTable:
+def _with_train(table: ShardTable, num_tokens: int, checksum: int, items: ItemReader) -> ShardTable:
     """Return `table` with one training shard of `num_tokens` tokens."""
     row = np.zeros(1, ROW)
     row["tokens"], row["xxh3"] = num_tokens, checksum
     columns = ShardColumns(row, memoryview(b""), table.is_masked, table.has_blocks)
-    return replace(table, splits={**table.splits, "train": columns})
+    is_weighted = table.is_weighted or bool(items.weighs)
+    return replace(table, splits={**table.splits, "train": columns}, is_weighted=is_weighted)

@@ -132,11 +132,14 @@ class ShardList(Sequence[Shard]):
 class Documents(Sequence[Document]):
     """Documents of shards in stream order, by number: ``input_ids`` int64 [n], with the
     end-of-document token, and ``labels``, the same with -100 where a token is not learned; of a
-    shard with weights other than 0 and 1 also ``loss_weights``, float32 [n]. Reading one raises
+    dataset with weights other than 0 and 1 also ``loss_weights``, float32 [n]. Reading one raises
     DataError as `Shard.document`."""
 
-    def __init__(self, shards: Sequence[Shard], counts: npt.NDArray[np.int64]) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], counts: npt.NDArray[np.int64], *, are_weighted: bool = False
+    ) -> None:
         self._shards, self._ends = shards, np.cumsum(counts)
+        self._are_weighted = are_weighted
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -158,7 +161,7 @@ class Documents(Sequence[Document]):
         tokens = shard.document(number - before).astype(np.int64)
         learned = shard.document_mask(number - before)
         document = {"input_ids": tokens, "labels": np.where(learned, tokens, IGNORED_LABEL)}
-        if shard.weights_path is not None:
+        if self._are_weighted:
             document["loss_weights"] = shard.document_weights(number - before)
         return document
 
@@ -180,7 +183,8 @@ class TokenDataset:
         """Return the documents of `split`; none if the dataset has no such split."""
         columns = self.table.splits.get(split)
         counts = np.empty(0, np.int64) if columns is None else columns.rows["documents"]
-        return Documents(self.shards(split), counts.astype(np.int64))
+        shards, are_weighted = self.shards(split), self.table.is_weighted
+        return Documents(shards, counts.astype(np.int64), are_weighted=are_weighted)
 
     @cached_property
     def _training_documents(self) -> Documents:

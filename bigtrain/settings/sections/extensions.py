@@ -49,11 +49,13 @@ def known_or_imported(name: object, known: Sequence[str]) -> object:
 
 
 class SamplesSection(Section):
-    """Training samples from code of yours, in the order of bigtrain. See docs/howto/extend.md."""
+    """Training samples from code of yours, in the order of bigtrain, or of a stream in its own. See
+    docs/howto/extend.md."""
 
     type: ImportedName
-    """class of yours with __len__ and __getitem__, as package.module:Class; an item is a sample of
-    at most batch.sequence_length + 1 tokens"""
+    """class of yours, as package.module:Class, with __len__ and __getitem__, or a stream with
+    __iter__, state_dict and load_state_dict; an item is a sample of at most batch.sequence_length
+    + 1 tokens"""
     settings: CodeSettings = Field(default_factory=dict)
     """arguments of its constructor, by name"""
 

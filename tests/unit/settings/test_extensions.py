@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from bigtrain.cli import main
 from bigtrain.errors import ConfigError
 from bigtrain.planner.run_prediction import layout_of
-from bigtrain.settings.loading import parse_run_config
+from bigtrain.settings.loading import load_run_config, parse_run_config
 from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.resolve import resolve_run
 
@@ -344,3 +345,45 @@ def test_only_callbacks_of_the_user_may_record_metrics() -> None:
     configs = [parse_run_config({**RUN, "callbacks": one}) for one in (shipped, own)]
     assert [config.has_user_callbacks for config in configs] == [False, True]
     assert [config.records_metrics for config in configs] == [False, True]
+
+
+SAMPLES = {"path": "shards", "samples": {"type": "tests.support.streams:Items"}}
+
+
+@pytest.mark.parametrize("kind", ["Items", "Shuffled"])
+def test_samples_of_the_user_are_not_scored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """In one line, before anything is opened."""
+    name = f"tests.support.streams:{kind}"
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({**RUN, "data": {**SAMPLES, "samples": {"type": name}}}))
+    words = ["score", "--config", str(path), "--output", str(tmp_path / "scores")]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    [line] = [line for line in said.splitlines() if "data.samples" in line]
+    assert line.strip() == (
+        f"data.samples.type = {name!r}: scores are stored next to documents of shards, and these "
+        "are samples of your code -> data.samples=null scores the shards of data.path; or tokenize "
+        "rows with input_ids"
+    )
+    assert not (tmp_path / "scores").exists()
+    resolve_run(load_run_config(str(path), ["data.samples=null"]), 1, scores=True)
+
+
+def test_a_teacher_has_not_read_samples_of_the_user() -> None:
+    """Nor may they be packed, which distillation needs of documents."""
+    with pytest.raises(ConfigError) as caught:
+        resolved(data=SAMPLES, objective={"type": "distillation", "teacher": "scores"})
+    [problem] = [one for one in caught.value.problems if one.key.startswith("data")]
+    assert problem.key == "data.samples"
+    assert problem.remedy == "data.samples=null, with documents written by bigtrain tokenize"
+
+
+def test_a_stream_is_refused_at_several_sites() -> None:
+    sites = {"count": 2, "inner_steps": 5, "server": "http://127.0.0.1:9", "token_file": "token"}
+    data = {**SAMPLES, "samples": {"type": "tests.support.streams:Shuffled"}}
+    with pytest.raises(ConfigError) as caught:
+        resolved(data=data, sites=sites)
+    assert "sites" in [problem.key for problem in caught.value.problems]
+    assert "can only continue at a state that it has returned" in str(caught.value)

@@ -543,10 +543,61 @@ def test_blocks_that_are_no_message_s_are_refused() -> None:
         encode(encoder_of(ONE_BLOCK), weighted(turns("a", "b", "c", "d"), 0, 1))
 
 
-@pytest.mark.parametrize("weight", [2, -1, 0.5, "0", [0]])
+@pytest.mark.parametrize("name", ["code", "white space", "unicode", "many turns"])
+@pytest.mark.parametrize("template", [CHATML, unmarked(CHATML), LLAMA3, unmarked(LLAMA3), QWEN3])
+@pytest.mark.parametrize("trusted", [False, True])
+def test_learned_tokens_have_the_weight_of_their_message(
+    template: str, name: str, trusted: bool
+) -> None:
+    """Tokens and mask stay, also in a batch with conversations that have no weights."""
+    messages = CONVERSATIONS[name]
+    weights = [0.25, 1, 2.5][: len(messages) // 2]
+    encoder = encoder_of(template, trusted=trusted)
+    plain = encoder.encode([conversation_bytes(messages)] * 2)
+    rows = [conversation_bytes(messages), conversation_bytes(weighted(messages, *weights))]
+    found = encoder.encode(rows)
+    assert (plain.weights, found.problems) == (None, ())
+    assert found.tokens.tolist() == plain.tokens.tolist()
+    assert found.mask.tolist() == plain.mask.tolist()
+    assert found.weights is not None
+    assert found.weights.dtype == np.float32
+    length = int(found.lengths[0])
+    edges = np.flatnonzero(np.diff([0, *found.mask[length:].astype(int), 0])).reshape(-1, 2)
+    wanted = np.ones(2 * length, np.float32)
+    for (begin, end), weight in zip(edges + length, weights, strict=True):
+        wanted[begin:end] = weight
+    assert found.weights.tolist() == wanted.tolist()
+
+
+def test_a_fraction_next_to_a_message_of_weight_0() -> None:
+    messages = weighted(turns("a", "b", "c", "d"), 0, 0.5)
+    found = encoder_of(CHATML).encode([conversation_bytes(messages)])
+    assert found.weights is not None
+    assert set(found.weights[found.mask].tolist()) == {0.5}
+    [first] = np.flatnonzero(np.diff([0, *found.mask.astype(int)]) == 1)
+    assert first > len(found.tokens) / 2
+
+
+def test_the_last_message_keeps_its_weight() -> None:
+    messages = weighted(turns("a", "b", "c", "d"), 0.25, 0.5)
+    found = encoder_of(CHATML).encode([conversation_bytes(messages, last_only=True)])
+    assert found.weights is not None
+    assert set(found.weights[found.mask].tolist()) == {0.5}
+
+
+def test_blocks_of_messages_with_different_weights_must_be_theirs() -> None:
+    messages = turns("a", "b", "c", "d")
+    found = encoder_of(ONE_BLOCK).encode([conversation_bytes(weighted(messages, 0.5, 0.5))])
+    assert set(found.weights[found.mask].tolist()) == {0.5}
+    with pytest.raises(ConversationError, match="have different weights, and it is ambiguous"):
+        encode(encoder_of(ONE_BLOCK), weighted(messages, 0.5, 1))
+
+
+@pytest.mark.parametrize("weight", [-1, -0.5, "0", [0], float("nan"), float("inf"), 1e39, 1e-39])
 def test_other_weights_are_refused(weight: Any) -> None:
     messages = turns("a", "b")
-    with pytest.raises(ConversationError, match=r"message 2 has weight .* -> 0, 1, or no weight"):
+    words = r"message 2 has weight .* -> (a finite number, 0 or more|0, or at least 1\.18e-38)"
+    with pytest.raises(ConversationError, match=words):
         conversation_bytes([messages[0], {**messages[1], "weight": weight}])
 
 
@@ -555,3 +606,5 @@ def test_weight_of_others_than_the_assistant() -> None:
     conversation_bytes([{**user, "weight": 0}, answer])
     with pytest.raises(ConversationError, match="message 1 has weight 1 and role user: only"):
         conversation_bytes([{**user, "weight": 1}, answer])
+    with pytest.raises(ConversationError, match=r"message 1 has weight 0.5 and role user: only"):
+        conversation_bytes([{**user, "weight": 0.5}, answer])

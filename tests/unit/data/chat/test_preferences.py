@@ -182,6 +182,21 @@ BAD_ROWS: list[tuple[Rows, dict[str, Any], str]] = [
         {"chosen": [GOOD], "rejected": [{**BAD, "content": ""}], "prompt": [USER]},
         "message 1 of its rejected is empty",
     ),
+    (
+        "preference",
+        {"chosen": [GOOD], "rejected": [{**BAD, "weight": 0.5}], "prompt": [USER]},
+        "message 1 of its rejected has weight 0.5: only conversations that are learned token by",
+    ),
+    (
+        "kto",
+        {"prompt": [USER], "completion": [{**GOOD, "weight": 2}], "label": True},
+        "message 1 of its completion has weight 2",
+    ),
+    (
+        "classification",
+        {"messages": [USER, {**GOOD, "weight": 0.5}], "label": 1},
+        "message 2 of its messages has weight 0.5",
+    ),
     ("preference", {"chosen": "a", "rejected": [BAD], "prompt": "x"}, "all text or all messages"),
     ("preference", {"chosen": "a", "rejected": "b", "prompt": [USER]}, "all text or all messages"),
     (

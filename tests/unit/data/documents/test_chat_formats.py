@@ -209,7 +209,8 @@ def test_roles_and_keys_of_the_other_format() -> None:
         ({"role": "user", "train": True}, "only messages of the assistant have loss -> false"),
         ({"loss": 0.5}, "message 1 has loss 0.5 -> true, false, or no loss"),
         ({"loss": True, "train": False}, "train False and loss True, which contradict each other"),
-        ({"weight": 0.5}, "message 1 has weight 0.5: a message has loss or not -> 0, 1"),
+        ({"weight": -0.5}, "message 1 has weight -0.5: a weight is a factor of the loss"),
+        ({"weight": 0.5, "train": False}, "weight 0.5 and train False, which contradict each"),
         ({"weight": "1"}, "message 1 has weight '1'"),
         (
             {"train_detail": [{"begin_offset": 0}]},

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bigtrain.data.loading.dataset_checks import check_weights
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.data.samples.source import SourceSamples, with_source
 from bigtrain.data.shards.dataset import open_dataset
@@ -16,6 +17,7 @@ from bigtrain.errors import BigtrainError, DataError
 from bigtrain.settings.batch_plan import plan_batch
 from bigtrain.settings.loading import parse_run_config
 from tests.support.datasets import write_dataset
+from tests.support.weighted import FIRST_WEIGHTED, weights_of, write_weighted
 
 LENGTH = 8
 
@@ -99,6 +101,15 @@ class Faulty:
         return self.item() if callable(self.item) else self.item
 
 
+class _Failing:
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("on another device")
+
+
+def weighted(weights: list[Any]) -> dict[str, Any]:
+    return {"input_ids": [1, 2, 3], "loss_weights": weights}
+
+
 def _draw() -> list[int]:
     return np.random.default_rng().integers(0, 64, 8).tolist()
 
@@ -112,13 +123,31 @@ def _fail() -> Any:
     [
         ([1], "has 1 tokens; a sample has 2 to 9"),
         ([1] * 10, "has 10 tokens; a sample has 2 to 9"),
-        ([1, 64], "has token 1 or 64; the vocabulary is 64"),
+        ([], "has 0 tokens; a sample has 2 to 9"),
+        ([1, 64], "has input_ids[1] = 64; ids are 0 to 63"),
+        ([1, 2, -5], "has input_ids[2] = -5; ids are 0 to 63"),
+        (
+            np.array([1, 1 << 63], np.uint64),
+            "has input_ids[1] = 9223372036854775807; ids are 0 to 63",
+        ),
+        ([1, 1 << 70], "input_ids is of type object and shape [2]"),
+        ([[1, 2], [3]], "input_ids: setting an array element with a sequence"),
+        ([True, False], "input_ids is of type bool and shape [2]"),
+        (None, "input_ids is of type object and shape []"),
+        ("text", "input_ids is of type <U4 and shape []"),
+        (_Failing(), "input_ids: on another device"),
         ([1.0, 2.0], "input_ids is of type float64 and shape [2]"),
         ([[1, 2]], "shape [1, 2]"),
         ({"labels": [1, 2]}, "has no input_ids"),
         ({"input_ids": [1, 2], "attention_mask": [1, 1]}, "has 'attention_mask'"),
         ({"input_ids": [1, 2], "labels": [1]}, "has 2 input_ids and 1 labels"),
         ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "labels[0] = 2 is not input_ids[0] = 1"),
+        (weighted([1, 1]), "has 3 input_ids and 2 loss_weights"),
+        (weighted([1, 0.5, -0.5]), "item 0 loss_weights[2] is -0.5, a factor of a loss"),
+        (weighted([1, float("nan"), 1]), "item 0 loss_weights[1] is nan, a factor of a loss"),
+        (weighted([1e39, 1, 1]), "item 0 loss_weights[0] is 1e+39, a factor of a loss"),
+        (weighted(["1", "2", "3"]), "loss_weights is of type <U1 and shape [3]"),
+        (weighted([[1, 1, 1]]), "loss_weights is of type int64 and shape [1, 3]"),
         (_draw, "is another one when it is read again"),
         (_fail, f"item 0 raised KeyError: 'nothing' ({__file__}:"),
     ],
@@ -128,6 +157,84 @@ def test_a_faulty_item(shards: Path, item: Any, text: str) -> None:
         with_source(config(shards), open_dataset(shards), Faulty(item))
     assert text in str(caught.value)
     assert __file__ in str(caught.value)
+
+
+def test_weights_of_losses_are_read(shards: Path) -> None:
+    """Those of targets, 1 elsewhere; a token of weight 0 is not a target."""
+    run = config(shards)
+    items = [{"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8], "loss_weights": w} for w in
+             ([9, 0, 0.25, 3], np.array([1, 1, 2, 0.5], np.float16))] * 3  # fmt: skip
+    dataset = with_source(run, open_dataset(shards), items)
+    assert dataset.table.is_weighted
+    plan, _ = plan_batch(run.batch, 1)
+    assert plan is not None
+    batches = open_training_data(run, plan, 0, datasets=[dataset])
+    read = [
+        (labels[:3].tolist(), weights.tolist())
+        for batch in batches.step(0)
+        for labels, weights in zip(batch.labels, batch.weights, strict=True)
+    ]
+    batches.close()
+    rest = [0.0] * (LENGTH - 3)
+    first, second = ([-100, 7, 8], [0, 0.25, 3, *rest]), ([6, 7, 8], [1, 2, 0.5, *rest])
+    assert sorted(read) == sorted([first, second] * 3)
+    plain = with_source(
+        run, open_dataset(shards), [dict(item, loss_weights=None) for item in items]
+    )
+    assert not plain.table.is_weighted
+    other = with_source(
+        run, open_dataset(shards), [*items[:-1], {**items[-1], "loss_weights": [1] * 4}]
+    )
+    sums = {one.table.splits["train"].rows["xxh3"][0] for one in (dataset, plain, other)}
+    assert len(sums) == 3  # a resume notices other weights
+
+
+def test_documents_of_a_dataset_with_weights_are_samples(shards: Path, tmp_path: Path) -> None:
+    """Also of its shards without weights, whose documents have the weight 1."""
+    path = write_weighted(tmp_path / "w", low=FIRST_WEIGHTED, vocab_size=64, shards=(9, 9, 2))
+    documents = open_dataset(path).documents()
+    assert len(documents) == 18
+    for number, document in enumerate(documents):
+        targets = document["labels"] != -100
+        expected = weights_of(document["input_ids"])
+        assert (document["loss_weights"][targets] == expected[targets]).all(), number
+    run = config(shards)
+    short = [
+        {name: values[: LENGTH + 1] for name, values in document.items()} for document in documents
+    ]
+    samples = with_source(run, open_dataset(shards), short).train
+    assert samples.weighs_loss
+    assert all((samples.read(n).tokens == one["input_ids"]).all() for n, one in enumerate(short))
+
+
+def test_weights_that_begin_later_are_refused(shards: Path) -> None:
+    """Whether a run computes weighted losses is decided by the items that are read before it."""
+    many = [{"input_ids": [1, 2]}] * 1000
+    many[1] = {"input_ids": [1, 2], "loss_weights": [1, 1]}
+    dataset = with_source(config(shards), open_dataset(shards), many)
+    with pytest.raises(DataError, match="item 1 has loss_weights, and the items that were read be"):
+        dataset.train.read(1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"model": {"loss": "liger"}}, "model.loss"),
+        ({"objective": {"mtp_weight": 0.1}}, "objective.mtp_weight"),
+    ],
+)
+def test_weights_that_a_run_does_not_read_are_refused(
+    shards: Path, settings: dict[str, Any], key: str
+) -> None:
+    run = config(shards)
+    update = {
+        name: getattr(run, name).model_copy(update=values) for name, values in settings.items()
+    }
+    run = run.model_copy(update=update)
+    source = [{"input_ids": [1, 2], "loss_weights": [1, 0.5]}] * 3
+    [problem] = check_weights(run, [with_source(run, open_dataset(shards), source).table])
+    assert problem.key == key
+    assert "which data.samples has" in problem.rule
 
 
 def test_no_items(shards: Path) -> None:
