@@ -15,6 +15,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import yaml
 
 from tests.support.chats import write_readme_chats
 from tests.support.pages import page_files, page_text
-from tests.support.worlds import ROOT
+from tests.support.worlds import ROOT, default_port
 
 # A line is a command where it begins with one of these, after assignments of variables.
 PROGRAMS = {
@@ -38,7 +39,7 @@ NOT_HERE = {
     r"^make (test|check|docs|install)\b": "installs, or runs all tests, of which this is one",
     r"^make gpu-(check|wheels)": "needs a GPU, or fetches wheels for one",
     r"^make operator-proof": "fetches 1 GB; tests/unit/benchmarks/test_operator_proof.py",
-    r"^(\w+=\S+ )*(sbatch|srun) ": "needs a Slurm cluster; tests/cluster/test_slurm.py has a real one",
+    r"^(\w+=\S+ )*(sbatch|srun) ": "needs Slurm; tests/cluster/test_slurm.py submits to it",
     r"^bigtrain (doctor|hostfile) .*--slurm": "needs a Slurm job; tests/cluster/test_slurm.py",
     r"--hostfile hostfiles/mine": "needs several hosts; tests/cluster/test_hostfile.py has them",
     r"^kubectl ": "needs a Kubernetes cluster; tests/cluster/test_image.py starts the pods",
@@ -180,9 +181,10 @@ def type_in(folder: Path, line: str) -> str:
         "HOME": str(folder.parent / "home"),
         "HF_HUB_OFFLINE": "1",
     }
-    done = subprocess.run(
-        ["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True
-    )
+    with default_port() if "deepspeed " in line else nullcontext():
+        done = subprocess.run(
+            ["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True
+        )
     said = done.stdout + done.stderr
     assert done.returncode == 0, f"{line}\n{said[-6000:]}"
     return said

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import sysconfig
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from bigtrain.cli import COMMANDS, build_parser
 from bigtrain.settings.loading import load_run_config
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.train import build_parser as train_parser
-from tests.support.worlds import ROOT
+from tests.support.worlds import ROOT, default_port
 from tools.quickstart import train_command
 
 README = (ROOT / "README.md").read_text()
@@ -102,7 +103,8 @@ def type_in(folder: Path, words: list[str]) -> str:
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
-    result = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+    with default_port() if "deepspeed" in words else nullcontext():
+        result = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, f"{shlex.join(words)}\n{result.stdout}\n{result.stderr}"
     return result.stdout + result.stderr
 

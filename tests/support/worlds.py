@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import gettempdir
 
 from bigtrain.launchers.local_world import free_port, run_local_world
 
-__all__ = ["ROOT", "free_port", "held_ports", "run_world"]
+__all__ = ["ROOT", "default_port", "free_port", "held_ports", "run_world"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,6 +34,14 @@ def held_ports(count: int) -> Iterator[list[int]]:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             ports.append(holder.getsockname()[1])
         yield ports
+
+
+@contextmanager
+def default_port() -> Iterator[None]:
+    """Hold the port that the launcher of DeepSpeed takes where none is named."""
+    with open(Path(gettempdir()) / f"bigtrain-default-port-{os.getuid()}", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def run_world(world_size: int, command: list[str], timeout_seconds: int = 900) -> str:

@@ -61,7 +61,7 @@ def test_a_calibration_needs_a_place(capsys: pytest.CaptureFixture[str], tmp_pat
 def test_the_engine_is_measured() -> None:
     found = calibrate_engine.measure_engine()
     assert 1e-7 < found.kernel_host_seconds < 1e-2
-    assert 0 < found.parameter_host_seconds < 0.1
+    assert 0 <= found.parameter_host_seconds < 0.1
     assert sorted(found.zero) == [0, 1, 2, 3]
     for stage, costs in found.zero.items():
         parts = (costs.micro_batch, costs.step, costs.micro_batch_exchange, costs.step_exchange)
