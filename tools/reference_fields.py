@@ -55,6 +55,7 @@ UNITS = {
     "objective.gamma": "reward",
     "objective.label_smoothing": "ratio",
     "objective.alpha": "share",
+    "objective.teacher_top_k": "tokens",
     "objective.mtp_weight": "ratio",
     "objective.z_loss": "ratio",
     "optimizer.ema.decay": "ratio",

@@ -56,6 +56,7 @@ from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import MoeSection
 
 # Arguments of `TrainEngine.on_phase`.
+TEACHER_PASS = "forward pass of the teacher"
 COUNTING_TARGETS = "counting target tokens"
 FORWARD_PASS = "forward pass"
 BACKWARD_PASS = "backward pass"
@@ -78,7 +79,8 @@ class StepResult:
 class TrainEngine:
     """Trains one model by optimizer steps. Every method is collective over all ranks.
 
-    isolation: of documents. on_phase: called with a name for what the engine does next.
+    isolation: of documents. teach: adds the probabilities of a teacher in the run to a micro-batch
+    that is trained on. on_phase: called with a name for what the engine does next.
     added_states: checkpoint contents other than masters and optimizer states, by parameter and
     kind: 1-D, for this rank's part of its master. is_compiled: whether the layers are. host_time:
     in DeepSpeed's hooks. expert_load: of observed steps. exact: parameters in another dtype than
@@ -117,6 +119,7 @@ class TrainEngine:
         self.is_compiled = is_compiled
         self.host_time = host_time or HostTime()
         self.feed = DeviceFeed(device)
+        self.teach: Callable[[MicroBatch], MicroBatch] | None = None
         self.on_phase: Callable[[str], object] = _unwatched
         self.added_states: dict[str, dict[str, torch.Tensor]] = {}
         moe = moe or MoeSection()
@@ -163,6 +166,9 @@ class TrainEngine:
         will be read."""
         assert len(micro_batches) == self.plan.accumulation
         set_learning_rate(self.engine.optimizer, lr)
+        if self.teach is not None:
+            self.on_phase(TEACHER_PASS)
+            micro_batches = [self.teach(batch) for batch in micro_batches]
         self.on_phase(COUNTING_TARGETS)
         num_targets = self._count_targets(micro_batches)
         # DeepSpeed divides the summed gradients by the number of replicas, and counts the ranks

@@ -25,7 +25,8 @@ class MemoryUse:
 
     `states`: parameters and optimizer states; `gathered`: parameters that ZeRO 3 has gathered at a
     time, or a 4-bit weight dequantized for its product; `buckets`: of collectives; `loss`: logits
-    and their gradient; `context`: of the CUDA context and communicators, and memory that the
+    and their gradient; `teacher`: parameters of a teacher in the run; `context`: of the CUDA
+    context and communicators, and memory that the
     allocator reserves without using it. Main memory of the same rank is not in `total`:
     `host_offload`; `host_activations`: inputs of recomputed layers; `host_checkpoint`: the copy
     that is written while training continues;
@@ -47,6 +48,7 @@ class MemoryUse:
     stage: int
     host_memory_checkpoints: float = 0.0
     host_activations: float = 0.0
+    teacher: float = 0.0
 
     @property
     def host(self) -> float:
@@ -73,12 +75,13 @@ class MemoryUse:
     def allocated(self) -> float:
         """Bytes of live tensors at the peak."""
         kept = self.states + self.gradients + self.gathered + self.buckets
-        return kept + self.activations + self.loss
+        return kept + self.activations + self.loss + self.teacher
 
     def terms(self) -> dict[str, float]:
         """Return bytes by name, without main memory."""
         names = (
-            "states", "gradients", "gathered", "buckets", "activations", "loss", "context",
+            "states", "gradients", "gathered", "buckets", "activations", "loss", "teacher",
+            "context",
         )  # fmt: skip
         return {name: float(getattr(self, name)) for name in names}
 

@@ -112,6 +112,28 @@ def predict_run(
     return RunPrediction(memory, time, name, run.plan.tokens_per_step, is_cpu, costs)
 
 
+def with_teacher(
+    prediction: RunPrediction,
+    teacher: ResolvedRun,
+    model: ModelCosts,
+    device: Device | None,
+    measured: MeasuredEngine | None = None,
+) -> RunPrediction:
+    """Return `prediction` with the parameters and forward passes of `teacher`, the run of a teacher
+    in the run, whose model has the costs `model`. What its passes need meanwhile is less than what
+    training needs later."""
+    layout, engine = layout_of(teacher), engine_named("deepspeed")
+    if measured is not None:
+        engine = engine.with_measured(measured)
+    memory = replace(prediction.memory, teacher=peak_memory(model, layout, engine).states)
+    time = prediction.time
+    if time is not None and device is not None:
+        more = layout.changed(num_reference_rows=layout.num_reference_rows + layout.rows_per_sample)
+        both, alone = (step_time(model, one, device, engine).total for one in (more, layout))
+        time = replace(time, teacher=both - alone)
+    return replace(prediction, memory=memory, time=time)
+
+
 def refuse_too_large(prediction: RunPrediction, memory_bytes: float, *, refuses: bool) -> str:
     """Return a warning if the run does not fit a device of `memory_bytes` by the rule of
     `bigtrain plan` (`usable_memory`); empty if it fits.

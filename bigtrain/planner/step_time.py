@@ -34,7 +34,8 @@ class StepTime:
     """Seconds of an optimizer step by term; they add up to `total`.
 
     `communication`: exposed communication by kind of parallelism. `memory_checkpoints`: the step's
-    share of the copies for checkpoints in memory.
+    share of the copies for checkpoints in memory. `teacher`: forward passes of a teacher in the
+    run.
     """
 
     matmul: float
@@ -45,13 +46,14 @@ class StepTime:
     offload: float = 0.0
     host: float = 0.0
     memory_checkpoints: float = 0.0
+    teacher: float = 0.0
 
     @property
     def total(self) -> float:
         """Seconds of the step."""
         exposed = sum(self.communication.values())
         parts = (self.matmul, self.memory_bound, self.bubble, self.optimizer, self.offload)
-        return sum(parts) + self.host + self.memory_checkpoints + exposed
+        return sum(parts) + self.host + self.memory_checkpoints + self.teacher + exposed
 
     def terms(self) -> dict[str, float]:
         """Return seconds by term, communication by kind, without terms that are zero."""
@@ -64,6 +66,7 @@ class StepTime:
             "offload": self.offload,
             "host": self.host,
             "memory checkpoints": self.memory_checkpoints,
+            "teacher": self.teacher,
         }
         return {name: value for name, value in named.items() if value > 0}
 

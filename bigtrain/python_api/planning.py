@@ -137,6 +137,9 @@ def plan(
     if not ranking.fitting:
         rule, remedy = nothing_fits(ranking.others, cluster)
         raise ConfigError(Problem("--gpus", devices, rule, remedy))
+    if loaded.objective.teacher_model is not None:
+        without = "without those of the teacher (objective.teacher_model)"
+        remark = "; ".join(filter(None, (remark, without)))
     return Plan(loaded, cluster, model, remark, ranking.fitting, ranking.others, ranking.num_others)
 
 
@@ -294,8 +297,9 @@ def predicted_run(resolved: ResolvedRun, device: Accelerator | None) -> tuple[Ru
     """Return the prediction for the run, and a remark on the model's costs (or empty). Without
     `device` torch is not imported. Raises ConfigError or ModelError if the model is not known."""
     from bigtrain.models.tracing.traced_costs import model_costs
-    from bigtrain.planner.run_prediction import auto_loss_chunk, predict_run
+    from bigtrain.planner.run_prediction import auto_loss_chunk, predict_run, with_teacher
     from bigtrain.planner.tables.engines import cpu_engine
+    from bigtrain.settings.resolve import resolve_teacher
 
     measured = cpu_engine() if device is not None and device.is_cpu else None
     model, remark = model_costs(resolved.config, traces=device is not None)
@@ -303,4 +307,8 @@ def predicted_run(resolved: ResolvedRun, device: Accelerator | None) -> tuple[Ru
     tokens = plan.micro_batch_tokens
     tokens //= resolved.topology.sequence_size
     chunk = auto_loss_chunk(section.loss, section.loss_chunk_tokens, model.vocabulary_size, tokens)
-    return predict_run(resolved, model, chunk, device, measured), remark
+    prediction = predict_run(resolved, model, chunk, device, measured)
+    if (teacher := resolve_teacher(resolved)) is not None:
+        costs, _ = model_costs(teacher.config, traces=device is not None)
+        prediction = with_teacher(prediction, teacher, costs, device, measured)
+    return prediction, remark

@@ -21,7 +21,12 @@ from bigtrain.planner.flops import (
     model_shape,
     peak_flops_per_second,
 )
-from bigtrain.planner.run_prediction import RunPrediction, predict_run, refuse_too_large
+from bigtrain.planner.run_prediction import (
+    RunPrediction,
+    predict_run,
+    refuse_too_large,
+    with_teacher,
+)
 from bigtrain.planner.tables.engines import MeasuredEngine, kept_calibration
 from bigtrain.planner.tables.hardware import Device, find_device
 from bigtrain.run.checkpointing.host_files import Partners
@@ -29,7 +34,7 @@ from bigtrain.run.context import RunContext
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.run_log import RunLog
 from bigtrain.run.shared_memory import memory_lines
-from bigtrain.settings.resolve import ResolvedRun
+from bigtrain.settings.resolve import ResolvedRun, resolve_teacher
 
 
 def log_prediction(context: RunContext, log: RunLog, inputs: Inputs) -> RunPrediction | None:
@@ -79,6 +84,9 @@ def predict(
     prediction = predict_run(
         run, model, chunk, known, measured, is_cpu=is_cpu, has_partners=has_partners
     )
+    if (teacher := resolve_teacher(run)) is not None:
+        of_teacher, _ = model_costs(teacher.config)
+        prediction = with_teacher(prediction, teacher, of_teacher, known, measured)
     return prediction, ""
 
 

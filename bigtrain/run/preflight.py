@@ -21,7 +21,7 @@ from bigtrain.data.shards.dataset import Level, TokenDataset
 from bigtrain.data.tokenizers.equivalence import tokenizer_edge_cases
 from bigtrain.data.tokenizers.model_tokens import beginning_note, check_model_tokens
 from bigtrain.data.tokenizers.training import check_added_tokens
-from bigtrain.errors import ConfigError, Problem
+from bigtrain.errors import ConfigError, ModelError, Problem
 from bigtrain.models.configuration import (
     load_hf_config,
     text_config,
@@ -50,9 +50,18 @@ from bigtrain.run.reporting.metrics import check_trackers
 from bigtrain.run.shared_memory import check_memory_directory
 from bigtrain.settings.compatibility.check import Facts, check_model
 from bigtrain.settings.hf_config_keys import check_layer_drop
-from bigtrain.settings.resolve import ResolvedRun
+from bigtrain.settings.resolve import ResolvedRun, resolve_teacher
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.optimizer import check_optimizer_package
+
+
+@dataclass(frozen=True)
+class TeacherInputs:
+    """Teacher that is computed in the run: its own run (`teacher_run`), configuration and plan."""
+
+    run: ResolvedRun
+    hf_config: Any
+    model_plan: ModelPlan
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,7 @@ class Inputs:
     packing: tuple[PackingReport, ...]
     model_plan: ModelPlan
     growth: VocabularyResize | None = None
+    teacher: TeacherInputs | None = None
     held_out_sets: tuple[TokenDataset, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -122,9 +132,11 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     problems += check_optimizer_package(config.optimizer)
     num_replicas = run.topology.data_size * run.topology.sequence_size
     problems += check_expert_gathering(hf_config, run.engine.zero_stage, num_replicas)
-    model_plan = None
+    model_plan, teacher = None, None
     if not problems:
         model_plan, problems = cached_model_plan(config, hf_config, run.plan)
+    if not problems and config.objective.teacher_model is not None:
+        teacher, problems = _inspect_teacher(run, hf_config)
     if model_plan is None or problems:
         raise ConfigError(problems, "the run's inputs")
     return Inputs(
@@ -135,9 +147,50 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         packing_reports(config, datasets),
         model_plan,
         growth,
+        teacher,
         held_out_sets,
         _notes(config, datasets) if check != "listed" else (),
     )
+
+
+def _inspect_teacher(
+    run: ResolvedRun, hf_config: Any
+) -> tuple[TeacherInputs | None, list[Problem]]:
+    """Resolve the run of the teacher, and compare its vocabulary with the student's `hf_config`.
+    Raises ModelError for a model that cannot be found."""
+    config, key = run.config, "objective.teacher_model"
+    value = config.objective.teacher_model
+    try:
+        teacher = resolve_teacher(run)
+    except ConfigError as error:
+        return None, [_of_teacher(config, problem) for problem in error.problems]
+    assert teacher is not None
+    own = teacher.config
+    try:
+        of_teacher = load_hf_config(own.model)
+    except ModelError as error:
+        raise ModelError(f"{key}: {error}") from error
+    there, here = vocabulary_size(of_teacher), vocabulary_size(hf_config)
+    if there != here:
+        rule = f"has a vocabulary of {there} tokens, and the student one of {here}"
+        return None, [Problem(key, value, rule, "a teacher with the vocabulary of the student")]
+    if config.objective.teacher_top_k > there:
+        rule = f"the vocabulary of the teacher has {there} tokens"
+        name = "objective.teacher_top_k"
+        return None, [Problem(name, config.objective.teacher_top_k, rule, f"{there} or less")]
+    problems = list(check_tensor_size(of_teacher, own.parallel.tensor, own.adapters))
+    plan = None
+    if not problems:
+        plan, problems = cached_model_plan(own, of_teacher, teacher.plan)
+    if plan is None or problems:
+        return None, [_of_teacher(config, problem) for problem in problems]
+    return TeacherInputs(teacher, of_teacher, plan), []
+
+
+def _of_teacher(config: RunConfig, problem: Problem) -> Problem:
+    """Return a problem of the teacher's run as one of the setting that names it."""
+    rule = f"{problem.rule} ({problem.key} = {problem.value!r} of the teacher)"
+    return Problem("objective.teacher_model", config.objective.teacher_model, rule, problem.remedy)
 
 
 def _notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> tuple[str, ...]:

@@ -30,6 +30,8 @@ from bigtrain.system.machine import version_of
 from bigtrain.system.shipped_files import checkout
 from bigtrain.system.text_record import TextRecord
 
+TEACHER_MODEL = "teacher_model.json"
+"""File of a run directory with checksums of a teacher that is computed in the run."""
 MODEL_CONFIG = "model_config"
 """Folder of a run directory with the model's Hugging Face configuration, as it was loaded, and its
 generation settings."""
@@ -46,15 +48,18 @@ def write_run_directory(
     hosts: Sequence[str],
     device: torch.device,
     base_model: Sums | None,
+    teacher_model: Sums | None = None,
 ) -> None:
-    """Record `run` in its directory. `hosts`: by rank. `base_model`: checksums of its weight
-    files."""
+    """Record `run` in its directory. `hosts`: by rank. `base_model`, `teacher_model`: checksums of
+    their weight files."""
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "config.json", run.config.model_dump(mode="json"))
     _write_json(directory / "deepspeed.json", run.engine.deepspeed)
     _write_json(directory / "environment.json", describe_environment(run, inputs, hosts, device))
     if base_model is not None:
         write_sums(directory / BASE_MODEL, base_model)
+    if teacher_model is not None:
+        write_sums(directory / TEACHER_MODEL, teacher_model)
     save_configuration(run.config.model, inputs.hf_config, directory / MODEL_CONFIG)
     records = [dataset.table.tokenizer for dataset in inputs.datasets]
     tokens = Path(run.config.data.mixture[_with_template(records)].path)

@@ -10,6 +10,7 @@ from pathlib import Path
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.engine.startup.runtime import runtime_settings
 from bigtrain.models.export.base_record import BASE, record_base
+from bigtrain.models.weights.checksums import Sums
 from bigtrain.planner.run_prediction import RunPrediction
 from bigtrain.run.checkpointing.initialize import BaseWeights
 from bigtrain.run.context import RunContext
@@ -76,16 +77,20 @@ def begin_writing(
     state: TrainState,
     base: BaseWeights | None = None,
     prediction: RunPrediction | None = None,
+    teacher: Sums | None = None,
 ) -> RunCopies | None:
     """Record the run in its directory, and open metrics and log at `state`. Collective; called once
-    the directory is claimed. Returns the main rank's copies, if checkpoints are copied to an
-    address. Raises OutputError on every rank if the directory cannot be written."""
+    the directory is claimed. `teacher`: checksums of its files. Returns the main rank's copies, if
+    checkpoints are copied to an address. Raises OutputError on every rank if the directory cannot
+    be written."""
     config, directory = context.config, context.directory
     copies: list[RunCopies] = []
 
     def begin() -> None:
         sums = None if base is None else base.sums
-        write_run_directory(directory, context.run, inputs, context.hosts, context.device, sums)
+        write_run_directory(
+            directory, context.run, inputs, context.hosts, context.device, sums, teacher
+        )
         if base is not None and config.model.path is not None:
             record_base(config.model.path, base.weights, directory / BASE)
         if prediction is not None:

@@ -50,6 +50,7 @@ from bigtrain.run.diagnostics.replica_watch import Differing, ReplicaWatch
 from bigtrain.run.diagnostics.start_times import GROUPS, IMPORTS, MODEL, WEIGHTS, StartTimes
 from bigtrain.run.evaluation import Evaluator
 from bigtrain.run.finish import closing_result, finish, is_complete, stop_early
+from bigtrain.run.live_teacher import LiveTeacher, open_teacher
 from bigtrain.run.loop import train
 from bigtrain.run.outer_steps import OuterSteps, refuse_other_run
 from bigtrain.run.prediction import log_prediction, utilization_of
@@ -133,6 +134,7 @@ class _Launch:
     prediction: RunPrediction | None
     times: StartTimes | None
     copies: RunCopies | None = None
+    teacher: LiveTeacher | None = None
     is_begun: bool = False
 
     def newest_step(self) -> int:
@@ -156,6 +158,7 @@ class _Launch:
             _log_plan(context, log, inputs)
         if len(self.segments) > 1:
             log.info(segment.describe())
+        engine.teach = self.teacher = open_teacher(context, inputs, self.mesh)
         outer = OuterSteps(context, log, inputs.data_hash, engine)
         begun = _begin(
             context, log, engine, inputs, self.mesh, self.source, self.weights, self.memory,
@@ -164,16 +167,19 @@ class _Launch:
         if begun is None:
             if self.memory is not None:
                 self.memory.end()
+            self._dismiss_teacher()
             engine.close()
             return closing_result(context, None)
         if isinstance(begun, int):
+            self._dismiss_teacher()
             engine.close()
             return begun
         resumed, base, batches, evaluator = begun
         state = outer.begin(resumed)
         if not self.is_begun:
             whole = self.context
-            self.copies = begin_writing(whole, log, inputs, state, base, self.prediction)
+            teacher = None if self.teacher is None else self.teacher.sums
+            self.copies = begin_writing(whole, log, inputs, state, base, self.prediction, teacher)
         sets = evaluator.held_out
         scored = ReferenceScores(context, log, engine, self.mesh, inputs, base)
         evaluator.held_out = scored.add(state, batches, sets)
@@ -185,6 +191,7 @@ class _Launch:
         state, received = self._steps(
             context, segment, engine, outer, base, resumed, state, batches, evaluator
         )
+        self._dismiss_teacher()
         batches.close()
         outer.close()
         if received is not None:
@@ -196,6 +203,10 @@ class _Launch:
             return state.step
         self.callbacks.end(state, received)
         return closing_result(context, state.step, received)
+
+    def _dismiss_teacher(self) -> None:
+        if self.teacher is not None:
+            self.teacher.close()
 
     def _steps(
         self,

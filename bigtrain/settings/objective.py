@@ -10,9 +10,18 @@ from typing import Any, Literal, cast, get_args
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.extensions import call_problem, import_named, location
-from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.run_config import (
+    AdaptersSection,
+    CheckpointSection,
+    EvaluationSection,
+    GuardSection,
+    ModelSection,
+    MoeSection,
+    ObjectiveSection,
+    OptimizerSection,
+    RunConfig,
+)
 from bigtrain.settings.sections.extensions import is_imported
-from bigtrain.settings.sections.objective import ObjectiveSection
 
 Unit = Literal["tokens", "rows", "pairs"]
 """Units over which the loss of a step is the mean: target tokens of the global batch, rows (samples
@@ -138,7 +147,9 @@ def check_scores(config: RunConfig) -> list[Problem]:
 
 def check_distillation(config: RunConfig) -> list[Problem]:
     """Return the problem of a teacher that has scored complete documents, with a student that does
-    not read such."""
+    not read such, or of a teacher in the run where one cannot be."""
+    if config.objective.teacher_model is not None:
+        return _check_teacher_model(config)
     samples = config.data.samples
     if config.objective.type == "distillation" and samples is not None:
         rule = "the teacher's log-probabilities are of documents of shards"
@@ -148,6 +159,47 @@ def check_distillation(config: RunConfig) -> list[Problem]:
         return []
     rule = "the teacher read each document separately, and so must the student"
     return [Problem("data.packing", config.data.packing, rule, "data.packing=best_fit")]
+
+
+def _check_teacher_model(config: RunConfig) -> list[Problem]:
+    score = "objective.teacher, scores of the data that `bigtrain score --kind top-k` has stored"
+    problems = []
+    if config.parallel.pipeline != 1:
+        rule = "a teacher in the run is not divided into pipeline stages"
+        fix = f"parallel.pipeline=1, or {score}"
+        problems.append(Problem("parallel.pipeline", config.parallel.pipeline, rule, fix))
+    if config.sites is not None:
+        rule = "a teacher in the run is divided over the ranks of one site"
+        problems.append(Problem("sites", "set", rule, f"sites=null, or {score}"))
+    return problems
+
+
+def teacher_run(config: RunConfig) -> RunConfig:
+    """Return a run of the frozen base ``objective.teacher_model`` on the ranks, data and precision
+    of `config`: one with adapters, since only these leave a base without masters and optimizer
+    states. They are never used."""
+    model = config.model
+    section = ModelSection(
+        path=config.objective.teacher_model,
+        attention=model.attention,
+        loss=model.loss if model.loss != "liger" else "auto",
+        loss_chunk_tokens=model.loss_chunk_tokens,
+        kernels=model.kernels,
+    )
+    return config.model_copy(
+        update={
+            "model": section,
+            "adapters": AdaptersSection(rank=1),
+            "objective": ObjectiveSection(),
+            "optimizer": OptimizerSection(lr=config.optimizer.lr),
+            "moe": MoeSection(),
+            "precision": config.precision.model_copy(update={"float8": "none"}),
+            "tokenizer": None,
+            "checkpoint": CheckpointSection(),
+            "evaluation": EvaluationSection(),
+            "guard": GuardSection(),
+        }
+    )
 
 
 def check_pairs(config: RunConfig) -> list[Problem]:

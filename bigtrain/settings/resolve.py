@@ -39,6 +39,7 @@ from bigtrain.settings.objective import (
     check_reference,
     check_scores,
     rows_per_sample,
+    teacher_run,
 )
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sample_stream import check_stream
@@ -285,6 +286,14 @@ def _resolve_alone(
         raise ConfigError(problems, f"the run with {source}")
     used = config.engine.model_copy(update={"deepspeed_config": name})
     return ResolvedRun(config.model_copy(update={"engine": used}), topology, plan, engine)
+
+
+def resolve_teacher(run: ResolvedRun) -> ResolvedRun | None:
+    """Resolve the run of the teacher that `run` computes (`teacher_run`); None without one. Raises
+    ConfigError like `resolve_run`, with the keys of the teacher's run."""
+    if run.config.objective.teacher_model is None:
+        return None
+    return resolve_run(teacher_run(run.config), run.topology.world_size)
 
 
 def resolve_run_files(

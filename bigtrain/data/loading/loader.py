@@ -390,7 +390,7 @@ def open_training_data(
         balances=config.data.balance_attention
         and all(isinstance(samples, PackedDocuments) for samples in sources),
     )
-    if config.objective.type == "distillation":
+    if config.objective.teacher is not None:
         batches.teacher = TeacherRows(mixed, [teacher_of(config, one) for one in datasets])
     return batches
 

@@ -86,7 +86,7 @@ def check_reference_scores(
     """Return a problem for each dataset of which ``objective.reference`` or ``objective.teacher``
     has no fitting scores. The reference model is compared when the run begins, since that reads its
     weights."""
-    distills = config.objective.type == "distillation"
+    distills = config.objective.teacher is not None
     if not distills and (not reads_scores(config) or config.objective.reference is None):
         return []
     problems: list[Problem] = []

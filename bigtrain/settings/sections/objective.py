@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from bigtrain.settings.sections.base import NonNegativeFloat, Section
+from bigtrain.settings.sections.base import NonNegativeFloat, PositiveInt, Section
 from bigtrain.settings.sections.extensions import (
     CodeSettings,
     ImportedName,
@@ -64,6 +64,12 @@ class ObjectiveSection(Section):
     teacher: Annotated[str, Field(min_length=1)] | None = None
     """distillation: directory of scores of the data under the teacher, made by `bigtrain score
     --kind top-k --output`"""
+    teacher_model: Annotated[str, Field(min_length=1)] | None = None
+    """distillation: Hugging Face model (directory or name on the hub) that computes the teacher's
+    probabilities in the run instead, frozen and divided over the ranks like the student"""
+    teacher_top_k: PositiveInt = 64
+    """distillation with teacher_model: number of most probable tokens whose probabilities are
+    compared one by one; the others are compared as one"""
     alpha: Annotated[float, Field(gt=0, le=1)] = 0.5
     """distillation: weight of the divergence from the teacher, in training only; that of the
     cross-entropy is 1 - alpha"""
@@ -106,12 +112,16 @@ class ObjectiveSection(Section):
         if self.type != "reward":
             unused += ["center_rewards_coefficient"]
         if self.type != "distillation":
-            unused += ["teacher", "alpha"]
-        elif self.teacher is None:
+            unused += ["teacher", "teacher_model", "alpha"]
+        elif (self.teacher is None) == (self.teacher_model is None):
+            number = "one of" if self.teacher is None else "only one of"
             raise ValueError(
-                "objective.type = 'distillation' needs objective.teacher: the directory of "
-                "`bigtrain score --config TEACHER.yaml --kind top-k --output DIR`"
+                f"objective.type = 'distillation' needs {number} objective.teacher, the directory "
+                "of `bigtrain score --config TEACHER.yaml --kind top-k --output DIR`, and "
+                "objective.teacher_model, a model that is computed in the run -> omit the other"
             )
+        if self.teacher_model is None:
+            unused += ["teacher_top_k"]
         if self.type != "next_token":
             unused += ["label_smoothing", "z_loss", "mtp_weight"]
         if not self.needs_reference:

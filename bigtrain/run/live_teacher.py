@@ -1,0 +1,71 @@
+"""Teacher of a distillation that is computed in the run: a frozen model beside the trained one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from bigtrain.data.loading.micro_batch import MicroBatch
+from bigtrain.engine.build import build_engine
+from bigtrain.engine.checkpoint.snapshot import read_weights
+from bigtrain.engine.startup.mesh import Mesh
+from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.errors import ModelError
+from bigtrain.models.weights.checksums import Sums, differences, read_sums
+from bigtrain.models.weights.import_hf import find_weights
+from bigtrain.run.checkpointing.initialize import verify_weights
+from bigtrain.run.context import RunContext
+from bigtrain.run.preflight import Inputs
+from bigtrain.run.run_directory import TEACHER_MODEL
+
+
+@dataclass(frozen=True)
+class LiveTeacher:
+    """A frozen model on the ranks of a run. sums: checksums of its files."""
+
+    engine: TrainEngine
+    top_k: int
+    sums: Sums
+
+    def __call__(self, batch: MicroBatch) -> MicroBatch:
+        """Return `batch` with the log-probabilities of the teacher's most probable tokens at each
+        target. Collective as `TrainEngine.token_scores`."""
+        with self.engine.reference():
+            scores = self.engine.token_scores(replace(batch, weights=None), self.top_k)
+        values, ids = scores[..., 1 : 1 + self.top_k], scores[..., 1 + self.top_k :]
+        return replace(batch, tokens=None, teacher_values=values, teacher_ids=ids.long())
+
+    def close(self) -> None:
+        """Free the model."""
+        self.engine.close()
+
+
+def open_teacher(context: RunContext, inputs: Inputs, mesh: Mesh) -> LiveTeacher | None:
+    """Build the teacher in the run and read its weights; None for a run without one. Collective.
+    Raises ModelError on every rank for weights that cannot be read, or are others than those with
+    which the run began."""
+    teacher = inputs.teacher
+    if teacher is None:
+        return None
+    config, name = teacher.run.config, context.config.objective.teacher_model
+    assert config.model.path is not None
+    weights = find_weights(
+        config.model.path, teacher.hf_config, "objective.teacher_model", seed=config.seed
+    )
+    sums = verify_weights(context, weights)
+    begun = context.directory / TEACHER_MODEL
+    if changed := differences(sums, read_sums(begun), begun):
+        raise ModelError(
+            f"objective.teacher_model = {name!r}: is another model than the one with which the run "
+            f"began: {'; '.join(changed)} -> restore its files, or start a new run"
+        )
+    engine = build_engine(
+        config,
+        teacher.run.engine,
+        teacher.run.plan,
+        teacher.hf_config,
+        context.device,
+        mesh,
+        teacher.model_plan,
+    )
+    read_weights(engine, weights)
+    return LiveTeacher(engine, context.config.objective.teacher_top_k, sums)

@@ -1,0 +1,124 @@
+"""Distillation from a teacher that is computed in the run, against plain transformers and
+PyTorch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+import bigtrain
+from bigtrain.errors import BigtrainError
+from bigtrain.python_api.planning import predicted_run
+from bigtrain.run.preflight import inspect_inputs
+from bigtrain.settings.loading import parse_run_config
+from bigtrain.settings.resolve import resolve_run
+from tests.parity.objective_runs import VOCAB_SIZE, degrees_name, save_llama
+from tests.parity.test_distillation import STEPS, TOP_K, plain_run, root, run_of, train
+from tests.support.lives import shared_server
+
+__all__ = ["root"]
+
+pytestmark = [pytest.mark.distributed]
+
+SLOW = pytest.mark.slow
+
+
+def live_run(root: Path, **sections: Any) -> dict[str, Any]:
+    tree = run_of(root, **sections)
+    del tree["objective"]["teacher"]
+    more = {"teacher_model": str(root / "teacher"), "teacher_top_k": TOP_K}
+    return tree | {"objective": tree["objective"] | more}
+
+
+@pytest.mark.parametrize(
+    ("engine", "sections"),
+    [
+        pytest.param("zero0", {}, marks=SLOW),
+        pytest.param("zero1", {}, marks=SLOW),
+        pytest.param("zero2", {}, marks=SLOW),
+        ("zero3", {}),
+        pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
+        pytest.param("zero3", {"parallel": {"sequence": 2}}, marks=SLOW),
+        pytest.param("zero3", {"adapters": {"rank": 4, "alpha": 16.0}}, marks=SLOW),
+    ],
+    ids=["zero0", "zero1", "zero2", "zero3", "tensor", "sequence", "adapters"],
+)
+def test_equals_a_plain_loop(root: Path, engine: str, sections: dict[str, Any]) -> None:
+    """Half of it on two ranks, the rest, resumed, on one."""
+    tree = live_run(root, engine={"deepspeed_config": engine}, **sections)
+    name = f"live-{engine}-{degrees_name(sections)}-{'-'.join(sections)}"
+    train(root, name, tree | {"train": {"steps": STEPS // 2}}, 2)
+    more = {"checkpoint": {"allow_changes": ["train.steps"]}, "parallel": {}}
+    rows = train(root, name, tree | more, 1)
+    losses, weights = plain_run(root, "adapters" in sections, "student")
+    assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
+    assert losses[-1] < losses[0]
+    if "adapters" not in sections:
+        trained = bigtrain.load_state_dict(root / name)
+        for key, tensor in trained.items():
+            torch.testing.assert_close(tensor, weights[key], atol=1e-5, rtol=1e-5)
+
+
+def refusal(tree: dict[str, Any]) -> str:
+    with pytest.raises(BigtrainError) as caught:
+        inspect_inputs(resolve_run(parse_run_config(tree), 2))
+    return str(caught.value)
+
+
+def test_what_does_not_fit_is_refused(root: Path, tmp_path: Path) -> None:
+    def with_objective(**changes: Any) -> dict[str, Any]:
+        tree = live_run(root)
+        return tree | {"objective": tree["objective"] | changes}
+
+    key = "objective.teacher_model"
+    assert "needs only one of objective.teacher" in refusal(with_objective(teacher="scores"))
+    assert "needs one of objective.teacher" in refusal(with_objective(teacher_model=None))
+    stages = live_run(root, parallel={"pipeline": 2})
+    assert "pipeline = 2: a teacher in the run is not divided" in refusal(stages)
+    assert f"{VOCAB_SIZE} or less" in refusal(with_objective(teacher_top_k=VOCAB_SIZE + 1))
+    absent = refusal(with_objective(teacher_model=str(tmp_path / "absent")))
+    assert key in absent
+    assert "absent" in absent
+    other = tmp_path / "other"
+    save_llama(other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB_SIZE + 1}))
+    text = refusal(with_objective(teacher_model=str(other)))
+    assert f"{key} = " in text
+    assert f"has a vocabulary of {VOCAB_SIZE + 1} tokens, and the student one of 96" in text
+
+
+def test_the_teacher_is_predicted(root: Path) -> None:
+    """Its 4-byte parameters: whole on every rank, or divided by ZeRO 3."""
+    teacher = AutoModelForCausalLM.from_pretrained(root / "teacher")
+    parameters = sum(parameter.numel() for parameter in teacher.parameters())
+    for engine, parts in (("zero1", 1), ("zero3", 2)):
+        run = resolve_run(parse_run_config(live_run(root)), 2, engine)
+        prediction, _ = predicted_run(run, None)
+        adapters = prediction.memory.teacher - 4 * parameters / parts
+        assert 0 < adapters < parameters
+
+
+@pytest.mark.slow
+def test_another_teacher_is_refused_when_the_run_resumes(root: Path, tmp_path: Path) -> None:
+    save_llama(tmp_path / "teacher", hidden_size=48, seed=1)
+    tree = live_run(root)
+    tree["objective"]["teacher_model"] = str(tmp_path / "teacher")
+    tree["output"] = {"directory": str(tmp_path / "run"), "export": False}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(tree | {"train": {"steps": 5}}))
+    codes, text = shared_server().live(["--config", str(path)], world_size=1)
+    assert codes == [0], text
+    save_llama(tmp_path / "teacher", hidden_size=48, seed=2)
+    more = {"checkpoint": {"allow_changes": ["train.steps"]}}
+    path.write_text(yaml.safe_dump(tree | more))
+    codes, text = shared_server().live(["--config", str(path)], world_size=1)
+    assert codes != [0]
+    assert "is another model than the one with which the run began" in text
+    assert "Traceback" not in text
