@@ -1,4 +1,4 @@
-"""Teacher of a distillation that is computed in the run: a frozen model beside the trained one."""
+"""Teacher of a distillation that is computed in the run: a second model, which is frozen."""
 
 from __future__ import annotations
 
