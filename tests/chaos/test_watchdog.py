@@ -97,7 +97,8 @@ def test_a_stopped_process_is_named(
     codes, text = server.live(words, send=stop(run, rank, signal.SIGSTOP))
     assert codes[1 - rank] == EXIT_HANG, text
     assert codes[rank] == -signal.SIGKILL  # by the launcher
-    assert f"lagging:\n  rank {rank} on {HOST} does not respond" in text
+    silent = f"rank {rank} on {HOST}" if rank else f"rank 0 on {HOST} or its store"
+    assert f"lagging:\n  {silent} does not respond" in text
     assert (hang_directory(run) / f"rank-{1 - rank:05d}.txt").exists()
 
 

@@ -209,7 +209,7 @@ def test_what_does_not_fit_is_refused(root: Path, tmp_path: Path) -> None:
         problems += check_reference_scores(config, open_sources(config.data), [])
         return str(ConfigError(problems))
 
-    assert "needs objective.teacher: the directory" in refused(objective={"teacher": None})
+    assert "needs one of objective.teacher, the directory" in refused(objective={"teacher": None})
     assert "data.packing=best_fit" in refused(data={"packing": "concatenate"})
     assert "has scores of no dataset" in refused(objective={"teacher": str(tmp_path)})
     assert "has no effect" in refused(objective={"type": "next_token"})

@@ -194,7 +194,7 @@ def test_the_plain_run_has_both_signs_of_the_divergence(root: Path) -> None:
         pytest.param("zero1", {"parallel": {"tensor": 2}}, 2, marks=SLOW),
         pytest.param("zero1", {"parallel": {"sequence": 2}}, 2, marks=SLOW),
         pytest.param("zero3", {"parallel": {"sequence": {"ring": 2}}}, 2, marks=SLOW),
-        ("zero1", {"parallel": {"pipeline": 2}}, 2),
+        pytest.param("zero1", {"parallel": {"pipeline": 2}}, 2, marks=SLOW),
         pytest.param("zero0", {"parallel": {"pipeline": 2}}, 4, marks=SLOW),
         pytest.param("zero1", {"parallel": {"tensor": 2, "pipeline": 2}}, 4, marks=SLOW),
     ],

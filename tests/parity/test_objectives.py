@@ -169,7 +169,7 @@ SLOW = pytest.mark.slow
         pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
         pytest.param("zero1", {"parallel": {"sequence": 2}}, marks=SLOW),
         pytest.param("zero3", {"parallel": {"sequence": {"ring": 2}}}, marks=SLOW),
-        ("zero1", {"parallel": {"pipeline": 2}}),
+        pytest.param("zero1", {"parallel": {"pipeline": 2}}, marks=SLOW),
         pytest.param("zero0", {"parallel": {"tensor": 2, "pipeline": 2}}, marks=SLOW),
         pytest.param("zero3", {"parallel": {"tensor": 2, "sequence": 2}}, marks=SLOW),
         pytest.param("zero1", {"parallel": {"sequence": {"ulysses": 2, "ring": 2}}}, marks=SLOW),

@@ -153,6 +153,7 @@ def assert_goes_on(wrote: Point, read: Point, root: Path, found: dict[str, Any])
         assert resumed["norms"] == pytest.approx(uninterrupted["norms"][STOP:], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_export_does_not_know_the_degree(runs: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     root, _ = runs
     tokenizer = tmp_path / "tokenizer"

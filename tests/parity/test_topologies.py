@@ -227,6 +227,7 @@ def initial(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["tied", "untied"])
 def test_frozen_parameters_are_as_in_plain_training(
     variant: str, some: tuple[Path, dict[str, Any]], initial: dict[str, Path], dataset: Path

@@ -1,8 +1,8 @@
 """Shards of the slow tests, each of at most ten minutes, so that every `.ci/run` runs a part.
 
 Which shard a run takes follows from its commit, so that successive commits take different ones.
-`tests/slow_times.json` holds the seconds of one test of each function, as `make slow-times`
-measured them on a quiet machine of two cores.
+`tests/slow_times.json` holds the seconds of one test of each function on a machine of two cores, as
+`make slow-times` measured them where it is quiet; those of a busy one are too many.
 """
 
 from __future__ import annotations
