@@ -19,6 +19,7 @@ from bigtrain.settings.compatibility.facts import Device
 from bigtrain.settings.extensions import check_callback, check_samples, is_stream
 from bigtrain.settings.hf_config_keys import missing_model
 from bigtrain.settings.loading import load_run_config, parse_run_config
+from bigtrain.settings.objective import of_teacher, teacher_run
 from bigtrain.settings.resolve import ResolvedRun, resolve_run, resolve_run_files
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.extensions import GIVEN
@@ -80,7 +81,11 @@ def checked(
 ) -> tuple[ResolvedRun, list[str]]:
     """Return the result of `check`, with lines on the run's automatic choices and its resume."""
     resolved = resolve(config, overrides, world_size, deepspeed_config, device)
-    if missing := missing_model(resolved.config.model):
+    missing = missing_model(resolved.config.model)
+    if resolved.config.objective.teacher_model is not None:
+        of_model = missing_model(teacher_run(resolved.config).model)
+        missing += [of_teacher(resolved.config, problem) for problem in of_model]
+    if missing:
         raise ConfigError(missing, str(config) if isinstance(config, str | Path) else "the run")
     return _try_inputs(resolved) if inputs else _try_settings(resolved)
 

@@ -50,6 +50,7 @@ from bigtrain.run.reporting.metrics import check_trackers
 from bigtrain.run.shared_memory import check_memory_directory
 from bigtrain.settings.compatibility.check import Facts, check_model
 from bigtrain.settings.hf_config_keys import check_layer_drop
+from bigtrain.settings.objective import of_teacher
 from bigtrain.settings.resolve import ResolvedRun, resolve_teacher
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.optimizer import check_optimizer_package
@@ -136,7 +137,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     if not problems:
         model_plan, problems = cached_model_plan(config, hf_config, run.plan)
     if not problems and config.objective.teacher_model is not None:
-        teacher, problems = _inspect_teacher(run, hf_config)
+        teacher, problems = _inspect_teacher(run, hf_config, datasets)
     if model_plan is None or problems:
         raise ConfigError(problems, "the run's inputs")
     return Inputs(
@@ -154,23 +155,20 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
 
 
 def _inspect_teacher(
-    run: ResolvedRun, hf_config: Any
+    run: ResolvedRun, hf_config: Any, datasets: Sequence[TokenDataset]
 ) -> tuple[TeacherInputs | None, list[Problem]]:
-    """Resolve the run of the teacher, and compare its vocabulary with the student's `hf_config`.
-    Raises ModelError for a model that cannot be found."""
+    """Return the teacher in the run, whose vocabulary is that of the student's `hf_config` and
+    whose tokens are those of the data. Raises ModelError for a model that cannot be found."""
     config, key = run.config, "objective.teacher_model"
     value = config.objective.teacher_model
-    try:
-        teacher = resolve_teacher(run)
-    except ConfigError as error:
-        return None, [_of_teacher(config, problem) for problem in error.problems]
+    teacher = resolve_teacher(run)
     assert teacher is not None
     own = teacher.config
     try:
-        of_teacher = load_hf_config(own.model)
+        hf_teacher = load_hf_config(own.model)
     except ModelError as error:
         raise ModelError(f"{key}: {error}") from error
-    there, here = vocabulary_size(of_teacher), vocabulary_size(hf_config)
+    there, here = vocabulary_size(hf_teacher), vocabulary_size(hf_config)
     if there != here:
         rule = f"has a vocabulary of {there} tokens, and the student one of {here}"
         return None, [Problem(key, value, rule, "a teacher with the vocabulary of the student")]
@@ -178,19 +176,15 @@ def _inspect_teacher(
         rule = f"the vocabulary of the teacher has {there} tokens"
         name = "objective.teacher_top_k"
         return None, [Problem(name, config.objective.teacher_top_k, rule, f"{there} or less")]
-    problems = list(check_tensor_size(of_teacher, own.parallel.tensor, own.adapters))
+    problems = list(check_tensor_size(hf_teacher, own.parallel.tensor, own.adapters))
+    for dataset in datasets:
+        problems += check_model_tokens(own, dataset.tokenizer_path, str(dataset.path))
     plan = None
     if not problems:
-        plan, problems = cached_model_plan(own, of_teacher, teacher.plan)
+        plan, problems = cached_model_plan(own, hf_teacher, teacher.plan)
     if plan is None or problems:
-        return None, [_of_teacher(config, problem) for problem in problems]
-    return TeacherInputs(teacher, of_teacher, plan), []
-
-
-def _of_teacher(config: RunConfig, problem: Problem) -> Problem:
-    """Return a problem of the teacher's run as one of the setting that names it."""
-    rule = f"{problem.rule} ({problem.key} = {problem.value!r} of the teacher)"
-    return Problem("objective.teacher_model", config.objective.teacher_model, rule, problem.remedy)
+        return None, [of_teacher(config, problem) for problem in problems]
+    return TeacherInputs(teacher, hf_teacher, plan), []
 
 
 def _notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> tuple[str, ...]:

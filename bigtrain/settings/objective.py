@@ -202,6 +202,12 @@ def teacher_run(config: RunConfig) -> RunConfig:
     )
 
 
+def of_teacher(config: RunConfig, problem: Problem) -> Problem:
+    """Return a problem of the teacher's run as one of the setting that names the teacher."""
+    rule = f"{problem.rule} ({problem.key} of the teacher's run)"
+    return Problem("objective.teacher_model", config.objective.teacher_model, rule, problem.remedy)
+
+
 def check_pairs(config: RunConfig) -> list[Problem]:
     """Return the problems of settings of the data that have no meaning for answers, which have rows
     of their own."""

@@ -38,6 +38,7 @@ from bigtrain.settings.objective import (
     check_pairs,
     check_reference,
     check_scores,
+    of_teacher,
     rows_per_sample,
     teacher_run,
 )
@@ -282,6 +283,11 @@ def _resolve_alone(
             **({"objective": "scores"} if scores else {}),
         )
         problems.extend(check_compatibility(facts))
+    if not problems and config.objective.teacher_model is not None:
+        try:
+            resolve_run(teacher_run(config), world_size)
+        except ConfigError as error:
+            problems += [of_teacher(config, problem) for problem in error.problems]
     if problems or topology is None or plan is None or engine is None:
         raise ConfigError(problems, f"the run with {source}")
     used = config.engine.model_copy(update={"deepspeed_config": name})
@@ -289,8 +295,7 @@ def _resolve_alone(
 
 
 def resolve_teacher(run: ResolvedRun) -> ResolvedRun | None:
-    """Resolve the run of the teacher that `run` computes (`teacher_run`); None without one. Raises
-    ConfigError like `resolve_run`, with the keys of the teacher's run."""
+    """Return the run of the teacher that `run` computes (`teacher_run`); None without one."""
     if run.config.objective.teacher_model is None:
         return None
     return resolve_run(teacher_run(run.config), run.topology.world_size)

@@ -4,15 +4,18 @@ PyTorch."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 import bigtrain
+from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.errors import BigtrainError
 from bigtrain.python_api.planning import predicted_run
 from bigtrain.run.preflight import inspect_inputs
@@ -65,6 +68,34 @@ def test_equals_a_plain_loop(root: Path, engine: str, sections: dict[str, Any]) 
             torch.testing.assert_close(tensor, weights[key], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
+def test_a_resumed_run_has_the_same_bits(root: Path) -> None:
+    tree = live_run(root, engine={"deepspeed_config": "zero3"})
+    complete = train(root, "complete", tree, 2)
+    first = train(root, "resumed", tree | {"train": {"steps": STEPS // 2}}, 2)
+    assert len(first) == STEPS // 2
+    more = {"checkpoint": {"allow_changes": ["train.steps"]}}
+    resumed = train(root, "resumed", tree | more, 2)
+    assert [row["loss"] for row in resumed] == [row["loss"] for row in complete]
+    weights = bigtrain.load_state_dict(root / "complete")
+    for key, tensor in bigtrain.load_state_dict(root / "resumed").items():
+        assert torch.equal(tensor, weights[key]), key
+
+
+@pytest.mark.slow
+def test_dropout_of_the_teacher_is_off(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "teacher", tmp_path / "teacher")
+    path = tmp_path / "teacher/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_dropout": 0.5}))
+    losses = []
+    for teacher in (root / "teacher", tmp_path / "teacher"):
+        tree = live_run(root)
+        tree["objective"]["teacher_model"] = str(teacher)
+        rows = train(root, f"dropout-{len(losses)}", tree, 1)
+        losses.append([row["loss"] for row in rows])
+    assert losses[0] == losses[1]
+
+
 def refusal(tree: dict[str, Any]) -> str:
     with pytest.raises(BigtrainError) as caught:
         inspect_inputs(resolve_run(parse_run_config(tree), 2))
@@ -89,6 +120,9 @@ def test_what_does_not_fit_is_refused(root: Path, tmp_path: Path) -> None:
     save_llama(other)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB_SIZE + 1}))
+    divided = live_run(root, parallel={"expert": 2})
+    divided["model"]["path"] = str(root / "experts")
+    assert key in refusal(divided)
     text = refusal(with_objective(teacher_model=str(other)))
     assert f"{key} = " in text
     assert f"has a vocabulary of {VOCAB_SIZE + 1} tokens, and the student one of 96" in text
@@ -103,6 +137,20 @@ def test_the_teacher_is_predicted(root: Path) -> None:
         prediction, _ = predicted_run(run, None)
         adapters = prediction.memory.teacher - 4 * parameters / parts
         assert 0 < adapters < parameters
+
+
+def test_a_teacher_with_other_tokens_is_refused(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "teacher", tmp_path / "teacher")
+    for directory, text in ((tmp_path / "teacher", "abcde"), (root / "one/tokenizer", "vwxyz")):
+        train_tokenizer(iter([[text]]), 260).save(directory)
+    tree = live_run(root)
+    tree["objective"]["teacher_model"] = str(tmp_path / "teacher")
+    tree["model"]["path"] = str(root / "student")
+    text = refusal(tree)
+    shutil.rmtree(root / "one/tokenizer")
+    (root / "one/tokenizer").mkdir()
+    assert "objective.teacher_model" in text
+    assert "of the teacher's run" in text
 
 
 @pytest.mark.slow
@@ -122,3 +170,11 @@ def test_another_teacher_is_refused_when_the_run_resumes(root: Path, tmp_path: P
     assert codes != [0]
     assert "is another model than the one with which the run began" in text
     assert "Traceback" not in text
+    (tmp_path / "teacher/model.safetensors").rename(tmp_path / "teacher/other.safetensors")
+    index = {"metadata": {}, "weight_map": {}}
+    with safe_open(tmp_path / "teacher/other.safetensors", framework="pt") as opened:
+        index["weight_map"] = dict.fromkeys(opened.keys(), "other.safetensors")
+    (tmp_path / "teacher/model.safetensors.index.json").write_text(json.dumps(index))
+    codes, text = shared_server().live(["--config", str(path)], world_size=1)
+    assert codes != [0]
+    assert "other.safetensors" in text

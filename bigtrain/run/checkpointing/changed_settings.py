@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
+from pydantic import ValidationError
 
 from bigtrain.data.samples.phases import Phase, SourceIdentity, differences, first_phase, next_phase
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
@@ -171,7 +172,7 @@ def _has_phases(document: dict[str, Any], config: RunConfig) -> bool:
 
 def _changed_settings(document: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
     there = document["config"]
-    before: dict[str, Any] = dict(_TABLE["before"])
+    before = _with_defaults(there) | _TABLE["before"]
     for section in ("sites", "adapters"):
         before |= _TABLE[f"before_of_{section}"] if there.get(section) else {}
     before |= _flat(there)
@@ -185,6 +186,15 @@ def _changed_settings(document: dict[str, Any], config: RunConfig) -> list[tuple
         return changes
     batches = _changed_batches(BatchSection.model_validate(there["batch"]), config, document)
     return [*(change for change in changes if not change[0].startswith("batch.")), *batches]
+
+
+def _with_defaults(there: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a checkpoint, with the defaults of those that it lacks: a setting that
+    is new changes nothing unless it is set, but for those of `before`."""
+    try:
+        return mathematics(RunConfig.model_validate(there))
+    except ValidationError:  # of a release that had other keys
+        return {}
 
 
 def _changed_batches(

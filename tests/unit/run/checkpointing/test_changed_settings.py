@@ -77,6 +77,21 @@ def test_a_checkpoint_from_before_mixtures_and_boundaries_goes_on() -> None:
         resume(document, tree(path="shards", document_boundaries="isolate"))
 
 
+@pytest.mark.parametrize("section", ["objective", "optimizer", "moe", "schedule"])
+def test_a_setting_that_a_checkpoint_lacks_had_its_default(section: str) -> None:
+    """As settings of a later release do."""
+    names = stored(tree())["config"][section].keys() - tree().get(section, {}).keys()
+    for name in names:
+        document = stored(tree())
+        del document["config"][section][name]
+        assert resume(document, tree()), name
+    document = stored(tree())
+    del document["config"]["optimizer"]["weight_decay"]
+    now = tree() | {"optimizer": {"lr": 1e-3, "weight_decay": 0.3}}
+    with pytest.raises(CheckpointError, match=r"optimizer\.weight_decay: .* there, 0\.3 now"):
+        resume(document, now)
+
+
 def test_a_path_may_become_a_mixture_of_one() -> None:
     mixture = tree(sources=[{"path": "moved", "weight": 2}])
     for document in (stored(tree()), with_phases(tree())):
