@@ -97,6 +97,7 @@ def imports_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, full if full in MODULES else node.module
 
 
+@cache
 def parse(path: Path) -> ast.Module:
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     if path == PACKAGE / "__init__.py":

@@ -6,9 +6,12 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.worlds import ROOT
 
 
+@pytest.mark.slow
 def test_it_runs() -> None:
     script = ROOT / "benchmarks" / "chat_and_packing.py"
     finished = subprocess.run(

@@ -23,7 +23,7 @@ from tests.unit.benchmarks.gpu_check_driver import FAULTS, Pretended
 SLOW = {"speed-1b", "speed-3b"}
 NAMES = [entry.name for entry in PARTS]
 PRETENDED = ["machine", "flight-recorder", "activation-offload"]
-QUICK = ["machine", "losses", "grouped-products"]
+QUICK = ["losses", "grouped-products"]
 LATER = [name for name in NAMES if name not in SLOW and name not in QUICK]
 pytestmark = pytest.mark.timeout(900)  # parts run in the first test's set-up
 

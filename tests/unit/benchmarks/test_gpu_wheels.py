@@ -75,6 +75,7 @@ def test_wheels_are_installed_once_into_a_folder_of_their_own(tmp_path: Path) ->
     assert other != packages
 
 
+@pytest.mark.slow
 def test_an_interrupted_installation_is_done_again(tmp_path: Path) -> None:
     made = wheel(tmp_path, "1.0")
     packages = gpu_check.install([made], tmp_path)

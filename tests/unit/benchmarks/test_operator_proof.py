@@ -30,6 +30,7 @@ def test_the_worst_kernel_counts() -> None:
     assert read_report(REPORT) == Compiled(num_kernels=2, registers=48, spilled_bytes=12)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
 def test_a_source_that_does_not_compile_is_an_error(tmp_path: Path) -> None:
     kernel = "__global__ void twice(float* x) { x[threadIdx.x] *= 2; }\n"

@@ -24,6 +24,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate_engine, "measure_engine", lambda: engine)
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_what_is_planned_with(
     quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

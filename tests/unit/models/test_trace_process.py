@@ -37,11 +37,8 @@ MORE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "config",
-    [LATENT, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)],
-    ids=lambda config: str(config["model_type"]),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [LATENT, *MORE], ids=lambda config: str(config["model_type"]))
 def test_it_is_the_trace_of_this_process(config: dict[str, Any]) -> None:
     section = ModelSection(config=config)
     assert trace_apart(section, "bfloat16") == trace_model(load_hf_config(section), torch.bfloat16)

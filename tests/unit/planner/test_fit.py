@@ -69,6 +69,7 @@ def test_table_of_the_docs_is_that_of_the_constants_that_were_fitted_without_its
         assert errors_of(judged) in (ROOT / "docs" / "planner.md").read_text()
 
 
+@pytest.mark.slow
 def test_table_of_sources_is_that_of_constants_that_were_fitted_without_each() -> None:
     table = left_out(json.loads(LEFT_OUT.read_text()))
     assert table in (ROOT / "docs" / "planner.md").read_text()

@@ -170,6 +170,7 @@ def test_other_facts_and_a_second_run_with_one_index_are_refused(reach: dict[str
     site.leave()
 
 
+@pytest.mark.slow
 def test_other_settings_are_refused_before_a_model_is_built(
     reach: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -233,7 +234,7 @@ def test_a_server_that_is_not_up_yet_is_not_compared_with(
     member(reach, 0).compare({}, [])
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_gloo_connects_by_the_store_of_the_server(count: int, reach: dict[str, Any]) -> None:
     members = [member(reach, index, count=count) for index in range(count)]
     for site in members:

@@ -29,6 +29,7 @@ def section(directory: Path, port: int, token: str = "0" * 32) -> SitesSection:
     )
 
 
+@pytest.mark.slow
 def test_a_server_is_started_once_and_ends_when_all_have_left(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -56,7 +56,9 @@ def site_of(
     return OuterStep(engine, sites, World(0, 1, 0), {}, run=f"{index:032x}"), masters
 
 
-@pytest.mark.parametrize(("codec", "levels"), [("int8", 127), ("int4", 7)])
+@pytest.mark.parametrize(
+    ("codec", "levels"), [("int8", 127), pytest.param("int4", 7, marks=pytest.mark.slow)]
+)
 def test_what_is_rounded_off_is_sent_later(codec: str, levels: int, tmp_path: Path) -> None:
     changes = SMALL / levels + torch.tensor([[1.0, 0, 0, 0], [0.5, 0, 0, 0]])
     with outer_server(tmp_path, window_seconds=60.0) as reach:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.worlds import ROOT
 
 PROGRAM = """
@@ -53,6 +55,7 @@ def test_the_collector_is_as_it_was() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
+@pytest.mark.slow
 def test_transformers_does_not_import_torchao() -> None:
     code = (
         "import bigtrain.models, sys\n"

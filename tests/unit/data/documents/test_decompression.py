@@ -115,6 +115,7 @@ def test_the_same_tokens_as_of_the_plain_file(
     assert record["parts"] == [{"begin": 0, "xxh3": checksum}]
 
 
+@pytest.mark.slow
 def test_workers_do_not_change_a_byte(tokenizer: Path, tmp_path: Path) -> None:
     """Each file is a unit, however small the shards, or shares one with other small files."""
     for number, compression in enumerate(COMPRESS):

@@ -82,6 +82,7 @@ def test_opening_maps_nothing(tmp_path: Path) -> None:
             assert not {"tokens", "sequence_lengths", "sequence_pointers"} & shard.__dict__.keys()
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     script = ROOT / "benchmarks" / "loader.py"
     result = subprocess.run(

@@ -128,6 +128,7 @@ def test_killed_before_every_step(
         assert kept <= {path.stat().st_ino for path in output.glob("train-*.bin")}
 
 
+@pytest.mark.slow
 def test_killed_after_the_last_unit(
     home: Path, commands: Commands, steps: list[str], unbroken: Path, tmp_path: Path
 ) -> None:

@@ -52,7 +52,7 @@ def documents(path: Path) -> list[list[int]]:
     return [shard.document(number).tolist() for number in range(shard.num_documents)]
 
 
-@pytest.mark.parametrize("encoder", ["auto", "reference"])
+@pytest.mark.parametrize("encoder", ["auto", pytest.param("reference", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("adds_bos", "policy", "begins"),
     [(True, None, True), (True, "never", False), (False, "auto", False), (False, "always", True)],

@@ -119,6 +119,7 @@ def test_as_transformers_loads_it(directory: Path, change: Change) -> None:
     assert files[0] == files[1]
 
 
+@pytest.mark.slow
 def test_the_second_load_is_without_transformers(directory: Path) -> None:
     program = (
         "import sys; from bigtrain.data.tokenizers.tokenizer import load_tokenizer as load;"

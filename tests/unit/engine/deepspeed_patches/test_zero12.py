@@ -275,6 +275,7 @@ def test_gradients_of_other_streams_are_waited_for(monkeypatch: pytest.MonkeyPat
     assert set(used) <= {main, other}
 
 
+@pytest.mark.slow
 def test_three_ranks_have_the_same_bits() -> None:
     assert run_script(3, TRAINING).count("same bits") == 3
 

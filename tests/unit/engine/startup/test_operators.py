@@ -137,6 +137,7 @@ def test_a_start_outlives_those_that_were_killed(loader: Loader) -> None:
     assert sorted(path.name for path in built.iterdir()) == ["flock", "small.so"]
 
 
+@pytest.mark.slow
 def test_paths_share_a_build_and_environments_have_their_own(loader: Loader) -> None:
     """An environment is another if its sources or flags are; back in the first, all is there."""
     source = loader.folder / "small.cpp"

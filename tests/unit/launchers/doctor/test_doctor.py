@@ -235,6 +235,7 @@ def test_a_grandchild_that_stays_does_not_keep_the_doctor() -> None:
     os.kill(int(reply.problem.removeprefix("exit code 3: ")), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_directory_that_does_not_answer_holds_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

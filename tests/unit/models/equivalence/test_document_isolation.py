@@ -46,13 +46,13 @@ def find(model_type: str, attention: str, **values: Any) -> tuple[str, str]:
         ("llama", "documents"),
         ("qwen3", "documents"),
         ("gpt2", "documents"),
-        ("qwen3_moe", "documents"),
+        pytest.param("qwen3_moe", "documents", marks=pytest.mark.slow),
         ("mistral", "documents"),  # sliding windows
         ("gemma3_text", "documents"),  # windows in some layers
         ("gemma2", "documents"),  # eager: caps scores, which sdpa does not
         ("gpt_oss", "documents"),  # eager with sinks; its own masks forget documents
         ("opt", "documents"),  # its own masks forget documents
-        ("llama4_text", "masks"),  # attends in chunks
+        pytest.param("llama4_text", "masks", marks=pytest.mark.slow),  # attends in chunks
         ("gpt_neo", "masks"),  # does not take its attention from the registry
     ],
 )
@@ -182,7 +182,7 @@ def test_documents_by_lengths_are_documents_alone(model_type: str) -> None:
         assert_equal(*alone_and(model, lambda inputs: model(**inputs, **told).logits))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     ("model_type", "attention"),
     [

@@ -85,7 +85,7 @@ def test_attention_in_the_registry_divides(model_type: str, *, isolate: bool) ->
         ("llama", 3, 3),  # heads do not limit it
         ("qwen3", 4, 4),
         ("gemma3_text", 4, 2),  # a window
-        ("gpt_oss", 4, 2),  # sinks
+        pytest.param("gpt_oss", 4, 2, marks=pytest.mark.slow),  # sinks
         ("mixtral", 2, 2),
     ],
 )

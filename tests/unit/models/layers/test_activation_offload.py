@@ -21,7 +21,7 @@ from bigtrain.models.layers.activation_offload import offload_checkpoints
 from tests.unit.models.layers.test_compilation import COMMON, LAYERS, gradients, model_of, recompute
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_inputs_of_checkpointed_layers_may_lie_elsewhere(every: int) -> None:
     """They alone are copied; all but the last return."""
     models = [model_of("llama"), model_of("llama")]

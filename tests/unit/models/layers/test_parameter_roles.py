@@ -101,7 +101,11 @@ def built(config: Any) -> PreTrainedModel:
 @cache
 def every_model() -> dict[str, PreTrainedModel]:
     names = [name for name in model_types() if name not in NOT_BUILT]
-    return {n: built(tiny_config(n) if n != "mpt" else AutoConfig.for_model(n)) for n in names}
+    return {name: tiny(name) for name in names}
+
+
+def tiny(name: str) -> PreTrainedModel:
+    return built(tiny_config(name) if name != "mpt" else AutoConfig.for_model(name))
 
 
 def every_parameter() -> Iterator[tuple[str, str, nn.Module, nn.Parameter, Any]]:
@@ -112,6 +116,7 @@ def every_parameter() -> Iterator[tuple[str, str, nn.Module, nn.Parameter, Any]]
             yield model_type, name, modules[entry.module], model.get_parameter(name), entry
 
 
+@pytest.mark.slow
 def test_roles_are_those_of_names() -> None:
     assert len(every_model()) == 183
     wrong = []
@@ -124,6 +129,7 @@ def test_roles_are_those_of_names() -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_roles_are_those_of_types_of_modules() -> None:
     wrong = []
     products = {Role.MATRIX, Role.ROUTER, Role.HEAD}
@@ -149,6 +155,7 @@ def test_roles_are_those_of_types_of_modules() -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_what_decays_is_what_trainer_decays_but_for_these() -> None:
     """Trainer decays all that is no LayerNorm and has none of these in its name."""
     forbidden = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -165,6 +172,7 @@ def test_what_decays_is_what_trainer_decays_but_for_these() -> None:
     assert all("norm" in name or "bias" in name for name in less), less
 
 
+@pytest.mark.slow
 def test_every_block_of_experts_has_its_router_and_nothing_else_has() -> None:
     for model_type, model in every_model().items():
         found = routers(model)
@@ -206,8 +214,8 @@ def test_a_linear_layer_as_wide_as_there_are_experts_is_no_router() -> None:
 
 
 def test_only_experts_are_stacked_weights() -> None:
-    assert stacked_weights(every_model()["mamba"]) == []  # its convolutions have three dimensions
-    assert len(stacked_weights(every_model()["mixtral"])) == 8
+    assert stacked_weights(tiny("mamba")) == []  # its convolutions have three dimensions
+    assert len(stacked_weights(tiny("mixtral"))) == 8
 
 
 class _Scaled(nn.Module):
@@ -292,6 +300,7 @@ def of_this_transformers() -> str:
     return text.partition(parameter_table.TITLE)[2]
 
 
+@pytest.mark.slow
 def test_the_page_lists_what_decays_and_what_muon_takes() -> None:
     lines = dict(re.findall(r"^\| `([\w-]+)` \|(.*)\|$", of_this_transformers(), re.MULTILINE))
     assert len(lines) == 182

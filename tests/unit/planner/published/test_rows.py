@@ -250,7 +250,7 @@ def test_a_device_that_no_table_has_is_refused_with_the_nearest_names() -> None:
     [
         ("planner_other_rows.csv", 0.15),
         ("planner_unfitted_rows.csv", 0.06),
-        ("planner_unseen_rows.csv", 0.12),
+        pytest.param("planner_unseen_rows.csv", 0.12, marks=pytest.mark.slow),
     ],
 )
 def test_other_published_rows_are_predicted_better_than_by_one_utilization(

@@ -89,7 +89,7 @@ def test_a_broken_line_is_resumed_at_its_byte(
         assert "resuming there" in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["http", "s3"])
+@pytest.mark.parametrize("kind", ["http", pytest.param("s3", marks=pytest.mark.slow)])
 def test_reading_here_and_there(
     kind: str, tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
