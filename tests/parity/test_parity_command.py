@@ -425,7 +425,7 @@ MUTATIONS_OF_RANKS: dict[str, tuple[dict[str, tuple[str, str]], dict[str, Any], 
         "data",
     ),
     "a token after the end is scored": (
-        {"engine/train_engine.py": ("positions < lengths,", "positions <= lengths,")},
+        {"engine/forward.py": ("positions < lengths,", "positions <= lengths,")},
         {"model": llama(), **CLASSES},
         "data",
     ),

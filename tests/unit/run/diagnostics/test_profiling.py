@@ -13,7 +13,7 @@ from torch import nn
 from torch.profiler import profile
 
 from bigtrain.data.loading.micro_batch import MicroBatch
-from bigtrain.engine.train_engine import DeviceFeed
+from bigtrain.engine.forward import DeviceFeed
 from bigtrain.run.diagnostics.out_of_memory import MemoryUse, memory_use, remedies
 from bigtrain.run.diagnostics.profiling import NUM_TOP_OPS, Profiler, top_ops
 from bigtrain.settings.run_config import RunConfig

@@ -1,0 +1,317 @@
+"""Forward passes of one rank on a DeepSpeed engine: losses, log-probabilities, scores and logits of
+micro-batches, which are copied to the device while the previous one is computed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bigtrain.data.loading.micro_batch import MicroBatch
+from bigtrain.data.shards.format import IGNORED_LABEL
+from bigtrain.engine.objectives import LaterTokens
+from bigtrain.engine.startup.mesh import Mesh
+from bigtrain.models.layers.adapters import adapters_off
+from bigtrain.models.layers.compilation import uncompiled
+from bigtrain.models.layers.document_attention import Isolation
+from bigtrain.models.layers.token_loss import (
+    NO_TERMS,
+    LossTerms,
+    summed_token_loss,
+    token_log_probabilities,
+    token_scores,
+)
+from bigtrain.models.parallel.sample_parts import SampleParts
+
+
+class ForwardPasses:
+    """Forward passes of one model, without pipeline stages. Collective over the ranks that share
+    samples, and with ZeRO 3 over all.
+
+    isolation: of documents. sequence: the parts of samples that ranks share. computes_loss: whether
+    the model computes the loss of its targets. is_compiled: whether its layers are. terms: of the
+    loss in addition to its cross-entropy. multi_token: of layers that predict later tokens.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        device: torch.device,
+        mesh: Mesh,
+        isolation: Isolation,
+        sequence: SampleParts | None = None,
+        *,
+        computes_loss: bool = False,
+        is_compiled: bool = False,
+        terms: LossTerms = NO_TERMS,
+        multi_token: LaterTokens | None = None,
+    ) -> None:
+        self.engine = engine
+        self.device = device
+        self.mesh = mesh
+        self.isolation = isolation
+        self.sequence = sequence
+        self._computes_loss = computes_loss
+        self.is_compiled = is_compiled
+        self._terms = terms
+        self._multi_token = multi_token
+        self.feed = DeviceFeed(device)
+
+    @property
+    def module(self) -> nn.Module:
+        """The Hugging Face model; its parameters may be partitioned."""
+        module: nn.Module = self.engine.module
+        return module
+
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits of `input_ids` [samples, tokens] in evaluation mode: float32, on the CPU. Every
+        rank computes the same; all must call it with the same input."""
+        return self.read_logits(input_ids, torch.Tensor.float)
+
+    @torch.no_grad()
+    def read_logits(
+        self, input_ids: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the result of `read` on the logits [samples, tokens, vocabulary] of `input_ids` in
+        evaluation mode, on the CPU. Ranks with the same data rank bring the same input; others may
+        bring another of that shape."""
+        self.engine.eval()
+        alone = self.sequence.whole_samples() if self.sequence else nullcontext()
+        with alone, uncompiled() if self.is_compiled else nullcontext():
+            outputs = self.engine(input_ids=self._to_device(input_ids), use_cache=False)
+        self.engine.train()
+        return read(outputs.logits).cpu()
+
+    def _labels(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the labels of the tokens that this rank computes, where `batch` is."""
+        return self._part(batch.labels)
+
+    def _teacher(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the teacher's log-probabilities and ids for the tokens of this rank."""
+        teacher = batch.teacher
+        return teacher and (self._part(teacher[0]), self._part(teacher[1]))
+
+    def _part(self, values: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens of `values` [R, T, ...]."""
+        return self.sequence.part(values) if self.sequence else values
+
+    def _whole(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values of complete rows of those of this rank's tokens."""
+        return self.sequence.whole(values) if self.sequence else values
+
+    def _divisible(self, batch: MicroBatch) -> MicroBatch:
+        """Return `batch` with padding at the end, which has no targets, where ranks that share
+        samples could not divide it."""
+        rest = (
+            self.sequence.padded(batch.labels.shape[1]) - batch.labels.shape[1]
+            if self.sequence
+            else 0
+        )
+        if not rest:
+            return batch
+        ids = F.pad(batch.input_ids, (0, rest))
+        return replace(
+            batch,
+            input_ids=ids,
+            labels=F.pad(batch.labels, (0, rest), value=IGNORED_LABEL),
+            tokens=None,
+        )
+
+    def cross_entropy(
+        self, batch: MicroBatch, moved: MicroBatch, factor: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Any]:
+        """Return the summed loss of this rank's tokens, and all else that the model returned.
+        `moved` is `batch` on the device; `factor` what the loss is going to be multiplied by."""
+        if self._computes_loss:
+            # Labels on the host, so that tokens without one are known without waiting.
+            targets = self._labels(batch)
+            teacher = self._teacher(moved)
+            known: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
+            if self._multi_token is not None and torch.is_grad_enabled():
+                inputs = self._inputs(batch, moved)
+                known["further"] = self._multi_token.of_batch(batch, inputs)
+            if moved.weights is not None:
+                known["weights"] = self._part(moved.weights)
+            outputs = self._forward(batch, moved, targets=targets, factor=factor, **known)
+            return outputs.loss, outputs
+        outputs = self._forward(batch, moved)
+        logits = outputs.logits.flatten(0, 1).float()
+        teacher = self._teacher(moved)
+        if teacher is not None:
+            teacher = teacher[0].flatten(0, 1), teacher[1].flatten(0, 1)
+        labels = self._labels(moved).flatten()
+        weights = None if moved.weights is None else self._part(moved.weights).flatten()
+        return summed_token_loss(logits, labels, self._terms, teacher, weights), outputs
+
+    def log_probabilities(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]:
+        """Return the log-probability of each target, float32 [R, T], and all else that the model
+        returned. Ranks that share samples all return those of complete rows."""
+        if self._computes_loss:
+            targets = self._labels(batch)
+            outputs = self._forward(batch, moved, targets=targets, per_token=True)
+            return self._whole(outputs.loss), outputs
+        outputs = self._forward(batch, moved)
+        labels = self._labels(moved)
+        return self._whole(token_log_probabilities(outputs.logits, labels)), outputs
+
+    def scores(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]:
+        """Return the scores of each row at its last token, float32 [R, L], and all else that the
+        model returned. A row has as many targets as tokens. transformers' class looks for the last
+        token that is not padding, so that the tokens after the end are the configuration's. Of
+        ranks that share samples each looks in its part; the one that finds the row's is used."""
+        padded = self._padded(moved)
+        outputs = self._forward(batch, padded)
+        scores = outputs.logits.float()
+        if self.sequence is not None:
+            ids = padded.input_ids
+            positions = torch.arange(ids.shape[-1], device=ids.device)
+            last = (positions * (ids != self._padding)).argmax(-1, keepdim=True)
+            is_last = self.sequence.part(positions == last)
+            placed = torch.where(is_last.unsqueeze(-1), scores.unsqueeze(1), 0.0)
+            scores = self.sequence.whole(placed).sum(1)
+        return scores, outputs
+
+    @property
+    def _padding(self) -> int:
+        """Token id with which the model's configuration pads."""
+        config: Any = self.module.config
+        return int(config.get_text_config().pad_token_id)
+
+    def _padded(self, batch: MicroBatch) -> MicroBatch:
+        """Return `batch` with the configuration's padding after as many tokens of each row as it
+        has targets."""
+        labels = batch.labels
+        positions = torch.arange(labels.shape[-1], device=labels.device)
+        lengths = (labels != IGNORED_LABEL).sum(-1, keepdim=True)
+        ids = torch.where(positions < lengths, batch.input_ids, self._padding)
+        return replace(batch, input_ids=ids, tokens=None)
+
+    @torch.no_grad()
+    def token_scores(self, batch: MicroBatch, top_k: int = 0) -> torch.Tensor:
+        """Return scores of the targets of `batch` under the current weights, in evaluation mode:
+        float32 [R, T, 1 + 2 top_k], as `bigtrain.models.layers.token_loss.token_scores` returns
+        them, on the CPU. Collective over the ranks that share the sample, and with ZeRO 3 over
+        all; then every rank brings a batch, of any shape."""
+        self.engine.eval()
+        length = batch.labels.shape[1]
+        ((batch, moved),) = self.feed([self._divisible(batch)])
+        with uncompiled() if self.is_compiled else nullcontext():
+            if not top_k:
+                scores = self.log_probabilities(batch, moved)[0].unsqueeze(-1)
+            elif self._computes_loss:
+                targets = self._labels(batch)
+                scores = self._forward(batch, moved, targets=targets, top_k=top_k).loss
+                scores = self._whole(scores)
+            else:
+                labels = self._labels(moved)
+                logits = self._forward(batch, moved).logits.flatten(0, 1).float()
+                scores = token_scores(logits, labels.flatten(), top_k).view(*labels.shape, -1)
+                scores = self._whole(scores)
+        self.engine.train()
+        return scores[:, :length].cpu()
+
+    def row_sums(
+        self, batches: Iterable[MicroBatch]
+    ) -> Iterator[tuple[MicroBatch, MicroBatch, torch.Tensor]]:
+        """Yield each of `batches`, the same on the device, and the log-probability of each of its
+        rows without dropout, float32 [R]."""
+        for batch, moved in self.feed(batches):
+            with self.evaluating():
+                sums = self.log_probabilities(batch, moved)[0].sum(-1)
+            yield batch, moved, sums
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Let forward passes inside be without dropout."""
+        was_training = self.module.training
+        self.engine.eval()
+        try:
+            yield
+        finally:
+            if was_training:
+                self.engine.train()
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Let forward passes inside be those of the reference model: without adapters and
+        dropout."""
+        with self.evaluating(), adapters_off(self.module):
+            yield
+
+    def _forward(self, batch: MicroBatch, moved: MicroBatch, **more: Any) -> Any:
+        with self.isolation.document_mask(batch.position_ids):
+            return self.engine(**self._inputs(batch, moved), use_cache=False, **more)
+
+    def _inputs(self, batch: MicroBatch, moved: MicroBatch) -> dict[str, Any]:
+        if self.sequence is not None:
+            positions = (moved.position_ids, batch.position_ids)
+            return dict(self.sequence.inputs(moved.input_ids, *positions))
+        # Some models flatten them with `view`.
+        inputs: dict[str, Any] = {"input_ids": moved.input_ids.contiguous()}
+        if moved.position_ids is not None:
+            # Without an attention mask and a cache, transformers separates documents where
+            # positions restart; `models.equivalence` has verified it for this model.
+            inputs["position_ids"] = moved.position_ids
+        for name, value in self.isolation.arguments(batch.position_ids).items():
+            inputs[name] = self._to_device(value) if torch.is_tensor(value) else value
+        return inputs
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class _Copied:
+    batch: MicroBatch
+    done: torch.cuda.Event
+
+
+class DeviceFeed:
+    """Copies micro-batches to `device`; on CUDA on a stream of its own, one ahead. The host's
+    tensors must be pinned for the copies to overlap (`open_training_data` pins them on CUDA);
+    nothing waits for them but the computing stream, when it needs them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, MicroBatch]]:
+        """Pairs of a micro-batch on the host and the same on the device."""
+        if self._stream is None:
+            for batch in batches:
+                yield batch, batch.moved(lambda tensor: tensor.to(self._device))
+            return
+        ahead: deque[tuple[MicroBatch, _Copied]] = deque()
+        for batch in batches:
+            ahead.append((batch, self._copy(batch, self._stream)))
+            if len(ahead) > 1:
+                yield self._when_copied(*ahead.popleft())
+        for last in ahead:
+            yield self._when_copied(*last)
+
+    def _when_copied(self, batch: MicroBatch, copied: _Copied) -> tuple[MicroBatch, MicroBatch]:
+        computing = torch.cuda.current_stream(self._device)
+        # Not `computing.wait_event`, which is counted as waiting for other ranks
+        # (`bigtrain.models.torch_patches.observed_device_waits`).
+        copied.done.wait(computing)
+        # Memory of the other stream, in use by this one until the tensors are gone.
+        copied.batch.moved(lambda tensor: _in_use(tensor, computing))
+        return batch, copied.batch
+
+    def _copy(self, batch: MicroBatch, stream: torch.cuda.Stream) -> _Copied:
+        with torch.cuda.stream(stream):
+            copied = batch.moved(lambda tensor: tensor.to(self._device, non_blocking=True))
+            done = torch.cuda.Event()
+            done.record(stream)
+        return _Copied(copied, done)
+
+
+def _in_use(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
+    tensor.record_stream(stream)
+    return tensor
