@@ -1,8 +1,8 @@
 """Metrics of a logged optimizer step: one row each, read by the run, the report and the docs.
 
-A new metric is a `number` in `StepMetrics` and its value in `bigtrain.run.loop._measure`. From the
-row follow its place in ``metrics.jsonl``, the trackers, a chart of its own on the report (unless
-`bigtrain.report.charts` draws it with others) and `docs/reference/metrics.md`.
+A new metric is a `number` in `StepMetrics` and its value in `bigtrain.run.loop.Loop._measure`. From
+the row follow its place in ``metrics.jsonl``, the trackers, a chart of its own on the report
+(unless `bigtrain.report.charts` draws it with others) and `docs/reference/metrics.md`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Training loop: batch, step, advance or roll back, outer step, log, evaluate, save, stop. Its
-arguments have the protocols below, so that it imports no data pipeline, checkpoints or sites."""
+parts have the protocols below, so that it imports no data pipeline, checkpoints or sites."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bigtrain.data.samples.sample_stream import StreamPosition
 from bigtrain.engine.experts import ExpertLoadStats
 from bigtrain.engine.optimizers.skip_step import SkipPolicy
 from bigtrain.engine.startup.cpu_collectives import cpu_group
-from bigtrain.engine.train_engine import LossWindow, TrainEngine
+from bigtrain.engine.train_engine import LossWindow, StepResult, TrainEngine
 from bigtrain.report.step_metrics import StepMetrics
 from bigtrain.run.callbacks import Callbacks
 from bigtrain.run.context import RunContext
@@ -76,148 +76,220 @@ class OuterSteps(Protocol):
     def settle(self, state: TrainState) -> TrainState: ...
 
 
-def train(
-    context: RunContext,
-    log: RunLog,
-    engine: TrainEngine,
-    state: TrainState,
-    *,
-    batches: Batches,
-    evaluator: Evaluator,
-    saver: Saver,
-    outer: OuterSteps,
-    callbacks: Callbacks,
-    roll_back: Callable[[TrainState], TrainState],
-    memory: PhaseMemory,
-    utilization: Callable[[float], float | None] = lambda _: None,
-    start_times: StartTimes | None = None,
-    memory_saver: MemorySaver | None = None,
-    replicas: Replicas | None = None,
-    until: int | None = None,
-    with_position: Callable[[TrainState], TrainState] = lambda state: state,
-) -> tuple[TrainState, Signals | None]:
-    """Train until step `until` (default: ``train.steps``), early stopping, a callback's request or
-    a signal; return the final state, which has been saved, and the signal. Collective.
-    roll_back: restores the engine from before the bad steps that end at a state. utilization:
-    model FLOPs utilization at tokens per second. start_times: of this launch, logged after its
-    first step. memory_saver: of checkpoints in memory, if any. replicas: compares what ranks hold
-    alike, if asked. with_position: adds to a state that is saved the position of its data."""
-    config, plan, beat = context.config, context.plan, context.heartbeat
-    until = until or config.train.total_steps
-    clock = StepClock(context.device.type, engine.host_time, memory)
-    losses, profiler = LossWindow(engine), Profiler(context, log)
-    limit = config.watchdog.collective_timeout_seconds
-    group = cpu_group(limit) if context.world.size > 1 else None
-    stop = StopAgreement(
-        context.signals,
-        group,
-        lambda: callbacks.failure or log.failure(),
-        callbacks.take_requests if callbacks.may_request else None,
-    )
-    stragglers = StragglerWatch(context, log, engine, group, state)
-    guard = Guard(config.guard, log)
-    received: Signals | None = None
-    beat.watch_layers(engine.module)
-    engine.on_phase = clock.marking(beat.set_phase)
-    with clock.running():
-        while not is_over(config, state) and received is None and state.step < until:
-            lr = learning_rate_at(
-                state.step, config.optimizer.lr, config.schedule, config.train.total_steps
-            )
-            context.seed_step(state.step)
-            beat.begin_step(state.step + 1)
-            is_logged = _is_logged(config, state.step + 1, until)
-            clock.begin_step(is_logged=is_logged)
-            with stragglers.meter.waiting(), clock.part("data"):
-                micro_batches = batches.step(state.samples)
-            guard.begin(state)
-            policy = guard.skip_policy
-            if replicas is not None:
-                policy = replicas.policy(state, policy)
-            profiler.before(state.step + 1)
-            with explained(context, engine), callbacks.recording():
-                result = engine.train_step(micro_batches, lr, policy, observe=is_logged)
-            clock.count_step()
-            if replicas is not None and (restored := replicas.compare(state)) is not None:
-                state = restored
-                batches.restart(state.stream)
-                losses.empty()
-                engine.forget_mtp_loss()
-                callbacks.forget()
-                continue
-            state = guard.end(state, state.after_step(plan))
-            if start_times is not None:
-                start_times.end(FIRST_STEP)
-                log.to_file(start_times.text())
-                start_times = None
-            losses.add(result, updated=state.guard.streak == 0)
-            if guard.rolls_back(state):
-                beat.set_phase("rolling back", slow=True)
-                saver.wait()
-                state = roll_back(state)
-                losses.empty()
-                engine.forget_mtp_loss()
-                callbacks.forget()
-                continue
-            if outer.is_due(state):
-                beat.set_phase("outer step with the other sites", slow=True)
-                with clock.paused("outer_step"):
-                    state = outer.make(state)
-            last = state.step == config.train.total_steps
-            profiler.after(state.step, last=last)
-            is_logged = _is_logged(config, state.step, until)  # outer steps may have moved the run
-            measured = _measure(
-                log, engine, losses, state, lr, clock, utilization, memory_saver, is_logged
-            )
-            callbacks.step(state, measured.row)
-            # Before anything is written: it also detects a later launch that holds the directory.
-            beat.set_phase("agreeing whether to stop")
-            agreed = Agreed() if last else stop.agreed()
-            if log.metrics is not None:
-                log.metrics.advance(state.step)
-            if measured.times is not None:
-                beat.set_phase("logging")
-                _write_row(log, measured.row, callbacks.recorded(group))
-                stragglers.gather(state, measured.times)
-            metrics: dict[str, float] = {}
-            if last or agreed.ends or evaluator.is_due(state):
-                beat.set_phase("evaluating")
-                with clock.paused("evaluation"):
-                    state, metrics = evaluator.run(state, last=last or agreed.ends)
-                callbacks.evaluation(state, metrics)
-                if callbacks.may_request and not last:
-                    agreed |= stop.agreed()
-            if agreed.ends:
-                state = replace(state, stopped_steps=config.train.total_steps)
-            last, received = is_over(config, state), agreed.signal
-            if memory_saver is not None and memory_saver.is_due(state) and not (last or received):
-                beat.set_phase("saving in memory")
-                with clock.paused("save"):
-                    memory_saver.save(with_position(state), metrics)
-            is_due = agreed.saves or state.is_multiple_of(config.checkpoint.every_steps)
-            if last or received or is_due or state.step == until:
-                beat.set_phase("settling the exchange with the other sites", slow=True)
-                with clock.paused("outer_step"):
-                    state = outer.settle(state)
-                with clock.paused("save"):
-                    _save(context, saver, with_position(state), metrics)
-            saver.report()
-    beat.set_phase("finishing", slow=True)
-    return state, received
+@dataclass
+class Loop:
+    """Steps of a run, and what is due after each. Every method is collective.
+
+    roll_back: restores the engine from before the bad steps that end at a state. utilization: model
+    FLOPs utilization at tokens per second. start_times: of this launch, logged after its first
+    step. memory_saver: of checkpoints in memory, if any. replicas: compares what ranks hold alike,
+    if asked. with_position: adds to a state that is saved the position of its data.
+    """
+
+    context: RunContext
+    log: RunLog
+    engine: TrainEngine
+    batches: Batches
+    evaluator: Evaluator
+    saver: Saver
+    outer: OuterSteps
+    callbacks: Callbacks
+    roll_back: Callable[[TrainState], TrainState]
+    memory: PhaseMemory
+    utilization: Callable[[float], float | None] = lambda _: None
+    start_times: StartTimes | None = None
+    memory_saver: MemorySaver | None = None
+    replicas: Replicas | None = None
+    with_position: Callable[[TrainState], TrainState] = lambda state: state
+
+    def __post_init__(self) -> None:
+        context, callbacks, log = self.context, self.callbacks, self.log
+        self._config, self._beat = context.config, context.heartbeat
+        self._clock = StepClock(context.device.type, self.engine.host_time, self.memory)
+        self._losses, self._profiler = LossWindow(self.engine), Profiler(context, log)
+        limit = self._config.watchdog.collective_timeout_seconds
+        self._group = cpu_group(limit) if context.world.size > 1 else None
+        self._stop = StopAgreement(
+            context.signals,
+            self._group,
+            lambda: callbacks.failure or log.failure(),
+            callbacks.take_requests if callbacks.may_request else None,
+        )
+        self._guard = Guard(self._config.guard, log)
+
+    def run(self, state: TrainState, until: int | None = None) -> tuple[TrainState, Signals | None]:
+        """Train until step `until` (default: ``train.steps``), early stopping, a callback's request
+        or a signal; return the final state, which has been saved, and the signal."""
+        config, total = self._config, self._config.train.total_steps
+        until = until or total
+        received: Signals | None = None
+        self._stragglers = StragglerWatch(self.context, self.log, self.engine, self._group, state)
+        self._beat.watch_layers(self.engine.module)
+        self.engine.on_phase = self._clock.marking(self._beat.set_phase)
+        with self._clock.running():
+            while not is_over(config, state) and received is None and state.step < until:
+                lr = learning_rate_at(state.step, config.optimizer.lr, config.schedule, total)
+                result = self._train(state, lr, until)
+                if self.replicas is not None:
+                    restored = self.replicas.compare(state)
+                    if restored is not None:
+                        state = restored
+                        self.batches.restart(state.stream)
+                        self._forget()
+                        continue
+                state = self._guard.end(state, state.after_step(self.context.plan))
+                self._log_start_times()
+                self._losses.add(result, updated=state.guard.streak == 0)
+                if self._guard.rolls_back(state):
+                    self._beat.set_phase("rolling back", slow=True)
+                    self.saver.wait()
+                    state = self.roll_back(state)
+                    self._forget()
+                    continue
+                if self.outer.is_due(state):
+                    self._beat.set_phase("outer step with the other sites", slow=True)
+                    with self._clock.paused("outer_step"):
+                        state = self.outer.make(state)
+                last = state.step == total
+                self._profiler.after(state.step, last=last)
+                agreed = self._log(state, lr, until, last=last)
+                state, metrics, agreed = self._evaluate(state, agreed, last=last)
+                if agreed.ends:
+                    state = replace(state, stopped_steps=total)
+                received = agreed.signal
+                ends = is_over(config, state) or received is not None
+                state = self._save(state, metrics, ends=ends, now=agreed.saves, until=until)
+        self._beat.set_phase("finishing", slow=True)
+        return state, received
+
+    def _train(self, state: TrainState, lr: float, until: int) -> StepResult:
+        """Train the step after `state`."""
+        step = state.step + 1
+        self.context.seed_step(state.step)
+        self._beat.begin_step(step)
+        is_logged = _is_logged(self._config, step, until)
+        self._clock.begin_step(is_logged=is_logged)
+        with self._stragglers.meter.waiting(), self._clock.part("data"):
+            micro_batches = self.batches.step(state.samples)
+        self._guard.begin(state)
+        policy = self._guard.skip_policy
+        if self.replicas is not None:
+            policy = self.replicas.policy(state, policy)
+        self._profiler.before(step)
+        with explained(self.context, self.engine), self.callbacks.recording():
+            result = self.engine.train_step(micro_batches, lr, policy, observe=is_logged)
+        self._clock.count_step()
+        return result
+
+    def _forget(self) -> None:
+        """Forget what steps measured: the run has gone back before them."""
+        self._losses.empty()
+        self.engine.forget_mtp_loss()
+        self.callbacks.forget()
+
+    def _log_start_times(self) -> None:
+        if self.start_times is not None:
+            self.start_times.end(FIRST_STEP)
+            self.log.to_file(self.start_times.text())
+            self.start_times = None
+
+    def _log(self, state: TrainState, lr: float, until: int, *, last: bool) -> Agreed:
+        """Log a step, if it is due; return whether the ranks agree to stop or to save."""
+        # Outer steps may have moved the run.
+        measured = self._measure(state, lr, is_logged=_is_logged(self._config, state.step, until))
+        self.callbacks.step(state, measured.row)
+        # Before anything is written: it also detects a later launch that holds the directory.
+        self._beat.set_phase("agreeing whether to stop")
+        agreed = Agreed() if last else self._stop.agreed()
+        if self.log.metrics is not None:
+            self.log.metrics.advance(state.step)
+        if measured.times is not None:
+            self._beat.set_phase("logging")
+            _write_row(self.log, measured.row, self.callbacks.recorded(self._group))
+            self._stragglers.gather(state, measured.times)
+        return agreed
+
+    def _measure(self, state: TrainState, lr: float, *, is_logged: bool) -> _Measured:
+        """Return the metrics of a step, if it is logged. Collective then."""
+        if not is_logged:
+            return _Measured()
+        # Apart from the guard, only this function waits for the device in the loop.
+        engine, clock = self.engine, self._clock
+        loss, norm = self._losses.read(), engine.gradient_norm()
+        load, sent_bytes = engine.expert_load.read(), engine.optimizer_sent_bytes()
+        mtp_loss, times = engine.mtp_loss(), clock.read()
+        if self.log.metrics is None:
+            return _Measured(times)
+        tokens_per_second = engine.plan.site_tokens_per_step / times.step_seconds
+        saver = self.memory_saver
+        row = StepMetrics(
+            step=state.step,
+            loss=loss,
+            lr=lr,
+            grad_norm=norm,
+            tokens=state.tokens,
+            samples=state.samples,
+            tokens_per_second=tokens_per_second,
+            step_seconds=times.step_seconds,
+            model_flops_utilization=self.utilization(tokens_per_second),
+            memory_gib=clock.memory.peak_gib(),
+            breakdown=times.breakdown,
+            peak_memory_gib_by_phase=clock.memory.by_phase_gib(),
+            **_experts(load),
+            mtp_loss=mtp_loss,
+            optimizer_exchange=None if sent_bytes is None else {"sent_bytes": sent_bytes},
+            memory_checkpoint=None if saver is None else saver.metrics(),
+        )
+        return _Measured(times, row)
+
+    def _evaluate(
+        self, state: TrainState, agreed: Agreed, *, last: bool
+    ) -> tuple[TrainState, dict[str, float], Agreed]:
+        """Evaluate, if it is due; return the state, its metrics, and whether to stop or to save."""
+        if not (last or agreed.ends or self.evaluator.is_due(state)):
+            return state, {}, agreed
+        self._beat.set_phase("evaluating")
+        with self._clock.paused("evaluation"):
+            state, metrics = self.evaluator.run(state, last=last or agreed.ends)
+        self.callbacks.evaluation(state, metrics)
+        if self.callbacks.may_request and not last:
+            agreed |= self._stop.agreed()
+        return state, metrics, agreed
+
+    def _save(
+        self,
+        state: TrainState,
+        metrics: Mapping[str, float],
+        *,
+        ends: bool,
+        now: bool,
+        until: int,
+    ) -> TrainState:
+        """Save in memory and on disk, if it is due; return the state that was saved. `ends`: no
+        step follows in this launch; `now`: whether it was asked for."""
+        saver = self.memory_saver
+        if saver is not None and saver.is_due(state) and not ends:
+            self._beat.set_phase("saving in memory")
+            with self._clock.paused("save"):
+                saver.save(self.with_position(state), metrics)
+        is_due = now or state.is_multiple_of(self._config.checkpoint.every_steps)
+        if ends or is_due or state.step == until:
+            self._beat.set_phase("settling the exchange with the other sites", slow=True)
+            with self._clock.paused("outer_step"):
+                state = self.outer.settle(state)
+            with self._clock.paused("save"):
+                # Only the writing is slow; a copy takes no longer than other collectives.
+                self._beat.set_phase("waiting for the previous save", slow=True)
+                self.saver.wait()
+                is_slow = not self._config.checkpoint.asynchronous
+                self._beat.set_phase("saving", slow=is_slow)
+                self.saver.save(self.with_position(state), metrics)
+        self.saver.report()
+        return state
 
 
 def _is_logged(config: RunConfig, step: int, until: int) -> bool:
     return step == until or step % config.logging.every_steps == 0
-
-
-def _save(
-    context: RunContext, saver: Saver, state: TrainState, metrics: Mapping[str, float]
-) -> None:
-    # Only the writing is slow; a copy takes no longer than other collectives.
-    context.heartbeat.set_phase("waiting for the previous save", slow=True)
-    saver.wait()
-    context.heartbeat.set_phase("saving", slow=not context.config.checkpoint.asynchronous)
-    saver.save(state, metrics)
 
 
 @dataclass(frozen=True)
@@ -227,48 +299,6 @@ class _Measured:
 
     times: StepTimes | None = None
     row: StepMetrics | None = None
-
-
-def _measure(
-    log: RunLog,
-    engine: TrainEngine,
-    losses: LossWindow,
-    state: TrainState,
-    lr: float,
-    clock: StepClock,
-    utilization: Callable[[float], float | None],
-    memory_saver: MemorySaver | None,
-    is_logged: bool,
-) -> _Measured:
-    """Return the metrics of a step, if it is logged. Collective then."""
-    if not is_logged:
-        return _Measured()
-    # Apart from the guard, only this function waits for the device in the loop.
-    loss, norm = losses.read(), engine.gradient_norm()
-    load, sent_bytes = engine.expert_load.read(), engine.optimizer_sent_bytes()
-    mtp_loss, times = engine.mtp_loss(), clock.read()
-    if log.metrics is None:
-        return _Measured(times)
-    tokens_per_second = engine.plan.site_tokens_per_step / times.step_seconds
-    row = StepMetrics(
-        step=state.step,
-        loss=loss,
-        lr=lr,
-        grad_norm=norm,
-        tokens=state.tokens,
-        samples=state.samples,
-        tokens_per_second=tokens_per_second,
-        step_seconds=times.step_seconds,
-        model_flops_utilization=utilization(tokens_per_second),
-        memory_gib=clock.memory.peak_gib(),
-        breakdown=times.breakdown,
-        peak_memory_gib_by_phase=clock.memory.by_phase_gib(),
-        **_experts(load),
-        mtp_loss=mtp_loss,
-        optimizer_exchange=None if sent_bytes is None else {"sent_bytes": sent_bytes},
-        memory_checkpoint=None if memory_saver is None else memory_saver.metrics(),
-    )
-    return _Measured(times, row)
 
 
 def _write_row(log: RunLog, row: StepMetrics | None, recorded: Mapping[str, float] | None) -> None:

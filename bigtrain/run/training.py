@@ -51,7 +51,7 @@ from bigtrain.run.diagnostics.start_times import GROUPS, IMPORTS, MODEL, WEIGHTS
 from bigtrain.run.evaluation import Evaluator
 from bigtrain.run.finish import closing_result, finish, is_complete, stop_early
 from bigtrain.run.live_teacher import LiveTeacher, open_teacher
-from bigtrain.run.loop import train
+from bigtrain.run.loop import Loop
 from bigtrain.run.outer_steps import OuterSteps, refuse_other_run
 from bigtrain.run.prediction import log_prediction, utilization_of
 from bigtrain.run.preflight import Inputs
@@ -238,25 +238,24 @@ class _Launch:
                 )
                 replicas = ReplicaWatch(context, engine, state, go_back)
             start_times, self.times = self.times, None
-            state, received = train(
+            loop = Loop(
                 context,
                 log,
                 engine,
-                state,
-                batches=batches,
-                evaluator=evaluator,
-                saver=saver,
-                outer=outer,
-                callbacks=self.callbacks,
+                batches,
+                evaluator,
+                saver,
+                outer,
+                self.callbacks,
                 roll_back=partial(_roll_back, context, log, engine, memory_saver, segment),
                 memory=PhaseMemory(context.device.type),
                 utilization=utilization_of(context, inputs.hf_config),
                 start_times=start_times,
                 memory_saver=memory_saver,
                 replicas=replicas,
-                until=segment.end,
                 with_position=partial(with_position, context, batches),
             )
+            state, received = loop.run(state, segment.end)
             saver.wait(must_succeed=True)
             if memory_saver is not None:
                 memory_saver.finish()

@@ -7,6 +7,7 @@ and line.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import importlib.util
@@ -17,7 +18,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -26,7 +27,6 @@ from pydantic import ValidationError
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.sections.extensions import SHIPPED_CALLBACKS, ShippedCallback
-from bigtrain.settings.suggestions import did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -378,3 +378,10 @@ def schedule_factor(
     if not 0.0 <= value < float("inf"):
         raise ValueError(f"it is {value}")
     return float(value)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``did you mean X?`` for the nearest of `known`, or the first names of it."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]}?" if close else f"it has: {', '.join(names[:8]) or 'nothing'}"

@@ -115,11 +115,10 @@ def train(
     prepare(engine, batches)
     begin_writing(context, log, inputs, TrainState())
     with Saver(context, log, engine, inputs) as saver:
-        loop.train(
+        steps = loop.Loop(
             context,
             log,
             engine,
-            TrainState(),
             batches=batches,
             evaluator=Evaluator(context, log, engine, inputs, []),
             saver=saver,
@@ -128,6 +127,7 @@ def train(
             roll_back=partial(roll_back, context, log, engine),
             memory=PhaseMemory("cpu"),
         )
+        steps.run(TrainState())
     batches.close()
     engine.close()
     assert log.metrics is not None
