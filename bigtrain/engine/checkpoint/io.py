@@ -240,6 +240,8 @@ def stored_dtypes(
 
     def read() -> None:
         masters = [replace(f, tensors={MASTER: f.tensors[MASTER]}) for f in fragments]
+        if not masters:
+            return
         stored = open_boxes(directory, _wanted(_chunks(masters, {})), listing)
         dtypes.update({key.partition("/")[2]: tensor.dtype for key, tensor in stored.items()})
 

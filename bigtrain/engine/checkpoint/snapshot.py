@@ -246,7 +246,8 @@ def _exact_frozen(
     """Return `fragments` to fill from `directory`, those of frozen parameters in the dtype that it
     holds; on exit DeepSpeed has what was filled."""
     frozen = [fragment for fragment in fragments if not _is_trained(engine, fragment.name)]
-    dtypes = stored_dtypes(directory, frozen, listing) if frozen else {}
+    # Also where none is frozen, as in one of several pipeline stages: the others wait for all.
+    dtypes = stored_dtypes(directory, frozen, listing)
     held: dict[str, tuple[Fragment, Fragment]] = {}
     for fragment in frozen:
         target = to_fill(engine.exact, fragment, dtypes[fragment.name], engine.mesh)
