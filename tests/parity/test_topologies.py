@@ -90,6 +90,8 @@ SOME: list[Pair] = [
     ("bfloat16", "zero1-pp2", "zero3-dp2"),
     ("rmsprop", "zero1-dp2", "zero3-dp2"),
 ]
+STAGES: Pair = ("untied", "pp2", "pp2")
+"""Of two stages, in one nothing is trained, in the other nothing is frozen."""
 ALL: list[Pair] = [
     *(
         (variant, wrote, read)
@@ -179,6 +181,14 @@ def everything(
         return write_and_read(dataset, pairs, tmp_path_factory)
 
     return of
+
+
+def test_stages_with_all_or_nothing_frozen_go_on(
+    dataset: Path, initial: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    made = write_and_read(dataset, [STAGES], tmp_path_factory)
+    assert_goes_on(STAGES, *made)
+    assert_frozen(STAGES[0], {STAGES[:2]}, *made, initial, dataset)
 
 
 @pytest.mark.slow
