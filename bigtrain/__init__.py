@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from bigtrain.python_api.planning import Plan, plan
     from bigtrain.python_api.results import (
         add_tokens,
-        describe_shards,
         export_run,
         fetch,
         generate,
@@ -45,15 +44,14 @@ if TYPE_CHECKING:
         load_state_dict,
         merge_run,
         open_conversation,
-        read_documents,
         read_metric_columns,
         read_metrics,
         verify_model,
         verify_run,
-        verify_shards,
         write_report,
     )
     from bigtrain.python_api.scoring import PerplexityFilter, score
+    from bigtrain.python_api.shards import describe_shards, read_documents, verify_shards
     from bigtrain.python_api.tokenizing import tokenize, train_tokenizer
     from bigtrain.report.recording import record
     from bigtrain.run.checkpointing.listing import ListedCheckpoint
@@ -70,10 +68,8 @@ _HOMES = {
     "bigtrain.data.shards.dataset": ("open_dataset", "TokenDataset"),
     "bigtrain.data.shards.scores": ("Scores", "open_scores"),
     "bigtrain.python_api.scoring": ("score", "PerplexityFilter"),
+    "bigtrain.python_api.shards": ("describe_shards", "read_documents", "verify_shards"),
     "bigtrain.python_api.results": (
-        "describe_shards",
-        "read_documents",
-        "verify_shards",
         "add_tokens",
         "grow_model",
         "read_metrics",

@@ -22,7 +22,7 @@ SHOWN = 20
 def run(args: argparse.Namespace) -> int:
     """Print the description. Raises DataError; reads only."""
     from bigtrain.data.shards.inspection import describe, inspect_shards
-    from bigtrain.python_api.results import documents_of
+    from bigtrain.python_api.shards import documents_of
 
     inspected = inspect_shards(args.shards)
     mask = args.mask or args.html is not None

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _verify_datasets(datasets: Sequence[Path]) -> None:
     from bigtrain.data.shards.dataset import open_dataset
-    from bigtrain.python_api.results import verify_shards
+    from bigtrain.python_api.shards import verify_shards
 
     verify_shards(*datasets)
     for path in datasets:

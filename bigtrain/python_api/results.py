@@ -14,7 +14,6 @@ from bigtrain.errors import ConfigError, DataError, ModelError, Problem
 if TYPE_CHECKING:
     import torch
 
-    from bigtrain.data.shards.inspection import Inspected
     from bigtrain.models.generation import Conversation
     from bigtrain.models.weights.vocabulary import VocabularyResize
     from bigtrain.run.checkpointing.listing import ListedCheckpoint
@@ -413,91 +412,3 @@ def fetch(
     except OSError as error:
         raise DataError(f"{target} cannot be written: {error}") from error
     return Fetched(target, num_bytes, wanted)
-
-
-def describe_shards(path: str | Path) -> dict[str, Any]:
-    """Return the output of `bigtrain inspect --json`: tokenizer, options, and by split the
-    documents, tokens, files and lengths.
-
-    path: directory of a dataset, or prefix of one .bin/.idx pair, also Megatron's. Raises
-    DataError.
-    """
-    from bigtrain.data.shards.inspection import describe, inspect_shards
-
-    return describe(inspect_shards(Path(path)))
-
-
-def read_documents(
-    path: str | Path,
-    numbers: Sequence[int],
-    *,
-    split: str | None = None,
-    max_tokens: int = 512,
-    tokenizer: str | Path | None = None,
-) -> list[dict[str, Any]]:
-    """Return documents of shards: tokens, and their text if there is a tokenizer.
-
-    path: as in `describe_shards`. numbers: of documents, from 0 in shard order. split: of a dataset
-    (default: train). max_tokens: limit on the first tokens of a document. tokenizer: directory to
-    decode with (default: the dataset's own). Raises DataError.
-    """
-    from bigtrain.data.shards.inspection import inspect_shards
-
-    return documents_of(inspect_shards(Path(path)), numbers, split, max_tokens, tokenizer)
-
-
-def documents_of(
-    inspected: Inspected,
-    numbers: Sequence[int],
-    split: str | None,
-    max_tokens: int,
-    tokenizer: str | Path | None,
-    mask: bool = False,
-) -> list[dict[str, Any]]:
-    """Return `read_documents` of open shards; with `mask` also `runs` of learned and other
-    tokens."""
-    from bigtrain.data.shards.inspection import LONE, decoder_of, row_of, runs_of
-
-    if inspected.manifest is None and split:
-        raise DataError(f"--split {split}: a single shard has no splits -> remove it")
-    name = LONE if inspected.manifest is None else split or "train"
-    if numbers and name not in inspected.splits:
-        raise DataError(f"--split {name}: {inspected.path} has no such split")
-    decoder = decoder_of(inspected, None if tokenizer is None else Path(tokenizer))
-    documents = []
-    for index in numbers:
-        shard, within, tokens = inspected.document(name, index)
-        shown = tokens[:max_tokens].tolist()
-        documents.append(
-            {
-                "split": name,
-                "index": index,
-                "shard": shard.bin_path.stem,
-                "index_in_shard": within,
-                "num_tokens": len(tokens),
-                "cut": len(tokens) > len(shown),
-                "tokens": shown,
-                "text": None if decoder is None else decoder.decode(shown),
-            }
-        )
-        if (row := row_of(inspected, index, shard, within)) is not None:
-            documents[-1]["row"] = row
-        if mask:
-            if decoder is None:
-                raise DataError("--mask shows text -> --tokenizer DIRECTORY to decode with")
-            mask_of_document = shard.document_mask(within)[:max_tokens]
-            documents[-1]["runs"] = runs_of(shown, mask_of_document, decoder.decode)
-    return documents
-
-
-def verify_shards(*datasets: str | Path) -> None:
-    """Read token shards again and compare every checksum.
-
-    Raises DataError with every corrupt file of all `datasets`, directories that `tokenize`
-    wrote.
-    """
-    from bigtrain.data.shards.verification import corrupt_files
-
-    corrupt = [problem for path in datasets for problem in corrupt_files(path)]
-    if corrupt:
-        raise DataError("\n".join(corrupt))

@@ -7,13 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigtrain.data.loading.dataset_checks import (
-    check_best,
-    check_datasets,
-    open_checked,
-    open_held_out_datasets,
-    pair_notes,
-)
+from bigtrain.data.loading.dataset_checks import check_datasets, open_checked, pair_notes
+from bigtrain.data.loading.held_out import check_best, open_held_out_datasets
 from bigtrain.data.loading.stored_scores import check_reference_scores
 from bigtrain.data.samples.packing_plan import PackingReport, packing_reports
 from bigtrain.data.samples.phases import SourceIdentity, data_hash, identify_sources

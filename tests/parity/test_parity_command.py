@@ -339,7 +339,7 @@ MUTATIONS = {
         )
     },
     "weights are read rounded": {
-        "models/weights/import_hf.py": (
+        "models/weights/weight_files.py": (
             "out.copy_(part[where] if where",
             "out.copy_(part[where].bfloat16() if where",
         )

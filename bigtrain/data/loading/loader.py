@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 
 from bigtrain.data.loading.collator import BatchOptions, BatchReader, Collator, StoredRows, new_rows
-from bigtrain.data.loading.dataset_checks import measured_split, open_answers, tokens_per_byte
+from bigtrain.data.loading.dataset_checks import open_answers
+from bigtrain.data.loading.held_out import measured_split, tokens_per_byte
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.loading.stored_scores import teacher_of
 from bigtrain.data.loading.teacher import TeacherRows

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigtrain.data.loading.dataset_checks import measured_split
+from bigtrain.data.loading.held_out import measured_split
 from bigtrain.data.shards.dataset import TokenDataset
 from bigtrain.data.shards.manifest import Split
 from bigtrain.data.shards.scores import (

@@ -298,7 +298,7 @@ def for_terminal(runs: Sequence[Run], *, colors: bool) -> str:
 
 
 def as_html(title: str, documents: Sequence[dict[str, Any]]) -> str:
-    """Return a page with the `runs` of documents of `bigtrain.python_api.results.documents_of`."""
+    """Return a page with the `runs` of documents of `bigtrain.python_api.shards.documents_of`."""
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>",

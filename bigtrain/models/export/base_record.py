@@ -26,7 +26,7 @@ from transformers.utils import CONFIG_NAME
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import GENERATION_CONFIG, MTP_MARK, scores_samples
 from bigtrain.models.weights.checksums import CHECKSUMS
-from bigtrain.models.weights.import_hf import Weights, stored_tensors
+from bigtrain.models.weights.import_hf import Weights
 from bigtrain.models.weights.lazy_tensors import LazyTensor
 from bigtrain.models.weights.older_readers import (
     LEGACY_ROPE_KEYS,
@@ -34,6 +34,7 @@ from bigtrain.models.weights.older_readers import (
     add_legacy_keys,
     write_json,
 )
+from bigtrain.models.weights.weight_files import stored_tensors
 from bigtrain.system.storage.copies import WEIGHT_SUFFIXES, local_path
 
 BASE = "base"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bigtrain.data.loading.dataset_checks import (
+from bigtrain.data.loading.held_out import (
     check_best,
     measured_split,
     open_held_out_datasets,

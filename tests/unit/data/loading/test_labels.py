@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from bigtrain.data.loading.dataset_checks import check_rows, open_held_out_datasets
+from bigtrain.data.loading.dataset_checks import check_rows
+from bigtrain.data.loading.held_out import open_held_out_datasets
 from bigtrain.data.loading.loader import open_held_out, open_training_data
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.settings.batch_plan import plan_batch

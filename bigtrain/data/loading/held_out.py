@@ -1,0 +1,133 @@
+"""Sets for the evaluation loss, held-out documents of the data and additional sets: opened and
+checked before training starts. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bigtrain.data.loading.dataset_checks import (
+    MISSING_ROWS,
+    NOT_FOR_NEXT_TOKEN,
+    count_samples,
+    ignored_weights,
+    open_answers,
+)
+from bigtrain.data.shards.dataset import Level, TokenDataset, open_dataset
+from bigtrain.data.shards.manifest import Split
+from bigtrain.errors import DataError, Problem
+from bigtrain.settings.objective import rows_of_answers
+from bigtrain.settings.run_config import RunConfig
+
+
+def open_held_out_datasets(
+    config: RunConfig, datasets: Sequence[TokenDataset], check: Level = "sizes"
+) -> tuple[tuple[TokenDataset, ...], list[Problem]]:
+    """Return the sets of ``evaluation.held_out``, in its order, and a problem for each that cannot
+    be measured in this run: one that cannot be opened, has a different tokenizer than the training
+    data (`datasets`), is too short, or has conversations that would see each other."""
+    datasets_found, problems = [], []
+    for number, one in enumerate(config.evaluation.held_out):
+        key = f"evaluation.held_out.{number}.path"
+        try:
+            dataset = open_dataset(one.path, check)
+            problem = _unfit(config, dataset, datasets[0])
+        except DataError as error:
+            problems.append(Problem(key, one.path, str(error)))
+            continue
+        if problem is not None:
+            problems.append(Problem(key, one.path, *problem))
+        datasets_found.append(dataset)
+    return (() if problems else tuple(datasets_found)), problems
+
+
+def _unfit(
+    config: RunConfig, dataset: TokenDataset, training: TokenDataset
+) -> tuple[str, str] | None:
+    """Return why `dataset` cannot be measured, and the fix; None if it can."""
+    own, other = dataset.table.tokenizer, training.table.tokenizer
+    if (own.hash, own.vocab_size) != (other.hash, other.vocab_size):
+        return (
+            f"was made with a different tokenizer ({own.name}, {own.vocab_size} tokens) than the "
+            f"training data ({other.name}, {other.vocab_size} tokens)",
+            "tokenize it with the tokenizer of the training data",
+        )
+    split = measured_split(dataset)
+    ignored = ignored_weights(config) if dataset.table.is_weighted else None
+    if ignored is not None:
+        rule = f"has weights of losses, which {ignored.key}={ignored.value} ignores"
+        return rule, ignored.remedy
+    if wanted := rows_of_answers(config.objective):
+        if dataset.table.rows != wanted:
+            return MISSING_ROWS[wanted][0].format(config.objective.type), ""
+        if dataset.table.labels != training.table.labels:
+            return "has other labels than the training data", "tokenize it with the same --labels"
+        try:
+            open_answers(config, dataset, split)
+        except DataError as error:
+            return f"{error}", ""
+        return None
+    if dataset.table.rows is not None:
+        return NOT_FOR_NEXT_TOKEN[dataset.table.rows]
+    if dataset.table.is_masked and not config.data.isolates:
+        return "has conversations, which would see each other", "data.packing=best_fit"
+    if not count_samples(config, dataset, split):
+        return (
+            f"has {dataset.table.num_tokens(split)} tokens to measure, too few for one sample of "
+            f"{config.batch.sequence_length} + 1",
+            "remove it, tokenize more text, or set a smaller batch.sequence_length",
+        )
+    return None
+
+
+def check_best(
+    config: RunConfig, datasets: Sequence[TokenDataset], sets: Sequence[TokenDataset]
+) -> list[Problem]:
+    """Check that ``evaluation.best`` has a metric, if settings depend on it: held-out documents,
+    and for bits per byte their number of bytes."""
+    section, stopping = config.evaluation.best, config.evaluation.early_stopping
+    if section.is_of_tasks or (config.checkpoint.keep_best == 0 and stopping is None):
+        return []
+    if "held_out_loss" not in section.metric and config.objective.type != "next_token":
+        rule = (
+            f"is unknown for objective.type = {config.objective.type}, which is not a cross-entropy"
+        )
+        return [Problem("evaluation.best.metric", section.metric, rule, "held_out_loss")]
+    key, value = (
+        ("checkpoint.keep_best", config.checkpoint.keep_best)
+        if config.checkpoint.keep_best
+        else ("evaluation.early_stopping", None)
+    )
+    off = f"{key}=0" if config.checkpoint.keep_best else f"{key}=null"
+    named = dict(zip(config.data.names, datasets, strict=True))
+    measured = {name: one for name, one in named.items() if one.shards("held_out")}
+    names = [one.name for one in config.evaluation.held_out]
+    measured |= dict(zip(names, sets, strict=True))
+    if not measured or (section.set_name is not None and section.set_name not in measured):
+        whose = "the data has" if section.set_name is None else f"{section.set_name} has"
+        rule = f"{whose} no held-out documents to select the best checkpoint"
+        fix = f"make shards with `bigtrain tokenize --held-out`, or set {off}"
+        return [Problem(key, value, rule, fix)]
+    asked = [section.set_name] if section.set_name else measured
+    unknown = [
+        name
+        for name in asked
+        if tokens_per_byte(measured[name], measured_split(measured[name])) is None
+    ]
+    if "bits_per_byte" in section.metric and unknown:
+        rule = f"is unknown for {unknown[0]}: only some tokens of a conversation have a loss"
+        return [Problem("evaluation.best.metric", section.metric, rule, "held_out_loss")]
+    return []
+
+
+def measured_split(dataset: TokenDataset) -> Split:
+    """Return the measured split of a set: its held-out documents, or all if it has none."""
+    return "held_out" if dataset.table.num_tokens("held_out") else "train"
+
+
+def tokens_per_byte(dataset: TokenDataset, split: Split) -> float | None:
+    """Return tokens of `split` per UTF-8 byte of its documents; None if a mask excludes some of
+    them from the loss, or if unknown."""
+    text_bytes = dataset.table.text_bytes.get(split, 0)
+    if dataset.table.is_masked or not text_bytes:
+        return None
+    return dataset.table.num_tokens(split) / text_bytes

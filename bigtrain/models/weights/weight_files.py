@@ -1,0 +1,199 @@
+"""Weights in files of a Hugging Face model: which files, and their tensors, read by rectangles."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig
+from transformers.modeling_utils import str_to_torch_dtype
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
+
+from bigtrain.errors import one_line
+from bigtrain.models.weights.lazy_tensors import (
+    BLOCK_BYTES,
+    LazyTensor,
+    Offsets,
+    blocks,
+    narrowed,
+)
+from bigtrain.system.boxes import Box
+
+REWRITE = (
+    'python -c "from transformers import AutoModelForCausalLM as M; '
+    "M.from_pretrained({source!r}, dtype='auto').save_pretrained('converted')\""
+)
+
+
+def stored_tensors(file: Path) -> dict[str, LazyTensor]:
+    """Return all tensors of a safetensors file, unread. Raises ValueError if it cannot be
+    opened."""
+    return {name: LazyTensor(leaf.shape, leaf.dtype, leaf) for name, leaf in _leaves(file)}
+
+
+class UnreadableError(Exception):
+    """A file that can be opened but not read."""
+
+
+def stored_tensors_of(files: Sequence[Path]) -> dict[str, StoredTensor]:
+    """Return all tensors of `files` by name. Raises ValueError for a name in two of them, of which
+    transformers would take the last."""
+    found: dict[str, StoredTensor] = {}
+    for path in files:
+        for name, leaf in _leaves(path):
+            if name in found:
+                raise ValueError(
+                    f"two files hold the tensor {name}, {found[name].file.path} and {path} -> "
+                    "remove the file, or the tensor, that is not meant"
+                )
+            found[name] = leaf
+    return found
+
+
+def _leaves(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+    try:
+        file = _Safetensors(path)
+        with safe_open(path, framework="pt") as opened:
+            for name in opened.keys():
+                yield name, StoredTensor(file, name, *_header(opened.get_slice(name)))
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"{path}: cannot be read: {one_line(error, None)}") from error
+
+
+def _header(part: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    kind = part.get_dtype()
+    if kind not in str_to_torch_dtype:
+        raise ValueError(f"holds numbers of the kind {kind}, which torch does not have")
+    return tuple(part.get_shape()), str_to_torch_dtype[kind]
+
+
+class _Safetensors:
+    """A safetensors file, mapped again from time to time so that few of its pages stay resident."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._open: Any = None
+        self._num_bytes = 0
+
+    def read(self, name: str, offsets: Offsets, out: torch.Tensor, num_bytes: int) -> None:
+        try:
+            if self._open is None:
+                self._open = safe_open(self.path, framework="pt")
+            part = self._open.get_slice(name)
+            where = Box(offsets, tuple(out.shape)).slices
+            out.copy_(part[where] if where else self._open.get_tensor(name))
+        except (OSError, SafetensorError) as error:
+            raise UnreadableError(
+                f"{self.path}: cannot be read: {one_line(error, None)}"
+            ) from error
+        self._num_bytes += num_bytes
+        if self._num_bytes >= BLOCK_BYTES:
+            self._open, self._num_bytes = None, 0
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a file."""
+
+    file: _Safetensors
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def is_plain(self) -> bool:
+        return self.dtype.is_floating_point and self.dtype.itemsize > 1
+
+    def __str__(self) -> str:
+        return f"{self.file.path}: {self.name}"
+
+    def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
+        sizes = tuple(out.shape)
+        # If rows are read in part, all of their pages are mapped.
+        share = max(1, math.prod(self.shape[1:])) / max(1, math.prod(sizes[1:]))
+        itemsize = math.ceil(self.dtype.itemsize * share)
+        for begin, block in blocks(sizes, itemsize):
+            there = tuple(a + b for a, b in zip(offsets, begin, strict=True))
+            num_bytes = math.prod(block) * itemsize
+            self.file.read(self.name, there, narrowed(out, begin, block), num_bytes)
+
+    def sources(self) -> Iterator[object]:
+        yield self
+
+
+def weight_files(source: str, hf_config: PreTrainedConfig) -> list[Path]:
+    """Return the files with weights, in the order transformers looks for them. Raises
+    ValueError."""
+    named = getattr(hf_config, "transformers_weights", None)
+    names = (named,) if named else (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+    path = next(filter(None, (find_file(source, name) for name in names)), None)
+    if path is None:
+        refuse_pickles(source)
+        raise ValueError(f"holds none of {', '.join(names)}")
+    if not path.name.endswith(".index.json"):
+        _refuse_pickle(source, path)
+        _refuse_second_set(path)
+        return [path]
+    shards = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+    paths = []
+    for name in shards:
+        shard = find_file(source, name)
+        if shard is None:
+            raise ValueError(f"{path}: names the file {name}, which is missing")
+        paths.append(shard)
+    for path in paths:
+        _refuse_pickle(source, path)
+    return paths
+
+
+def _refuse_second_set(path: Path) -> None:
+    """Raises ValueError for weights next to an index of other files, which transformers would
+    ignore."""
+    index = path.with_name(SAFE_WEIGHTS_INDEX_NAME)
+    if path.name != SAFE_WEIGHTS_NAME or not index.is_file():
+        return
+    others = sorted(set(json.loads(index.read_text())["weight_map"].values()) - {path.name})
+    if others:
+        raise ValueError(
+            f"{path} holds all weights, and {index} names {len(others)} other files for them, "
+            f"{others[0]} first -> remove {path.name}, or the index and its files"
+        )
+
+
+def refuse_pickles(directory: str) -> None:
+    """Raises ValueError for a directory with weights that only a pickle gives."""
+    files = {path.name for path in Path(directory).glob("*")}
+    if not files & {SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME}:
+        for name in files & {WEIGHTS_NAME, WEIGHTS_INDEX_NAME}:
+            _refuse_pickle(directory, Path(directory, name))
+
+
+def _refuse_pickle(source: str, path: Path | None) -> None:
+    """Raises ValueError for weights that only a pickle gives, which may run code as it is read."""
+    if path is not None and path.suffix != ".safetensors":
+        raise ValueError(
+            f"{path} is a pickle, which can run code when it is read -> convert it, if you trust "
+            f"where it comes from: {REWRITE.format(source=source)}"
+        )
+
+
+def find_file(source: str, name: str) -> Path | None:
+    """Return the file `name` of a directory, or of a model on the hub or in its cache; None without
+    it."""
+    if Path(source).is_dir():
+        path = Path(source, name)
+        return path if path.is_file() else None
+    found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
