@@ -6,7 +6,7 @@ import os
 
 FULL = os.environ.get("TEST_TIER") == "full"
 
-STEPS = 20 if FULL else 8
+STEPS = 20 if FULL else 6
 """Of every comparison with plain PyTorch; warm-up, decay and clipping are in both."""
 
 
