@@ -22,11 +22,11 @@ from bigtrain.engine.checkpoint.io import read_full_masters
 from tests.parity import plain_optimizers
 from tests.parity.conftest import (
     ARCHITECTURES,
+    SavedModels,
     TrainedCases,
     each_case,
     llama,
     run_config,
-    save_models,
 )
 from tests.parity.plain import Spread, orders, plain_training, root_mean_square, whole
 from tests.parity.test_matrix import SPREADS
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 
 LOSS = 1e-4
 NORM = 1e-3
-NUM_STEPS = max(12, STEPS)
+NUM_STEPS = max(8, STEPS)
 MODELS = {
     # Matrices of 5,184 and 7,488 elements: 20.25 and 29.25 blocks; smaller ones, in float32.
     "llama": llama(hidden_size=72, intermediate_size=104),
@@ -69,7 +69,7 @@ class Case:
 CASES = [
     Case(1, "zero0", slow=True),
     Case(2, "zero0", slow=True),
-    Case(2, "zero1"),
+    Case(2, "zero1", slow=True),
     Case(2, "zero2", slow=True),
     Case(2, "zero3"),
     Case(2, "zero2_offload", slow=True),
@@ -101,7 +101,7 @@ def config_of(data: Path, directories: dict[str, Path], case: Case) -> dict[str,
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return save_models(MODELS, tmp_path_factory.mktemp("hf"))
+    return SavedModels(MODELS, tmp_path_factory.mktemp("hf"))
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_is_among_runs_of_bitsandbytes(
     losses = [abs(a - b) for a, b in zip(result["losses"], spread.losses, strict=True)]
     norms = [abs(a - b) / b for a, b in zip(result["norms"], spread.norms, strict=True)]
     distance = root_mean_square(read_full_masters(place / "tensors"), spread.weights)
-    assert len(losses) >= 12
+    assert len(losses) == NUM_STEPS
     assert max(losses) <= SPREADS * spread.loss
     assert max(norms) <= SPREADS * spread.norm
     assert distance <= SPREADS * spread.weight

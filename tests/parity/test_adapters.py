@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 
 from bigtrain.engine.checkpoint.io import read_full
 from bigtrain.engine.checkpoint.lazy import open_weights
-from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export.adapters import adapter_state, merged_weights
 from bigtrain.models.weights.import_hf import find_weights
@@ -33,6 +32,7 @@ from tests.parity.conftest import (
     SEED,
     SHARED_MOE,
     STEPS,
+    SavedModels,
     each_case,
     grid,
     llama,
@@ -194,9 +194,9 @@ ALL: dict[str, dict[str, Any]] = {"adapters": {**BOTH["adapters"], "dropout": 0.
 
 CASES = [
     Case(1, "zero3", accumulation=1, sections=DROPOUT | RECOMPUTE),
-    Case(1, "zero0"),
+    Case(1, "zero0", slow=True),
     Case(1, "zero2", accumulation=4, sections=RECOMPUTE, slow=True),
-    Case(2, "zero3"),
+    Case(2, "zero3", slow=True),
     Case(2, "zero3", sections=TILES_ANEW, slow=True),
     *(
         Case(2, engine, model, 2, degrees, kind | TILES, slow=True)
@@ -467,15 +467,8 @@ def run_cases(
 
 
 @pytest.fixture(scope="module")
-def bases(
-    hf_directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
-    found = dict(hf_directories)
-    for name, config in MODELS.items():
-        section = ModelSection(config=config)
-        found[name] = tmp_path_factory.mktemp("bases") / name
-        build_model(section, load_hf_config(section), seed=SEED).save_pretrained(found[name])
-    return found
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return SavedModels(ARCHITECTURES | MODELS, tmp_path_factory.mktemp("bases"))
 
 
 @pytest.fixture(scope="module")
@@ -734,7 +727,7 @@ def test_16_bit_is_among_plain_runs(
 def test_reference_learns_and_clips(dataset: Path, hf_directories: dict[str, Path]) -> None:
     for case in (Case(1, "zero0"), Case(1, "zero0", "gpt2")):
         found = plain_run(case, dataset, hf_directories[case.model])
-        assert found.losses[-1] < found.losses[0] - 0.03
+        assert found.losses[-1] < found.losses[0] - min(0.03, 0.0035 * STEPS)
         assert max(found.norms) > 0.2
         moved = [w.abs().max() for n, w in found.weights.items() if ".lora_B." in n]
         assert min(moved) > 1e-3

@@ -637,7 +637,7 @@ def test_rounding_is_what_plain_training_shows_of_it(
     assert not compare([reference], moved(second, 3e-4), rough).passed
 
 
-@pytest.mark.parametrize("isolates", [False, True])
+@pytest.mark.parametrize("isolates", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("model", "ignored"),
     [

@@ -124,7 +124,8 @@ def plain_run(case: Case, data: Path, base: Path, **options: Any) -> Training:
 def bases(
     hf_directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    return {**hf_directories, "first": hf_directories["llama"]}
+    directories = ("gpt2", "llama")
+    return {**{n: hf_directories[n] for n in directories}, "first": hf_directories["llama"]}
 
 
 def run_cases(

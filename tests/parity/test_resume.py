@@ -58,17 +58,9 @@ def write_and_read(
     """Uninterrupted runs that save at STOP, then every reader on its writer's checkpoint."""
     root = tmp_path_factory.mktemp("resume")
     found: dict[str, Any] = {}
-    for world_size in (1, 2):
-        cases = {
-            f"write-{name_of(point)}": case(
-                data, *point, last_step=END, save_at=STOP, save_to=str(root / name_of(point))
-            )
-            for point in dict.fromkeys(wrote for wrote, _ in pairs)
-            if point[0] == world_size
-        }
-        found.update(train_cases(world_size, cases, tmp_path_factory.mktemp("write")))
-    for world_size in (1, 2):
-        cases = {
+
+    def readers(world_size: int) -> dict[str, Any]:
+        return {
             f"{name_of(wrote)}-to-{name_of(read)}": case(
                 data,
                 *read,
@@ -80,7 +72,19 @@ def write_and_read(
             for wrote, read in pairs
             if read[0] == world_size
         }
-        found.update(train_cases(world_size, cases, tmp_path_factory.mktemp("read")))
+
+    for world_size in (1, 2):
+        cases = {
+            f"write-{name_of(point)}": case(
+                data, *point, last_step=END, save_at=STOP, save_to=str(root / name_of(point))
+            )
+            for point in dict.fromkeys(wrote for wrote, _ in pairs)
+            if point[0] == world_size
+        }
+        if world_size == 2:  # all has been written when they begin
+            cases |= readers(2)
+        found.update(train_cases(world_size, cases, tmp_path_factory.mktemp("write")))
+    found.update(train_cases(1, readers(1), tmp_path_factory.mktemp("read")))
     return root, found
 
 

@@ -16,6 +16,7 @@ import bigtrain
 from bigtrain.errors import LaunchError
 from tests.parity.objective_runs import VOCAB_SIZE, save_experts, save_llama
 from tests.parity.test_objectives import (
+    STEPS,
     compare_rewards,
     log_probabilities,
     plain_run,
@@ -162,7 +163,7 @@ def test_scores_made_beforehand_are_the_reference(place: Path, adapted: bool) ->
     tree = run_of(place, "sigmoid", full=not adapted, engine={"deepspeed_config": "zero3"})
     tree["objective"]["reference"] = str(place / "reference")
     name = f"stored-{adapted}"
-    train(place, name, tree | {"train": {"steps": 10}}, 2)
+    train(place, name, tree | {"train": {"steps": STEPS // 2}}, 2)
     shutil.rmtree(place / "reference")  # the run has its own
     more = {"checkpoint": {"allow_changes": ["train.steps"]}, "objective": {**tree["objective"]}}
     rows = train(place, name, tree | more, 1)
