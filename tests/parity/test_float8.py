@@ -96,7 +96,6 @@ class Case:
 
 CASES = [
     Case(1, "zero1", slow=True),
-    Case(2, "zero1"),
     Case(2, "zero1", "rowwise", slow=True),
     Case(2, "zero3", gradient_checkpointing="full", slow=True),
     Case(2, "zero1", tensor=2),

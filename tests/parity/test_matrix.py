@@ -13,8 +13,9 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields, replace
-from functools import cache
+from functools import cache, reduce
 from itertools import combinations, product
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -176,17 +177,62 @@ def is_left_out(point: Point) -> bool:
 
 
 def covering(points: Sequence[Point]) -> list[Point]:
-    """Few of `points` that have every pair of values of two axes that any of them has.
+    """Few and cheap ones of `points` that have every pair of values of two axes that any of them
+    has: of some greedy sets the cheapest."""
+    numbers: dict[Any, int] = {}
+    pairs = [  # as bits
+        reduce(
+            lambda bits, pair: bits | 1 << numbers.setdefault(pair, len(numbers)),
+            combinations(enumerate(astuple(point)), 2),
+            0,
+        )
+        for point in points
+    ]
+    costs = [cost(point) for point in points]
+    found = [greedy(pairs, costs, exponent / 20) for exponent in range(4, 20)]
+    sets = [[points[number] for number in chosen] for chosen in found]
+    return min(sets, key=cost_of_all)
 
-    Greedily the one with the most pairs that are still missing; of equals, the first.
-    """
-    pairs = {point: set(combinations(enumerate(astuple(point)), 2)) for point in points}
-    missing = set().union(*pairs.values())
-    chosen = []
+
+def cost_of_all(points: Sequence[Point]) -> float:
+    """Of the points, and of the plain runs that show how far rounding takes them."""
+    spreads = {spread_of(point) for point in points if point.dtype == "bfloat16"}
+    return sum(map(cost, points)) + 2 * len(spreads)
+
+
+def spread_of(point: Point) -> tuple[bool, str, torch.dtype, bool]:
+    """Return what `Matrix.spread` is asked for."""
+    # ZeRO 0 adds up in the dtype of the parameters, the others in float32.
+    sum_dtype = torch.bfloat16 if point.zero == 0 else torch.float32
+    return point.tied, point.documents, sum_dtype, point.tensor == 2
+
+
+def cost(point: Point) -> float:
+    """Of the seconds of all its processes a guess: to build the model and to train it."""
+    recompute = 1.25 if point.recompute == "full" else 1.0
+    zero3 = 1.3 if point.zero == 3 else 1.0
+    return point.world_size * (0.45 + 0.27 * point.accumulation * recompute * zero3)
+
+
+def greedy(pairs: list[int], costs: list[float], exponent: float) -> list[int]:
+    """Numbers of points whose `pairs` are all: each time the one with the most that are still
+    missing for its cost to the power of `exponent`; then without those that the others make
+    unnecessary."""
+    everything = reduce(or_, pairs)
+    divisors = [each**exponent for each in costs]
+    missing, chosen = everything, []
     while missing:
-        best = max(points, key=lambda point: len(pairs[point] & missing))
-        missing -= pairs[best]
+        shares = [
+            (own & missing).bit_count() / divisor
+            for own, divisor in zip(pairs, divisors, strict=True)
+        ]
+        best = shares.index(max(shares))
+        missing &= ~pairs[best]
         chosen.append(best)
+    for number in sorted(chosen, key=lambda each: -costs[each]):
+        others = [pairs[other] for other in chosen if other != number]
+        if reduce(or_, others, 0) == everything:
+            chosen.remove(number)
     return chosen
 
 
@@ -372,10 +418,7 @@ def compare(matrix: Matrix, point: Point, num_steps: int) -> None:
         limits = {"loss": LOSS, "norm": NORM, "weight": WEIGHT}
         weight = max(float((final[n] - w).abs().max()) for n, w in reference.weights.items())
     else:
-        # ZeRO 0 adds up in the dtype of the parameters, the others in float32.
-        sum_dtype = torch.bfloat16 if point.zero == 0 else torch.float32
-        halves = point.tensor == 2
-        reference = matrix.spread(point.tied, point.documents, sum_dtype, halves, num_steps)
+        reference = matrix.spread(*spread_of(point), num_steps)
         limits = {
             "loss": SPREADS * reference.loss,
             "norm": SPREADS * reference.norm,

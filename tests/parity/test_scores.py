@@ -172,33 +172,42 @@ def test_scores_made_beforehand_are_the_reference(place: Path, adapted: bool) ->
     compare_rewards(rows, rewards)
 
 
-def test_scores_of_another_model_or_other_data_are_refused(place: Path) -> None:
+@pytest.fixture(scope="module")
+def of_random(place: Path) -> str:
+    """Scores of random weights."""
+    score(place, 1, "--output", "of_random", "model={config: base, overrides: {}}")
+    return "objective.reference=of_random"
+
+
+def refused(place: Path, *overrides: str) -> str:
+    """What a run with these settings says, which ends before its first step."""
+    worker = [str(ROOT / "tests/launch/extension_worker.py"), str(place), "--config", "run.yaml"]
+    with pytest.raises(LaunchError) as caught:
+        run_forked_world(2, [*worker, "output.directory=refused", *overrides], {})
+    assert "exit code 2" in str(caught.value)
+    assert not list((place / "refused").glob("checkpoints/*"))
+    return str(caught.value)
+
+
+def test_scores_of_another_model_or_other_data_are_refused(place: Path, of_random: str) -> None:
     write_pairs(place / "others", vocab_size=VOCAB_SIZE, seed=3)
     score(place, 1, "--output", "of_others", "data.path=others", "data.allow_other_tokenizer=true")
-    score(place, 1, "--output", "of_random", "model={config: base, overrides: {}}")
-    worker = [str(ROOT / "tests/launch/extension_worker.py"), str(place), "--config", "run.yaml"]
-
-    def refused(*overrides: str) -> str:
-        with pytest.raises(LaunchError) as caught:
-            run_forked_world(2, [*worker, "output.directory=refused", *overrides], {})
-        assert "exit code 2" in str(caught.value)
-        assert not list((place / "refused").glob("checkpoints/*"))
-        return str(caught.value)
-
-    text = refused("objective.reference=of_others")
+    text = refused(place, "objective.reference=of_others")
     assert "objective.reference = 'of_others': of_others has scores of" in text
     assert "others (" in text
     assert "pairs (" in text
-    text = refused("objective.reference=of_random")
+    text = refused(place, of_random)
     assert "has scores of the model random weights of seed" in text
     assert "this run begins with" in text
-    text = refused("objective={type: preference, loss: simpo, reference: of_others}")
-    assert "objective.reference = of_others has no effect with objective.loss = simpo" in text
+
+
+@pytest.mark.slow
+def test_scores_that_do_not_fit_the_run_are_refused(place: Path, of_random: str) -> None:
+    text = refused(place, "objective={type: preference, loss: simpo, reference: of_random}")
+    assert "objective.reference = of_random has no effect with objective.loss = simpo" in text
     quantized = "adapters={type: lora, quantization: nf4}"
-    assert "the run computes with those in 4 bits" in refused(
-        "objective.reference=of_random", quantized
-    )
-    text = refused("objective.reference=of_random", "batch.sequence_length=20")
+    assert "the run computes with those in 4 bits" in refused(place, of_random, quantized)
+    text = refused(place, of_random, "batch.sequence_length=20")
     assert "longer than a sample" in text
 
 
