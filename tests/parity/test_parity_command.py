@@ -572,8 +572,8 @@ def test_what_is_wrong_between_ranks_is_told(name: str, tmp_path: Path) -> None:
     ],
     ids=[
         "global batch", "auxiliary loss", "biases", "adapters", "pairs", "pairs in stages",
-        "answers", "answers with adapters", "rewards", "classes with adapters", "answers in stages", "terms",
-        "teacher",
+        "answers", "answers with adapters", "rewards", "classes with adapters", "answers in stages",
+        "terms", "teacher",
     ],
 )  # fmt: skip
 def test_terms_of_the_loss_and_adapters_are_compared(
