@@ -197,7 +197,7 @@ def covering(points: Sequence[Point]) -> list[Point]:
 def cost_of_all(points: Sequence[Point]) -> float:
     """Of the points, and of the plain runs that show how far rounding takes them."""
     spreads = {spread_of(point) for point in points if point.dtype == "bfloat16"}
-    return sum(map(cost, points)) + 2 * len(spreads)
+    return sum(map(cost, points)) + 4 * len(spreads)
 
 
 def spread_of(point: Point) -> tuple[bool, str, torch.dtype, bool]:
@@ -273,6 +273,7 @@ class Matrix:
             key: self._hf_directory(*key) for key in product((True, False), repeat=2)
         }
         self.figures: dict[Point, dict[str, Any]] = {}
+        self.dropout: dict[str, Any] = {}
 
     def _hf_directory(self, tied: bool, experts: bool) -> Path:
         section = ModelSection(config=model_of(tied=tied, experts=experts))
@@ -313,10 +314,36 @@ class Matrix:
         """Train those of `points` that share a world with `point`, unless it has been done."""
         if point not in self.figures:
             (group,) = [group for group in groups_of(points) if point in group]
-            self.train(group, num_steps)
+            has_dropout = points is COVERING and point.world_size == MOST_PROCESSES
+            self.train(group, num_steps, self.dropout_cases() if has_dropout else {})
 
-    def train(self, points: Sequence[Point], num_steps: int) -> None:
-        """All of `points`, which need the same number of processes."""
+    def dropout_cases(self) -> dict[str, Any]:
+        """What dropout layers let through on every process, in two steps."""
+        phi = llama(
+            model_type="phi",
+            num_key_value_heads=4,
+            resid_pdrop=0.3,
+            embd_pdrop=0.3,
+            tie_word_embeddings=False,
+        )
+        return {
+            name: {
+                "config": run_config(
+                    self.data["masked"],
+                    {"config": phi},
+                    micro_batch_size=4,
+                    parallel=parallel.model_dump(),
+                ),
+                "deepspeed_config": f"zero{zero}",
+                "last_step": 2,
+                "watch_dropout": True,
+            }
+            for name, (zero, parallel) in DROPOUT.items()
+        }
+
+    def train(self, points: Sequence[Point], num_steps: int, dropout: dict[str, Any]) -> None:
+        """All of `points`, which need the same number of processes, and in the same world the
+        cases `dropout`."""
         (size,) = {point.world_size for point in points}
         place = self.directory / f"world{size}-{len(self.figures)}"
         place.mkdir()
@@ -333,7 +360,8 @@ class Matrix:
             }
             for point in points
         }
-        results = train_cases(size, cases, place)
+        results = train_cases(size, cases | dropout, place)
+        self.dropout |= {name: results[name] for name in dropout}
         for point in points:
             result = results[point.name]
             for step, file in cases[point.name]["weights"].items():  # type: ignore[attr-defined]
@@ -582,30 +610,11 @@ DROPOUT = {  # ZeRO stage and degrees of what four processes train
 
 
 @pytest.fixture(scope="module")
-def dropout(matrix: Matrix, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What dropout layers let through on every process, in two steps."""
-    phi = llama(
-        model_type="phi",
-        num_key_value_heads=4,
-        resid_pdrop=0.3,
-        embd_pdrop=0.3,
-        tie_word_embeddings=False,
-    )
-    cases = {
-        name: {
-            "config": run_config(
-                matrix.data["masked"],
-                {"config": phi},
-                micro_batch_size=4,
-                parallel=parallel.model_dump(),
-            ),
-            "deepspeed_config": f"zero{zero}",
-            "last_step": 2,
-            "watch_dropout": True,
-        }
-        for name, (zero, parallel) in DROPOUT.items()
-    }
-    return train_cases(4, cases, tmp_path_factory.mktemp("dropout"))
+def dropout(matrix: Matrix) -> dict[str, Any]:
+    """The results of `Matrix.dropout_cases`."""
+    largest = next(point for point in COVERING if point.world_size == MOST_PROCESSES)
+    matrix.train_group_of(largest, COVERING, FEW_STEPS)
+    return matrix.dropout
 
 
 @pytest.mark.parametrize("name", DROPOUT)

@@ -54,7 +54,7 @@ def fp4(**more: Any) -> dict[str, dict[str, Any]]:
 
 
 RESTORED = Case(1, "zero0", accumulation=1, sections=nf4() | RECOMPUTE)
-SAVED = Case(2, "zero2", accumulation=4, sections=nf4() | RECOMPUTE)
+SAVED = Case(2, "zero2", accumulation=2, sections=nf4() | RECOMPUTE)
 CASES = [
     RESTORED,
     SAVED,

@@ -38,12 +38,12 @@ ALL: list[tuple[Point, Point]] = [
     ),
     *(((*point, "bfloat16"), (*point, "bfloat16")) for point in BFLOAT16),
 ]
-# Every reader reads a checkpoint of another, and one its own.
-SOME = [
-    (wrote, read)
-    for wrote, read in ALL
-    if wrote == read == ALL[0][0]
-    or (wrote != read and (WRITERS.index(wrote[:2]) - READERS.index(read[:2])) % 5 == 1)
+# Of other numbers of processes, stages and places of the optimizer; and one its own.
+SOME: list[tuple[Point, Point]] = [
+    ((2, "zero3_offload", "float32"), (1, "zero0", "float32")),
+    ((2, "zero1", "float32"), (2, "zero3", "float32")),
+    ((2, "zero3_offload", "float32"), (2, "zero2_offload", "float32")),
+    ((2, "zero3", "bfloat16"), (2, "zero3", "bfloat16")),
 ]
 OTHERS = [pair for pair in ALL if pair not in SOME]
 
@@ -83,7 +83,8 @@ def write_and_read(
         }
         if world_size == 2:  # all has been written when they begin
             cases |= readers(2)
-        found.update(train_cases(world_size, cases, tmp_path_factory.mktemp("write")))
+        if cases:
+            found.update(train_cases(world_size, cases, tmp_path_factory.mktemp("write")))
     found.update(train_cases(1, readers(1), tmp_path_factory.mktemp("read")))
     return root, found
 
@@ -100,7 +101,6 @@ def others(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 
 def test_the_tiers_are_everything() -> None:
     assert sorted(SOME + OTHERS) == sorted(ALL)
-    assert {read[:2] for wrote, read in SOME if wrote != read} == set(READERS)
 
 
 @pytest.mark.parametrize(("wrote", "read"), SOME, ids=name_of)

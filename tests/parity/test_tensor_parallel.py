@@ -55,7 +55,7 @@ class Case:
 
 
 COVERING = [
-    Case("zero0", model="odd", accumulation=4, recompute="full"),
+    Case("zero0", model="odd", accumulation=2, recompute="full"),
     Case("zero3_offload", model="qwen3"),
     Case("zero3", model="odd_experts", trained=True),
 ]
