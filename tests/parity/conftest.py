@@ -15,6 +15,7 @@ import pytest
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.settings.run_config import ModelSection
+from tests.parity.plain import Training, plain_training
 from tests.support.datasets import write_dataset
 from tests.support.lives import run_script
 from tests.support.tiers import STEPS
@@ -136,26 +137,45 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def save_models(
-    configs: Mapping[str, dict[str, Any]],
-    directory: Path,
-    change: Callable[[str, Any], None] = lambda _name, _model: None,
-) -> dict[str, Path]:
-    """Save each model as the run's seed makes it, changed by `change`, as ``directory / NAME``."""
-    saved = {}
-    for name, config in configs.items():
-        section = ModelSection(config=config)
+class SavedModels(dict[str, Path]):
+    """Directories of models by name; each is made when it is first asked for."""
+
+    def __init__(
+        self,
+        configs: Mapping[str, dict[str, Any]],
+        directory: Path,
+        change: Callable[[str, Any], None] = lambda _name, _model: None,
+    ) -> None:
+        """Of each model as the run's seed makes it, changed by `change`: ``directory / NAME``."""
+        super().__init__()
+        self._configs, self._directory, self._change = configs, directory, change
+
+    def __missing__(self, name: str) -> Path:
+        section = ModelSection(config=self._configs[name])
         model: Any = build_model(section, load_hf_config(section), seed=SEED)
-        change(name, model)
-        saved[name] = directory / name
-        model.save_pretrained(saved[name])
-    return saved
+        self._change(name, model)
+        self[name] = self._directory / name
+        model.save_pretrained(self[name])
+        return self[name]
 
 
 @pytest.fixture(scope="session")
 def hf_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The models that every case starts from, as Hugging Face directories."""
-    return save_models(ARCHITECTURES, tmp_path_factory.mktemp("hf"))
+    return SavedModels(ARCHITECTURES, tmp_path_factory.mktemp("hf"))
+
+
+class References(dict[str, Training]):
+    """Plain trainings by model; each is trained when it is first asked for."""
+
+    def __init__(self, data: Path, directories: Mapping[str, Path]) -> None:
+        super().__init__()
+        self._data, self._directories = data, directories
+
+    def __missing__(self, name: str) -> Training:
+        config = run_config(self._data, {}, micro_batch_size=8)
+        self[name] = plain_training(self._data, self._directories[name], config)
+        return self[name]
 
 
 Grid = list[tuple[int, str, int, dict[str, int]]]

@@ -22,11 +22,11 @@ from bigtrain.engine.checkpoint.io import read_full_masters
 from tests.parity import plain_optimizers
 from tests.parity.conftest import (
     ARCHITECTURES,
+    SavedModels,
     TrainedCases,
     each_case,
     llama,
     run_config,
-    save_models,
 )
 from tests.parity.plain import Spread, orders, plain_training, root_mean_square, whole
 from tests.parity.test_matrix import SPREADS
@@ -69,7 +69,7 @@ class Case:
 CASES = [
     Case(1, "zero0", slow=True),
     Case(2, "zero0", slow=True),
-    Case(2, "zero1"),
+    Case(2, "zero1", slow=True),
     Case(2, "zero2", slow=True),
     Case(2, "zero3"),
     Case(2, "zero2_offload", slow=True),
@@ -101,7 +101,7 @@ def config_of(data: Path, directories: dict[str, Path], case: Case) -> dict[str,
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return save_models(MODELS, tmp_path_factory.mktemp("hf"))
+    return SavedModels(MODELS, tmp_path_factory.mktemp("hf"))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 
 from bigtrain.engine.checkpoint.io import read_full
 from bigtrain.engine.checkpoint.lazy import open_weights
-from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export.adapters import adapter_state, merged_weights
 from bigtrain.models.weights.import_hf import find_weights
@@ -33,6 +32,7 @@ from tests.parity.conftest import (
     SEED,
     SHARED_MOE,
     STEPS,
+    SavedModels,
     each_case,
     grid,
     llama,
@@ -193,10 +193,10 @@ BOTH: dict[str, dict[str, Any]] = {"adapters": {**COPIED["adapters"], "dora": Tr
 ALL: dict[str, dict[str, Any]] = {"adapters": {**BOTH["adapters"], "dropout": 0.3}}
 
 CASES = [
-    Case(1, "zero3", accumulation=1, sections=DROPOUT | RECOMPUTE),
-    Case(1, "zero0"),
+    Case(1, "zero3", accumulation=1, sections=DROPOUT | RECOMPUTE, slow=True),
+    Case(1, "zero0", slow=True),
     Case(1, "zero2", accumulation=4, sections=RECOMPUTE, slow=True),
-    Case(2, "zero3"),
+    Case(2, "zero3", slow=True),
     Case(2, "zero3", sections=TILES_ANEW, slow=True),
     *(
         Case(2, engine, model, 2, degrees, kind | TILES, slow=True)
@@ -221,7 +221,7 @@ CASES = [
     Case(2, "zero3", "odd", accumulation=1, degrees={"tensor": 2}, sections=ALL, slow=True),
     Case(1, "zero3", "odd", accumulation=1, sections=ALL | RECOMPUTE, slow=True),
     Case(2, "zero3", "phi3", degrees={"tensor": 2}, sections=DORA, slow=True),
-    Case(2, "zero0", "llama", 1, {"tensor": 2}, DROPOUT | RECOMPUTE, slow=True),
+    Case(2, "zero0", "llama", 1, {"tensor": 2}, DROPOUT | RECOMPUTE),
     Case(2, "zero2", "qwen3_moe", slow=True),
     Case(2, "zero1", "qwen3_moe", degrees={"pipeline": 2}, slow=True),
     Case(2, "zero3", "qwen3_moe", sections=RECOMPUTE, slow=True),
@@ -467,15 +467,8 @@ def run_cases(
 
 
 @pytest.fixture(scope="module")
-def bases(
-    hf_directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
-    found = dict(hf_directories)
-    for name, config in MODELS.items():
-        section = ModelSection(config=config)
-        found[name] = tmp_path_factory.mktemp("bases") / name
-        build_model(section, load_hf_config(section), seed=SEED).save_pretrained(found[name])
-    return found
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return SavedModels(ARCHITECTURES | MODELS, tmp_path_factory.mktemp("bases"))
 
 
 @pytest.fixture(scope="module")

@@ -217,7 +217,6 @@ SINGLE = list(dict.fromkeys(single_cases()))
 JOINT = list(dict.fromkeys(joint_cases()))
 _FIRST = {
     ("zero1", "zero_optimization.round_robin_gradients", "true"),
-    ("zero2", "zero_optimization.round_robin_gradients", "true"),
     ("zero3", "zero_optimization.sub_group_size", "1"),
 }
 FEW = [case for case in SINGLE if (case.engine, *case.keys[-1]) in _FIRST]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -28,16 +26,17 @@ from bigtrain.settings.objective import check_distillation
 from tests.parity import objective_runs
 from tests.parity.objective_runs import VOCAB_SIZE, degrees_name, save_experts, save_llama, steps_of
 from tests.support.datasets import write_dataset
+from tests.support.lives import shared_server
 
 pytestmark = [pytest.mark.distributed]
 
-LENGTH, STEPS, TOP_K, ALPHA = 32, 10, 5, 0.7
+LENGTH, STEPS, TOP_K, ALPHA = 32, 6, 5, 0.7
 ADAPTERS = {"type": "lora", "rank": 4, "alpha": 16.0}
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two datasets, a student, and a larger teacher with its scores."""
+def unscored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two datasets, a student, and a larger teacher."""
     directory = tmp_path_factory.mktemp("distillation")
     for name, seed in (("one", 0), ("two", 1)):
         write_dataset(directory / name, vocab_size=VOCAB_SIZE, seed=seed, masked=name == "two")
@@ -45,19 +44,24 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_llama(directory / "student")
     save_experts(directory / "student", directory / "experts")
     save_llama(directory / "teacher", hidden_size=48, seed=1)
-    top = ("--kind", "top-k", "--top-k", str(TOP_K), "--part-tokens", "1500")
-    score(directory, "teacher", directory / "scores", *top)
     return directory
+
+
+@pytest.fixture(scope="module")
+def root(unscored: Path) -> Path:
+    """The same, with the teacher's scores."""
+    top = ("--kind", "top-k", "--top-k", str(TOP_K), "--part-tokens", "1500")
+    score(unscored, "teacher", unscored / "scores", *top)
+    return unscored
 
 
 def score(root: Path, model: str, output: Path, *words: str) -> None:
     tree = run_of(root) | {"model": {"path": str(root / model)}}
     path = output.with_suffix(".yaml")
     path.write_text(yaml.safe_dump({**tree, "objective": {"type": "next_token"}}))
-    command = [sys.executable, "-m", "bigtrain", "score", "--config", str(path)]
-    found = subprocess.run([*command, "--output", str(output), *words], check=False,
-                           capture_output=True, text=True)  # fmt: skip
-    assert found.returncode == 0, found.stderr
+    command = ["-m", "bigtrain.cli", "score", "--config", str(path), "--output", str(output)]
+    codes, printed = shared_server().live([], world_size=1, script=[*command, *words])
+    assert codes == [0], printed
 
 
 def run_of(root: Path, **sections: Any) -> dict[str, Any]:
@@ -76,7 +80,7 @@ def run_of(root: Path, **sections: Any) -> dict[str, Any]:
         "schedule": {"type": "constant"},
         "precision": {"dtype": "float32"},
         "logging": {"every_steps": 1},
-        "checkpoint": {"every_steps": 5},
+        "checkpoint": {"every_steps": STEPS // 2},
         "output": {"directory": str(root / "run"), "export": False},
         **sections,
     }
@@ -113,7 +117,8 @@ def plain_loss(student: Any, teacher: Any, batch: Any) -> torch.Tensor:
 
 @cache
 def plain_run(root: Path, adapted: bool, name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    config = parse_run_config(run_of(root, **({"adapters": ADAPTERS} if adapted else {})))
+    tree = run_of(root, **({"adapters": ADAPTERS} if adapted else {}))
+    config = parse_run_config(tree | {"objective": {"type": "next_token"}})
     student: Any = AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32)
     teacher = AutoModelForCausalLM.from_pretrained(root / "teacher", dtype=torch.float32).eval()
     if config.adapters is not None:

@@ -7,6 +7,7 @@ its router logits, or of what its experts are given.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,12 @@ from bigtrain.settings.run_config import ModelSection
 from tests.parity.conftest import (
     ARCHITECTURES,
     STEPS,
+    SavedModels,
     TrainedCases,
     each_case,
     llama,
     run_config,
-    save_models,
+    train_cases,
 )
 from tests.parity.expert_models import MODELS as EXPERT_MODELS
 from tests.parity.expert_models import OPTIMIZER, WEIGHTS
@@ -102,7 +104,7 @@ Z_ALONE = {"z_loss_coefficient": Z_LOSS}
 BIAS = {"bias_update_rate": RATE}
 
 
-STOP = 4
+STOP = 3
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,9 @@ CASES = [
 RESUMED = {
     model: Case(model, ("bias",), engine="zero3") for model in ("deepseek_v3", "ernie4_5_moe")
 }
+IN_16_BIT = {"minimax_m2": "zero3", "lfm2_moe": "zero1", "ernie4_5_moe": "zero3", "afmoe": "zero1"}
+FAST = ["deepseek_v3"], ["minimax_m2"]
+"""Of `RESUMED`, and of `IN_16_BIT`: what is trained with the fast cases."""
 
 
 def config_of(case: Case, data: Path, directories: dict[str, Path]) -> dict[str, Any]:
@@ -214,10 +219,17 @@ def config_of(case: Case, data: Path, directories: dict[str, Path]) -> dict[str,
     return config
 
 
-def more_jobs(data: Path, directories: dict[str, Path], directory: Path) -> dict[str, Any]:
+def more_jobs(
+    data: Path,
+    directories: dict[str, Path],
+    directory: Path,
+    resumed: Collection[str],
+    in_16_bit: Collection[str],
+) -> dict[str, Any]:
     """Of `RESUMED` in two parts with other degrees, and in 16 bit."""
     jobs = {}
-    for model, end in RESUMED.items():
+    for model in resumed:
+        end = RESUMED[model]
         begin = replace(end, expert=2, engine="zero1")
         jobs[f"begin {model}"] = {
             "config": config_of(begin, data, directories),
@@ -235,11 +247,12 @@ def more_jobs(data: Path, directories: dict[str, Path], directory: Path) -> dict
             "save_at": STEPS,
             "save_to": str(directory / f"end {model}"),
         }
-    for model, engine in IN_16_BIT.items():
-        in_16_bit = config_of(Case(model, ("bias",), engine=engine), data, directories)
-        in_16_bit["precision"] = {"dtype": "bfloat16"}
+    for model in in_16_bit:
+        engine = IN_16_BIT[model]
+        config = config_of(Case(model, ("bias",), engine=engine), data, directories)
+        config["precision"] = {"dtype": "bfloat16"}
         jobs[f"16 bit {model}"] = {
-            "config": in_16_bit,
+            "config": config,
             "deepspeed_config": engine,
             # After an even number of updates up and down they may all be zero.
             "last_step": 3,
@@ -247,9 +260,6 @@ def more_jobs(data: Path, directories: dict[str, Path], directory: Path) -> dict
             "save_to": str(directory / f"16 bit {model}"),
         }
     return jobs
-
-
-IN_16_BIT = {"minimax_m2": "zero3", "lfm2_moe": "zero1", "ernie4_5_moe": "zero3", "afmoe": "zero1"}
 
 
 @pytest.fixture(scope="module")
@@ -261,13 +271,31 @@ def trained(
         CASES,
         lambda case: config_of(case, dataset, directories),
         lambda _: {"skipped": [SKIPPED], "observe": True},
-        lambda directory: {2: more_jobs(dataset, directories, directory)},
+        lambda directory: {2: more_jobs(dataset, directories, directory, *FAST)},
     )
 
 
 @pytest.fixture(scope="module")
+def others(
+    dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], Path]:
+    """Results of the other ones, and the directory of their saved states."""
+    place = tmp_path_factory.mktemp("others")
+    resumed = sorted(RESUMED.keys() - {*FAST[0]})
+    in_16_bit = sorted(IN_16_BIT.keys() - {*FAST[1]})
+    jobs = more_jobs(dataset, directories, place, resumed, in_16_bit)
+    return train_cases(2, jobs, place), place
+
+
+def by_tier(models: Iterable[str], fast: Collection[str]) -> pytest.MarkDecorator:
+    """Return a decorator that runs a test with each `model`; those not in `fast` are slow."""
+    parameters = [pytest.param(m, marks=() if m in fast else pytest.mark.slow) for m in models]
+    return pytest.mark.parametrize("model", parameters)
+
+
+@pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return save_models(MODELS, tmp_path_factory.mktemp("hf"))
+    return SavedModels(MODELS, tmp_path_factory.mktemp("hf"))
 
 
 class Reference:
@@ -372,23 +400,32 @@ def test_equals_plain_training(
         assert_same_tensors(weights, reference.biases, limit=1e-6)
 
 
-@pytest.mark.parametrize("model", RESUMED)
+@by_tier(RESUMED, FAST[0])
 def test_biases_continue_at_another_degree(
-    model: str, dataset: Path, directories: dict[str, Path], trained: TrainedCases[Case]
+    model: str, dataset: Path, directories: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
     expected, reference = reference_of(RESUMED[model], dataset, directories)
-    result, place = trained.also(f"end {model}")
+    result, place = job_of(f"end {model}", model in FAST[0], request)
     assert result["losses"] == pytest.approx(expected.losses[STOP:], abs=LOSS["float32"])
     assert_same_tensors(read_full_masters(place / "tensors"), reference.biases, limit=1e-6)
+
+
+def job_of(name: str, is_fast: bool, request: pytest.FixtureRequest) -> tuple[Any, Path]:
+    """Return the result of one of `more_jobs` and the directory of its saved state."""
+    if is_fast:
+        found: tuple[Any, Path] = request.getfixturevalue("trained").also(name)
+        return found
+    results, place = request.getfixturevalue("others")
+    return results[name], place / name
 
 
 def biases_of(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: w for name, w in weights.items() if re.match(BIASES, name)}
 
 
-@pytest.mark.parametrize("model", IN_16_BIT)
-def test_biases_are_float32_in_a_run_in_16_bit(model: str, trained: TrainedCases[Case]) -> None:
-    _, place = trained.also(f"16 bit {model}")
+@by_tier(IN_16_BIT, FAST[1])
+def test_biases_are_float32_in_a_run_in_16_bit(model: str, request: pytest.FixtureRequest) -> None:
+    _, place = job_of(f"16 bit {model}", model in FAST[1], request)
     biases = biases_of(read_full_masters(place / "tensors"))
     assert len(biases) == (3 if model == "minimax_m2" else 2)
     for bias in biases.values():

@@ -65,10 +65,10 @@ class Case:
 
 
 CASES = [
-    Case(2, 2, "zero0"),
-    Case(2, 2, "zero1", "qwen3_moe", 1),
+    Case(2, 2, "zero0", slow=True),
+    Case(2, 2, "zero1", "qwen3_moe", 1, slow=True),
     Case(2, 2, "zero3", "qwen3_moe", 4, slow=True),
-    Case(1, 1, "zero0", "odd", 1),
+    Case(1, 1, "zero0", "odd", 1, slow=True),
     Case(2, 2, "zero1", "odd", slow=True),
     Case(2, 1, "zero0", "odd", 1, tensor=2, slow=True),
     Case(2, 2, "zero0", "gpt_oss one", slow=True),

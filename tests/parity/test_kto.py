@@ -26,7 +26,8 @@ from tests.support.rated import write_rated
 pytestmark = [pytest.mark.distributed]
 SLOW = pytest.mark.slow
 
-LENGTH, STEPS, BETA = 32, 8, 0.5
+LENGTH, STEPS, BETA = 32, 6, 0.5
+HALF = STEPS // 2
 DESIRABLE, UNDESIRABLE = 1.0, 1.4
 ADAPTERS = {"type": "lora", "rank": 4, "alpha": 16.0}
 
@@ -58,8 +59,8 @@ def run_of(root: Path, *, full: bool = False, **sections: Any) -> dict[str, Any]
         "schedule": {"type": "constant"},
         "precision": {"dtype": "float32"},
         "logging": {"every_steps": 1},
-        "evaluation": {"every_steps": 4},
-        "checkpoint": {"every_steps": 4},
+        "evaluation": {"every_steps": HALF},
+        "checkpoint": {"every_steps": HALF},
         "output": {"directory": str(root / "run"), "export": False},
         **sections,
     }
@@ -152,7 +153,7 @@ def plain_run(
         optimizer.step()
         rows.append({"loss": float(loss.detach()), "grad_norm": norm, "recorded": metrics})
         divergences.append(divergence)
-        if (step + 1) % 4 == 0:
+        if (step + 1) % HALF == 0:
             with torch.no_grad():
                 evaluated.append(float(plain_loss(root, model, base, [*held_out.batches])[0]))
     batches.close()
@@ -215,9 +216,9 @@ def test_kto_is_that_of_a_plain_loop(
 @pytest.mark.slow
 def test_a_resume_on_one_rank_goes_on_as_the_plain_loop(root: Path) -> None:
     tree = run_of(root, engine={"deepspeed_config": "zero1"})
-    rows = train(root, "resumed", {**tree, "train": {"steps": 4}}, 2)
-    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
-    allowed = {"every_steps": 4, "allow_changes": ["train.steps"]}
+    rows = train(root, "resumed", {**tree, "train": {"steps": HALF}}, 2)
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3]
+    allowed = {"every_steps": HALF, "allow_changes": ["train.steps"]}
     compare(root, "resumed", train(root, "resumed", {**tree, "checkpoint": allowed}, 1))
 
 
@@ -238,11 +239,11 @@ def test_all_weights_are_trained_against_scores_of_the_first_ones(
     """Half of it on two ranks, the rest on one, which reads the scores."""
     tree = run_of(root, full=True, engine={"deepspeed_config": engine}, **sections)
     name = f"full-{engine}-{degrees_name(sections)}"
-    train(root, name, {**tree, "train": {"steps": 4}}, 2)
+    train(root, name, {**tree, "train": {"steps": HALF}}, 2)
     scores = bigtrain.open_scores(next((root / name / "reference").glob("data-*")))
     assert scores.sums("train").shape == scores.mismatched_sums("train").shape == (40,)
     assert float(abs(scores.sums("train") - scores.mismatched_sums("train")).max()) > 1
-    more = {"checkpoint": {"every_steps": 4, "allow_changes": ["train.steps"]}, "parallel": {}}
+    more = {"checkpoint": {"every_steps": HALF, "allow_changes": ["train.steps"]}, "parallel": {}}
     compare(root, name, train(root, name, {**tree, **more}, 1), full=True)
 
 

@@ -37,7 +37,8 @@ def test_it_trains_the_same(dataset: Path, tmp_path: Path) -> None:
     config = run_config(dataset, {"config": ARCHITECTURES["llama"]}, micro_batch_size=4)
     config["train"]["steps"] = 4
     cases = tmp_path / "cases.json"
-    cases.write_text(json.dumps({"zero2": {"config": config, "deepspeed_config": "zero2"}}))
+    case = {"config": config, "deepspeed_config": "zero2", "last_step": 2}
+    cases.write_text(json.dumps({"zero2": case}))
     found: list[dict[str, Any]] = []
     for number, environment in enumerate(({}, LEFT)):
         output = tmp_path / f"{number}.json"

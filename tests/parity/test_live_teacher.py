@@ -22,7 +22,8 @@ from bigtrain.run.preflight import inspect_inputs
 from bigtrain.settings.loading import parse_run_config
 from bigtrain.settings.resolve import resolve_run
 from tests.parity.objective_runs import VOCAB_SIZE, degrees_name, save_llama
-from tests.parity.test_distillation import STEPS, TOP_K, plain_run, root, run_of, train
+from tests.parity.test_distillation import STEPS, TOP_K, plain_run, run_of, train
+from tests.parity.test_distillation import unscored as root
 from tests.support.lives import shared_server
 
 __all__ = ["root"]

@@ -13,8 +13,9 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields, replace
-from functools import cache
+from functools import cache, reduce
 from itertools import combinations, product
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ WEIGHT = 1e-5
 """Of every weight at the end, float32."""
 SPREADS = 3.0
 """bfloat16: how many times as far from the mean of the plain runs as the farthest of them."""
-FEW_STEPS = 6
+FEW_STEPS = 3
 MOST_PROCESSES = 4
 POINTS_OF_A_WORLD = 32
 
@@ -176,17 +177,62 @@ def is_left_out(point: Point) -> bool:
 
 
 def covering(points: Sequence[Point]) -> list[Point]:
-    """Few of `points` that have every pair of values of two axes that any of them has.
+    """Few and cheap ones of `points` that have every pair of values of two axes that any of them
+    has: of some greedy sets the cheapest."""
+    numbers: dict[Any, int] = {}
+    pairs = [  # as bits
+        reduce(
+            lambda bits, pair: bits | 1 << numbers.setdefault(pair, len(numbers)),
+            combinations(enumerate(astuple(point)), 2),
+            0,
+        )
+        for point in points
+    ]
+    costs = [cost(point) for point in points]
+    found = [greedy(pairs, costs, exponent / 20) for exponent in range(4, 20)]
+    sets = [[points[number] for number in chosen] for chosen in found]
+    return min(sets, key=cost_of_all)
 
-    Greedily the one with the most pairs that are still missing; of equals, the first.
-    """
-    pairs = {point: set(combinations(enumerate(astuple(point)), 2)) for point in points}
-    missing = set().union(*pairs.values())
-    chosen = []
+
+def cost_of_all(points: Sequence[Point]) -> float:
+    """Of the points, and of the plain runs that show how far rounding takes them."""
+    spreads = {spread_of(point) for point in points if point.dtype == "bfloat16"}
+    return sum(map(cost, points)) + 4 * len(spreads)
+
+
+def spread_of(point: Point) -> tuple[bool, str, torch.dtype, bool]:
+    """Return what `Matrix.spread` is asked for."""
+    # ZeRO 0 adds up in the dtype of the parameters, the others in float32.
+    sum_dtype = torch.bfloat16 if point.zero == 0 else torch.float32
+    return point.tied, point.documents, sum_dtype, point.tensor == 2
+
+
+def cost(point: Point) -> float:
+    """Of the seconds of all its processes a guess: to build the model and to train it."""
+    recompute = 1.25 if point.recompute == "full" else 1.0
+    zero3 = 1.3 if point.zero == 3 else 1.0
+    return point.world_size * (0.45 + 0.27 * point.accumulation * recompute * zero3)
+
+
+def greedy(pairs: list[int], costs: list[float], exponent: float) -> list[int]:
+    """Numbers of points whose `pairs` are all: each time the one with the most that are still
+    missing for its cost to the power of `exponent`; then without those that the others make
+    unnecessary."""
+    everything = reduce(or_, pairs)
+    divisors = [each**exponent for each in costs]
+    missing, chosen = everything, []
     while missing:
-        best = max(points, key=lambda point: len(pairs[point] & missing))
-        missing -= pairs[best]
+        shares = [
+            (own & missing).bit_count() / divisor
+            for own, divisor in zip(pairs, divisors, strict=True)
+        ]
+        best = shares.index(max(shares))
+        missing &= ~pairs[best]
         chosen.append(best)
+    for number in sorted(chosen, key=lambda each: -costs[each]):
+        others = [pairs[other] for other in chosen if other != number]
+        if reduce(or_, others, 0) == everything:
+            chosen.remove(number)
     return chosen
 
 
@@ -227,6 +273,7 @@ class Matrix:
             key: self._hf_directory(*key) for key in product((True, False), repeat=2)
         }
         self.figures: dict[Point, dict[str, Any]] = {}
+        self.dropout: dict[str, Any] = {}
 
     def _hf_directory(self, tied: bool, experts: bool) -> Path:
         section = ModelSection(config=model_of(tied=tied, experts=experts))
@@ -267,10 +314,36 @@ class Matrix:
         """Train those of `points` that share a world with `point`, unless it has been done."""
         if point not in self.figures:
             (group,) = [group for group in groups_of(points) if point in group]
-            self.train(group, num_steps)
+            has_dropout = points is COVERING and point.world_size == MOST_PROCESSES
+            self.train(group, num_steps, self.dropout_cases() if has_dropout else {})
 
-    def train(self, points: Sequence[Point], num_steps: int) -> None:
-        """All of `points`, which need the same number of processes."""
+    def dropout_cases(self) -> dict[str, Any]:
+        """What dropout layers let through on every process, in two steps."""
+        phi = llama(
+            model_type="phi",
+            num_key_value_heads=4,
+            resid_pdrop=0.3,
+            embd_pdrop=0.3,
+            tie_word_embeddings=False,
+        )
+        return {
+            name: {
+                "config": run_config(
+                    self.data["masked"],
+                    {"config": phi},
+                    micro_batch_size=4,
+                    parallel=parallel.model_dump(),
+                ),
+                "deepspeed_config": f"zero{zero}",
+                "last_step": 2,
+                "watch_dropout": True,
+            }
+            for name, (zero, parallel) in DROPOUT.items()
+        }
+
+    def train(self, points: Sequence[Point], num_steps: int, dropout: dict[str, Any]) -> None:
+        """All of `points`, which need the same number of processes, and in the same world the
+        cases `dropout`."""
         (size,) = {point.world_size for point in points}
         place = self.directory / f"world{size}-{len(self.figures)}"
         place.mkdir()
@@ -287,7 +360,8 @@ class Matrix:
             }
             for point in points
         }
-        results = train_cases(size, cases, place)
+        results = train_cases(size, cases | dropout, place)
+        self.dropout |= {name: results[name] for name in dropout}
         for point in points:
             result = results[point.name]
             for step, file in cases[point.name]["weights"].items():  # type: ignore[attr-defined]
@@ -372,10 +446,7 @@ def compare(matrix: Matrix, point: Point, num_steps: int) -> None:
         limits = {"loss": LOSS, "norm": NORM, "weight": WEIGHT}
         weight = max(float((final[n] - w).abs().max()) for n, w in reference.weights.items())
     else:
-        # ZeRO 0 adds up in the dtype of the parameters, the others in float32.
-        sum_dtype = torch.bfloat16 if point.zero == 0 else torch.float32
-        halves = point.tensor == 2
-        reference = matrix.spread(point.tied, point.documents, sum_dtype, halves, num_steps)
+        reference = matrix.spread(*spread_of(point), num_steps)
         limits = {
             "loss": SPREADS * reference.loss,
             "norm": SPREADS * reference.norm,
@@ -539,30 +610,11 @@ DROPOUT = {  # ZeRO stage and degrees of what four processes train
 
 
 @pytest.fixture(scope="module")
-def dropout(matrix: Matrix, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What dropout layers let through on every process, in two steps."""
-    phi = llama(
-        model_type="phi",
-        num_key_value_heads=4,
-        resid_pdrop=0.3,
-        embd_pdrop=0.3,
-        tie_word_embeddings=False,
-    )
-    cases = {
-        name: {
-            "config": run_config(
-                matrix.data["masked"],
-                {"config": phi},
-                micro_batch_size=4,
-                parallel=parallel.model_dump(),
-            ),
-            "deepspeed_config": f"zero{zero}",
-            "last_step": 2,
-            "watch_dropout": True,
-        }
-        for name, (zero, parallel) in DROPOUT.items()
-    }
-    return train_cases(4, cases, tmp_path_factory.mktemp("dropout"))
+def dropout(matrix: Matrix) -> dict[str, Any]:
+    """The results of `Matrix.dropout_cases`."""
+    largest = next(point for point in COVERING if point.world_size == MOST_PROCESSES)
+    matrix.train_group_of(largest, COVERING, FEW_STEPS)
+    return matrix.dropout
 
 
 @pytest.mark.parametrize("name", DROPOUT)

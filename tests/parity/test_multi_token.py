@@ -29,7 +29,7 @@ from tests.support.datasets import write_dataset
 
 pytestmark = [pytest.mark.distributed]
 
-LENGTH, STEPS, WEIGHT = 32, 10, 0.3
+LENGTH, STEPS, WEIGHT = 32, 6, 0.3
 PACKED, CROSSING = "best_fit", "concatenate"
 
 
@@ -58,7 +58,7 @@ def run_of(root: Path, model: str, packing: str, **sections: Any) -> dict[str, A
         "schedule": {"type": "constant"},
         "precision": {"dtype": "float32"},
         "logging": {"every_steps": 1},
-        "checkpoint": {"every_steps": 5},
+        "checkpoint": {"every_steps": STEPS // 2},
         "output": {"directory": str(root / "run"), "export": False},
         **sections,
     }

@@ -25,7 +25,7 @@ from tests.support.pairs import write_pairs
 
 pytestmark = [pytest.mark.distributed]
 
-LENGTH, STEPS, BETA = 32, 20, 0.3
+LENGTH, STEPS, BETA = 32, 8, 0.3
 ADAPTERS = {"type": "lora", "rank": 4, "alpha": 16.0}
 
 
@@ -51,7 +51,7 @@ def run_of(root: Path, loss: str, *, full: bool = False, **sections: Any) -> dic
         "schedule": {"type": "constant"},
         "precision": {"dtype": "float32"},
         "logging": {"every_steps": 1},
-        "checkpoint": {"every_steps": 10},
+        "checkpoint": {"every_steps": STEPS // 2},
         "output": {"directory": str(root / "run"), "export": False},
         **({} if full or loss in ("simpo", "orpo") else {"adapters": ADAPTERS}),
         **sections,
@@ -215,7 +215,7 @@ def test_all_weights_are_trained_against_scores_of_the_first_ones(
     base = "experts" if "expert" in sections.get("parallel", {}) else "base"
     tree["model"] = {"path": str(root / base)}
     name = f"full-{loss}-{engine}-{degrees_name(sections)}"
-    train(root, name, tree | {"train": {"steps": 10}}, 2)
+    train(root, name, tree | {"train": {"steps": STEPS // 2}}, 2)
     scores = bigtrain.open_scores(root / name / "reference").sums("train")
     assert scores.shape == (96,)
     assert (scores < 0).all()
@@ -235,7 +235,7 @@ def test_all_weights_are_trained_against_scores_of_the_first_ones(
 def test_adapters_go_on_in_stages(root: Path) -> None:
     """Which compute no reference, so that its scores are made when the run resumes."""
     tree = run_of(root, "sigmoid", engine={"deepspeed_config": "zero1"})
-    train(root, "to-stages", tree | {"train": {"steps": 10}}, 2)
+    train(root, "to-stages", tree | {"train": {"steps": STEPS // 2}}, 2)
     more = {"checkpoint": {"allow_changes": ["train.steps"]}, "parallel": {"pipeline": 2}}
     rows = train(root, "to-stages", tree | more, 2)
     losses, _, rewards, _ = plain_run(root, "sigmoid")

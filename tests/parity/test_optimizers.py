@@ -24,12 +24,12 @@ from tests.parity import one_file_optimizer, plain_optimizers
 from tests.parity.conftest import (
     ARCHITECTURES,
     VOCAB_SIZE,
+    SavedModels,
     TrainedCases,
     each_case,
     grid,
     llama,
     run_config,
-    save_models,
 )
 from tests.parity.plain import (
     Spread,
@@ -154,7 +154,7 @@ class Case:
 
 CASES = [
     Case(1, "zero0", slow=True),
-    Case(2, "zero0", accumulation=1),
+    Case(2, "zero0", accumulation=1, slow=True),
     Case(2, "zero1", "muon original", slow=True),
     Case(2, "zero3"),
     Case(2, "zero3_offload", "muon split", "gpt_neox", slow=True),
@@ -166,7 +166,8 @@ CASES = [
     ),
     Case(2, "zero2", "lion"),
     Case(2, "zero2", accumulation=4, slow=True),
-    Case(2, "zero2", "signum", accumulation=4),
+    Case(2, "zero2", "signum", accumulation=1),
+    Case(2, "zero2", "signum", accumulation=4, slow=True),
     Case(2, "zero3", "signum", degrees={"tensor": 2}, slow=True),
     Case(2, "zero1", degrees={"sequence": 2}, slow=True),
     Case(1, "zero0", "adafactor", slow=True),
@@ -235,7 +236,7 @@ def config_of(case: Case, data: Path, directories: dict[str, Path]) -> dict[str,
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return save_models(MODELS, tmp_path_factory.mktemp("hf"))
+    return SavedModels(MODELS, tmp_path_factory.mktemp("hf"))
 
 
 @pytest.fixture(scope="module")

@@ -21,11 +21,11 @@ from tests.parity.conftest import (
     COMPOSITE,
     SEED,
     VOCAB_SIZE,
+    SavedModels,
     TrainedCases,
     each_case,
     llama,
     run_config,
-    save_models,
 )
 from tests.parity.plain import Training, adamw, divided, plain_training
 from tests.support.comparison import assert_same_steps, assert_same_tensors
@@ -134,7 +134,7 @@ class Case:
 
 CASES = [
     Case("gpt_oss", "zero1"),
-    Case("mamba", "zero3", slow=False),
+    Case("mamba", "zero3"),
     Case("gemma3", "zero2"),
     Case("gemma3", "zero3", slow=False),
     Case("qwen3_next", "zero1", "muon", slow=False),
@@ -188,7 +188,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 if key.endswith("e_score_correction_bias"):
                     parameter.add_(10)
 
-    return save_models(MODELS, tmp_path_factory.mktemp("hf"), change)
+    return SavedModels(MODELS, tmp_path_factory.mktemp("hf"), change)
 
 
 @pytest.fixture(scope="module")

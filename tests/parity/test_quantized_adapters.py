@@ -54,7 +54,7 @@ def fp4(**more: Any) -> dict[str, dict[str, Any]]:
 
 
 RESTORED = Case(1, "zero0", accumulation=1, sections=nf4() | RECOMPUTE)
-SAVED = Case(2, "zero2", accumulation=4, sections=nf4() | RECOMPUTE)
+SAVED = Case(2, "zero2", accumulation=2, sections=nf4() | RECOMPUTE)
 CASES = [
     RESTORED,
     SAVED,
@@ -124,7 +124,8 @@ def plain_run(case: Case, data: Path, base: Path, **options: Any) -> Training:
 def bases(
     hf_directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    return {**hf_directories, "first": hf_directories["llama"]}
+    directories = ("gpt2", "llama")
+    return {**{n: hf_directories[n] for n in directories}, "first": hf_directories["llama"]}
 
 
 def run_cases(

@@ -13,7 +13,7 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.settings.run_config import ModelSection
 from tests.parity.conftest import SEED, llama, train_cases
 from tests.parity.plain import Training, plain_training, read_steps
-from tests.parity.test_isolation import LENGTH, SAMPLES, STEPS, config_for
+from tests.parity.test_isolation import LENGTH, SAMPLES, config_for
 from tests.support.longrope import longrope
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -25,6 +25,7 @@ MODELS = {
     )
     for kind, original in (("samples", LENGTH // 2 + 4), ("documents", 7))
 }
+STEPS = 2
 CASES: dict[str, dict[str, Any]] = {
     "samples sequence": {"parallel": {"sequence": 2}},
     "samples ring": {"parallel": {"sequence": {"ring": 2}}},
@@ -36,6 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     "documents pipeline": {"parallel": {"pipeline": 2}},
     "documents recompute": {"gradient_checkpointing": "full"},
 }
+
+SLOW = ["samples sequence", "documents tiles", "documents data", "documents tensor"]
 
 
 def config_of(data: Path, name: str) -> dict[str, Any]:
@@ -64,15 +67,25 @@ def expected(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 @pytest.fixture(scope="module")
 def trained(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    names = [name for name in CASES if name not in SLOW]
+    return train(names, dataset, tmp_path_factory.mktemp("rotary"))
+
+
+@pytest.fixture(scope="module")
+def slow_trained(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return train(SLOW, dataset, tmp_path_factory.mktemp("slow_rotary"))
+
+
+def train(names: list[str], dataset: Path, place: Path) -> dict[str, Any]:
     cases = {
         name: {
             "config": config_of(dataset, name),
             "deepspeed_config": "pipeline_zero1" if "pipeline" in name else "zero1",
             "last_step": STEPS,
         }
-        for name in CASES
+        for name in names
     }
-    return train_cases(2, cases, tmp_path_factory.mktemp("rotary"))
+    return train_cases(2, cases, place)
 
 
 def test_documents_are_on_both_sides(dataset: Path) -> None:
@@ -87,10 +100,13 @@ def test_documents_are_on_both_sides(dataset: Path) -> None:
     assert min(lengths) <= 7 < max(lengths)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES]
+)
 def test_equals_plain_training(
-    name: str, expected: dict[str, Training], trained: dict[str, Any]
+    name: str, expected: dict[str, Training], request: pytest.FixtureRequest
 ) -> None:
     reference = expected[name.split()[0]]
+    trained = request.getfixturevalue("slow_trained" if name in SLOW else "trained")
     assert trained[name]["losses"] == pytest.approx(reference.losses, abs=1e-5)
     assert trained[name]["norms"] == pytest.approx(reference.norms, rel=1e-4)

@@ -33,12 +33,25 @@ TRIPS: dict[str, tuple[dict[str, Any], str, str, str, dict[str, int], str]] = {
 }
 
 
+SLOW = ["untied", "gpt2", "experts"]
+
+
 @pytest.fixture(scope="module")
 def trips(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the models, and the checkpoints of runs that have just begun."""
-    root = tmp_path_factory.mktemp("trips")
+    names = [name for name in TRIPS if name not in SLOW]
+    return begin(names, dataset, tmp_path_factory.mktemp("trips"))
+
+
+@pytest.fixture(scope="module")
+def slow_trips(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return begin(SLOW, dataset, tmp_path_factory.mktemp("slow_trips"))
+
+
+def begin(names: list[str], dataset: Path, root: Path) -> Path:
+    """Write below `root` the models, and the checkpoints of runs that have just begun."""
     cases = {}
-    for name, (model, stored, size, dtype, degrees, engine) in TRIPS.items():
+    for name in names:
+        model, stored, size, dtype, degrees, engine = TRIPS[name]
         section = ModelSection(config=model)
         built = build_model(section, load_hf_config(section), seed=SEED)
         built.config.use_cache = True  # as every export has it
@@ -57,12 +70,15 @@ def trips(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             "save_at": 0,
             "save_to": str(root / f"{name}-checkpoint"),
         }
-    train_cases(2, cases, tmp_path_factory.mktemp("world"))
+    train_cases(2, cases, root)
     return root
 
 
-@pytest.mark.parametrize("name", TRIPS)
-def test_the_files_are_the_same(name: str, trips: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in TRIPS]
+)
+def test_the_files_are_the_same(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    trips: Path = request.getfixturevalue("slow_trips" if name in SLOW else "trips")
     _, stored, size, *_ = TRIPS[name]
     source, output = trips / name, tmp_path / "again"
     train_tokenizer(iter([["the theme of the thesis"]]), 260).save(tmp_path / "tokenizer")

@@ -16,11 +16,11 @@ import pytest
 from bigtrain.engine.checkpoint.io import read_full_masters
 from tests.parity.conftest import (
     ARCHITECTURES,
+    SavedModels,
     TrainedCases,
     each_case,
     llama,
     run_config,
-    save_models,
 )
 from tests.parity.expert_models import COEFFICIENT, OPTIMIZER, ROUTED, WEIGHTS
 from tests.parity.plain import divided, plain_training
@@ -69,7 +69,7 @@ class Case:
 CASES = [
     Case("zero1", 2, "mixtral"),
     Case("zero3", 1, "qwen3_moe", slow=True),
-    Case("zero2", 2, "mixtral", "tensor"),
+    Case("zero2", 2, "mixtral", "tensor", slow=True),
     Case("zero0", 2, "mixtral", "pipeline", "full", slow=True),
     Case("zero1", 4, "qwen3_moe", "pipeline", slow=True),
     Case("zero1", 2, "mixtral", "sequence"),
@@ -96,7 +96,7 @@ def trained(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainedC
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return save_models(MODELS, tmp_path_factory.mktemp("hf"))
+    return SavedModels(MODELS, tmp_path_factory.mktemp("hf"))
 
 
 @each_case(CASES)

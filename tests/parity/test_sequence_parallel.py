@@ -11,20 +11,18 @@ import pytest
 import torch
 
 from bigtrain.engine.checkpoint.io import read_full
-from bigtrain.models.build import build_model
-from bigtrain.models.configuration import load_hf_config
-from bigtrain.settings.run_config import ModelSection
 from tests.parity.conftest import (
     ARCHITECTURES,
-    SEED,
     STEPS,
+    References,
+    SavedModels,
     TrainedCases,
     each_case,
     llama,
     run_config,
     train_cases,
 )
-from tests.parity.plain import Training, plain_training
+from tests.parity.plain import plain_training
 from tests.parity.test_isolation import config_for
 from tests.parity.test_zero_stages import LOSS, NORM
 from tests.support.comparison import assert_same_steps
@@ -76,13 +74,15 @@ class Case:
 
 # Llama alone is in `test_matrix.py`.
 CASES = [
-    Case(2, 2, "zero3_offload"),
+    Case(2, 2, "zero3_offload", slow=True),
     Case(2, 2, "zero1", architecture="gpt2", slow=True),
     Case(2, 2, "zero3", architecture="qwen3_moe"),
     Case(2, 2, "zero1", architecture="mistral", slow=True),
     Case(4, 2, "zero1", 2, architecture="one_key_head", slow=True),
     Case(4, 2, "zero3", architecture="one_key_head", tensor=2, slow=True),
-    Case(4, 2, "zero3_hpz", 2),  # DeepSpeed makes its groups once in a process: one such case
+    # DeepSpeed makes its groups once in a process: one such case of a world.
+    Case(4, 2, "zero3_hpz"),
+    Case(4, 2, "zero3_hpz", 2, slow=True),
     Case(4, 2, "zero0", architecture="mistral", tensor=2, slow=True),
     Case(4, 4, "zero1", architecture="one_key_head", slow=True),
     Case(4, 4, "zero3", architecture="mistral", slow=True),
@@ -92,18 +92,9 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def references(
-    dataset: Path, tmp_path_factory: pytest.TempPathFactory, hf_directories: dict[str, Path]
-) -> dict[str, Training]:
+def references(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> References:
     """The plain loop's figures by architecture; each is trained from bigtrain's initial weights."""
-    config = run_config(dataset, {}, micro_batch_size=8)
-    found = {}
-    for name, values in MODELS.items():
-        section = ModelSection(config=values)
-        directory = tmp_path_factory.mktemp("hf") / name
-        build_model(section, load_hf_config(section), seed=SEED).save_pretrained(directory)
-        found[name] = plain_training(dataset, directory, config)
-    return found
+    return References(dataset, SavedModels(MODELS, tmp_path_factory.mktemp("hf")))
 
 
 def engine_file(name: str, directory: Path) -> str:
@@ -130,7 +121,7 @@ def trained(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainedC
 
 @each_case(CASES)
 def test_equals_plain_training(
-    case: Case, references: dict[str, Training], trained: TrainedCases[Case]
+    case: Case, references: References, trained: TrainedCases[Case]
 ) -> None:
     reference, (result, _) = references[case.architecture], trained.of(case)
     assert result["accumulation"] == case.accumulation
@@ -142,7 +133,7 @@ FIRST_STOP, SECOND_STOP = STEPS // 4, STEPS // 2
 
 
 def test_checkpoints_do_not_know_of_it(
-    dataset: Path, references: dict[str, Training], tmp_path: Path
+    dataset: Path, references: References, tmp_path: Path
 ) -> None:
     """Written by two processes that share samples, read by one that has them whole, and back."""
     split, whole = Case(2, 2, "zero1"), Case(1, 1, "zero0")
@@ -170,6 +161,7 @@ def test_checkpoints_do_not_know_of_it(
         assert all(torch.equal(tensor, again[key]) for key, tensor in saved.items())
 
 
+@pytest.mark.slow
 def test_isolated_documents_equal_separate_ones(
     dataset: Path, hf_directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 WORKER = Path(__file__).with_name("sites_worker.py")
 SAMPLES = 8
 INNER_STEPS = 2
-OUTER_STEPS = 10
+OUTER_STEPS = 5
 WEIGHTS = 1e-6
 LOSS = 1e-5
 FAR = {"int8": 1e-4, "int4": 1e-3}
@@ -363,7 +363,7 @@ CASES = {
     "server int8 between": between("zero3", "tensor 2", codec="int8", more=THROUGH_SERVER),
 }
 BETWEEN = [name for name, case in CASES.items() if case.others]
-NORMAL = ["zero0", "pipeline 2", "streaming zero3", "zero2 and tensor 2", "server int8 between"]
+NORMAL = ["pipeline 2", "streaming zero3", "zero2 and tensor 2", "server int8 between"]
 SLOW = [name for name in CASES if name not in NORMAL]
 BY_SHARDS = [
     name
@@ -529,7 +529,7 @@ def assert_bytes_between(name: str, compared: Compared) -> None:
             assert step["sent_bytes"] == pytest.approx(expected, rel=5e-3)
 
 
-@pytest.mark.parametrize("name", ["zero0", "pipeline 2"])
+@pytest.mark.parametrize("name", ["pipeline 2"])
 def test_links_carry_shards_by_the_formula(name: str, normal: Compared) -> None:
     assert_bytes(name, normal)
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from bigtrain.engine.checkpoint.io import read_full
-from tests.parity.conftest import ARCHITECTURES, STEPS, llama, run_config, save_models
+from tests.parity.conftest import ARCHITECTURES, STEPS, References, SavedModels, llama, run_config
 from tests.parity.conftest import train_cases as train
-from tests.parity.plain import Training, plain_training
+from tests.parity.plain import Training
 from tests.parity.test_zero_stages import LOSS, NORM
 from tests.support.comparison import assert_same_steps, assert_same_tensors
 
@@ -55,7 +55,7 @@ class Case:
 
 
 COVERING = [
-    Case("zero0", model="odd", accumulation=4, recompute="full"),
+    Case("zero0", model="odd", accumulation=2, recompute="full"),
     Case("zero3_offload", model="qwen3"),
     Case("zero3", model="odd_experts", trained=True),
 ]
@@ -91,13 +91,12 @@ def everything() -> list[Case]:
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Every model as the run's seed makes it, saved by plain transformers."""
-    return save_models(MODELS, tmp_path_factory.mktemp("tensor"))
+    return SavedModels(MODELS, tmp_path_factory.mktemp("tensor"))
 
 
 @pytest.fixture(scope="module")
-def references(dataset: Path, directories: dict[str, Path]) -> dict[str, Training]:
-    config = run_config(dataset, {}, micro_batch_size=8)
-    return {name: plain_training(dataset, path, config) for name, path in directories.items()}
+def references(dataset: Path, directories: dict[str, Path]) -> References:
+    return References(dataset, directories)
 
 
 def configured(dataset: Path, directories: dict[str, Path], case: Case) -> dict[str, Any]:
@@ -152,9 +151,7 @@ def results(
 
 
 @pytest.mark.parametrize("case", COVERING, ids=lambda case: case.name)
-def test_equals_plain_training(
-    case: Case, references: dict[str, Training], results: dict[str, Any]
-) -> None:
+def test_equals_plain_training(case: Case, references: References, results: dict[str, Any]) -> None:
     assert_equal(case, references[case.model], results[case.name])
 
 
@@ -184,7 +181,7 @@ def test_dropout_outside_uneven_parts_draws_the_same(dataset: Path, tmp_path: Pa
 def test_everything_equals_plain_training(
     dataset: Path,
     directories: dict[str, Path],
-    references: dict[str, Training],
+    references: References,
     tmp_path: Path,
 ) -> None:
     cases = everything()

@@ -14,11 +14,11 @@ import pytest
 
 from tests.parity.conftest import (
     SHARED_MOE,
+    SavedModels,
     TrainedCases,
     each_case,
     llama,
     run_config,
-    save_models,
 )
 from tests.parity.plain import Training, divided, plain_training
 from tests.parity.test_ring import OF_EXPERTS
@@ -139,7 +139,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def reference(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The plain loop's training of an architecture from bigtrain's initial weights."""
-    saved = save_models(MODELS, tmp_path_factory.mktemp("hf"))
+    saved = SavedModels(MODELS, tmp_path_factory.mktemp("hf"))
     made: dict[str, Training] = {}
 
     def of(architecture: str) -> Training:

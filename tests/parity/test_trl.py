@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),  # TRL's calls
 ]
 
-LENGTH, STEPS, BETA, GAMMA = 32, 20, 0.3, 0.4
+LENGTH, STEPS, BETA, GAMMA = 32, 8, 0.3, 0.4
 BATCH_SIZE = 8
 DESIRABLE, UNDESIRABLE, CENTERING = 1.0, 1.4, 0.05
 ADAPTERS = {"type": "lora", "rank": 4, "alpha": 16.0}
@@ -301,7 +301,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "full", "topology"), cases())
 def test_an_objective_is_trls(root: Path, name: str, full: bool, topology: str) -> None:
-    """Losses, metrics, norms of gradients and weights of 20 steps."""
+    """Losses, metrics, norms of gradients and weights of all steps."""
     wanted = by_trl(root, name, full)
     engine, degrees = TOPOLOGIES[topology]
     sections = {"engine": {"deepspeed_config": engine}, "parallel": degrees}

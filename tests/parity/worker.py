@@ -42,7 +42,11 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.document_isolation import plan_isolation
 from bigtrain.models.equivalence.loss import choose_loss
 from bigtrain.models.equivalence.model_plan import ModelPlan, choose_float8
-from bigtrain.models.equivalence.parameter_plan import plan_parameters
+from bigtrain.models.equivalence.parameter_plan import (
+    GradientReach,
+    find_gradient_reach,
+    plan_parameters,
+)
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
 from bigtrain.models.equivalence.tiles import choose_tiles
 from bigtrain.models.layers.adapters import has_adapters
@@ -186,7 +190,8 @@ def model_plan_of(config: RunConfig, plan: BatchPlan) -> ModelPlan:
     isolation = isolation_of(model, config.data.isolates, config)
     loss, problems = choose_loss(config, load_hf_config(config.model), plan)
     assert not problems
-    parameters = plan_parameters(config, load_hf_config(config.model))
+    reach = reach_of(config.model, json.dumps([config.model.path, config.model.config]))
+    parameters = plan_parameters(config, load_hf_config(config.model), reach)
     float8, problems = choose_float8(config, load_hf_config(config.model), plan)
     assert not problems
     tiles, problems = choose_tiles(config, load_hf_config(config.model), plan, parameters.kept)
@@ -210,6 +215,17 @@ def stages_of(model: str, num_stages: int, sequence_length: int) -> StagePlan | 
     )
     assert not problems
     return plan
+
+
+REACHED: dict[tuple[str, str], GradientReach] = {}
+
+
+def reach_of(section: ModelSection, model: str) -> GradientReach:
+    """What gets a gradient; found once for all cases of a `model`."""
+    key = model, section.attention
+    if key not in REACHED:
+        REACHED[key] = find_gradient_reach(load_hf_config(section), section.attention)
+    return REACHED[key]
 
 
 FOUND: dict[tuple[str, bool], Isolation] = {}
