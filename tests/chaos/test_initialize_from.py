@@ -51,7 +51,9 @@ def hugging_face(run_yaml: Path, tmp_path: Path) -> Path:
     return tmp_path / "hf"
 
 
-@pytest.mark.parametrize("kind", ["run", "checkpoint", "hugging face"])
+@pytest.mark.parametrize(
+    "kind", ["run", pytest.param("checkpoint", marks=pytest.mark.slow), "hugging face"]
+)
 def test_weights_are_taken_and_nothing_else(
     kind: str,
     server: Server,

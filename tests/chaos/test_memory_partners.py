@@ -18,14 +18,11 @@ from bigtrain.run.checkpointing import checkpoints
 from bigtrain.settings.resolve import resolve_run_files
 from tests.chaos.test_memory_checkpoints import (
     assert_same_end,
-    memory,
     resumed,
     steps_in_memory,
     words,
 )
 from tests.support.lives import Server
-
-__all__ = ["memory"]
 
 pytestmark = [
     pytest.mark.distributed,
@@ -158,7 +155,8 @@ def test_a_partner_that_receives_slowly_costs_no_step(
     assert_same_end(run, uninterrupted)
 
 
-@pytest.mark.parametrize("on_disk", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("on_disk", [True, False])
 def test_a_partner_that_stops_receiving_leaves_what_was_complete(
     server: Server,
     run_yaml: Path,

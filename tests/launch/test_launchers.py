@@ -55,9 +55,7 @@ def forked_run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path
     """The directory of the same run on two forked processes, with the argument that DeepSpeed's
     launcher adds and a profile of two steps."""
     directory = tmp_path_factory.mktemp("forked") / "run"
-    finished = train(
-        "--local_rank=0", *arguments(inputs, directory), *PROFILED, num_processes=2
-    )
+    finished = train("--local_rank=0", *arguments(inputs, directory), *PROFILED, num_processes=2)
     assert finished.code == 0, finished.output
     return directory
 
