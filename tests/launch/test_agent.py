@@ -86,6 +86,7 @@ def test_it_ends_as_the_first_of_its_processes_did(pod: Pod) -> None:
     assert pod.agent.wait(100) == 128 + signal.SIGKILL, pod.log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_it_ends_well(pod: Pod) -> None:
     pod.go(0)

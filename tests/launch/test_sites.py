@@ -158,6 +158,7 @@ def assert_same_weights(directory: Path, *sites: str) -> None:
             assert torch.equal(weights[name], weight), name
 
 
+@pytest.mark.slow
 def test_a_site_that_is_killed_is_left_out_and_the_other_goes_on(
     inputs: Inputs, tmp_path: Path
 ) -> None:

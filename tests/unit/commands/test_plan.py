@@ -171,6 +171,7 @@ def test_evaluation_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "--output" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "gpus", "wanted", "rate", "published", "slower"),
     [
@@ -182,14 +183,13 @@ def test_evaluation_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixt
             {"tensor_size": 8, "pipeline_size": 16},
             1.0,
         ),
-        pytest.param(
+        (
             "deepseek_v3",
             "2048xH800-80GB",
             {"zero_stage": 2, "sequence_size": 2, "expert_size": 128},
             496,
             {"pipeline_size": 16, "expert_size": 64},
             1.25,
-            marks=pytest.mark.slow,
         ),
     ],
 )

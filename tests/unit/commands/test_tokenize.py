@@ -126,7 +126,7 @@ def test_processes_are_started_where_there_is_enough_to_do(
 
     def spy(work: Round, workers: Workers, update: Update) -> None:
         rounds.append(workers)
-        run_round(work, workers, update)
+        run_round(work, Workers(1, 1), update)
 
     monkeypatch.setattr("bigtrain.data.tokenize_job.job.run_round", spy)
     output = corpus.parent / "automatic"
@@ -195,7 +195,7 @@ def test_summary(dataset: Path, corpus: Path, tokenizer: Path, tmp_path: Path, c
         (b"", "the input has no training tokens: 0 training documents"),
     ],
 )
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_refused_input_leaves_nothing(
     tokenizer: Path,
     tmp_path: Path,

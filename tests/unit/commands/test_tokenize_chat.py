@@ -89,7 +89,13 @@ def test_tokens_and_masks(
     assert "train-00000.mask cannot be read" in corrupt_files(tmp_path / "d")[0]
 
 
-@pytest.mark.parametrize("form", ["workers", "parquet", "strings", "arrow", "json", "saved"])
+FORMS = [
+    pytest.param("workers", marks=pytest.mark.slow),
+    *("parquet", "strings", "arrow", "json", "saved"),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_every_way_to_read_gives_the_same(
     source: Path, tokenizer: Path, tmp_path: Path, form: str
 ) -> None:
