@@ -108,6 +108,7 @@ def test_a_host_that_is_back_with_empty_memory_gets_its_part(
     assert_same_end(tmp_path / "run", uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_lost_host_leaves_its_part_with_its_partner(
     server: Server, memory: Path, killed: list[str]
 ) -> None:

@@ -34,6 +34,7 @@ def test_a_stream_trains_further_in_the_same_process(inputs: Inputs, tmp_path: P
     assert "streams done" in output
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_compute_what_train_py_does(inputs: Inputs, tmp_path: Path) -> None:
     run_script(2, WORKER, "world", inputs.run_yaml, tmp_path)

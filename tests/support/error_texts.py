@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
@@ -24,13 +25,20 @@ TABLES = "settings/compatibility/rules.yaml", "settings/deepspeed/accepted.json"
 def error_texts() -> str:
     """Return the texts of all errors in `bigtrain/`, one per line, escaped as in a Markdown table,
     with … for what depends on a run."""
-    trees = [
-        ast.parse(path.read_text(encoding="utf-8"))
-        for path in sorted((ROOT / "bigtrain").rglob("*.py"))
-    ]
-    returned = _returned(trees)
-    makers = _makers(trees)
-    texts = {text for tree in trees for _, text in _texts_of(tree, returned, makers)}
+    was_enabled = gc.isenabled()
+    gc.disable()  # it would look at millions of nodes again and again
+    try:
+        trees = [
+            ast.parse(path.read_text(encoding="utf-8"))
+            for path in sorted((ROOT / "bigtrain").rglob("*.py"))
+        ]
+        returned = _returned(trees)
+        makers = _makers(trees)
+        texts = {text for tree in trees for _, text in _texts_of(tree, returned, makers)}
+    finally:
+        _nodes.cache_clear()
+        if was_enabled:
+            gc.enable()
     for table in TABLES:
         texts |= _strings(yaml.safe_load((ROOT / "bigtrain" / table).read_text(encoding="utf-8")))
     return "\n".join(sorted(map(markdown_cell, texts)))

@@ -190,7 +190,9 @@ REASONS = [
 ]
 
 
-@pytest.mark.parametrize("options", [[], ["--workers", 2, "--shard-size", 150]])
+@pytest.mark.parametrize(
+    "options", [[], pytest.param(["--workers", 2, "--shard-size", 150], marks=pytest.mark.slow)]
+)
 def test_bad_conversations_are_listed(tokenizer: Path, tmp_path: Path, options: list[Any]) -> None:
     source = write_lines(tmp_path / "bad.jsonl", BAD)
     command = ["--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "d", *options]
