@@ -101,11 +101,11 @@ def test_two_ranks_that_differ_are_both_named(
 def test_a_host_that_errs_again_is_to_be_excluded(
     server: Server,
     run_yaml: Path,
-    uninterrupted: Path,
     tmp_path: Path,
     size: int,
     code: int,
     fix: str,
+    request: pytest.FixtureRequest,
 ) -> None:
     """By its exit code, if it is known which of its ranks is wrong."""
     run = tmp_path / "run"
@@ -118,7 +118,7 @@ def test_a_host_that_errs_again_is_to_be_excluded(
     if size == 2:  # as `uninterrupted`
         codes, text = server.live(words)
         assert codes == [0, 0], text
-        assert_same_run(run, uninterrupted)
+        assert_same_run(run, request.getfixturevalue("uninterrupted"))
 
 
 def test_without_a_checkpoint_from_before(server: Server, run_yaml: Path, tmp_path: Path) -> None:
