@@ -97,6 +97,7 @@ def test_two_ranks_end_after_the_step_that_reaches_the_target(folder: Path) -> N
     assert len(lines(folder)) == 13
 
 
+@pytest.mark.slow
 def test_the_callbacks_of_bigtrain(folder: Path) -> None:
     """The YAML of the page in its run; each callback does something, and nothing is missing."""
     callbacks = yaml.safe_load(blocks("yaml")[1])["callbacks"]

@@ -116,14 +116,13 @@ def same_bytes(base: Path, export: Path, pattern: str) -> int:
     return len(names)
 
 
-@pytest.mark.parametrize("resumes", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_frozen_parameters_leave_as_they_came(
-    resumes: bool, inputs: Inputs, bases: dict[str, Path], tmp_path: Path
+    inputs: Inputs, bases: dict[str, Path], tmp_path: Path
 ) -> None:
     frozen = {"frozen": ["model.layers.0.*", "*norm.weight"]}
     directory = tmp_path / "run"
-    if resumes:
-        run(inputs, bases["llama"], directory, "zero1", 2, model=frozen, train={"steps": 2})
+    run(inputs, bases["llama"], directory, "zero1", 2, model=frozen, train={"steps": 2})
     run(
         inputs,
         bases["llama"],

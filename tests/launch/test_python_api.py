@@ -15,6 +15,7 @@ from tests.support.worlds import ROOT
 WORKER = ROOT / "tests/launch/python_api_worker.py"
 
 
+@pytest.mark.slow
 def test_the_page_of_the_docs_runs_from_its_top(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for number, source in enumerate(sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]):

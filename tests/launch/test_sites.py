@@ -356,6 +356,7 @@ def test_sites_with_other_settings_are_refused_with_both_values(
     assert not [*tmp_path.glob("?/metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_a_site_that_does_not_come_is_named(inputs: Inputs, tmp_path: Path) -> None:
     own = [["sites.timeout_seconds=1"], ["sites.index=9"]]
     codes, output = train_sites(inputs, tmp_path, own, window_seconds=0.5)
