@@ -142,7 +142,7 @@ def test_one_rank_asks_to_save(traced: Path) -> None:
 @pytest.mark.parametrize(
     ("point", "step", "rank", "world_size"),
     [
-        ("start", 0, 1, 2),
+        pytest.param("start", 0, 1, 2, marks=pytest.mark.slow),
         ("step", 2, 1, 2),
         pytest.param("evaluation", 3, 0, 2, marks=pytest.mark.slow),
         pytest.param("step", 6, 1, 2, marks=pytest.mark.slow),

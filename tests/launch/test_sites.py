@@ -262,7 +262,8 @@ def test_resumes_with_another_number_of_sites(
         assert state["samples"] == STEPS * 8  # of all sites together, before and after
 
 
-@pytest.mark.parametrize("engine", ["zero1", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero1", "zero3"])
 def test_what_16_bit_engines_compute_with_is_the_global_weights(
     engine: str, inputs: Inputs, tmp_path: Path
 ) -> None:
