@@ -196,6 +196,7 @@ def test_a_run_with_nothing_whole_is_refused(server: Server, run_yaml: Path, run
     )
 
 
+@pytest.mark.slow
 def test_contents_are_verified_on_request(
     server: Server, run_yaml: Path, run: Path, uninterrupted: Path
 ) -> None:

@@ -38,16 +38,14 @@ CASES = {
         PAIR,
     ),
 }
-CHEAP = {"zero1"}
 
 
 def flips(how: str, *steps: int) -> dict[str, Any]:
     return {"rank": 1, "steps": {str(step): how for step in steps}}
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in CHEAP else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_a_flipped_bit_changes_nothing_in_the_end(
     server: Server, run_yaml: Path, experts_yaml: Path, tmp_path: Path, name: str
 ) -> None:
@@ -75,7 +73,6 @@ def test_a_flipped_bit_changes_nothing_in_the_end(
     assert checkpoints.list_steps(run) == [8, 10, LAST]
 
 
-@pytest.mark.slow
 def test_two_ranks_that_differ_are_both_named(
     server: Server, run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
