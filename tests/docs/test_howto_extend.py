@@ -170,6 +170,7 @@ def test_a_model_trains_the_same_in_every_layout(folder: Path) -> None:
             assert own == pytest.approx(expected, rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_the_program_of_the_page(folder: Path) -> None:
     output = run_script(1, WORKER, folder, "page", "program.py")
     assert "12 {'active': " in output

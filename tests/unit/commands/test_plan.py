@@ -167,7 +167,9 @@ def test_evaluation_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["plan", "--evaluate", str(rows), "--output", str(tmp_path / "out.csv")]) == 0
     assert "| all | 829 |" in capsys.readouterr().out
     assert len((tmp_path / "out.csv").read_text().splitlines()) == 830
-    assert main(["plan", "--evaluate", str(rows), "--output", str(tmp_path / "no" / "x.csv")]) == 2
+    few = tmp_path / "few.csv"
+    few.write_text("".join(rows.read_text().splitlines(keepends=True)[:5]))
+    assert main(["plan", "--evaluate", str(few), "--output", str(tmp_path / "no" / "x.csv")]) == 2
     assert "--output" in capsys.readouterr().err
 
 
