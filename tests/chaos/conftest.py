@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,15 @@ def experts_yaml(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     path = tmp_path_factory.mktemp("experts") / "run.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory of this machine's shared memory, empty again at the end of the test."""
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("this machine has no /dev/shm")
+    with tempfile.TemporaryDirectory(prefix="bigtrain-test-", dir="/dev/shm") as name:
+        yield Path(name)
 
 
 def arguments(run_yaml: Path, directory: Path, *more: str) -> list[str]:

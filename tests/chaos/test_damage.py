@@ -132,11 +132,9 @@ def test_damage_falls_back(
     fall_back(server, run_yaml, run, uninterrupted, name)
 
 
-@pytest.mark.parametrize("what", ["tensor file", "directory"])
-def test_another_steps_content_falls_back(
-    server: Server, run_yaml: Path, run: Path, uninterrupted: Path, what: str
-) -> None:
-    """Each of its own makes sense: the size is the same, and its checksums are right."""
+def put_another_steps_content(run: Path, what: str) -> str:
+    """Replace a file or all of the newest checkpoint; return the name of the file at fault. By
+    itself each is right: the size is the same, and so are its checksums."""
     newest, before = (checkpoints.checkpoint_path(run, step) for step in (NEWEST, BEFORE))
     name = "tensors/rank-00001.safetensors" if what == "tensor file" else "manifest.json"
     if what == "tensor file":
@@ -145,6 +143,28 @@ def test_another_steps_content_falls_back(
     else:
         shutil.rmtree(newest)
         shutil.copytree(before, newest)
+    return name
+
+
+@pytest.mark.parametrize("what", ["tensor file", "directory"])
+def test_another_steps_content_is_named(run: Path, what: str) -> None:
+    directory = checkpoints.checkpoint_path(run, NEWEST)
+    name = put_another_steps_content(run, what)
+    if what == "tensor file":
+        with pytest.raises(CorruptCheckpointError, match=name):
+            read_full(directory / checkpoints.TENSORS)
+    else:
+        reason = checkpoints.find_corruption(directory)
+        assert reason is not None
+        assert reason.startswith(str(directory / name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["tensor file", "directory"])
+def test_another_steps_content_falls_back(
+    server: Server, run_yaml: Path, run: Path, uninterrupted: Path, what: str
+) -> None:
+    name = put_another_steps_content(run, what)
     fall_back(server, run_yaml, run, uninterrupted, name)
 
 
@@ -176,6 +196,7 @@ def test_a_run_with_nothing_whole_is_refused(server: Server, run_yaml: Path, run
     )
 
 
+@pytest.mark.slow
 def test_contents_are_verified_on_request(
     server: Server, run_yaml: Path, run: Path, uninterrupted: Path
 ) -> None:

@@ -73,7 +73,7 @@ def test_killed_run_ends_as_the_run_nobody_killed(
     server: Server, run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    survive(server, run_yaml, run, num_kills=5, seed=1)
+    survive(server, run_yaml, run, num_kills=2, seed=1)
     assert_same_run(run, uninterrupted)
     assert_tidy(run)
 

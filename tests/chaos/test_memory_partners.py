@@ -18,14 +18,11 @@ from bigtrain.run.checkpointing import checkpoints
 from bigtrain.settings.resolve import resolve_run_files
 from tests.chaos.test_memory_checkpoints import (
     assert_same_end,
-    memory,
     resumed,
     steps_in_memory,
     words,
 )
 from tests.support.lives import Server
-
-__all__ = ["memory"]
 
 pytestmark = [
     pytest.mark.distributed,
@@ -111,6 +108,7 @@ def test_a_host_that_is_back_with_empty_memory_gets_its_part(
     assert_same_end(tmp_path / "run", uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_lost_host_leaves_its_part_with_its_partner(
     server: Server, memory: Path, killed: list[str]
 ) -> None:
@@ -158,7 +156,8 @@ def test_a_partner_that_receives_slowly_costs_no_step(
     assert_same_end(run, uninterrupted)
 
 
-@pytest.mark.parametrize("on_disk", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("on_disk", [True, False])
 def test_a_partner_that_stops_receiving_leaves_what_was_complete(
     server: Server,
     run_yaml: Path,

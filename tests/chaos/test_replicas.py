@@ -15,7 +15,7 @@ from tests.support.lives import Server
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("asynchronous", ["true", "false"])
+@pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_replicas_are_divided(
     server: Server, run_yaml: Path, tmp_path: Path, asynchronous: str
 ) -> None:

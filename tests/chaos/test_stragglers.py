@@ -58,3 +58,4 @@ def test_waiting_for_the_busiest_experts_is_not_being_slow(
     assert codes == [0, 0], text
     found = events(run, "straggler")
     assert {event["rank"] for event in found} == {1}, text
+    assert all(event["work_seconds"] > 1.5 * event["median_seconds"] for event in found)

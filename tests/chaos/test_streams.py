@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +45,6 @@ def undisturbed(
     return run
 
 
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    if not Path("/dev/shm").is_dir():
-        pytest.skip("this machine has no /dev/shm")
-    with tempfile.TemporaryDirectory(prefix="bigtrain-test-", dir="/dev/shm") as name:
-        yield Path(name)
-
-
 def position(run: Path, step: int = STEPS) -> dict[str, Any]:
     """Return the position of the stream in a checkpoint, which is that of its samples."""
     state = checkpoints.read_state(checkpoints.find(run, step))
@@ -68,7 +58,8 @@ def assert_same_stream(run: Path, reference: Path) -> None:
     assert position(run) == position(reference)
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(s, marks=pytest.mark.slow) for s in (2, 3))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_killed_run_ends_as_the_one_nobody_killed(
     server: Server, stream_yaml: Path, undisturbed: Path, tmp_path: Path, seed: int
 ) -> None:

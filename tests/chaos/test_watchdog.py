@@ -86,7 +86,21 @@ def test_a_process_that_sleeps_in_a_layer_is_named(
     assert_same_run(run, uninterrupted)
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_process_that_sleeps_is_named_and_all_end(
+    server: Server, run_yaml: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = arguments(run_yaml, run, "watchdog.timeout_seconds=2", "checkpoint.every_steps=100")
+    codes, text = server.live(words, hang=hang(1))
+    assert codes == [EXIT_HANG, EXIT_HANG], text
+    assert re.search(rf"lagging:\n  rank 1 on {HOST} \(process \d+\): step 3, forward pass", text)
+    assert "fork_server.py" in (hang_directory(run) / "rank-00001.txt").read_text()
+    assert_flight_recorder_reads(hang_directory(run))
+    assert json.loads((run / "requeue").read_text()) == {"signal": "watchdog", "step": 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 0])
 def test_a_stopped_process_is_named(
     server: Server, run_yaml: Path, tmp_path: Path, rank: int
 ) -> None:

@@ -88,9 +88,13 @@ def test_focal_loss_without_focus_is_the_cross_entropy(folder: Path) -> None:
     ("body", "text"),
     [
         ("return batch.row_sums", "loss returned of shape [2]"),
-        ("return batch.log_probabilities.detach().sum()", "a tensor without a graph"),
+        pytest.param(
+            "return batch.log_probabilities.detach().sum()",
+            "a tensor without a graph",
+            marks=pytest.mark.slow,
+        ),
         ("return batch.nothing", "AttributeError: 'ObjectiveBatch' object has no attribute"),
-        ("return 1.0", "loss returned a <class 'float'>"),
+        pytest.param("return 1.0", "loss returned a <class 'float'>", marks=pytest.mark.slow),
     ],
 )
 def test_a_faulty_loss_names_its_line(folder: Path, body: str, text: str) -> None:

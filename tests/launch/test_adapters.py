@@ -157,7 +157,7 @@ FILES = ("adapter_model.safetensors", "adapter_config.json")
 CARRIED = [
     pytest.param("zero0", 1, (), id="one process"),
     pytest.param("zero3", 2, (), id="ZeRO 3", marks=pytest.mark.slow),
-    pytest.param("zero1", 2, ("parallel.tensor=2",), id="TP 2"),
+    pytest.param("zero1", 2, ("parallel.tensor=2",), id="TP 2", marks=pytest.mark.slow),
     pytest.param("zero3", 2, ("parallel.tensor=2",), id="ZeRO 3, TP 2", marks=pytest.mark.slow),
     pytest.param(
         *("zero1", 2, ("parallel.pipeline=2", "batch.micro_batch_size=2")),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,14 +17,17 @@ from bigtrain.errors import EXIT_STOPPED
 from bigtrain.run.checkpointing import checkpoints
 from tests.launch.conftest import TRAIN, Inputs, start, wait
 from tests.support.cluster import wait_until
+from tests.support.lives import shared_server
 from tests.support.worlds import ROOT, free_port
 
 AGENT = [sys.executable, "-m", "bigtrain.launchers.agent"]
+LIMIT_SECONDS = 100.0
 # Saves for as long as the test says.
 WORKER = """
 import os, pathlib, signal, sys, time
 here, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
 signal.signal(signal.SIGTERM, lambda *_: (here / f"asked-{rank}").touch())
+(here / f"agent-{rank}").write_text(str(os.getppid()))
 (here / f"up-{rank}").touch()
 while not (here / "go").exists():
     time.sleep(0.05)
@@ -33,17 +37,36 @@ sys.exit(int((here / "go").read_text()))
 
 
 class Pod:
-    """The agent with two processes, and what they have said."""
+    """The agent, forked from a process that has imported it, with two processes, and what they
+    have said."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "worker.py").write_text(WORKER)
-        self.log = folder / "log"
-        command = [*AGENT, "--standalone", "--nproc-per-node=2", "--monitor-interval=0.1"]
+        command = [*AGENT[1:], "--standalone", "--nproc-per-node=2", "--monitor-interval=0.1"]
         command += [str(folder / "worker.py"), str(folder)]
-        with self.log.open("w") as log:
-            self.agent = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
+        self.output = ""
+        self.codes: list[int] = []
+        self.life = threading.Thread(target=self._live, args=(command,))
+        self.life.start()
         self.wait_for("up")
+        self.agent = psutil.Process(int((folder / "agent-0").read_text()))
+
+    def _live(self, command: list[str]) -> None:
+        self.codes, self.output = shared_server().live(
+            [], world_size=1, script=command, limit_seconds=LIMIT_SECONDS
+        )
+
+    def written(self) -> str:
+        """Return the output up to now."""
+        server = shared_server()
+        return (server.directory / f"life-{server.num_lives:04d}.txt").read_text()
+
+    def end(self) -> int:
+        """Wait until the agent has ended; return its exit code."""
+        self.life.join()
+        [code] = self.codes
+        return code
 
     def wait_for(self, name: str) -> None:
         """Until both processes have said `name`."""
@@ -57,13 +80,12 @@ class Pod:
 @pytest.fixture
 def pod(tmp_path: Path) -> Iterator[Pod]:
     started = Pod(tmp_path)
-    family = [psutil.Process(started.agent.pid)]
-    family += family[0].children(recursive=True)
+    family = [started.agent, *started.agent.children(recursive=True)]
     yield started
     for process in family:
         if process.is_running():
             process.kill()
-    started.agent.wait()
+    started.life.join()
 
 
 @pytest.mark.distributed
@@ -71,25 +93,26 @@ def test_sigterm_is_handed_on_and_the_save_waited_for(pod: Pod) -> None:
     pod.agent.send_signal(signal.SIGTERM)
     pod.wait_for("asked")
     # torchrun's own end has not begun, which is a matter of 30 seconds.
-    assert "SIGTERM" not in pod.log.read_text()
-    assert pod.agent.poll() is None
+    assert "SIGTERM" not in pod.written()
+    assert pod.life.is_alive()
     pod.go(EXIT_STOPPED)
-    assert pod.agent.wait(100) == EXIT_STOPPED, pod.log.read_text()
+    assert pod.end() == EXIT_STOPPED, pod.output
     pod.wait_for("saved")
 
 
 @pytest.mark.distributed
 def test_it_ends_as_the_first_of_its_processes_did(pod: Pod) -> None:
-    killed, _ = psutil.Process(pod.agent.pid).children()
+    killed, _ = pod.agent.children()
     killed.kill()
     pod.go(0)
-    assert pod.agent.wait(100) == 128 + signal.SIGKILL, pod.log.read_text()
+    assert pod.end() == 128 + signal.SIGKILL, pod.output
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_it_ends_well(pod: Pod) -> None:
     pod.go(0)
-    assert pod.agent.wait(100) == 0, pod.log.read_text()
+    assert pod.end() == 0, pod.output
 
 
 @pytest.mark.distributed
@@ -112,6 +135,7 @@ def test_an_evicted_pod_saves_its_run(inputs: Inputs, home: Path, tmp_path: Path
     assert checkpoints.find_corruption(checkpoints.checkpoint_path(run, step), "all") is None
 
 
+@pytest.mark.slow
 def test_sigterm_before_there_are_processes() -> None:
     """While the other nodes are waited for."""
     port = free_port()

@@ -282,10 +282,15 @@ def test_port_that_is_taken(refused: Refused, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.distributed
-def test_two_processes_say_it_once(inputs: Inputs, home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["forked", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_two_processes_say_it_once(name: str, inputs: Inputs, home: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ["--config", inputs.run_yaml, f"output.directory={run}", "batch.micro_batch_size=8"]
-    finished = launch([*launcher("torchrun"), *arguments, "optimizer.lr_rate=1"], home)
+    arguments.append("optimizer.lr_rate=1")
+    if name == "forked":
+        finished = run_train(*arguments, num_processes=2)
+    else:
+        finished = launch([*launcher(name), *arguments], home)
     assert finished.code != 0
     assert finished.output.count("optimizer.lr_rate = 1: unknown key") == 1
     assert 'File "' + str(Path(train.__code__.co_filename)) not in finished.output

@@ -38,7 +38,7 @@ def foreign_base(base: Path, tmp_path: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_nothing_but_the_card_differs(
     dtype: str,
     foreign_base: Path,

@@ -140,6 +140,7 @@ def test_trains_as_a_plain_loop(tree: dict[str, Any], engine: list[str]) -> None
     assert list(losses.values()) == pytest.approx(plain_losses(tree, starts), rel=2e-5)
 
 
+@pytest.mark.slow
 def test_equals_launches_by_hand(tree: dict[str, Any]) -> None:
     run = Path(tree["output"]["directory"])
     finished = start(tree)

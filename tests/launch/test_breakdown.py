@@ -145,7 +145,9 @@ def train(
     return found
 
 
-@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    "zero_stage", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))]
+)
 def test_every_part_of_a_step_is_what_it_took(
     session: RunContext,
     zero_stage: int,
@@ -173,6 +175,7 @@ def test_every_part_of_a_step_is_what_it_took(
         assert found["communication_seconds"] == 0.0
 
 
+@pytest.mark.slow
 def test_hooks_of_zero_3_are_the_engine_s(
     session: RunContext, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

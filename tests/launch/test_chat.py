@@ -86,6 +86,7 @@ def test_the_template_of_the_conversations_of_a_mixture_is_exported(
     assert exported == (tmp_path / "chat.jinja").read_text()
 
 
+@pytest.mark.slow
 def test_a_chat_stops_by_itself(
     inputs: Inputs,
     finished_run: Path,

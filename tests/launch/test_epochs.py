@@ -14,6 +14,7 @@ from tests.launch.conftest import Inputs, metrics, run_tree, train
 pytestmark = [pytest.mark.timeout(600)]
 
 
+@pytest.mark.slow
 def test_a_run_of_epochs_ends_and_resumes_at_its_counted_step(
     inputs: Inputs, tmp_path: Path
 ) -> None:

@@ -116,6 +116,7 @@ def same_bytes(base: Path, export: Path, pattern: str) -> int:
     return len(names)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_leave_as_they_came(
     inputs: Inputs, bases: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -143,14 +144,10 @@ def test_what_text_does_not_reach_leaves_as_it_came(
     assert same_bytes(bases["gemma3"], directory / "hf", "vision_tower|projector") == 34
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "num_processes"),
-    [
-        pytest.param("zero0", 1, marks=pytest.mark.slow),
-        pytest.param("zero1", 2, marks=pytest.mark.slow),
-        pytest.param("zero2_offload", 2, marks=pytest.mark.slow),
-        ("zero3", 2),
-    ],
+    [("zero0", 1), ("zero1", 2), ("zero2_offload", 2), ("zero3", 2)],
 )
 def test_a_router_that_its_architecture_keeps_in_float32(
     engine: str, num_processes: int, inputs: Inputs, bases: dict[str, Path], tmp_path: Path

@@ -171,7 +171,16 @@ REFUSED: dict[str, tuple[list[str], dict[str, str], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+REFUSED_BY_SETTINGS = ("offline", "no login", "nothing to be private")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in REFUSED_BY_SETTINGS else pytest.mark.slow)
+        for name in REFUSED
+    ],
+)
 def test_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
     words, environment, said = REFUSED[name]
     with served(Hub()) as hub:

@@ -32,7 +32,6 @@ from tests.launch.conftest import (
 )
 from tests.unit.run.reporting.test_metrics import FIELDS
 
-# The first test waits for one run after the other; each takes seconds on an idle machine.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate")
@@ -46,19 +45,28 @@ def two_process_runs(
     """Run directories of the same run on two processes with ZeRO-3, by launcher."""
     root = tmp_path_factory.mktemp("launchers")
     for name in LAUNCHERS:
-        profiled = PROFILED if name == "torchrun" else []
-        finished = launch([*launcher(name), *arguments(inputs, root / name), *profiled], home)
+        finished = launch([*launcher(name), *arguments(inputs, root / name)], home)
         assert finished.code == 0, finished.output
     return {name: root / name for name in LAUNCHERS}
 
 
-def test_profiled_steps_leave_a_trace(two_process_runs: dict[str, Path]) -> None:
-    (path,) = (two_process_runs["torchrun"] / "profile").iterdir()
+@pytest.fixture(scope="module")
+def forked_run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the same run on two forked processes, with the argument that DeepSpeed's
+    launcher adds and a profile of two steps."""
+    directory = tmp_path_factory.mktemp("forked") / "run"
+    finished = train("--local_rank=0", *arguments(inputs, directory), *PROFILED, num_processes=2)
+    assert finished.code == 0, finished.output
+    return directory
+
+
+def test_profiled_steps_leave_a_trace(forked_run: Path, finished_run: Path) -> None:
+    (path,) = (forked_run / "profile").iterdir()
     assert path.name == "rank_1_steps_2-3.json"
     trace = json.loads(path.read_text())
     names = {event.get("name", "") for event in trace["traceEvents"]}
     assert {"aten::mm", "aten::embedding"} <= names
-    assert not (two_process_runs["deepspeed"] / "profile").exists()
+    assert not (finished_run / "profile").exists()
 
 
 def arguments(inputs: Inputs, directory: Path) -> list[str | Path]:
@@ -70,23 +78,32 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def test_launchers_agree(two_process_runs: dict[str, Path], finished_run: Path) -> None:
+def test_two_processes_compute_what_one_does(forked_run: Path, finished_run: Path) -> None:
     alone = metrics(finished_run)
     assert list(alone) == list(range(1, STEPS + 1))
     assert alone[STEPS] < alone[1] - 0.3
-    reference = metrics(two_process_runs["deepspeed"])
-    assert reference == pytest.approx(alone, abs=1e-5)
+    assert metrics(forked_run) == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_launchers_agree(two_process_runs: dict[str, Path], forked_run: Path) -> None:
     for name in LAUNCHERS:
         for key in ("loss", "grad_norm", "lr", "tokens", "samples", "held_out_loss"):
-            expected = metrics(two_process_runs["deepspeed"], key)
-            assert metrics(two_process_runs[name], key) == expected, (name, key)
+            assert metrics(two_process_runs[name], key) == metrics(forked_run, key), (name, key)
 
 
-@pytest.mark.parametrize("name", ["python", *LAUNCHERS])
+@pytest.mark.parametrize(
+    "name", ["python", "forked", *(pytest.param(n, marks=pytest.mark.slow) for n in LAUNCHERS)]
+)
 def test_run_directory_is_whole(
-    name: str, two_process_runs: dict[str, Path], finished_run: Path, inputs: Inputs
+    name: str, finished_run: Path, inputs: Inputs, request: pytest.FixtureRequest
 ) -> None:
-    run = finished_run if name == "python" else two_process_runs[name]
+    if name == "python":
+        run = finished_run
+    elif name == "forked":
+        run = request.getfixturevalue("forked_run")
+    else:
+        run = request.getfixturevalue("two_process_runs")[name]
     assert {path.name for path in run.iterdir()} == {
         "checkpoints",
         "config.json",
@@ -102,7 +119,7 @@ def test_run_directory_is_whole(
         "prediction.json",
         "starts.jsonl",
         "tokenizer",
-        *(["profile"] if name == "torchrun" else []),
+        *(["profile"] if name == "forked" else []),
     }
     assert checkpoints.list_steps(run) == [8, 12]  # keep_last: 2
     assert {path.name for path in (run / "checkpoints").iterdir()} == {
@@ -143,12 +160,10 @@ def test_metrics_hold_exactly_the_documented_fields(finished_run: Path) -> None:
     assert steps[0]["lr"] == pytest.approx(2.5e-3)  # half-way up the warm-up of two steps
 
 
-def test_plain_transformers_loads_the_export(
-    two_process_runs: dict[str, Path], finished_run: Path
-) -> None:
+def test_plain_transformers_loads_the_export(forked_run: Path, finished_run: Path) -> None:
     texts = "Ada proved a theorem. 東京"
     answers = []
-    for run in (finished_run, two_process_runs["torchrun"]):
+    for run in (finished_run, forked_run):
         model = AutoModelForCausalLM.from_pretrained(run / "hf")
         tokenizer = AutoTokenizer.from_pretrained(run / "hf")
         assert model.config.vocab_size == VOCAB_SIZE

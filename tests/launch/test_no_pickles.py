@@ -92,7 +92,11 @@ class Malicious:
 
 
 def test_a_malicious_index_is_not_read(
-    finished_run: Path, inputs: Inputs, home: Path, tmp_path: Path
+    finished_run: Path,
+    inputs: Inputs,
+    alone: None,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """As format 1 had it, in checkpoints that are right but for that."""
     run, harm = tmp_path / "run", tmp_path / "harm"
@@ -101,15 +105,15 @@ def test_a_malicious_index_is_not_read(
         (directory / "tensors" / ".metadata").write_bytes(pickle.dumps(Malicious(harm)))
         manifest = directory / "manifest.json"
         manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 1}))
-    words = ["--config", inputs.run_yaml]
+    words = ["--config", str(inputs.run_yaml)]
     for arguments in (
         [f"output.directory={run}"],
         [f"output.directory={tmp_path / 'new'}", f"checkpoint.initialize_from={run}"],
     ):
-        finished = launch(["-m", "bigtrain.train", *words, *arguments], home)
-        assert finished.code == 2, finished.output
-        assert "Traceback" not in finished.output
-        assert "format 1, whose pickle index is no longer supported" in finished.output
+        assert train([*words, *arguments]) == 2
+        output = "".join(capfd.readouterr())
+        assert "Traceback" not in output
+        assert "format 1, whose pickle index is no longer supported" in output
     assert not harm.exists()
 
 

@@ -21,6 +21,7 @@ from tests.launch.conftest import STEPS, Inputs
 from tests.launch.test_sites import outer_lines
 from tests.support import site_world
 from tests.support.lives import shared_server
+from tests.support.outer_servers import outer_server as server_of_threads
 from tests.support.outer_servers import rounds
 from tests.support.worlds import ROOT, free_port
 
@@ -102,7 +103,9 @@ def test_sites_with_other_layouts_and_shares_end_with_the_same_weights(
         ["engine.deepspeed_config=zero0", "batch.micro_batch_size=1"],
         ["engine.deepspeed_config=zero1", "parallel.tensor=2"],
     ]
-    with outer_server(tmp_path / "server") as settings:
+    with server_of_threads(tmp_path / "server", window_seconds=30.0) as meeting:
+        settings = [f"sites.{key}={value}" for key, value in meeting.items()]
+        settings += [f"sites.inner_steps={INNER_STEPS}", "sites.timeout_seconds=60"]
         settings += ["sites.codec=int8", "sites.shares=[3,1]"]
         codes, output = train_sites(inputs, tmp_path, settings, own, ranks=2)
         assert codes == [0, 0, 0, 0], output

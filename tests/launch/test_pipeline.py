@@ -12,6 +12,7 @@ from tests.launch.conftest import Inputs, metrics, train
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
+@pytest.mark.slow
 def test_two_stages_make_the_same_run(inputs: Inputs, finished_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = ["--config", inputs.run_yaml, "--deepspeed_config", "pipeline_zero1"]

@@ -15,6 +15,7 @@ from tests.support.worlds import ROOT
 WORKER = ROOT / "tests/launch/python_api_worker.py"
 
 
+@pytest.mark.slow
 def test_the_page_of_the_docs_runs_from_its_top(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for number, source in enumerate(sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]):
@@ -34,6 +35,7 @@ def test_a_stream_trains_further_in_the_same_process(inputs: Inputs, tmp_path: P
     assert "streams done" in output
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_compute_what_train_py_does(inputs: Inputs, tmp_path: Path) -> None:
     run_script(2, WORKER, "world", inputs.run_yaml, tmp_path)

@@ -147,7 +147,11 @@ def unfinished(adapted: Path, run: Path) -> Path:
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("adapters.quantization=fp4", "adapters.quantization: 'nf4' there, 'fp4' now"),
+        pytest.param(
+            "adapters.quantization=fp4",
+            "adapters.quantization: 'nf4' there, 'fp4' now",
+            marks=pytest.mark.slow,
+        ),
         ("adapters.quantization=none", "adapters.quantization: 'nf4' there, 'none' now"),
     ],
 )

@@ -116,6 +116,22 @@ def hosts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Hosts]:
         yield made
 
 
+@pytest.mark.parametrize("hosts", [("1", 1)], indirect=True)
+def test_a_spare_continues_without_the_lost_host(hosts: Hosts) -> None:
+    for name in ("a", "b"):
+        hosts.start(name)
+    wait_until("one trains", lambda: len(hosts.started()) == 1, 100)
+    lost = hosts.started()[0][-1]
+    spare = "ab".replace(lost, "")
+    wait_until("the other is a spare", lambda: "this one is a spare" in hosts.log(spare), 100)
+    hosts.agents[lost].send_signal(signal.SIGKILL)
+    hosts.wait_for(f"0 of 1 at {spare}")
+    hosts.end(spare, 0)
+    assert hosts.agents[spare].wait(100) == 0, hosts.log(spare)
+    assert hosts.result() == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [("2", 1)], indirect=True)
 def test_a_spare_gets_the_rank_of_the_lost_host(hosts: Hosts) -> None:
     for name in ("a", "b"):

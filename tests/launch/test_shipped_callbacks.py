@@ -311,7 +311,7 @@ def test_a_trainjob_gets_few_updates(inputs: Inputs, monkeypatch: pytest.MonkeyP
         for step in range(1, STEPS + 1):
             reporter.step(replace(first, step=step, metrics={"loss": math.inf}))
         with pytest.raises(AssertionError):
-            server.wait_for(lambda posts: len(posts) > 1, 1)
+            server.wait_for(lambda posts: len(posts) > 1, 0.3)
         reporter.close(first)
     statuses = [post.tree["trainerStatus"] for post in server.posts]
     assert [one["progressPercentage"] for one in statuses] == [0, 100]

@@ -116,14 +116,15 @@ def test_a_signal_during_the_export(
     assert not (run / "requeue").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "received"),
     [
         ("python", signal.SIGUSR1),
-        pytest.param("deepspeed", signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param("torchrun", signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param("accelerate", signal.SIGINT, marks=pytest.mark.slow),
+        ("deepspeed", signal.SIGTERM),
+        ("torchrun", signal.SIGTERM),
+        ("accelerate", signal.SIGINT),
     ],
 )
 def test_stops_under_launcher(

@@ -158,6 +158,7 @@ def assert_same_weights(directory: Path, *sites: str) -> None:
             assert torch.equal(weights[name], weight), name
 
 
+@pytest.mark.slow
 def test_a_site_that_is_killed_is_left_out_and_the_other_goes_on(
     inputs: Inputs, tmp_path: Path
 ) -> None:
@@ -261,7 +262,8 @@ def test_resumes_with_another_number_of_sites(
         assert state["samples"] == STEPS * 8  # of all sites together, before and after
 
 
-@pytest.mark.parametrize("engine", ["zero1", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero1", "zero3"])
 def test_what_16_bit_engines_compute_with_is_the_global_weights(
     engine: str, inputs: Inputs, tmp_path: Path
 ) -> None:
@@ -355,6 +357,7 @@ def test_sites_with_other_settings_are_refused_with_both_values(
     assert not [*tmp_path.glob("?/metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_a_site_that_does_not_come_is_named(inputs: Inputs, tmp_path: Path) -> None:
     own = [["sites.timeout_seconds=1"], ["sites.index=9"]]
     codes, output = train_sites(inputs, tmp_path, own, window_seconds=0.5)

@@ -246,7 +246,9 @@ def job_with_spares(tmp_path: Path) -> Callable[..., tuple[int, str, list[str]]]
     rendezvous reports that result, while the task of a lost node has failed."""
     binaries, calls, python = tmp_path / "bin", tmp_path / "calls", tmp_path / "python"
     binaries.mkdir()
-    for name, text in {**FAKE_SLURM, "srun": FAKE_SRUN, "scancel": FAKE_SCANCEL}.items():
+    # No seconds pass between the signals of a job.
+    fakes = {"srun": FAKE_SRUN, "scancel": FAKE_SCANCEL, "sleep": "exec /bin/sleep 0.05"}
+    for name, text in {**FAKE_SLURM, **fakes}.items():
         (binaries / name).write_text(f"#!/bin/bash\n{text}")
         (binaries / name).chmod(0o755)
     python.write_text(FAKE_PYTHON.format(python=sys.executable))

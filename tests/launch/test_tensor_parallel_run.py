@@ -17,6 +17,7 @@ from tests.launch.conftest import STEPS, Inputs, metrics, train
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
+@pytest.mark.slow
 def test_goes_on_with_tensor_parallelism(
     finished_run: Path, inputs: Inputs, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from bigtrain.cli import main as bigtrain
+from bigtrain.launchers.rendezvous_server import serve
 from tests.support.worlds import ROOT, free_port
 
 RUN = ["launch", "torchrun", "--config", "quickstart", "--gpus-per-node", "2"]
@@ -108,8 +109,8 @@ def test_batch_in_tokens_is_told_in_tokens(capsys: pytest.CaptureFixture[str]) -
     ("words", "address"),
     [
         (["{here}"], "{here}"),
-        (["login.invalid"], None),
-        (["login.invalid", "127.0.0.1"], "127.0.0.1"),
+        pytest.param(["login.invalid"], None, marks=pytest.mark.slow),
+        pytest.param(["login.invalid", "127.0.0.1"], "127.0.0.1", marks=pytest.mark.slow),
     ],
 )
 def test_the_rendezvous_listens_at_one_address(words: list[str], address: str | None) -> None:
@@ -147,21 +148,17 @@ def test_the_rendezvous_listens_at_one_address(words: list[str], address: str | 
     assert ("so every address is served -> close those" in warned) == (wanted is None)
 
 
-def test_serving_at_an_address_of_another_machine() -> None:
-    command = [sys.executable, "-m", "bigtrain.launchers.rendezvous_server"]
-    command += [f"login:{free_port()}", "198.51.100.7"]
-    served = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert served.returncode == 2
-    assert "198.51.100.7 is not an address of this machine" in served.stderr
+def test_serving_at_an_address_of_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve("login", free_port(), "198.51.100.7") == 2
+    assert "198.51.100.7 is not an address of this machine" in capsys.readouterr().err
 
 
-def test_serving_at_a_port_that_is_taken() -> None:
+def test_serving_at_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("", 0)) as holder:
-        port = str(holder.getsockname()[1])
-        command = [sys.executable, "-m", "bigtrain.launchers.rendezvous_server", f"login:{port}"]
-        served = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert served.returncode == 2
-    assert f"rendezvous: port {port} of {socket.gethostname()} cannot be used" in served.stderr
+        port = holder.getsockname()[1]
+        assert serve("login", port) == 2
+    said = f"rendezvous: port {port} of {socket.gethostname()} cannot be used"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow

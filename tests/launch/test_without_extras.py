@@ -57,7 +57,7 @@ def test_weights_are_read_trained_and_exported(
     LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
     tree = run_tree(inputs.shards, tmp_path / "run")
     tree["model"] = {"path": str(tmp_path / "base")}
-    tree["train"] = {"steps": 2}
+    tree["train"], tree["schedule"] = {"steps": 1}, {"warmup_steps": 0}
     if adapters is not None:
         tree["adapters"] = adapters
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))

@@ -57,7 +57,13 @@ def test_a_place_that_cannot_be_written(
     refused(command, tmp_path, "Is a directory", tmp_path, capfd)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(name, marks=() if name in ("slurm", "hosts") else pytest.mark.slow)
+        for name in COMMANDS
+    ],
+)
 def test_a_disk_that_is_full(command: str, tmp_path: Path) -> None:
     """In a process of its own, none of whose files may grow beyond some bytes (EFBIG)."""
     output = tmp_path / "out" / "file"

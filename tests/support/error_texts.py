@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,20 @@ TABLES = "settings/compatibility/rules.yaml", "settings/deepspeed/accepted.json"
 def error_texts() -> str:
     """Return the texts of all errors in `bigtrain/`, one per line, escaped as in a Markdown table,
     with … for what depends on a run."""
-    trees = [
-        ast.parse(path.read_text(encoding="utf-8"))
-        for path in sorted((ROOT / "bigtrain").rglob("*.py"))
-    ]
-    returned = _returned(trees)
-    makers = _makers(trees)
-    texts = {text for tree in trees for _, text in _texts_of(tree, returned, makers)}
+    was_enabled = gc.isenabled()
+    gc.disable()  # it would look at millions of nodes again and again
+    try:
+        trees = [
+            ast.parse(path.read_text(encoding="utf-8"))
+            for path in sorted((ROOT / "bigtrain").rglob("*.py"))
+        ]
+        returned = _returned(trees)
+        makers = _makers(trees)
+        texts = {text for tree in trees for _, text in _texts_of(tree, returned, makers)}
+    finally:
+        _nodes.cache_clear()
+        if was_enabled:
+            gc.enable()
     for table in TABLES:
         texts |= _strings(yaml.safe_load((ROOT / "bigtrain" / table).read_text(encoding="utf-8")))
     return "\n".join(sorted(map(markdown_cell, texts)))
@@ -43,6 +52,12 @@ def _strings(tree: Any) -> set[str]:
     return {text for child in children for text in _strings(child)}
 
 
+@cache
+def _nodes(tree: ast.Module) -> list[ast.AST]:
+    """Return all nodes of a module, which are read several times."""
+    return list(ast.walk(tree))
+
+
 Strings = dict[str, list[ast.expr]]
 
 
@@ -51,10 +66,10 @@ def _returned(trees: Collection[ast.Module]) -> Strings:
     package."""
     nodes: Strings = {}
     names = Counter(
-        node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
+        node.name for tree in trees for node in _nodes(tree) if isinstance(node, ast.FunctionDef)
     )
     for tree in trees:
-        for function in ast.walk(tree):
+        for function in _nodes(tree):
             if isinstance(function, ast.FunctionDef) and names[function.name] == 1:
                 for node in ast.walk(function):
                     if isinstance(node, ast.Return | ast.Yield) and node.value is not None:
@@ -67,7 +82,7 @@ def _makers(trees: Collection[ast.Module]) -> set[str]:
     return {
         node.name
         for tree in trees
-        for node in ast.walk(tree)
+        for node in _nodes(tree)
         if isinstance(node, ast.FunctionDef)
         and node.returns is not None
         and _is_error(ast.unparse(node.returns))
@@ -78,7 +93,7 @@ def _assigned(tree: ast.Module) -> Strings:
     """Collect the values of names anywhere in a module: by assignment, loops, `append` and
     arguments."""
     nodes: Strings = {}
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 names = target.elts if isinstance(target, ast.Tuple) else [target]
@@ -104,12 +119,12 @@ def _arguments(tree: ast.Module) -> Strings:
     nodes: Strings = {}
     names = {
         node.name: [argument.arg for argument in node.args.args if argument.arg != "self"]
-        for node in ast.walk(tree)
+        for node in _nodes(tree)
         if isinstance(node, ast.FunctionDef)
     }
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Call):
-            called = ast.unparse(node.func).rpartition(".")[2]
+            called = _called(node)
             given = list(zip(names.get(called, []), node.args, strict=False))
             given += [
                 (word.arg, word.value)
@@ -127,11 +142,11 @@ def _texts_of(
     """Yield the name of the error and its text, for every error of bigtrain, and what is put into
     it."""
     assigned = _assigned(tree)
-    raised = {id(node.exc) for node in ast.walk(tree) if isinstance(node, ast.Raise)}
-    for node in ast.walk(tree):
+    raised = {id(node.exc) for node in _nodes(tree) if isinstance(node, ast.Raise)}
+    for node in _nodes(tree):
         if not isinstance(node, ast.Call):
             continue
-        name = ast.unparse(node.func).rpartition(".")[2]
+        name = _called(node)
         if name == "Problem":
             given = dict(zip(("key", "value", "rule", "remedy"), node.args, strict=False))
             given |= {word.arg: word.value for word in node.keywords if word.arg}
@@ -165,13 +180,20 @@ def _parts(node: ast.AST, assigned: Strings, returned: Strings, seen: set[str]) 
     if isinstance(node, ast.Name):
         name = node.id
     elif isinstance(node, ast.Call):
-        name, table = ast.unparse(node.func).rpartition(".")[2], returned
+        name, table = _called(node), returned
     if name and name not in seen:
         seen.add(name)
         children = [*children, *table.get(name, ())]
     for child in children:
         texts |= _parts(child, assigned, returned, seen)
     return {text for text in texts if re.search(r"\w \w.* \w", text) and "(?P<" not in text}
+
+
+def _called(call: ast.Call) -> str:
+    """Return the last name of what is called."""
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else ast.unparse(call.func)
 
 
 def _is_error(name: str) -> bool:

@@ -28,6 +28,8 @@ from bigtrain.system.machine import Machine
 from tests.support.datasets import open_verified
 from tests.support.worlds import ROOT
 
+WORKERS = pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+
 
 def documents(count: int, seed: int = 0) -> list[str]:
     words = "alpha beta gamma delta <|endoftext|> épsilon 東京 return self\n    if for".split(" ")
@@ -126,7 +128,7 @@ def test_processes_are_started_where_there_is_enough_to_do(
 
     def spy(work: Round, workers: Workers, update: Update) -> None:
         rounds.append(workers)
-        run_round(work, workers, update)
+        run_round(work, Workers(1, 1), update)
 
     monkeypatch.setattr("bigtrain.data.tokenize_job.job.run_round", spy)
     output = corpus.parent / "automatic"
@@ -195,7 +197,7 @@ def test_summary(dataset: Path, corpus: Path, tokenizer: Path, tmp_path: Path, c
         (b"", "the input has no training tokens: 0 training documents"),
     ],
 )
-@pytest.mark.parametrize("workers", [1, 2])
+@WORKERS
 def test_refused_input_leaves_nothing(
     tokenizer: Path,
     tmp_path: Path,
@@ -345,14 +347,14 @@ def test_bad_documents_up_to_a_share(
     assert open_dataset(output).manifest.skipped_documents == 4
 
 
+@WORKERS
 def test_a_bad_document_in_the_middle_ends_it_at_once(
-    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tokenizer: Path, tmp_path: Path, workers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' * 40 + "{}\n")
     command = ["tokenize", "--input", tmp_path, "--tokenizer", tokenizer, "--shard-size", 100]
-    for workers in (1, 2):
-        assert bigtrain(*command, "--output", tmp_path / "d", "--workers", workers) == 2
-        assert "a.jsonl:41: no key 'text'; keys here: none" in capsys.readouterr().err
+    assert bigtrain(*command, "--output", tmp_path / "d", "--workers", workers) == 2
+    assert "a.jsonl:41: no key 'text'; keys here: none" in capsys.readouterr().err
 
 
 def test_a_finished_dataset_costs_no_library(dataset: Path, corpus: Path, tokenizer: Path) -> None:

@@ -89,7 +89,13 @@ def test_tokens_and_masks(
     assert "train-00000.mask cannot be read" in corrupt_files(tmp_path / "d")[0]
 
 
-@pytest.mark.parametrize("form", ["workers", "parquet", "strings", "arrow", "json", "saved"])
+FORMS = [
+    pytest.param("workers", marks=pytest.mark.slow),
+    *("parquet", "strings", "arrow", "json", "saved"),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_every_way_to_read_gives_the_same(
     source: Path, tokenizer: Path, tmp_path: Path, form: str
 ) -> None:
@@ -184,7 +190,9 @@ REASONS = [
 ]
 
 
-@pytest.mark.parametrize("options", [[], ["--workers", 2, "--shard-size", 150]])
+@pytest.mark.parametrize(
+    "options", [[], pytest.param(["--workers", 2, "--shard-size", 150], marks=pytest.mark.slow)]
+)
 def test_bad_conversations_are_listed(tokenizer: Path, tmp_path: Path, options: list[Any]) -> None:
     source = write_lines(tmp_path / "bad.jsonl", BAD)
     command = ["--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "d", *options]
