@@ -59,12 +59,11 @@ def _evaluate(path: Path, output: Path | None) -> int:
     )
 
     rows = read_rows(path)
+    if output is not None:
+        _require_writable(output)
     predictions = [predict(row) for row in rows]
     if output is not None:
-        try:
-            write_rows(output, rows, predictions)
-        except OSError as error:
-            raise OutputError(f"--output = {output}: cannot be written: {error}") from error
+        write_rows(output, rows, predictions)
     print(error_table(summarize(rows, predictions)))
     refused = [(row, p.refused) for row, p in zip(rows, predictions, strict=True) if p.refused]
     for row, reason in refused[:5]:
@@ -79,10 +78,7 @@ def _calibrate(output: Path | None) -> int:
 
     if output is None:
         raise ConfigError(Problem("--output", None, "is required for --calibrate", "name a file"))
-    try:
-        output.touch()
-    except OSError as error:
-        raise OutputError(f"--output = {output}: cannot be written: {error}") from error
+    _require_writable(output)
     device = calibrate(print)
     engine = measure_engine() if device.is_cpu else None
     if engine is not None:
@@ -95,6 +91,14 @@ def _calibrate(output: Path | None) -> int:
     devices = f"{device.devices_per_node}x{'CPU' if device.is_cpu else device.name}"
     print(f"wrote {output}; bigtrain plan --hardware {output} --gpus {devices} uses it")
     return 0
+
+
+def _require_writable(output: Path) -> None:
+    """Raise OutputError for a file that cannot be written, before minutes are spent on it."""
+    try:
+        output.touch()
+    except OSError as error:
+        raise OutputError(f"--output = {output}: cannot be written: {error}") from error
 
 
 def ranked_layouts(args: argparse.Namespace, *, varies: bool = True) -> Plan:
