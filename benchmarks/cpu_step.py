@@ -2,7 +2,7 @@
 
 bare      a plain PyTorch loop: forward, summed cross-entropy, backward, clip_grad_norm_,
           torch.optim.AdamW(fused=True); batches are in memory. bfloat16: torch.autocast
-bigtrain  what train.py runs: `bigtrain.run.loop.train` with its loader, engine and metrics writer
+bigtrain  what train.py runs: `bigtrain.run.loop.Loop` with its loader, engine and metrics writer
 hf        transformers.Trainer with ds_configs/zeroN.json unchanged
 
 All three train the same model from the same weights on the same batches, in one process with one

@@ -32,7 +32,7 @@ from bigtrain.run.checkpointing.resume import roll_back
 from bigtrain.run.checkpointing.saver import Saver
 from bigtrain.run.context import RunContext
 from bigtrain.run.evaluation import Evaluator
-from bigtrain.run.loop import train
+from bigtrain.run.loop import Loop
 from bigtrain.run.outer_steps import OuterSteps
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.reporting.phase_memory import PhaseMemory
@@ -181,20 +181,20 @@ class Bigtrain:
         """Train `num_steps` optimizer steps."""
         self.batches.steps_left = num_steps
         try:
-            train(
+            loop = Loop(
                 self.context,
                 self.log,
                 self.engine,
-                self.state,
-                batches=self.batches,
-                evaluator=self.evaluator,
-                saver=self.saver,
-                outer=self.outer,
-                callbacks=Callbacks(self.context, self.log),
+                self.batches,
+                self.evaluator,
+                self.saver,
+                self.outer,
+                Callbacks(self.context, self.log),
                 roll_back=partial(roll_back, self.context, self.log, self.engine),
                 memory=self.memory,
                 memory_saver=self.memory_saver,
             )
+            loop.run(self.state)
         except _RoundOver:
             for _ in range(num_steps):
                 self.state = self.state.after_step(self.context.plan)

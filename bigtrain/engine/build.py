@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from bigtrain.engine.deepspeed_patches.experts import (
+    count_absent_gradients,
     engine_with_experts,
     fix_allgather_order,
     set_expert_groups,
@@ -141,6 +142,7 @@ def _initialize(
         register_external_parameters(model)
     if mesh.topology.expert_size > 1:
         fix_allgather_order(engine.optimizer)
+    count_absent_gradients(engine.optimizer)
     undo_trial_update(engine)
     attach_optimizer(engine, model)
     return engine

@@ -244,7 +244,8 @@ class DirectRounds:
         received: list[list[tuple[torch.Tensor, torch.Tensor | None]]] = []
         if plan.takers and self._sites.index in (plan.donor, *plan.takers):
             received = self._sent_states(plan, exchange)
-            attempt.received = [pair for of_fragment in received for pair in of_fragment]
+            if received:
+                attempt.received = [pair for of_fragment in received for pair in of_fragment]
         if plan.fragment is not None:
             windows = list(self.state.windows(plan.fragment))
             local: Tensors = attempt.local or [None] * len(windows)

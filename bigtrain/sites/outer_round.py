@@ -23,10 +23,10 @@ class OuterRound:
     its own instead) and failure (why it does not count). new_number, new_tokens_seen: after it;
     new_step: optimizer step of the `sites` in the mean; num_members: all that exchanged; mean_of:
     the fragment with a mean. received: by window of the model, the weights and momentum that this
-    site takes instead of its own; means, errors: by window of the fragment, the mean of this rank's
-    share and the new rounding errors (None: unchanged). distances: by site, if the server computes
-    them. squares: sums for the metrics (change, distance, elements). waited: seconds of waiting for
-    other sites.
+    site takes instead of its own, on a rank without windows empty; None if it takes none; means,
+    errors: by window of the fragment, the mean of this rank's share and the new rounding errors
+    (None: unchanged). distances: by site, if the server computes them. squares: sums for the
+    metrics (change, distance, elements). waited: seconds of waiting for other sites.
     """
 
     fragment: int | None
@@ -45,7 +45,7 @@ class OuterRound:
     sites: tuple[int, ...] = ()
     num_members: int = 1
     mean_of: int | None = None
-    received: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
+    received: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
     means: list[torch.Tensor] = field(default_factory=list)
     errors: Sequence[torch.Tensor | None] = ()
     distances: Mapping[str, float] | None = None
@@ -63,4 +63,4 @@ class OuterRound:
     @property
     def has_received(self) -> bool:
         """Whether it counts, and this site takes the weights of others."""
-        return self.is_done and bool(self.received)
+        return self.is_done and self.received is not None

@@ -256,7 +256,7 @@ class OuterStep:
         if not attempt.is_done:
             return
         self.number, self.tokens_seen = attempt.new_number, attempt.new_tokens_seen
-        if attempt.received:
+        if attempt.received is not None:
             for window, (weights, momentum) in zip(
                 self.state.all_windows(), attempt.received, strict=True
             ):
@@ -266,7 +266,7 @@ class OuterStep:
                 if window.error is not None:
                     window.error.zero_()
             self.step = attempt.new_step if attempt.new_step > attempt.step else None
-        if attempt.received or self.sites.server_holds_weights:
+        if attempt.received is not None or self.sites.server_holds_weights:
             self._sent_steps = [attempt.new_step] * self.sites.fragments
         elif attempt.mean_of is not None:
             self._sent_steps[attempt.mean_of] = attempt.step
@@ -278,7 +278,7 @@ class OuterStep:
         rounding errors."""
         for index, window in enumerate(self.state.windows(fragment)):
             if attempt.means:
-                if attempt.received:
+                if attempt.received is not None:
                     local = window.weights.clone()
                 else:
                     local = attempt.local[index] if attempt.local else window.gathered()
@@ -338,7 +338,7 @@ class OuterStep:
         for event in shown[-_MOST_SHOWN:]:
             text = f"{event.who} {_WORDS[event.event]}: {event.reason}"
             self.notes.append(f"{at}, outer step {number}: {text}")
-        if attempt.received and attempt.new_step > attempt.step:
+        if attempt.received is not None and attempt.new_step > attempt.step:
             self.notes.append(
                 f"{at}: jumping to step {attempt.new_step}, where the other sites are; its share "
                 f"of the samples of {attempt.new_step - attempt.step} steps is skipped"

@@ -159,9 +159,7 @@ def legal_points() -> tuple[Point, ...]:
     return tuple(
         point
         for point in product_of_axes()
-        if point.world_size <= MOST_PROCESSES
-        and not refusals(point)
-        and not is_left_out(point)
+        if point.world_size <= MOST_PROCESSES and not refusals(point) and not is_left_out(point)
     )
 
 

@@ -35,11 +35,15 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, int], str]] = {
     "pp2-tp2": (4, {"pipeline": 2, "tensor": 2}, "zero0"),
     "zero1-pp2-tp2": (4, {"pipeline": 2, "tensor": 2}, "zero1"),
     "zero1-tp2-dp2": (4, {"tensor": 2}, "zero1"),
+    "zero1-tp2": (2, {"tensor": 2}, "zero1"),
+    "pp2-ep2": (4, {"pipeline": 2, "expert": 2}, "zero0"),
 }
+NOT_ASKED = ("zero1-pp2", "zero1-pp2-tp2", "zero1-tp2", "pp2-ep2")
+"""Of further pairs only."""
 # There ZeRO 0 with a pipeline is refused (`bigtrain.settings.compatibility.check`), and ZeRO 1
 # takes its place.
-IN_BFLOAT16 = [name for name in TOPOLOGIES if name not in ("pp2", "pp2-tp2")]
-ASKED = [name for name in TOPOLOGIES if name not in ("zero1-pp2", "zero1-pp2-tp2")]
+IN_BFLOAT16 = [name for name in TOPOLOGIES if name not in ("pp2", "pp2-tp2", *NOT_ASKED[2:])]
+ASKED = [name for name in TOPOLOGIES if name not in NOT_ASKED]
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,25 @@ VARIANTS = {
     "bfloat16": Variant(
         llama(num_hidden_layers=4, attention_dropout=0.1), dtype="bfloat16", exact=None
     ),
+    "untied in bfloat16": Variant(
+        llama(num_hidden_layers=4, tie_word_embeddings=False),
+        ("model.embed_tokens.weight", "model.layers.[01].*"),
+        dtype="bfloat16",
+    ),
+    # The second of two tensor ranks counts none of what is trained.
+    "norms in bfloat16": Variant(
+        llama(num_hidden_layers=4), ("model.embed_tokens.weight", "*_proj.weight"), dtype="bfloat16"
+    ),
+    "experts": Variant(
+        {
+            **llama(num_hidden_layers=4, tie_word_embeddings=False, head_dim=8),
+            "model_type": "qwen3_moe",
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        },
+        ("model.embed_tokens.weight", "model.layers.[01].*"),
+    ),
     # Three states of the parameter's shape and a scalar, none of which AdamW has but the scalar.
     "rmsprop": Variant(
         llama(num_hidden_layers=4),
@@ -89,9 +112,15 @@ SOME: list[Pair] = [
     ("untied", "pp2", "zero3-dp2"),
     ("bfloat16", "zero1-pp2", "zero3-dp2"),
     ("rmsprop", "zero1-dp2", "zero3-dp2"),
+    ("experts", "pp2-ep2", "pp2-ep2"),
 ]
-STAGES: Pair = ("untied", "pp2", "pp2")
-"""Of two stages, in one nothing is trained, in the other nothing is frozen."""
+FROZEN: list[Pair] = [
+    ("untied", "pp2", "pp2"),
+    ("untied in bfloat16", "zero1-pp2", "zero1-pp2"),
+    ("norms in bfloat16", "zero1-tp2", "zero1-tp2"),
+]
+"""Of two stages, in one nothing is trained, in the other nothing is frozen; of two tensor ranks one
+has no gradient that counts."""
 ALL: list[Pair] = [
     *(
         (variant, wrote, read)
@@ -183,12 +212,13 @@ def everything(
     return of
 
 
-def test_stages_with_all_or_nothing_frozen_go_on(
+def test_ranks_with_all_or_nothing_frozen_go_on(
     dataset: Path, initial: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    made = write_and_read(dataset, [STAGES], tmp_path_factory)
-    assert_goes_on(STAGES, *made)
-    assert_frozen(STAGES[0], {STAGES[:2]}, *made, initial, dataset)
+    made = write_and_read(dataset, FROZEN, tmp_path_factory)
+    for pair in FROZEN:
+        assert_goes_on(pair, *made)
+    assert_frozen("untied", {FROZEN[0][:2]}, *made, initial, dataset)
 
 
 @pytest.mark.slow

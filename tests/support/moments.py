@@ -26,7 +26,7 @@ PHASES = {
         "bigtrain.engine.train_engine:TrainEngine.train_step",
         "bigtrain.engine.pipeline.engine:PipelineTrainEngine.train_step",
     ),
-    "between steps": ("bigtrain.run.training:train",),
+    "between steps": ("bigtrain.run.loop:Loop.run",),
     "copy": (
         "bigtrain.run.checkpointing.memory_saver:MemorySaver.save",
         "bigtrain.run.checkpointing.memory_saver:MemorySaver._write",

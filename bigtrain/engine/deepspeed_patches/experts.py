@@ -77,9 +77,10 @@ def engine_with_experts() -> Iterator[None]:
         yield
 
 
-def count_absent_experts(optimizer: Any, name: str) -> None:
-    """Make a pipeline stage without experts take part in the norm of the other stages' experts.
-    BF16_Optimizer sums it over the stages for each name of experts with gradients (0.19.8,
+def count_absent_gradients(optimizer: Any, experts: str | None = None) -> None:
+    """Make a rank without gradients, and a pipeline stage without `experts`, take part in the norm.
+    BF16_Optimizer stacks the norms of what a rank counts, of which there may be nothing, and sums
+    those of experts over the stages for each name with gradients (0.19.8,
     runtime/bf16_optimizer.py:580, runtime/utils.py:1130). Does nothing to other optimizers."""
     if not isinstance(optimizer, BF16_Optimizer):
         return
@@ -88,9 +89,11 @@ def count_absent_experts(optimizer: Any, name: str) -> None:
     def find_all(for_clipping: bool = False) -> Any:
         gradients = find(for_clipping)
         if not for_clipping:
-            gradients[1].setdefault(
-                name, [torch.zeros(1, device=optimizer.bf16_groups[0][0].device)]
-            )
+            nothing = [torch.zeros(1, device=optimizer.bf16_groups[0][0].device)]
+            if not gradients[0]:
+                gradients[0].extend(nothing)
+            if experts is not None:
+                gradients[1].setdefault(experts, nothing)
         return gradients
 
     optimizer.get_grads_for_norm = find_all

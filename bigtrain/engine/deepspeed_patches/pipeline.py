@@ -37,6 +37,18 @@ def run_optimizer_step(engine: Any) -> None:
     engine._exec_optimizer_step()
 
 
+def fill_gradient(parameter: nn.Parameter, optimizer: Any) -> None:
+    """Give a parameter without a gradient zeros, also where `accumulated_gradient` looks for it."""
+    parameter.grad = torch.zeros_like(parameter)
+    if hasattr(optimizer, "fp32_groups_gradient_dict"):  # BF16_Optimizer
+        for i, group in enumerate(optimizer.bf16_groups):
+            for j, own in enumerate(group):
+                if own is parameter:
+                    optimizer._update_hp_grad(parameter, i, j, clear_lp_grads=False)
+    elif getattr(optimizer, "use_grad_accum_attribute", False):
+        optimizer._fill_param_grad_accum_attribute(parameter)
+
+
 def accumulated_gradient(parameter: nn.Parameter, optimizer: Any) -> torch.Tensor | None:
     """Return the tensor in which DeepSpeed 0.19.8 accumulates a parameter's gradient before
     reducing it: `_hp_grad` (runtime/bf16_optimizer.py:524), or `grad_accum` of ZeRO-1 with float32

@@ -30,18 +30,18 @@ def is_counted(parameter: Any, mesh: Mesh) -> bool:
 def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
     """Return the 2-norm of the full model's gradient, which is already averaged over replicas.
     Collective over `mesh.model`, and if ranks share the experts over `mesh.expert`."""
-    with_gradient = [p for p in parameters if p.grad is not None]
+    held = list(parameters)  # a rank may have no gradient, as a pipeline stage that is all frozen
     own: dict[bool, list[torch.Tensor]] = {False: [], True: []}
-    for parameter in with_gradient:
+    for parameter in held:
         if parameter.grad is not None and is_counted(parameter, mesh):
             own[is_expert(parameter)].append(parameter.grad)
     norm: torch.Tensor = torch.nn.utils.get_total_norm(own[False])
     if mesh.topology.expert_size > 1:
-        squared = torch.nn.utils.get_total_norm(own[True]).to(with_gradient[0].device).square()
+        squared = torch.nn.utils.get_total_norm(own[True]).to(held[0].device).square()
         dist.all_reduce(squared, group=mesh.expert)
         norm = (norm.to(squared.device).square() + squared).sqrt()
     if dist.get_world_size(mesh.model) > 1:
-        squared = norm.to(with_gradient[0].device if with_gradient else "cpu").square()
+        squared = norm.to(held[0].device).square()
         dist.all_reduce(squared, group=mesh.model)
         norm = squared.sqrt()
     return norm
@@ -49,8 +49,9 @@ def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> torch.Tensor:
     """Scale the gradients down to `max_norm`; returns their `total_norm` before. Collective."""
-    with_gradient = [p for p in parameters if p.grad is not None]
-    norm = total_norm(with_gradient, mesh)
+    held = list(parameters)
+    with_gradient = [p for p in held if p.grad is not None]
+    norm = total_norm(held, mesh)
     torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, norm)
     return norm
 

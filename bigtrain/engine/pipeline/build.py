@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 
 from bigtrain.engine.deepspeed_patches.experts import (
-    count_absent_experts,
+    count_absent_gradients,
     engine_with_experts,
     mark_expert,
     name_of_experts,
@@ -77,8 +77,8 @@ def build_pipeline_engine(
             model_parameters=[group for group in decay_groups if group["params"]],
             config=copy_of(engine_config.deepspeed),
         )
-    if has_experts:
-        count_absent_experts(engine.optimizer, name_of_experts(expert_size))
+    experts = name_of_experts(expert_size) if has_experts else None
+    count_absent_gradients(engine.optimizer, experts)
     undo_trial_update(engine)
     attach_optimizer(engine, stage.model)
     groups = _replica_groups(stage, mesh)

@@ -16,6 +16,7 @@ from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.engine.deepspeed_patches.host_time import time_reductions
 from bigtrain.engine.deepspeed_patches.pipeline import (
     accumulated_gradient,
+    fill_gradient,
     replace_instructions,
     replace_loss,
     run_optimizer_step,
@@ -291,7 +292,7 @@ class PipelineTrainEngine(TrainEngine):
         for parameter in self.engine.module.parameters():
             if parameter.requires_grad and accumulated_gradient(parameter, optimizer) is None:
                 # If it were missing here and present on another replica, the reduction would hang.
-                parameter.grad = torch.zeros_like(parameter)
+                fill_gradient(parameter, optimizer)
         parameters = dict(self.module.named_parameters())
         for name, group in self._replicas.items():
             if parameters[name].requires_grad:

@@ -617,6 +617,22 @@ CONTRACTS = [
         "self",
         "lr_kwargs",
     ),
+    takes(
+        pipeline.fill_gradient,
+        lambda: BF16_Optimizer._update_hp_grad,
+        "self",
+        "lp",
+        "group_idx",
+        "param_idx",
+        "clear_lp_grads",
+    ),
+    sets(pipeline.fill_gradient, lambda: BF16_Optimizer, "bf16_groups"),
+    takes(
+        pipeline.fill_gradient,
+        lambda: DeepSpeedZeroOptimizer._fill_param_grad_accum_attribute,
+        "self",
+        "param",
+    ),
     sets(pipeline.accumulated_gradient, lambda: BF16_Optimizer, "fp32_groups_gradient_dict"),
     sets(pipeline.accumulated_gradient, lambda: BF16_Optimizer._update_hp_grad, "_hp_grad"),
     sets(

@@ -23,13 +23,13 @@ CONTRACTS = [
     has(experts.set_expert_groups, lambda: groups, "_EXPERT_PARALLEL_GROUP"),
     has(experts.set_expert_groups, lambda: groups, "_EXPERT_DATA_PARALLEL_GROUP"),
     reads(
-        experts.count_absent_experts,
+        experts.count_absent_gradients,
         lambda: BF16_Optimizer,
         "def get_grads_for_norm(self, for_clipping=False):",
         "expert_grads_for_norm[param_group['name']] = []",
         "return non_expert_grads_for_norm, expert_grads_for_norm",
     ),
-    has(experts.count_absent_experts, lambda: BF16_Optimizer, "get_grads_for_norm"),
+    has(experts.count_absent_gradients, lambda: BF16_Optimizer, "get_grads_for_norm"),
     reads(
         experts.name_of_experts,
         lambda: groups._get_max_expert_size,
