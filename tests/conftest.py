@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -113,6 +114,18 @@ def pytest_configure() -> None:
         "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("unhurried")
+
+
+def pytest_sessionstart() -> None:
+    gc.disable()  # it costs a quarter of the time of collecting tests, and finds nothing
+
+
+def pytest_collection_finish() -> None:
+    """Collect the garbage of tests alone: of the millions of objects that are imported by now,
+    none becomes garbage."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
