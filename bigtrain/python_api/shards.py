@@ -1,4 +1,4 @@
-"""What a dataset of shards holds, as `bigtrain inspect` and `bigtrain verify` say it."""
+"""Reading datasets of shards: `bigtrain inspect`, and `bigtrain verify` of a dataset."""
 
 from __future__ import annotations
 
