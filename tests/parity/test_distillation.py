@@ -30,7 +30,7 @@ from tests.support.lives import shared_server
 
 pytestmark = [pytest.mark.distributed]
 
-LENGTH, STEPS, TOP_K, ALPHA = 32, 6, 5, 0.7
+LENGTH, STEPS, TOP_K, ALPHA = 32, 10, 5, 0.7
 ADAPTERS = {"type": "lora", "rank": 4, "alpha": 16.0}
 
 

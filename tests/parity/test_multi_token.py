@@ -29,7 +29,7 @@ from tests.support.datasets import write_dataset
 
 pytestmark = [pytest.mark.distributed]
 
-LENGTH, STEPS, WEIGHT = 32, 6, 0.3
+LENGTH, STEPS, WEIGHT = 32, 10, 0.3
 PACKED, CROSSING = "best_fit", "concatenate"
 
 

@@ -25,7 +25,7 @@ from tests.support.pairs import write_pairs
 
 pytestmark = [pytest.mark.distributed]
 
-LENGTH, STEPS, BETA = 32, 8, 0.3
+LENGTH, STEPS, BETA = 32, 20, 0.3
 ADAPTERS = {"type": "lora", "rank": 4, "alpha": 16.0}
 
 

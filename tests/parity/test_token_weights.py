@@ -23,7 +23,7 @@ from tests.support.weighted import FIRST_WEIGHTED, weights_of, write_weighted
 
 pytestmark = [pytest.mark.distributed]
 
-LENGTH, STEPS, SAMPLES = 32, 6, 8
+LENGTH, STEPS, SAMPLES = 32, 10, 8
 SLOW = pytest.mark.slow
 
 

@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),  # TRL's calls
 ]
 
-LENGTH, STEPS, BETA, GAMMA = 32, 8, 0.3, 0.4
+LENGTH, STEPS, BETA, GAMMA = 32, 20, 0.3, 0.4
 BATCH_SIZE = 8
 DESIRABLE, UNDESIRABLE, CENTERING = 1.0, 1.4, 0.05
 ADAPTERS = {"type": "lora", "rank": 4, "alpha": 16.0}
