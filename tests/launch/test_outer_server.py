@@ -95,6 +95,7 @@ def assert_same_weights(directory: Path) -> None:
         assert torch.equal(weight, second[name]), name
 
 
+@pytest.mark.slow
 def test_sites_with_other_layouts_and_shares_end_with_the_same_weights(
     inputs: Inputs, tmp_path: Path
 ) -> None:

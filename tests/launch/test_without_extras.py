@@ -41,7 +41,8 @@ def extras() -> list[str]:
     return [MODULES.get(name, name) for name in wanted]
 
 
-@pytest.mark.parametrize("adapters", [None, pytest.param({"rank": 2}, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [None, {"rank": 2}])
 def test_weights_are_read_trained_and_exported(
     adapters: dict[str, int] | None, inputs: Inputs, tmp_path: Path, home: Path
 ) -> None:

@@ -33,7 +33,7 @@ from tests.parity.test_matrix import SPREADS
 from tests.support.tiers import STEPS
 
 pytest.importorskip("bitsandbytes")
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(1200)]
 
 LOSS = 1e-4
 NORM = 1e-3

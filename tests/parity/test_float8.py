@@ -98,7 +98,7 @@ CASES = [
     Case(1, "zero1", slow=True),
     Case(2, "zero1", "rowwise", slow=True),
     Case(2, "zero3", gradient_checkpointing="full", slow=True),
-    Case(2, "zero1", tensor=2),
+    Case(2, "zero1", tensor=2, slow=True),
     Case(2, "zero1", "mxfp8", pipeline=2, slow=True),
     Case(2, "zero3", "rowwise_with_gw_hp", sequence=2),
     Case(2, "zero3", adapters=True, slow=True),

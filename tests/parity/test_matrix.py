@@ -53,7 +53,7 @@ WEIGHT = 1e-5
 """Of every weight at the end, float32."""
 SPREADS = 3.0
 """bfloat16: how many times as far from the mean of the plain runs as the farthest of them."""
-FEW_STEPS = 3
+FEW_STEPS = 2
 MOST_PROCESSES = 4
 POINTS_OF_A_WORLD = 32
 

@@ -4,6 +4,7 @@ PyTorch in one process."""
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +165,10 @@ def test_bfloat16_follows_float32(root: Path) -> None:
     assert [row["mtp_loss"] for row in rows] == pytest.approx(deeper, rel=2**-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "has_base"),
-    [("deepseek", True), slow("deepseek", False), slow("mellum", True), slow("mellum", False)],
+    list(product(("deepseek", "mellum"), (True, False))),
 )
 def test_transformers_reads_an_export(
     root: Path, tmp_path: Path, model: str, has_base: bool

@@ -20,7 +20,7 @@ from tests.parity.conftest import STEPS, run_config, train_cases
 from tests.parity.plain import Spread, orders, plain_training, root_mean_square
 from tests.parity.test_matrix import SPREADS
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(1200)]
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"type": "adamw", "eps": 1e-6},

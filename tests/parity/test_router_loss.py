@@ -72,7 +72,7 @@ CASES = [
     Case("zero2", 2, "mixtral", "tensor", slow=True),
     Case("zero0", 2, "mixtral", "pipeline", "full", slow=True),
     Case("zero1", 4, "qwen3_moe", "pipeline", slow=True),
-    Case("zero1", 2, "mixtral", "sequence"),
+    Case("zero1", 2, "mixtral", "sequence", slow=True),
     Case("zero3", 1, "qwen3_moe", "sequence", "full", slow=True),
 ]
 

@@ -363,7 +363,7 @@ CASES = {
     "server int8 between": between("zero3", "tensor 2", codec="int8", more=THROUGH_SERVER),
 }
 BETWEEN = [name for name, case in CASES.items() if case.others]
-NORMAL = ["pipeline 2", "streaming zero3", "zero2 and tensor 2", "server int8 between"]
+NORMAL = ["pipeline 2", "zero2 and tensor 2", "server int8 between"]
 SLOW = [name for name in CASES if name not in NORMAL]
 BY_SHARDS = [
     name

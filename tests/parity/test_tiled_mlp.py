@@ -112,7 +112,7 @@ def plain_config(
 
 CASES = [
     Case("zero1", data_size=2, slow=False),
-    Case("zero3", data_size=2, recompute="full", slow=False),
+    Case("zero3", data_size=2, recompute="full"),
     Case("zero3", "shared_moe", data_size=2),
     Case("zero1", degrees={"tensor": 2}),
     *(Case(engine, data_size=2) for engine in ("zero0", "zero2", "zero3", "zero3_offload")),

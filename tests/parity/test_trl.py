@@ -30,6 +30,7 @@ from tests.support.pairs import write_pairs
 from tests.support.rated import write_rated
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.distributed,
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),  # TRL's calls
 ]

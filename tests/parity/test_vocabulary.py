@@ -19,7 +19,7 @@ from tests.parity.conftest import SEED, VOCAB_SIZE, llama, run_config, train_cas
 from tests.parity.plain import plain_training
 from tests.support.datasets import write_dataset
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
 
 TOKENS = VOCAB_SIZE + 4
 ROWS = 104  # padded to a multiple of 8
