@@ -60,10 +60,12 @@ def _evaluate(path: Path, output: Path | None) -> int:
 
     rows = read_rows(path)
     if output is not None:
-        _require_writable(output)
+        with _writing(output):
+            output.touch()  # before minutes are spent on what goes into it
     predictions = [predict(row) for row in rows]
     if output is not None:
-        write_rows(output, rows, predictions)
+        with _writing(output):
+            write_rows(output, rows, predictions)
     print(error_table(summarize(rows, predictions)))
     refused = [(row, p.refused) for row, p in zip(rows, predictions, strict=True) if p.refused]
     for row, reason in refused[:5]:
@@ -78,14 +80,16 @@ def _calibrate(output: Path | None) -> int:
 
     if output is None:
         raise ConfigError(Problem("--output", None, "is required for --calibrate", "name a file"))
-    _require_writable(output)
+    with _writing(output):
+        output.touch()  # before minutes are spent on what goes into it
     device = calibrate(print)
     engine = measure_engine() if device.is_cpu else None
     if engine is not None:
         per = ", ".join(f"ZeRO {zero}: {costs.step * 1e9:.2g} + {costs.step_exchange * 1e9:.2g}"
                         for zero, costs in engine.zero.items())  # fmt: skip
         print(f"DeepSpeed, ns of a step per parameter byte, on 1 rank + with a second rank: {per}")
-    write_calibration(device, engine, output)
+    with _writing(output):
+        write_calibration(device, engine, output)
     if device.is_cpu:
         keep_calibration(device, engine)
     devices = f"{device.devices_per_node}x{'CPU' if device.is_cpu else device.name}"
@@ -93,10 +97,11 @@ def _calibrate(output: Path | None) -> int:
     return 0
 
 
-def _require_writable(output: Path) -> None:
-    """Raise OutputError for a file that cannot be written, before minutes are spent on it."""
+@contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    """Raise OutputError where the file of --output cannot be written."""
     try:
-        output.touch()
+        yield
     except OSError as error:
         raise OutputError(f"--output = {output}: cannot be written: {error}") from error
 

@@ -169,8 +169,9 @@ def test_evaluation_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixt
     assert len((tmp_path / "out.csv").read_text().splitlines()) == 830
     few = tmp_path / "few.csv"
     few.write_text("".join(rows.read_text().splitlines(keepends=True)[:5]))
-    assert main(["plan", "--evaluate", str(few), "--output", str(tmp_path / "no" / "x.csv")]) == 2
-    assert "--output" in capsys.readouterr().err
+    for unwritable in (str(tmp_path / "no" / "x.csv"), "/dev/full"):
+        assert main(["plan", "--evaluate", str(few), "--output", unwritable]) == 2
+        assert f"--output = {unwritable}: cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.slow
