@@ -84,16 +84,16 @@ def count_absent_gradients(optimizer: Any, experts: str | None = None) -> None:
     runtime/bf16_optimizer.py:580, runtime/utils.py:1130). Does nothing to other optimizers."""
     if not isinstance(optimizer, BF16_Optimizer):
         return
-    find = optimizer.get_grads_for_norm
+    find, device = optimizer.get_grads_for_norm, optimizer.bf16_groups[0][0].device
 
     def find_all(for_clipping: bool = False) -> Any:
         gradients = find(for_clipping)
         if not for_clipping:
-            nothing = [torch.zeros(1, device=optimizer.bf16_groups[0][0].device)]
-            if not gradients[0]:
-                gradients[0].extend(nothing)
-            if experts is not None:
-                gradients[1].setdefault(experts, nothing)
+            counted, of_experts = gradients
+            if not counted:
+                counted.append(torch.zeros(1, device=device))
+            if experts is not None and experts not in of_experts:
+                of_experts[experts] = [torch.zeros(1, device=device)]
         return gradients
 
     optimizer.get_grads_for_norm = find_all
