@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import shlex
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import yaml
 
-from bigtrain.cli import main
 from bigtrain.settings.compatibility.check import RULES
 from bigtrain.settings.run_config import SitesSection
 from bigtrain.sites.codecs import sent_bytes
@@ -34,14 +32,8 @@ def test_the_section_is_read_and_its_defaults_are_those_of_the_page() -> None:
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_the_commands_as_they_stand(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command, *words = shlex.split(line)
-    assert command == "bigtrain"
-    monkeypatch.chdir(tmp_path)
-    assert main(words) == 0
-    assert "x 2 sites" in capsys.readouterr().out
+def test_the_commands_as_they_stand(line: str, typed: Callable[[str], str]) -> None:
+    assert "x 2 sites" in typed(line)
 
 
 def test_bytes_of_the_table() -> None:
