@@ -171,22 +171,40 @@ def many_files(folder: Path, sizes: list[int]) -> list[Source]:
     return find_sources(Selection([str(folder)]))
 
 
-def test_small_files_share_units_and_a_change_stays_local(tmp_path: Path) -> None:
+def test_small_files_share_units(tmp_path: Path) -> None:
     sizes = [50 + 37 * n % 90 for n in range(400)]
-    before = plan_units(many_files(tmp_path / "in", sizes), OPTIONS, 1000, [])
-    assert [part.source.path for unit in before for part in unit.parts] == [
+    units = plan_units(many_files(tmp_path / "in", sizes), OPTIONS, 1000, [])
+    assert [part.source.path for unit in units for part in unit.parts] == [
         str(tmp_path / "in" / f"{n:04}.txt") for n in range(400)
     ]
-    assert all(unit.num_bytes <= 1000 for unit in before)
-    assert len(before) < 400 / 5
-    changed = []
-    for number in range(0, 200, 10):
-        sizes[number] += 111
-        after = plan_units(many_files(tmp_path / "in", sizes), OPTIONS, 1000, [])
-        changed.append(len({unit.key for unit in after} - {unit.key for unit in before}))
-        before = after
-    assert min(changed) >= 1
-    assert sum(changed) / len(changed) < 5
+    assert all(unit.num_bytes <= 1000 for unit in units)
+    assert len(units) < 400 / 5
+
+
+def test_a_change_of_a_small_file_stays_local(tmp_path: Path) -> None:
+    """The ends of units are drawn from the paths, so fixed paths in several folders are taken: in a
+    single one, such as that of the test, the mean lies between 1.9 and 6."""
+    template = many_files(tmp_path / "in", [1])[0]
+
+    def keys(folder: int, sizes: list[int]) -> set[str]:
+        records = [
+            replace(template.record, path=f"/in{folder}/{n:04}.txt", bytes=size)
+            for n, size in enumerate(sizes)
+        ]
+        sources = [replace(template, record=record) for record in records]
+        return {unit.key for unit in plan_units(sources, OPTIONS, 1000, [])}
+
+    num_changed = []
+    for folder in range(30):
+        sizes = [50 + 37 * n % 90 for n in range(400)]
+        before = keys(folder, sizes)
+        for number in range(0, 200, 20):
+            sizes[number] += 111
+            after = keys(folder, sizes)
+            num_changed.append(len(after - before))
+            before = after
+    assert min(num_changed) >= 1
+    assert sum(num_changed) / len(num_changed) < 3.5
 
 
 def test_what_a_key_depends_on(tmp_path: Path) -> None:
