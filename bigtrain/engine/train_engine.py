@@ -299,8 +299,8 @@ class TrainEngine(ForwardPasses):
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """Return the mean loss in nats per token (of another objective, per unit), weighted as in
-        training, and the number of tokens, over all ranks' `batches`. Every rank must bring the
-        same number of batches."""
+        training, and the number of tokens, over all ranks' `batches`: the same bits on all ranks.
+        Collective; every rank must bring the same number of batches."""
         totals = torch.zeros(3, device=self.device, dtype=torch.float64)
         self.engine.eval()
         for batch, moved in self.feed(self._objective.prepare(self, batches)):
@@ -310,6 +310,9 @@ class TrainEngine(ForwardPasses):
             totals[2] += self._count(replace(batch, weights=None))
         self.engine.train()
         dist.all_reduce(totals, group=self.mesh.replicas)
+        if self.mesh.topology.tensor_size > 1:
+            # Early stopping follows from it, and tensor ranks may round differently.
+            dist.broadcast(totals, src=0)
         return float(totals[0]) / (float(totals[1]) or 1), int(totals[2])
 
     def close(self) -> None:

@@ -125,7 +125,7 @@ def train_all(
         (root / str(size)).mkdir()
         asked = {
             case.name: configured(dataset, directories, case)
-            | {"save_at": STEPS, "save_to": str(root / case.name)}
+            | {"save_at": STEPS, "save_to": str(root / case.name), "evaluates": True}
             for case in chosen
         }
         found |= train(size, asked, root / str(size))
@@ -153,6 +153,7 @@ def results(
 @pytest.mark.parametrize("case", COVERING, ids=lambda case: case.name)
 def test_equals_plain_training(case: Case, references: References, results: dict[str, Any]) -> None:
     assert_equal(case, references[case.model], results[case.name])
+    assert len(set(map(tuple, results[case.name]["held_out"]))) == 1, "ranks evaluate differently"
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from zlib import crc32
 
 import torch
@@ -27,6 +28,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigtrain.data.loading.loader import open_training_data
+from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.shards.shard_table import read_table
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.checkpoint.fragments import MASTER, ensure_optimizer_states, owned_fragments
@@ -140,6 +142,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
             save(engine, Path(case["save_to"]), world, outer)
         keep_weights(engine, case, step + 1, world)
     logits = engine.logits(torch.tensor(case["probe"])).tolist() if "probe" in case else None
+    held_out = evaluations_of_ranks(engine, micro_batches, world) if case.get("evaluates") else []
     sent_bytes = engine.optimizer_sent_bytes()
     batches.close()
     engine.close()
@@ -157,10 +160,29 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         "secondary_size": secondary_size(),
         "logits": logits,
         "optimizer_sent_bytes": sent_bytes,
+        "held_out": held_out,
     }
     if choices is not None:
         found["choices"] = choices.of_all_ranks(samples, place.sequence_rank)
     return found if masks is None else found | {"masks": masks.of_all_processes()}
+
+
+def evaluations_of_ranks(
+    engine: TrainEngine, batches: list[MicroBatch], world: World
+) -> list[tuple[float, int]]:
+    """Return what every rank evaluates the batches to, where each rounds a loss differently."""
+    objective = engine._objective
+    summed_loss = objective.summed_loss
+
+    def rounded(*arguments: Any) -> tuple[torch.Tensor, Any]:
+        loss, rest = summed_loss(*arguments)
+        return loss.double() * (1 + 1e-9 * world.rank), rest
+
+    with patch.object(objective, "summed_loss", rounded):
+        evaluated = engine.evaluate(batches)
+    of_ranks: list[Any] = [None] * world.size
+    dist.all_gather_object(of_ranks, evaluated)
+    return of_ranks
 
 
 def weights_of(config: RunConfig, hf_config: Any, growth: VocabularyResize | None) -> Weights:
